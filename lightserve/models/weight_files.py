@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
+from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
+from lightserve.models.gguf_model import STORED_NAMES, WEIGHTS_FILE, unpacked_root
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.moe_config import MoeConfig
 
@@ -42,6 +44,8 @@ class WeightFiles:
     """By the names in the files."""
     stored_names: tuple[tuple[str, str], ...] = ()
     """See `ModelConfig.stored_names`."""
+    gguf: GgufFile | None = None
+    """The one file, if it is of that kind."""
 
     def stored(self, name: str) -> str:
         """Return what the files call a tensor."""
@@ -63,6 +67,11 @@ def find_weights(path: Path) -> WeightFiles:
         ModelLoadError: no weights, a malformed index, or a shard that is missing or lies
             outside the directory.
     """
+    if (packed := path / WEIGHTS_FILE).exists():
+        if path.resolve().parent != unpacked_root().resolve():
+            _check_confined(path, packed)
+        gguf = read_gguf(packed)
+        return WeightFiles(packed, dict.fromkeys(gguf.tensors, packed), STORED_NAMES, gguf)
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if single.exists():
         _check_confined(path, single)
@@ -203,7 +212,9 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     Raises:
         ModelLoadError: names the file and, where there is one, the tensor.
     """
-    files = replace(find_weights(path), stored_names=config.stored_names)
+    files = find_weights(path)
+    if files.gguf is None:
+        files = replace(files, stored_names=config.stored_names)
     in_file: dict[Path, dict[str, tuple[int, ...]]] = {}
     for ours, shape in needed_tensors(config, files).items():
         name = files.stored(ours)
@@ -211,7 +222,10 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
             raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
         in_file.setdefault(files.file_of[name], {})[name] = shape
     for file, shapes in in_file.items():
-        _check_shard(file, shapes)
+        if files.gguf is not None:
+            _check_gguf(files.gguf, shapes)
+        else:
+            _check_shard(file, shapes)
     return files
 
 
@@ -276,6 +290,21 @@ def _check_shard(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
                     f"{file}: tensor {name!r} has shape {list(header.get_shape())},"
                     f" config.json implies {list(shape)}"
                 )
+
+
+def _check_gguf(gguf: GgufFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        tensor = gguf.tensors[name]
+        if tensor.kind not in BLOCK_TYPES:
+            known = ", ".join(block.name for block in BLOCK_TYPES.values())
+            raise ModelLoadError(
+                f"{gguf.path}: tensor {name!r} has GGUF's type {tensor.kind}, not one of {known}"
+            )
+        if tensor.shape != shape:
+            raise ModelLoadError(
+                f"{gguf.path}: tensor {name!r} has shape {list(tensor.shape)}, its metadata imply"
+                f" {list(shape)}"
+            )
 
 
 def _shard_path(path: Path, weight_map: JsonFields, name: str, shard_name: str) -> Path:

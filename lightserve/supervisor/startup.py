@@ -18,6 +18,7 @@ from lightserve.cost.profile import read_profile
 from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import LineWriter, one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
+from lightserve.models.gguf_model import unpack
 from lightserve.models.weight_files import check_digests, check_weights
 from lightserve.supervisor.spawn import num_submitters
 
@@ -164,10 +165,12 @@ def resolve_model(config: ServeConfig) -> ServeConfig:
     """Return the configuration with `model` a local directory and the served name kept.
 
     Raises:
-        ModelLoadError: there is no such directory.
+        ModelLoadError: there is no such directory, or a GGUF file cannot be served.
         StartupError: a hub id that cannot be fetched.
     """
     path = Path(config.model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        path = unpack(path)
     if not path.is_dir():
         if path.exists() or _HUB_ID.fullmatch(config.model) is None:
             raise ModelLoadError(f"--model: {config.model!r} is no directory and no hub id")

@@ -1,0 +1,319 @@
+"""A GGUF file as a model directory: its metadata as config.json and tokenizer files. Torch-free.
+
+Written once for each file (path, length, time of change) beside the profiles; the tensors stay
+where they are, behind a link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightserve.cost.profile import cache_dir
+from lightserve.errors import ModelLoadError
+from lightserve.models.gguf import GgufFile, read_gguf
+
+WEIGHTS_FILE = "model.gguf"
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Values of `general.architecture` that can be served; Mistral's is `llama`."""
+STORED_NAMES = (
+    ("model.layers.", "blk."),
+    ("model.embed_tokens.", "token_embd."),
+    ("model.norm.", "output_norm."),
+    ("lm_head.", "output."),
+    ("self_attn.q_proj.", "attn_q."),
+    ("self_attn.k_proj.", "attn_k."),
+    ("self_attn.v_proj.", "attn_v."),
+    ("self_attn.o_proj.", "attn_output."),
+    ("self_attn.q_norm.", "attn_q_norm."),
+    ("self_attn.k_norm.", "attn_k_norm."),
+    ("mlp.gate_proj.", "ffn_gate."),
+    ("mlp.up_proj.", "ffn_up."),
+    ("mlp.down_proj.", "ffn_down."),
+    ("input_layernorm.", "attn_norm."),
+    ("post_attention_layernorm.", "ffn_norm."),
+)
+"""See `ModelConfig.stored_names`."""
+FREQUENCY_FACTORS = "rope_freqs.weight"
+_LAYOUT = "1"
+"""Of what is written: another one is written anew."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SPLITS = {
+    "llama-bpe": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",
+    "qwen2": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}",
+    "smollm": None,
+    "gpt-2": None,
+    "default": None,
+}
+"""How texts are split before they are merged, by `tokenizer.ggml.pre`; None: as GPT-2's are."""
+_SINGLE_DIGITS = ("smollm",)
+MAX_PIECE_CHARS = 256
+"""Of a piece that two others make: a file that lies could ask for billions of cuts."""
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def unpacked_root() -> Path:
+    """Return the directory of all directories that stand for GGUF files."""
+    return cache_dir().parent / "gguf"
+
+
+def unpack(path: Path) -> Path:
+    """Return the model directory that stands for a GGUF file; written at the first time.
+
+    Raises:
+        ModelLoadError: the file is no whole GGUF file, or not of a model that can be served.
+    """
+    path = path.resolve()
+    state = path.stat()
+    identity = f"{_LAYOUT} {path} {state.st_size} {state.st_mtime_ns}"
+    target = unpacked_root() / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    if target.is_dir():
+        return target
+    gguf = read_gguf(path)
+    files = {
+        "config.json": _config(gguf),
+        "tokenizer.json": _tokenizer(gguf),
+        "tokenizer_config.json": _tokenizer_config(gguf),
+    }
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=target.parent))
+        for name, content in files.items():
+            (beside / name).write_text(json.dumps(content), encoding="utf-8")
+        (beside / WEIGHTS_FILE).symlink_to(path)
+        try:
+            beside.rename(target)
+        except OSError:  # another server was faster
+            shutil.rmtree(beside)
+    except OSError as error:
+        raise ModelLoadError(f"{target}: {error.strerror}") from error
+    return target
+
+
+def _config(gguf: GgufFile) -> dict[str, Any]:
+    """Return what config.json would say."""
+    name = gguf.string("general.architecture")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise gguf.error("general.architecture", f"names {name!r}; supported in GGUF are {known}")
+    if gguf.integer(f"{name}.expert_count", default=0):
+        raise gguf.error(f"{name}.expert_count", "must be 0: experts are read from safetensors")
+    num_heads = gguf.integer(f"{name}.attention.head_count")
+    hidden = gguf.integer(f"{name}.embedding_length")
+    if not num_heads:
+        raise gguf.error(f"{name}.attention.head_count", "must be at least 1")
+    head_dim = gguf.integer(f"{name}.attention.key_length", default=hidden // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (size := gguf.integer(f"{name}.{key}", default=head_dim)) != head_dim:
+            raise gguf.error(f"{name}.{key}", f"must be that of keys, {head_dim}, got {size}")
+    if "token_embd.weight" not in gguf.tensors:
+        raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[name]],
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": gguf.integer(f"{name}.feed_forward_length"),
+        "num_hidden_layers": gguf.integer(f"{name}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": gguf.integer(f"{name}.attention.head_count_kv", default=num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": gguf.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": gguf.integer(f"{name}.context_length"),
+        "rope_parameters": _rope(gguf, name),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in gguf.tensors,
+        "dtype": "bfloat16",
+    }
+    if name == "qwen2" and "blk.0.attn_q.bias" not in gguf.tensors:
+        raise ModelLoadError(f"{gguf.path}: tensor 'blk.0.attn_q.bias' is missing")
+    return config
+
+
+def _rope(gguf: GgufFile, name: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_theta": gguf.number(f"{name}.rope.freq_base", default=10_000.0),
+        "rope_type": "default",
+    }
+    length = gguf.integer(f"{name}.context_length")
+    if FREQUENCY_FACTORS in gguf.tensors:
+        # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
+        factors = _float32(gguf, FREQUENCY_FACTORS)
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    kind = gguf.string(f"{name}.rope.scaling.type", default="none")
+    match kind:
+        case "none":
+            return rope
+        case "linear":
+            factor = gguf.number(f"{name}.rope.scaling.factor")
+            return rope | {"rope_type": "linear", "factor": factor}
+        case "yarn":
+            original = gguf.integer(f"{name}.rope.scaling.original_context_length")
+            return rope | {
+                "rope_type": "yarn",
+                "factor": gguf.number(f"{name}.rope.scaling.factor"),
+                "original_max_position_embeddings": original,
+            }
+        case _:
+            key = f"{name}.rope.scaling.type"
+            raise gguf.error(key, f"must be none, linear or yarn, got {kind!r}")
+
+
+def _float32(gguf: GgufFile, name: str) -> list[float]:
+    tensor = gguf.tensors[name]
+    if tensor.kind or len(tensor.shape) != 1:
+        raise ModelLoadError(f"{gguf.path}: tensor {name!r} must be a row of F32")
+    data = memoryview(gguf.data)[tensor.start : tensor.start + tensor.row_bytes]
+    return list(data.cast("f"))
+
+
+def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
+    """Return what tokenizer.json would say."""
+    kind = gguf.string("tokenizer.ggml.model")
+    pieces = gguf.strings("tokenizer.ggml.tokens")
+    if not pieces or len(pieces) > gguf.tensors["token_embd.weight"].shape[0]:
+        raise gguf.error("tokenizer.ggml.tokens", f"has {len(pieces)} tokens for the embedding")
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    match kind:
+        case "gpt2":
+            parts = _byte_level(gguf, vocab)
+        case "llama":
+            parts = _sentencepiece(gguf, vocab, pieces)
+        case _:
+            raise gguf.error("tokenizer.ggml.model", f"must be gpt2 or llama, got {kind!r}")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(gguf, pieces),
+        "post_processor": None,
+        **parts,
+    }
+
+
+def _added_tokens(gguf: GgufFile, pieces: list[str]) -> list[dict[str, Any]]:
+    kinds = gguf.numbers("tokenizer.ggml.token_type")
+    if len(kinds) != len(pieces):
+        raise gguf.error("tokenizer.ggml.token_type", f"must have {len(pieces)} entries")
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": number, "content": pieces[number], "special": kind == _CONTROL, **flags}
+        for number, kind in enumerate(kinds.tolist())
+        if kind in (_CONTROL, _USER_DEFINED) and pieces[number]
+    ]
+
+
+def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
+    """Return a tokeniser as GPT-2's, whose merges the file has."""
+    pre = gguf.string("tokenizer.ggml.pre", default="default")
+    if pre not in _SPLITS:
+        known = ", ".join(_SPLITS)
+        raise gguf.error("tokenizer.ggml.pre", f"must be one of {known}, got {pre!r}")
+    split = _SPLITS[pre]
+    steps: list[dict[str, Any]] = []
+    if split is not None:
+        pattern = {"Regex": split}
+        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+    if pre in _SINGLE_DIGITS:
+        steps.append({"type": "Digits", "individual_digits": True})
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    steps.append(byte_level | {"use_regex": split is None})
+    merges = []
+    for merge in gguf.strings("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise gguf.error("tokenizer.ggml.merges", f"has {merge!r}, not of known tokens")
+        merges.append([left, right])
+    return {
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": merges,
+            "ignore_merges": pre == "llama-bpe",
+        },
+    }
+
+
+def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> dict[str, Any]:
+    """Return a tokeniser as Llama 2's: the best piece of two neighbours is merged first."""
+    scores = gguf.numbers("tokenizer.ggml.scores").tolist()
+    if len(scores) != len(pieces):
+        raise gguf.error("tokenizer.ggml.scores", f"must have {len(pieces)} entries")
+    found = []
+    for number, piece in enumerate(pieces):
+        for cut in range(1, len(piece) if len(piece) <= MAX_PIECE_CHARS else 1):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                found.append((-scores[number], number, vocab[left], vocab[right], left, right))
+    found.sort(key=lambda merge: merge[:4])
+    has_prefix = gguf.boolean("tokenizer.ggml.add_space_prefix", default=True)
+    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = gguf.integer("tokenizer.ggml.unknown_token_id", default=0)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": [[left, right] for *_, left, right in found],
+            "unk_token": pieces[unknown] if unknown < len(pieces) else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+
+
+def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
+    """Return special tokens and the chat template."""
+    pieces = gguf.strings("tokenizer.ggml.tokens")
+    is_llama = gguf.string("tokenizer.ggml.model") == "llama"
+    config: dict[str, Any] = {
+        "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=is_llama)
+    }
+    for name in ("bos", "eos"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in gguf.metadata:
+            config[f"{name}_token"] = pieces[_token_id(gguf, key, len(pieces))]
+    ends = [
+        _token_id(gguf, key, len(pieces))
+        for name in ("eos", "eot", "eom")
+        if (key := f"tokenizer.ggml.{name}_token_id") in gguf.metadata
+    ]
+    config["eos_token_id"] = sorted(set(ends)) or None
+    if "tokenizer.chat_template" in gguf.metadata:
+        config["chat_template"] = gguf.string("tokenizer.chat_template")
+    return config
+
+
+def _token_id(gguf: GgufFile, key: str, num_tokens: int) -> int:
+    if (token_id := gguf.integer(key)) >= num_tokens:
+        raise gguf.error(key, f"must be below {num_tokens}, got {token_id}")
+    return token_id

@@ -1,0 +1,122 @@
+"""Reads tensors of a GGUF file as plain numbers, some rows at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.errors import ModelLoadError
+from lightserve.models.gguf import GgufFile, GgufTensor
+from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.parallel import Part
+from lightserve.models.weight_copies import WeightCopies, weight_copies
+from lightserve.models.weight_files import WeightFiles
+from lightserve.progress import Advance
+
+CHUNK_NUMBERS = 1 << 22
+"""Made numbers at a time: 16 MiB of float32."""
+
+
+class GgufReader:
+    """A `WeightReader` over one file."""
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        gguf: GgufFile,
+        *,
+        rotated_head_dim: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        advance: Advance = lambda _: None,
+    ) -> None:
+        """Read into parameters of one type on one device.
+
+        `rotated_head_dim`: size of heads whose rotated pairs are neighbours in the file, as
+        llama.cpp stores those of its `llama`; None: they are half a head apart.
+        """
+        self.dtype = dtype
+        self.device = device
+        self._files = files
+        self._gguf = gguf
+        self._head_dim = rotated_head_dim
+        self._copies: WeightCopies = weight_copies(device)
+        self._advance = advance
+        self._counted: set[str] = set()
+
+    def __enter__(self) -> GgufReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is open but the mapping, which goes with the last reference."""
+
+    def has(self, name: str) -> bool:
+        """Whether the model has a tensor of this name."""
+        return self._files.has(name)
+
+    def read_into(
+        self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> None:
+        """See `WeightReader.read_into`; `rows` of queries and keys are whole heads."""
+        if target.numel() == 0:
+            return
+        stored = self._files.stored(name)
+        if stored not in self._gguf.tensors:
+            raise ModelLoadError(f"{self._gguf.path}: tensor {stored!r} is missing")
+        tensor = self._gguf.tensors[stored]
+        if len(tensor.shape) == 1:  # a bias or a norm: the numbers are what `rows` counts
+            part = rows or Part(0, tensor.shape[0])
+            numbers = self._numbers(tensor, Part(0, 1))[0, part.start : part.start + part.size]
+            self._copy(target, numbers, stored)
+        else:
+            self._read_matrix(target, tensor, stored, rows or Part(0, tensor.shape[0]), columns)
+        if self._head_dim is not None and stored.split(".")[-2] in ("attn_q", "attn_k"):
+            pairs = target.view(-1, self._head_dim // 2, 2, *target.shape[1:])
+            target.copy_(pairs.transpose(1, 2).reshape(target.shape))
+        if target.device.type == "cpu":
+            self.check_finite()
+        if stored not in self._counted:
+            self._counted.add(stored)
+            self._advance(math.prod(tensor.shape) * self.dtype.itemsize)
+
+    def check_finite(self) -> None:
+        """Refuse NaN and infinity in what was read. Raises ModelLoadError naming a tensor."""
+        if bad := self._copies.not_finite():
+            raise ModelLoadError(
+                f"{self._gguf.path}: tensor {bad[0]!r} has values that are not finite in"
+                f" {self.dtype}"
+            )
+
+    def _read_matrix(
+        self, target: Tensor, tensor: GgufTensor, name: str, rows: Part, columns: Part | None
+    ) -> None:
+        columns = columns or Part(0, tensor.shape[1])
+        size = max(1, CHUNK_NUMBERS // tensor.shape[1])
+        for first in range(0, rows.size, size):
+            count = min(size, rows.size - first)
+            numbers = self._numbers(tensor, Part(rows.start + first, count))
+            part = numbers[:, columns.start : columns.start + columns.size]
+            self._copy(target[first : first + count], part, name)
+
+    def _copy(self, target: Tensor, numbers: np.ndarray, name: str) -> None:
+        if target.shape != numbers.shape:
+            raise ModelLoadError(
+                f"{self._gguf.path}: tensor {name!r} has {list(numbers.shape)} where"
+                f" {list(target.shape)} is needed"
+            )
+        self._copies.copy(target, torch.from_numpy(np.ascontiguousarray(numbers)), name)
+
+    def _numbers(self, tensor: GgufTensor, rows: Part) -> np.ndarray:
+        """Return rows of a tensor, [rows, columns] in float32."""
+        data = np.frombuffer(
+            self._gguf.data,
+            np.uint8,
+            count=rows.size * tensor.row_bytes,
+            offset=tensor.start + rows.start * tensor.row_bytes,
+        )
+        numbers = numbers_of_blocks(data.reshape(rows.size, -1), tensor.kind)
+        # What the file's memory holds is read-only, which torch warns of.
+        return numbers if numbers.flags.writeable else numbers.copy()

@@ -1,0 +1,411 @@
+"""GGUF files: every type of blocks, whole models, tokenisers, and files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.gguf_files import (
+    KINDS,
+    Typed,
+    gguf_bytes,
+    string,
+    tiny_tokens,
+    tokens_of,
+    write_gguf,
+)
+from support.model_runs import load_tiny, standard_sequences
+from support.parity import compare_all, schedule
+from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
+
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.config import ServeConfig
+from lightserve.errors import ModelLoadError
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models import gguf_reader
+from lightserve.models.config import load_model_config
+from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
+from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.gguf_model import FREQUENCY_FACTORS, unpack
+from lightserve.models.parallel import Part
+from lightserve.models.weight_files import check_weights
+from lightserve.supervisor.startup import check_model, resolve_model
+from lightserve.tokenization.chat_template import find_chat_template
+from lightserve.tokenization.tokenizer import Tokenizer
+
+MORE_BYTES = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# Types of blocks, against what llama.cpp's structures say, number by number.
+
+
+def half(block: bytes, at: int) -> float:
+    return float(struct.unpack_from("<e", block, at)[0])
+
+
+def signed(byte: int) -> int:
+    return byte - 256 if byte > 127 else byte
+
+
+def six_bits(packed: bytes, index: int) -> tuple[int, int]:
+    if index < 4:
+        return packed[index] & 63, packed[index + 4] & 63
+    low, high = packed[index + 4] & 15, packed[index + 4] >> 4
+    return low | packed[index - 4] >> 6 << 4, high | packed[index] >> 6 << 4
+
+
+def k_number(block: bytes, n: int, *, has_fifth: bool) -> float:
+    packed = block[48:] if has_fifth else block[16:]
+    byte = packed[n // 64 * 32 + n % 32]
+    integer = byte >> 4 if n % 64 >= 32 else byte & 15
+    if has_fifth:
+        integer |= (block[16 + n % 32] >> (n // 32) & 1) << 4
+    factor, least = six_bits(block[4:16], n // 32)
+    return half(block, 0) * factor * integer - half(block, 2) * least
+
+
+def q6_number(block: bytes, n: int) -> float:
+    part, place = n // 128, n % 128
+    quarter, lane = place // 32, place % 32
+    low = block[part * 64 + lane + 32 * (quarter % 2)]
+    low = low >> 4 if quarter >= 2 else low & 15
+    high = block[128 + part * 32 + lane] >> (2 * quarter) & 3
+    return half(block, 208) * signed(block[192 + n // 16]) * ((low | high << 4) - 32)
+
+
+FORMULAS: dict[str, Callable[[bytes, int], float]] = {
+    "Q8_0": lambda block, n: half(block, 0) * signed(block[2 + n]),
+    "Q4_0": lambda b, n: half(b, 0) * ((b[2 + n % 16] >> 4 if n >= 16 else b[2 + n] & 15) - 8),
+    "Q4_K": lambda block, n: k_number(block, n, has_fifth=False),
+    "Q5_K": lambda block, n: k_number(block, n, has_fifth=True),
+    "Q6_K": q6_number,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_blocks(name: str) -> None:
+    block = BLOCK_TYPES[KINDS[name]]
+    generator = np.random.default_rng(1)
+    data = generator.integers(0, 256, (3, 2 * block.num_bytes), dtype=np.uint8)
+    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
+    for start in [at + offset for at in halves for offset in (0, block.num_bytes)]:
+        data[:, start + 1] = 0x31  # of the size of one: no NaN
+    found = numbers_of_blocks(data, KINDS[name])
+    assert found.shape == (3, 2 * block.num_numbers)
+    for row in range(3):
+        for number in range(2 * block.num_numbers):
+            first = number // block.num_numbers * block.num_bytes
+            bytes_of_block = data[row, first : first + block.num_bytes].tobytes()
+            expected = FORMULAS[name](bytes_of_block, number % block.num_numbers)
+            assert found[row, number] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+# Whole models.
+
+MODELS = {
+    "llama": TinyModel("", "Llama", {"num_hidden_layers": 3, "vocab_size": 201}),
+    "qwen2": TinyModel("", "Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": TinyModel("", "Qwen3", {"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_says_what_it_says_elsewhere(name: str, tmp_path: Path) -> None:
+    plain = write_tiny_model(MODELS[name], tmp_path / "plain")
+    packed = unpack(write_gguf(plain, tmp_path / "model.gguf", name=name))
+    sequences = standard_sequences(load_reference(plain, torch.float32))[:4]
+    loaded = load_tiny(packed, torch.float32, ReferenceKernels())
+    passes = schedule([len(s.tokens) for s in sequences], chunk=16, num_decodes=8)
+    logits = loaded.run(sequences, passes)
+    assert logits is not None
+    report = compare_all(sequences, logits, torch.float32)
+    assert report.holds(torch.float32), report
+    assert unpack(tmp_path / "model.gguf") == packed, "written once"
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_0", 0.15)]
+)
+def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) -> None:
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    packed = unpack(write_gguf(plain, tmp_path / "model.gguf", name="llama", kind=kind))
+    ours, theirs = (
+        reader(packed),
+        reader(unpack(write_gguf(plain, tmp_path / "f.gguf", name="llama"))),
+    )
+    for name in ("model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        shape = theirs.shape(name)
+        found, truth = torch.empty(shape), torch.empty(shape)
+        ours.read_into(found, name)
+        theirs.read_into(truth, name)
+        error = float((found - truth).norm() / truth.norm())
+        assert 0 < error < limit
+
+
+class ShapedReader(gguf_reader.GgufReader):
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._gguf.tensors[self._files.stored(name)].shape
+
+
+def reader(path: Path) -> ShapedReader:
+    config = load_model_config(path)
+    files = check_weights(path, config)
+    assert files.gguf is not None
+    return ShapedReader(
+        files,
+        files.gguf,
+        rotated_head_dim=config.head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def test_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    parts = reader(unpack(write_gguf(plain, tmp_path / "model.gguf", name="llama", kind="Q8_0")))
+    queries, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    whole = {name: torch.empty(parts.shape(name)) for name in (queries, down)}
+    for name, target in whole.items():
+        parts.read_into(target, name)
+    monkeypatch.setattr(gguf_reader, "CHUNK_NUMBERS", 200)  # three rows at a time
+    heads, columns = torch.empty(32, 64), torch.empty(64, 48)
+    parts.read_into(heads, queries, rows=Part(16, 32))
+    parts.read_into(columns, down, columns=Part(48, 48))
+    assert torch.equal(heads, whole[queries][16:48])
+    assert torch.equal(columns, whole[down][:, 48:])
+
+
+def test_factors_of_frequencies(tmp_path: Path) -> None:
+    """Llama 3.1's scaling stands in the file as a factor for each frequency."""
+    tiny = TinyModel("", "Llama", rope("default", theta=500.0))
+    plain = write_tiny_model(tiny, tmp_path / "plain")
+    file = write_gguf(plain, tmp_path / "model.gguf", name="llama")
+    gguf = read_gguf(file)
+    metadata = dict(gguf.metadata) | tiny_tokens(200)
+    tensors = {
+        name: (
+            t.shape,
+            t.kind,
+            gguf.data[t.start : t.start + t.row_bytes * max(1, int(np.prod(t.shape[:-1])))],
+        )
+        for name, t in gguf.tensors.items()
+    }
+    factors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
+    tensors[FREQUENCY_FACTORS] = ((8,), 0, struct.pack("<8f", *factors))
+    changed = tmp_path / "changed.gguf"
+    changed.write_bytes(gguf_bytes(metadata, tensors))
+    config = load_model_config(unpack(changed))
+    assert config.rope.short_factors == config.rope.long_factors == tuple(factors)  # type: ignore[union-attr]
+    assert config.rope.attention_factor == 1.0  # type: ignore[union-attr]
+
+
+# Tokenisers.
+
+
+def test_the_bundled_model_as_one_file(tmp_path: Path) -> None:
+    """Weights, tokeniser and template: what the directory says, the file says."""
+    template = "{{ messages[0]['content'] }}"
+    extra = {
+        "tokenizer.chat_template": template,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tokens = tokens_of(BUNDLED_MODEL_DIR) | extra
+    file = write_gguf(
+        BUNDLED_MODEL_DIR, tmp_path / "tiny.gguf", name="llama", kind="BF16", tokens=tokens
+    )
+    config = resolve_model(ServeConfig(model=str(file)))
+    check_model(config)
+    ours, theirs = Tokenizer(Path(config.model)), Tokenizer(BUNDLED_MODEL_DIR)
+    for text in ("Where is Mira's brass lantern?", "  12 blue  doors\n\n", "née, 東京 🚪"):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=True) == [1, *ids]
+        assert ours.decode(ids) == text
+    assert ours.eos_token_ids == (2, 3)
+    found = find_chat_template(Path(config.model))
+    assert found is not None and found.text == template
+
+
+def test_a_sentencepiece_tokeniser(tmp_path: Path) -> None:
+    plain = write_tiny_model(TinyModel("", "Llama", {"vocab_size": 300}), tmp_path / "plain")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "lo"]
+    tokens = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*pieces, *words],
+        "tokenizer.ggml.scores": [0.0] * len(pieces) + [-float(n) for n in range(len(words))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    file = write_gguf(plain, tmp_path / "model.gguf", name="llama", tokens=tokens)
+    tokenizer = Tokenizer(unpack(file))
+    ids = tokenizer.encode("hello é", add_special_tokens=True)
+    names = [tokenizer.name_of(token_id) for token_id in ids]
+    assert names == ["<s>", "▁hello", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "hello é"
+
+
+# Files that are wrong.
+
+
+def refused(data: bytes, file: Path) -> str:
+    file.write_bytes(data)
+    with pytest.raises(ModelLoadError) as caught:
+        unpack(file)
+    message = str(caught.value)
+    assert str(file) in message and "\n" not in message
+    return message
+
+
+def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys)
+
+
+HUGE = 2**63
+BAD_FILES: list[tuple[bytes, str]] = [
+    (b"", "not a GGUF file"),
+    (b"GGU", "beyond its end"),
+    (b"GGML" + b"\0" * 40, "does not begin with GGUF"),
+    (head(0, 0, version=1), "has version 1"),
+    (struct.pack(">4sI", b"GGUF", 3) + b"\0" * 16, "has version 50331648"),
+    (head(HUGE, 0), "tensors and 0 keys, at most"),
+    (head(0, HUGE), "0 tensors and"),
+    (head(0, 1) + struct.pack("<Q", HUGE), "has a name of"),
+    (head(0, 1) + string("k"), "beyond its end"),
+    (head(0, 1) + string(b"\xff") + b"\0" * 8, "a name is not UTF-8"),
+    (head(0, 1) + string("k") + struct.pack("<I", 99), "'k' has the unknown type 99"),
+    (head(0, 1) + string("k") + struct.pack("<IQ", 8, HUGE), "bytes of strings"),
+    (head(0, 1) + string("k") + struct.pack("<IQ", 8, 1000), "beyond its end"),
+    (head(0, 1) + string("k") + struct.pack("<IIQ", 9, 8, 1 << 40), "strings, at most"),
+    (head(0, 1) + string("k") + struct.pack("<IIQ", 9, 8, 1 << 20), "beyond its end"),
+    (head(0, 1) + string("k") + struct.pack("<IIQ", 9, 4, 1 << 62), "beyond its end"),
+    (head(0, 1) + string("k") + struct.pack("<IIQ", 9, 9, 1), "array of the type 9"),
+    (head(0, 2) + 2 * (string("k") + struct.pack("<I?", 7, True)), "the key 'k' twice"),
+    (gguf_bytes({"general.alignment": 33}, {}), "'general.alignment' must be a power of two"),
+    (gguf_bytes({"general.alignment": Typed(10, b"\xff" * 8)}, {}), "must be a power of two"),
+    (head(1, 0) + string("t") + struct.pack("<I", 9), "has 9 dimensions"),
+    (gguf_bytes({}, {"t": ((4, 0), 0, b"")}), "has the sizes"),
+    (gguf_bytes({}, {"t": ((1 << 40, 1 << 40), 0, b"")}), "has the sizes"),
+    (gguf_bytes({}, {"t": ((4, 33), 8, b"")}), "no whole blocks of Q8_0"),
+    (gguf_bytes({}, {"t": ((4, 32), 0, b"short")}), "beyond the end"),
+    (gguf_bytes({}, {}), "'general.architecture' is missing"),
+    (
+        gguf_bytes({"general.architecture": "mamba"}, {}),
+        "supported in GGUF are llama, qwen2, qwen3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "complaint"), BAD_FILES, ids=[text for _, text in BAD_FILES])
+def test_bad_files(data: bytes, complaint: str, tmp_path: Path) -> None:
+    assert complaint in refused(data, tmp_path / "bad.gguf")
+
+
+def rewritten(gguf: GgufFile, **changes: Any) -> bytes:
+    """Return a file with other metadata (`__` for a dot); `...` removes a key."""
+    metadata: dict[str, Any] = dict(gguf.metadata) | tiny_tokens(201)
+    for name, item in changes.items():
+        metadata[name.replace("__", ".")] = item
+    metadata = {key: item for key, item in metadata.items() if item is not ...}
+    tensors = {
+        name: (
+            t.shape,
+            t.kind,
+            gguf.data[t.start : t.start + t.row_bytes * max(1, int(np.prod(t.shape[:-1])))],
+        )
+        for name, t in gguf.tensors.items()
+    }
+    return gguf_bytes(metadata, tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"llama__block_count": ...}, "'llama.block_count' is missing"),
+        ({"llama__block_count": "3"}, "must be an integer"),
+        ({"llama__expert_count": 8}, "'llama.expert_count' must be 0"),
+        ({"llama__attention__head_count": 0}, "must be at least 1"),
+        ({"llama__rope__dimension_count": 8}, "must be that of keys, 16, got 8"),
+        ({"llama__rope__scaling__type": "spiral"}, "must be none, linear or yarn"),
+        ({"tokenizer__ggml__model": "bert"}, "must be gpt2 or llama"),
+        ({"tokenizer__ggml__pre": "klingon"}, "must be one of llama-bpe, qwen2"),
+        ({"tokenizer__ggml__tokens": ["a"] * 202}, "has 202 tokens for the embedding"),
+        ({"tokenizer__ggml__token_type": [1]}, "must have 201 entries"),
+        ({"tokenizer__ggml__merges": ["a b"]}, "not of known tokens"),
+        ({"tokenizer__ggml__eos_token_id": 201}, "must be below 201, got 201"),
+        ({"tokenizer__chat_template": 7}, "must be a string"),
+    ],
+    ids=str,
+)
+def test_bad_metadata(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    gguf = read_gguf(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
+    assert complaint in refused(rewritten(gguf, **changes), tmp_path / "bad.gguf")
+
+
+def test_a_type_that_is_not_supported(tmp_path: Path) -> None:
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    data = write_gguf(plain, tmp_path / "model.gguf", name="llama").read_bytes()
+    place = data.index(b"blk.0.ffn_down.weight") + len("blk.0.ffn_down.weight") + 4 + 16
+    (tmp_path / "other.gguf").write_bytes(data[:place] + struct.pack("<I", 10) + data[place + 4 :])
+    path = unpack(tmp_path / "other.gguf")
+    with pytest.raises(ModelLoadError, match=r"ffn_down.* has GGUF's type 10, not one of F32, F16"):
+        check_weights(path, load_model_config(path))
+
+
+def test_links_out_of_other_directories_are_refused(tmp_path: Path) -> None:
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    packed = unpack(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((packed / "config.json").read_text())
+    (other / "model.gguf").symlink_to(tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match="leads out of the model directory"):
+        check_weights(other, load_model_config(other))
+
+
+def test_fuzzed_files(tmp_path: Path) -> None:
+    """Cut off, and with bytes changed: one error or a model, in bounded memory."""
+    plain = write_tiny_model(MODELS["qwen2"], tmp_path / "plain")
+    whole = write_gguf(plain, tmp_path / "model.gguf", name="qwen2", kind="Q4_0").read_bytes()
+    first_tensor = whole.index(b"token_embd.weight")
+    file, draw = tmp_path / "fuzzed.gguf", random.Random(5)
+    num_refused = 0
+    tracemalloc.start()
+    for number in range(600):
+        data = bytearray(whole)
+        if number % 3 == 0:
+            del data[draw.randrange(len(data)) :]
+        else:
+            for _ in range(draw.choice((1, 1, 2, 8))):
+                place = draw.randrange(min(len(data), first_tensor + 2000))
+                data[place] = draw.choice((0, 1, 8, 9, 0x7F, 0x80, 0xFF, draw.randrange(256)))
+        file.write_bytes(data)
+        try:
+            path = unpack(file)
+            json.loads((path / "tokenizer.json").read_text())
+            check_weights(path, load_model_config(path))
+        except ModelLoadError as error:
+            num_refused += 1
+            assert "\n" not in str(error)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_refused > 200
+    assert peak < len(whole) + MORE_BYTES

@@ -1,0 +1,190 @@
+"""GGUF files made from model directories, or of whatever is asked for, also what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from lightserve.models.gguf import BLOCK_TYPES, GgufFile
+from lightserve.models.gguf_model import STORED_NAMES
+from lightserve.models.weight_files import SINGLE_FILE
+
+KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
+_UNROTATED = ("attn_q", "attn_k")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A value whose type in the file is not that of its kind by default."""
+
+    kind: int
+    data: bytes
+
+
+def string(text: str | bytes) -> bytes:
+    data = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def value(item: Any) -> bytes:
+    """Return type and value."""
+    match item:
+        case Typed(kind, data):
+            return struct.pack("<I", kind) + data
+        case bool():
+            return struct.pack("<I?", 7, item)
+        case int():
+            return struct.pack("<II", 4, item)
+        case float():
+            return struct.pack("<If", 6, item)
+        case str():
+            return struct.pack("<I", 8) + string(item)
+        case [str(), *_]:
+            body = b"".join(string(text) for text in item)
+            return struct.pack("<IIQ", 9, 8, len(item)) + body
+        case [float(), *_]:
+            return struct.pack(f"<IIQ{len(item)}f", 9, 6, len(item), *item)
+        case list():
+            return struct.pack(f"<IIQ{len(item)}i", 9, 5, len(item), *item)
+    raise TypeError(item)
+
+
+def gguf_bytes(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]],
+    *,
+    version: int = 3,
+) -> bytes:
+    """Return a file; tensors by name: shape (rows first), type, data."""
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    for key, item in metadata.items():
+        head += string(key) + value(item)
+    body = b""
+    for name, (shape, kind, data) in tensors.items():
+        head += string(name) + struct.pack("<I", len(shape))
+        head += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        head += struct.pack("<IQ", kind, len(body))
+        body += data + b"\0" * (-len(data) % 32)
+    return head + b"\0" * (-len(head) % 32) + body
+
+
+def blocks(numbers: np.ndarray, name: str) -> bytes:
+    """Return numbers [R, N] in a type that is simple to write."""
+    wide = numbers.astype("<f4")
+    match name:
+        case "F32":
+            return wide.tobytes()
+        case "F16":
+            return wide.astype("<f2").tobytes()
+        case "BF16":
+            return (wide.view("<u4") >> 16).astype("<u2").tobytes()
+    groups = wide.reshape(-1, 32)
+    if name == "Q8_0":
+        factors = (np.abs(groups).max(axis=1, keepdims=True) / 127).astype("<f2")
+        integers = np.round(groups / np.maximum(factors.astype("<f4"), 1e-20)).clip(-127, 127)
+        packed = integers.astype("<i1").view(np.uint8)
+    else:
+        assert name == "Q4_0", name
+        largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
+        factors = (largest / -8).astype("<f2")
+        divisors = np.where(factors == 0, 1, factors).astype("<f4")
+        integers = np.round(groups / divisors + 8).clip(0, 15).astype(np.uint8)
+        packed = integers[:, :16] | (integers[:, 16:] << 4)
+    return np.concatenate([factors.view(np.uint8).reshape(-1, 2), packed], axis=1).tobytes()
+
+
+def neighbours(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Return rows of heads as llama.cpp's converter stores a Llama's: pairs are neighbours."""
+    heads = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
+    return heads.swapaxes(1, 2).reshape(weight.shape)
+
+
+def metadata_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a model's sizes as a file of architecture `name` has them."""
+    keys = {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    }
+    rope = config.get("rope_parameters") or config
+    found = {f"{name}.{key}": config[theirs] for key, theirs in keys.items()}
+    found |= {"general.architecture": name, f"{name}.rope.freq_base": float(rope["rope_theta"])}
+    if config.get("head_dim"):
+        found |= {
+            f"{name}.{key}": config["head_dim"]
+            for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        }
+    return found
+
+
+def tokens_of(model_dir: Path) -> dict[str, Any]:
+    """Return the metadata of a byte-level tokenizer.json."""
+    described = json.loads((model_dir / "tokenizer.json").read_text())
+    added = {token["id"]: token["content"] for token in described["added_tokens"]}
+    names = {number: piece for piece, number in described["model"]["vocab"].items()} | added
+    merges = [m if isinstance(m, str) else " ".join(m) for m in described["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [names[number] for number in range(len(names))],
+        "tokenizer.ggml.token_type": [3 if number in added else 1 for number in range(len(names))],
+        "tokenizer.ggml.merges": merges,
+    }
+
+
+def tiny_tokens(num_tokens: int) -> dict[str, Any]:
+    """Return the metadata of a tokeniser that knows that many letters."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [chr(0x100 + number) for number in range(num_tokens)],
+        "tokenizer.ggml.token_type": [1] * num_tokens,
+        "tokenizer.ggml.merges": Typed(9, struct.pack("<IQ", 8, 0)),
+    }
+
+
+def tensors_of(gguf: GgufFile) -> dict[str, tuple[tuple[int, ...], int, bytes]]:
+    """Return a file's tensors, as `gguf_bytes` takes them."""
+    found = {}
+    for name, tensor in gguf.tensors.items():
+        num_bytes = math.prod(tensor.shape[:-1]) * tensor.row_bytes
+        data = gguf.data[tensor.start : tensor.start + num_bytes]
+        found[name] = (tensor.shape, tensor.kind, data)
+    return found
+
+
+def write_gguf(
+    model_dir: Path,
+    file: Path,
+    *,
+    name: str,
+    kind: str = "F32",
+    tokens: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the model of a directory with one file of weights; matrices in type `kind`."""
+    config = json.loads((model_dir / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    tensors = {}
+    for ours, tensor in load_file(model_dir / SINGLE_FILE).items():
+        stored, weight = ours, tensor.float().numpy()
+        for part, theirs in STORED_NAMES:
+            stored = stored.replace(part, theirs)
+        if name == "llama" and stored.split(".")[-2] in _UNROTATED:
+            weight = neighbours(weight, head_dim)
+        chosen = kind if weight.ndim == 2 else "F32"
+        rows = weight.reshape(-1, weight.shape[-1])
+        tensors[stored] = (weight.shape, KINDS[chosen], blocks(rows, chosen))
+    metadata = metadata_of(config, name) | dict(tokens or tiny_tokens(config["vocab_size"]))
+    file.write_bytes(gguf_bytes(metadata, tensors))
+    return file
