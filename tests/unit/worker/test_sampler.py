@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 
 from lightserve.messages.common import TokenLogprob
 from lightserve.types import SamplingParams
+from lightserve.worker.sampling import interface
 from lightserve.worker.sampling.interface import sequence_state, uniform, uniform_at
 from lightserve.worker.sampling.sampler import (
     adjust,
@@ -352,6 +353,26 @@ def test_rows_with_options_do_not_touch_each_other() -> None:
             assert torch.equal(adjust(logits[row : row + 1], batch)[0], together[row])
         else:
             assert torch.equal(together[row], logits[row])
+
+
+@pytest.mark.parametrize("typical_p", [0.05, 0.7, 0.99, 0.999999])
+def test_typical_tokens_are_found_without_an_order_of_all(
+    typical_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers are equally far from what is expected, and one row has logits that are none."""
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(1)).mul(4).round()
+    logits[2, ::2] = -torch.inf
+    params = [
+        SamplingParams(typical_p=typical_p, temperature=temperature) for temperature in (1, 9)
+    ]
+    histories = [History([1, 2], 1)] * 3
+    batch = make_batch([*params, params[0]], [0] * 3, histories)
+    monkeypatch.setattr(interface, "FIRST_PLACES", 10**6)
+    truth = adjust(logits, batch)
+    for first_places in (1, 40, 2999):
+        monkeypatch.setattr(interface, "FIRST_PLACES", first_places)
+        assert torch.equal(adjust(logits, batch), truth), first_places
+    assert truth[0].isinf().any()
 
 
 def test_min_p_keeps_the_share_of_the_most_probable() -> None:
