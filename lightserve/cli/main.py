@@ -25,6 +25,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "replay": "Repeat every decision of a decision log.",
     "why": "Say what a late request waited for, from a decision log.",
     "whatif": "Run a decision log's traffic again with other settings.",
+    "plan": "Say how many replicas a trace needs, and how large a KV pool.",
     "simulate": "Run requests through the router core on virtual hardware.",
 }
 """Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""

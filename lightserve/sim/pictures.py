@@ -18,6 +18,8 @@ from lightserve.sim.report import TIMELINE_QUANTILE, TimelinePoint
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lightserve.sim.capacity import Trial
+
 
 def check_picture(path: Path, flag: str) -> None:
     """Find out before a run whether its picture can be drawn after it.
@@ -88,6 +90,30 @@ def draw_comparison(reports: Mapping[str, Mapping[str, Mapping[str, Any]]], path
         axes.barh(policies, values, color=[f"C{number}" for number in range(len(policies))])
         axes.set_title(title, fontsize=10)
         axes.invert_yaxis()
+    _save(figure, path, "--plot")
+
+
+def draw_plan(trials: Sequence[Trial], attainment: float, path: Path) -> None:
+    """Write a picture of what `lightserve plan` tried: attainment by replicas, and by pool.
+
+    Raises:
+        ConfigError: matplotlib is missing, the format is unknown, or the file cannot be written.
+    """
+    figure = _figure(11, 4)
+    pool = max(trial.kv_tokens for trial in trials)
+    num_replicas = min((t.num_replicas for t in trials if t.kv_tokens < pool), default=None)
+    by_replicas = sorted((t.num_replicas, t.attainment) for t in trials if t.kv_tokens == pool)
+    by_pool = sorted((t.kv_tokens, t.attainment) for t in trials if t.num_replicas == num_replicas)
+    parts = ((by_replicas, "replicas"), (by_pool, f"KV slots of each of {num_replicas} replicas"))
+    for number, (points, label) in enumerate(parts, start=1):
+        axes = figure.add_subplot(1, 2, number)
+        if points:
+            axes.plot(*np.array(points).T * np.array([[1], [100]]), marker="o")
+        axes.axhline(100 * attainment, linestyle=":", color="tab:red")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_xlabel(label)
+        axes.set_ylabel("answered in time, %")
+        axes.set_ylim(-3, 103)
     _save(figure, path, "--plot")
 
 
