@@ -6,6 +6,7 @@ intermediate features, so all ranks have the same work whichever experts are cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,6 +34,18 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden], the same on every rank."""
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Written out: torch's own depends, in its last bits, on where its vectors end."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh; in float32 as `_sigmoid`, for --batch-invariant."""
+    if x.dtype is not torch.float32:
+        return functional.gelu(x, approximate="tanh")
+    return x * _sigmoid(x * (1.0 + 0.044715 * x * x) * (2.0 * math.sqrt(2.0 / math.pi)))
 
 
 def feed_forward(context: ModelContext, layer: int) -> FeedForward:
@@ -80,7 +93,7 @@ class PlainMLP:
             case Activation.GELU:
                 return functional.gelu(x)
             case Activation.GELU_TANH:
-                return functional.gelu(x, approximate="tanh")
+                return _gelu_tanh(x)
 
 
 class GatedMLP:
@@ -125,7 +138,7 @@ class GatedMLP:
         x = self._gate_up(x)
         if self._has_gelu:
             gate, up = x.chunk(2, dim=-1)
-            x = functional.gelu(gate, approximate="tanh").mul_(up)
+            x = _gelu_tanh(gate).mul_(up)
         return x
 
 
@@ -155,7 +168,7 @@ class ExpertMLP:
         if self._shared is not None:
             shared = self._shared.share(x)
             if self._shared_gate is not None:
-                shared = shared * self._shared_gate.apply(x).sigmoid()
+                shared = shared * _sigmoid(self._shared_gate.apply(x))
             out = out + shared
         return self._tp.all_reduce(out)
 
@@ -176,7 +189,7 @@ class _Router:
         """x [T, hidden] -> experts int64 [T, num_chosen], their weights, float32."""
         moe = self._moe
         products = self._weight.apply(x, dtype=torch.float32)
-        scores = products.softmax(-1) if moe.scoring is Scoring.SOFTMAX else products.sigmoid()
+        scores = products.softmax(-1) if moe.scoring is Scoring.SOFTMAX else _sigmoid(products)
         ranks = scores if self._bias is None else scores + self._bias
         if moe.num_groups > 1:
             ranks = self._within_groups(ranks)
