@@ -139,6 +139,9 @@ class Runner:
         self._lease_end: asyncio.TimerHandle | None = None
         self._is_lease_over = False
 
+    async def stop_listening(self) -> None:
+        """Return at once: it has no clients."""
+
     async def serve(self) -> None:
         """Work until told to end."""
         self.listening.set()

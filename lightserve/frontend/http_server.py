@@ -482,6 +482,8 @@ class TlsProtocol(SSLProtocol):
 BACKLOG = 1024
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections, so that they do not race with the closing."""
+LATE_REQUEST_S = 0.2
+"""From the end of listening until the last connection's first request is taken to be here."""
 CLOSE_S = 1
 """What connections get to close at the end."""
 
@@ -532,6 +534,12 @@ class HttpServer(uvicorn.Server):
             listener.listen(BACKLOG)  # asyncio has one number for both
         self.started = True
         self.listening.set()
+
+    async def stop_listening(self) -> None:
+        """See `Server`: what was accepted a moment ago has yet to say what it wants."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(LATE_REQUEST_S)
 
     def _make_protocol(self) -> HttpProtocol | TlsProtocol:
         """Make a connection's protocol; a TLS handshake has the time of a request's head."""

@@ -224,6 +224,9 @@ class Server(Protocol):
     should_exit: bool
     """Set to end it."""
 
+    async def stop_listening(self) -> None:
+        """Take no new connections; return when requests on those just taken are answered."""
+
 
 class Frontend:
     """What the process does besides HTTP, or besides batches."""
@@ -340,6 +343,7 @@ class Frontend:
             self._service.router.fail_all(draining())
             with contextlib.suppress(TimeoutError):  # readers so slow are cut off
                 await asyncio.wait_for(in_flight.wait_idle(), FLUSH_S)
+        await self._server.stop_listening()
         self._server.should_exit = True
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:

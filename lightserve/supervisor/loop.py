@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -185,8 +186,7 @@ def _serve(
         fleet = new_fleet(specs, Spawner(hub, command), metrics, api_keys=api_keys)
         stack.callback(fleet.kill_all)
         fleet.start()
-        port = listener.getsockname()[1]
-        return _Loop(fleet, hub, signals, metrics, config=config, port=port).run()
+        return _Loop(fleet, hub, signals, metrics, config=config, listener=listener).run()
 
 
 class _Loop:
@@ -200,14 +200,14 @@ class _Loop:
         metrics: ServerMetrics,
         *,
         config: ServeConfig,
-        port: int,
+        listener: socket.socket,
     ) -> None:
         self._fleet = fleet
         self._hub = hub
         self._signals = signals
         self._metrics = metrics
         self._config = config
-        self._port = port
+        self._listener = listener
 
     def run(self) -> int:
         """Loop until the server has ended; returns the exit code."""
@@ -226,7 +226,7 @@ class _Loop:
                 fleet.ask_for_picture()
             if fleet.phase is Phase.SERVING and not has_greeted:
                 has_greeted = True
-                print_banner(self._config, self._port)
+                print_banner(self._config, self._listener.getsockname()[1])
             for signum in self._signals.take():
                 if signum == signal.SIGHUP and self._config.api_key_file:
                     self._reload_api_keys()
@@ -240,6 +240,10 @@ class _Loop:
                 timeout_s = self._config.shutdown_timeout_s
                 log.info("%s: requests in flight have %g s to finish", name, timeout_s)
                 fleet.drain()
+                # The last frontend that ends closes the port: clients that come later are refused,
+                # which proxies take for what it is. Left open here, it would take connections that
+                # nothing answers any more.
+                self._listener.close()
         log.info("stopped")
         return 0
 
