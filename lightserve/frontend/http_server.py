@@ -537,6 +537,8 @@ class HttpServer(uvicorn.Server):
 
     async def stop_listening(self) -> None:
         """See `Server`: what was accepted a moment ago has yet to say what it wants."""
+        for _ in range(2):  # closing breaks what waits to be accepted: first the loop looks again
+            await asyncio.sleep(0)
         for server in self.servers:
             server.close()
         await asyncio.sleep(LATE_REQUEST_S)
