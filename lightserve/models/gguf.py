@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,13 +150,28 @@ class GgufFile:
 
     def strings(self, key: str) -> list[str]:
         """Return an array of strings."""
+        return list(self.each_string(key))
+
+    def each_string(self, key: str) -> Iterator[str]:
+        """Iterate over an array of strings, which need not be in memory together."""
+        return (self.string_at(key, index) for index in range(self.count(key)))
+
+    def count(self, key: str) -> int:
+        """Return how many strings an array has."""
+        return len(self._string_array(key))
+
+    def string_at(self, key: str, index: int) -> str:
+        """Return one string of an array."""
+        try:
+            return self._string_array(key).bytes_of(index).decode()
+        except UnicodeDecodeError as error:
+            raise self.error(key, "holds a string that is not UTF-8") from error
+
+    def _string_array(self, key: str) -> StringArray:
         value = self.metadata.get(key)
         if not isinstance(value, StringArray):
             raise self.error(key, "must be an array of strings")
-        try:
-            return [value.bytes_of(index).decode() for index in range(len(value))]
-        except UnicodeDecodeError as error:
-            raise self.error(key, "holds a string that is not UTF-8") from error
+        return value
 
     def numbers(self, key: str) -> npt.NDArray[np.generic]:
         """Return an array of numbers, [n]."""

@@ -6,12 +6,18 @@ where they are, behind a link.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import tempfile
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lightserve.cost.profile import cache_dir
 from lightserve.errors import ModelLoadError
@@ -60,6 +66,8 @@ _SPLITS = {
 _SINGLE_DIGITS = ("smollm",)
 MAX_PIECE_CHARS = 256
 """Of a piece that two others make: a file that lies could ask for billions of cuts."""
+MOST_CUTS = 8
+"""Into two other pieces, for each piece in the mean; Llama 2's have two."""
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -89,16 +97,29 @@ def unpack(path: Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=target.parent))
-        for name, content in files.items():
-            (beside / name).write_text(json.dumps(content), encoding="utf-8")
-        (beside / WEIGHTS_FILE).symlink_to(path)
         try:
-            beside.rename(target)
-        except OSError:  # another server was faster
-            shutil.rmtree(beside)
+            for name, content in files.items():
+                with (beside / name).open("w", encoding="utf-8") as file:
+                    json.dump(content, file)  # piece by piece, not as one text
+            (beside / WEIGHTS_FILE).symlink_to(path)
+            with contextlib.suppress(OSError):  # another server was faster
+                beside.rename(target)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     except OSError as error:
         raise ModelLoadError(f"{target}: {error.strerror}") from error
     return target
+
+
+class _Made(list[Any]):
+    """A list for `json.dump` whose items are made when they are written, once."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = iter(items)
+        super().__init__(islice(self._items, 1))  # whether it is empty is asked first
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain(super().__iter__(), self._items)
 
 
 def _config(gguf: GgufFile) -> dict[str, Any]:
@@ -213,9 +234,9 @@ def _added_tokens(gguf: GgufFile, pieces: list[str]) -> list[dict[str, Any]]:
         raise gguf.error("tokenizer.ggml.token_type", f"must have {len(pieces)} entries")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": number, "content": pieces[number], "special": kind == _CONTROL, **flags}
-        for number, kind in enumerate(kinds.tolist())
-        if kind in (_CONTROL, _USER_DEFINED) and pieces[number]
+        {"id": at, "content": pieces[at], "special": bool(kinds[at] == _CONTROL), **flags}
+        for at in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED)).tolist()
+        if pieces[at]
     ]
 
 
@@ -234,12 +255,14 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
         steps.append({"type": "Digits", "individual_digits": True})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     steps.append(byte_level | {"use_regex": split is None})
-    merges = []
-    for merge in gguf.strings("tokenizer.ggml.merges"):
-        left, _, right = merge.partition(" ")
-        if left not in vocab or right not in vocab or left + right not in vocab:
-            raise gguf.error("tokenizer.ggml.merges", f"has {merge!r}, not of known tokens")
-        merges.append([left, right])
+
+    def merges() -> Iterator[str]:
+        for merge in gguf.each_string("tokenizer.ggml.merges"):
+            left, _, right = merge.partition(" ")
+            if left not in vocab or right not in vocab or left + right not in vocab:
+                raise gguf.error("tokenizer.ggml.merges", f"has {merge!r}, not of known tokens")
+            yield merge
+
     return {
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -247,7 +270,7 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": merges,
+            "merges": _Made(merges()),
             "ignore_merges": pre == "llama-bpe",
         },
     }
@@ -255,16 +278,19 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
 
 def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> dict[str, Any]:
     """Return a tokeniser as Llama 2's: the best piece of two neighbours is merged first."""
-    scores = gguf.numbers("tokenizer.ggml.scores").tolist()
+    scores = gguf.numbers("tokenizer.ggml.scores")
     if len(scores) != len(pieces):
         raise gguf.error("tokenizer.ggml.scores", f"must have {len(pieces)} entries")
-    found = []
+    found = array("i")  # three numbers for each merge: what it makes, and what of
     for number, piece in enumerate(pieces):
         for cut in range(1, len(piece) if len(piece) <= MAX_PIECE_CHARS else 1):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                found.append((-scores[number], number, vocab[left], vocab[right], left, right))
-    found.sort(key=lambda merge: merge[:4])
+            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
+            if left is not None and right is not None:
+                found.extend((number, left, right))
+        if len(found) > 3 * MOST_CUTS * len(pieces):
+            raise gguf.error("tokenizer.ggml.tokens", f"has over {MOST_CUTS} cuts for each token")
+    made, lefts, rights = np.array(found).reshape(-1, 3).T
+    order = np.lexsort((rights, lefts, made, -scores[made].astype(np.float64)))
     has_prefix = gguf.boolean("tokenizer.ggml.add_space_prefix", default=True)
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
@@ -283,7 +309,7 @@ def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> 
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": [[left, right] for *_, left, right in found],
+            "merges": _Made([pieces[lefts[at]], pieces[rights[at]]] for at in order),
             "unk_token": pieces[unknown] if unknown < len(pieces) else None,
             "fuse_unk": True,
             "byte_fallback": True,
@@ -293,7 +319,7 @@ def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> 
 
 def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     """Return special tokens and the chat template."""
-    pieces = gguf.strings("tokenizer.ggml.tokens")
+    num_pieces = gguf.count("tokenizer.ggml.tokens")
     is_llama = gguf.string("tokenizer.ggml.model") == "llama"
     config: dict[str, Any] = {
         "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=is_llama)
@@ -301,9 +327,10 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     for name in ("bos", "eos"):
         key = f"tokenizer.ggml.{name}_token_id"
         if key in gguf.metadata:
-            config[f"{name}_token"] = pieces[_token_id(gguf, key, len(pieces))]
+            token_id = _token_id(gguf, key, num_pieces)
+            config[f"{name}_token"] = gguf.string_at("tokenizer.ggml.tokens", token_id)
     ends = [
-        _token_id(gguf, key, len(pieces))
+        _token_id(gguf, key, num_pieces)
         for name in ("eos", "eot", "eom")
         if (key := f"tokenizer.ggml.{name}_token_id") in gguf.metadata
     ]

@@ -253,6 +253,10 @@ class Simulation:
                 self._handle(event)
                 self._plan()
 
+    def go_on_from(self, other: Simulation) -> None:
+        """Note what becomes of another simulation's requests beside its outcomes of them."""
+        self.outcomes, self._outcomes_of = other.outcomes, other._outcomes_of
+
     def _push(self, time_s: float, event: _Event) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), event))
 

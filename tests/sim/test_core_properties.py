@@ -172,7 +172,7 @@ def test_worker_loss_replays_or_fails() -> None:
     assert [(d.request_id, d.error) for d in lost.message.each()] == [(0, ErrorCode.WORKER_LOST)]
     core.check_integrity()
     replay = make_simulation(core)
-    replay.outcomes = simulation.outcomes
+    replay.go_on_from(simulation)
     replay.run([TimedEvent(1.0, FrontendGone(FrontendId(7)))])
     for number in (1, 2):
         key = RequestKey(FrontendId(0), RequestId(number))
@@ -456,8 +456,8 @@ def test_every_request_is_accounted_for(
         recorded.on_message(WorkersGone(), gone_s)
         core.check_integrity()
         events = [event for event in events if event.time_s > gone_s]
-        outcomes, simulation = simulation.outcomes, make_simulation(recorded)
-        simulation.outcomes = outcomes
+        before, simulation = simulation, make_simulation(recorded)
+        simulation.go_on_from(before)
         events.append(TimedEvent(gone_s, FrontendGone(FrontendId(7))))
     simulation.run(events)
     assert core.num_checked > 0

@@ -23,7 +23,7 @@ from support.grids import choose, more_when_long
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
-from lightserve.frontend import admin, completion, json_body, openapi
+from lightserve.frontend import admin, completion, json_body, openapi, timeline
 from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -208,6 +208,7 @@ def test_every_body_is_of_a_route_here() -> None:
         messages,
         responses,
         responses_writer,
+        timeline,
     ):
         answers |= {name for name, value in vars(module).items() if isinstance(value, type)}
     assert ours <= reached | answers, ours - reached - answers
