@@ -38,10 +38,14 @@ STALE_S = 5.0
 NUM_QUIET_WINDOWS = 3
 """So many in a row must leave room before threads are added; one is enough to take them away."""
 LOG_INTERVAL_S = 60.0
-_KEEPS = 0.3
-"""Part of a core that may be missing for a thread that there is: routers and frontends' work …"""
-_ADDS = 0.15
+_KEEPS = 0.6
+"""Part of a core that may be missing for a thread that there is: router, frontends and a client
+on the same machine take as much, and work is dealt out in pieces so small that such a thread helps.
+Beside a process that never rests two threads on two cores miss two thirds …"""
+_ADDS = 0.5
 """… and for one that there is not yet."""
+_TAKES = 0.3
+"""For those that stay when some are taken away."""
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +112,7 @@ def next_threads(now: int, left: Sequence[float], most: int) -> int:
         most: threads on a quiet machine.
     """
     if left[-1] < now - _KEEPS:
-        return max(1, min(most, math.floor(left[-1] + _KEEPS)))
+        return max(1, min(most, math.floor(left[-1] + _TAKES)))
     if len(left) >= NUM_QUIET_WINDOWS:
         lasting = min(left[-NUM_QUIET_WINDOWS:])
         return max(now, min(most, math.floor(lasting + _ADDS)))

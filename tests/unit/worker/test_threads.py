@@ -82,7 +82,8 @@ def test_clocks_that_stand_still_say_nothing() -> None:
     ("now", "left", "most", "expected"),
     [
         (2, [2.0], 2, 2),
-        (2, [1.8], 2, 2),  # what the router and frontends do
+        (2, [1.8], 2, 2),
+        (2, [1.45], 2, 2),  # what the router, frontends and a client do
         (2, [1.33], 2, 1),  # one busy process
         (2, [0.4], 2, 1),
         (2, [0.0], 2, 1),  # there is always one
@@ -91,7 +92,8 @@ def test_clocks_that_stand_still_say_nothing() -> None:
         (1, [2.0] * 3, 2, 2),
         (1, [2.0, 1.0, 2.0], 2, 1),
         (1, [1.9] * 3, 2, 2),
-        (1, [1.8] * 3, 2, 1),  # enough to stay, not to begin
+        (1, [1.5] * 3, 2, 2),
+        (1, [1.45] * 3, 2, 1),  # enough to stay, not to begin
         (16, [9.5], 16, 9),
         (4, [9.5] * 3, 16, 9),
         (4, [64.0] * 3, 16, 16),
