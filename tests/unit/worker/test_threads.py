@@ -95,7 +95,7 @@ def test_clocks_that_stand_still_say_nothing() -> None:
         (1, [1.5] * 3, 2, 2),
         (1, [1.45] * 3, 2, 1),  # enough to stay, not to begin
         (16, [9.5], 16, 9),
-        (4, [9.5] * 3, 16, 9),
+        (4, [9.5] * 3, 16, 10),
         (4, [64.0] * 3, 16, 16),
     ],
 )
