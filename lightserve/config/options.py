@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config.fields import option, parse_memory
@@ -29,6 +30,13 @@ def split_names(text: str) -> tuple[str, ...]:
     """Return the names in a list that commas separate, each once."""
     names = (name.strip() for name in text.split(","))
     return tuple(dict.fromkeys(name for name in names if name))
+
+
+@cache
+def _objectives(text: str) -> dict[str, int]:
+    """Return priorities by name; each request asks for them."""
+    pairs = (_OBJECTIVE.fullmatch(part) for part in split_names(text))
+    return {pair["name"]: int(pair["priority"]) for pair in pairs if pair is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +188,7 @@ class FrontendOptions:
     @property
     def objectives(self) -> dict[str, int]:
         """What `inference_objectives` says: priorities by name."""
-        pairs = (_OBJECTIVE.fullmatch(text) for text in split_names(self.inference_objectives))
-        return {pair["name"]: int(pair["priority"]) for pair in pairs if pair is not None}
+        return _objectives(self.inference_objectives)
 
     def check_objectives(self) -> None:
         """Refuse what are no objectives, and two of one name."""
@@ -292,6 +299,7 @@ class GraphOptions:
 # Options of the KV pool, of what it keeps, and of the host's share.
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+DEFAULT_EVENT_BLOCK = 16
 _ZMQ_ADDRESS = re.compile(
     r"ipc://[^\x00-\x20]{1,100}|tcp://(?P<host>\*|[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):[0-9*]{1,5}"
 )
@@ -323,7 +331,9 @@ class MemoryOptions:
         " tells of what is cached and evicted, in vLLM's format. Token ids of prompts can be read"
         " there.",
     )
-    kv_events_block_size: int = option(16, "Tokens of the blocks of --kv-events.", low=1, high=1024)
+    kv_events_block_size: int = option(
+        DEFAULT_EVENT_BLOCK, "Tokens of the blocks of --kv-events.", low=1, high=1024
+    )
     kv_events_keys: str = option(
         "",
         "Directory of ZeroMQ certificates (CURVE) for --kv-events: server.key_secret, and in"
@@ -427,10 +437,13 @@ class MemoryOptions:
             for flag, is_given in (
                 ("--kv-events-keys", self.kv_events_keys),
                 ("--kv-events-insecure", self.kv_events_insecure),
+                ("--kv-events-block-size", self.kv_events_block_size != DEFAULT_EVENT_BLOCK),
             ):
                 if is_given:
                     raise ConfigError(f"{flag} needs --kv-events")
             return
+        if self.kv_events_insecure and self.kv_events_keys:
+            raise ConfigError("--kv-events-insecure contradicts --kv-events-keys")
         if self.cache_policy == "off":
             raise ConfigError("--kv-events needs --cache-policy task-aware or lru")
         match = _ZMQ_ADDRESS.fullmatch(self.kv_events)

@@ -196,6 +196,11 @@ def test_what_cannot_be_used_is_named(keys_dir: Path, tmp_path: Path) -> None:
         ({"kv_events": "tcp://127.0.0.1:5557", "cache_policy": "off"}, "--cache-policy"),
         ({"kv_events_keys": "keys"}, "--kv-events-keys needs --kv-events"),
         ({"kv_events_insecure": True}, "--kv-events-insecure needs --kv-events"),
+        ({"kv_events_block_size": 32}, "--kv-events-block-size needs --kv-events"),
+        (
+            {"kv_events": "tcp://*:5557", "kv_events_keys": "keys", "kv_events_insecure": True},
+            "--kv-events-insecure contradicts --kv-events-keys",
+        ),
     ],
 )
 def test_addresses_that_are_refused(flags: dict[str, Any], word: str) -> None:
