@@ -7,10 +7,22 @@ It names the packages themselves: lightserve is on no index, and installing it o
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import shlex
 import sys
 
 from lightserve.errors import ConfigError
+
+
+def need_packages(packages: tuple[str, ...], extra: str) -> None:
+    """Raise ConfigError if one of an extra's packages, named as they are imported, is missing."""
+    for package in packages:
+        try:
+            is_there = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:  # what it is part of
+            is_there = False
+        if not is_there:
+            raise missing_extra(package, extra)
 
 
 def missing_extra(package: str, extra: str) -> ConfigError:

@@ -17,6 +17,7 @@ from lightserve.config.fields import (
     check_limits,
     flag_name,
     has_password,
+    is_plain_url,
     is_postgres,
     option,
     parse_memory,
@@ -32,6 +33,8 @@ from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 
 DEFAULT_DECISION_LOG_SIZE = "4GiB"
+LIVES_FOR_SPANS = 1000
+"""What has ended is asked for at once."""
 MIN_DECISION_LOG_BYTES = 1024 * 1024
 
 SECTIONS = {
@@ -199,6 +202,19 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
         zero_word="none",
     )
 
+    otlp_endpoint: str = option(
+        "",
+        "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as"
+        " http://127.0.0.1:4318: each request becomes a span there, without prompt and answer, with"
+        " what was decided about it as events. It needs the packages of the extra otel.",
+    )
+    otlp_sample: float = option(
+        1.0,
+        "Share of requests that become spans, of those whose traceparent does not say.",
+        low=0.0,
+        high=1.0,
+    )
+
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             check_limits(spec, getattr(self, spec.name))
@@ -224,6 +240,22 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             )
         if self.decision_log_size != DEFAULT_DECISION_LOG_SIZE and not self.decision_log:
             raise ConfigError("--decision-log-size needs --decision-log")
+        self._check_traces()
+
+    def _check_traces(self) -> None:
+        if not self.otlp_endpoint:
+            if self.otlp_sample != ServeConfig.otlp_sample:
+                raise ConfigError("--otlp-sample needs --otlp-endpoint")
+        elif not is_plain_url(self.otlp_endpoint):
+            raise ConfigError(
+                "--otlp-endpoint must be an address such as http://127.0.0.1:4318, without user,"
+                f" password and query, got {self.otlp_endpoint.rpartition('@')[2]!r}"
+            )
+
+    @property
+    def num_kept_lives(self) -> int:
+        """Of so many of the last requests the router notes what became of them."""
+        return max(self.request_timelines, LIVES_FOR_SPANS if self.otlp_endpoint else 0)
 
     def _check_batches(self) -> None:
         for name in (

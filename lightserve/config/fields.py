@@ -99,6 +99,17 @@ def is_postgres(store: str) -> bool:
     return store.startswith(("postgresql://", "postgres://"))
 
 
+def is_plain_url(url: str) -> bool:
+    """Return whether this is an HTTP address, perhaps with a path, and nothing besides."""
+    try:
+        parts = urlsplit(url)
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    is_bare = not (parts.query or parts.fragment or "@" in parts.netloc)
+    return parts.scheme in ("http", "https") and has_place and is_bare and url.isprintable()
+
+
 def has_password(url: str) -> bool:
     """Return whether a URL of PostgreSQL has a password."""
     parts = urlsplit(url)

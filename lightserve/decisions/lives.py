@@ -14,15 +14,16 @@ from typing import NamedTuple
 
 from lightserve.decisions.records import CoreCalls
 from lightserve.messages.common import unpack_int64
-from lightserve.messages.frontend_router import Abort, RequestLife, Stretch, Submit
+from lightserve.messages.frontend_router import Abort, Finish, Moment, RequestLife, Stretch, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, SchedulerEvent
 from lightserve.router.step import PlannedStep, Reason, WaitUntil
-from lightserve.types import RequestClass, RequestId, RequestKey
+from lightserve.types import FinishReason, RequestClass, RequestId, RequestKey
 
 COMPUTES = "computes"
 MAX_STRETCHES = 64
 """Of a life; what comes after these is in its sums alone."""
+MAX_MOMENTS = 64
 
 
 class _Totals(NamedTuple):
@@ -53,6 +54,9 @@ class _Life:
     last_token_s: float = 0.0
     max_gap_s: float = 0.0
     num_output_tokens: int = 0
+    moments: list[Moment] = field(default_factory=list)
+    is_out: bool = True
+    """Whether it waits: it has not started, or is paused."""
     end: str | None = None
     ended_s: float | None = None
 
@@ -90,10 +94,14 @@ class Lives:
                 parts[life] = Reason.LOADING.value, 0
         self._step_id = step.step_id
         before = self._totals()
+        self._note_losses(step, now_s)
         for request, count in step.scheduled:
             self._num_tokens[request.request_class] += count
             if (life := self._live.get(request.key)) is not None:
                 parts[life] = COMPUTES, count
+                if life.is_out:
+                    self._mark(life, "resumes" if life.moments else "starts", count, now_s)
+                    life.is_out = False
         self._predicted_s += step.predicted_s
         for life in self._named - parts.keys():
             unseen = step.unseen.get(life.submit.request_class)
@@ -143,7 +151,25 @@ class Lives:
             if client_key is None or life.submit.client.key == client_key
         ]
 
+    def _note_losses(self, step: PlannedStep, now_s: float) -> None:
+        """Note who is paused before a step, and who loses KV."""
+        losses = [
+            *((request, "paused", 0) for request in step.paused),
+            *((request, "checkpointed", count) for request, count in step.checkpointed),
+            *((request, "preempted", 0) for request in step.preempted),
+        ]
+        for request, what, count in losses:
+            if (life := self._live.get(request.key)) is not None:
+                self._mark(life, what, count, now_s)
+                life.is_out = True
+
     # ------------------------------------------------------------------ one life
+
+    @staticmethod
+    def _mark(life: _Life, what: str, count: int, now_s: float) -> None:
+        if len(life.moments) < MAX_MOMENTS:
+            at_s = now_s - life.came_s
+            life.moments.append(Moment(what=what, at_s=at_s, num_tokens=count))
 
     def _totals(self) -> _Totals:
         return _Totals(self._num_tokens.copy(), self._predicted_s, self._observed_s)
@@ -211,6 +237,7 @@ class Lives:
             before_first_token=dict(before),
             after_first_token=dict(after),
             stretches=stretches,
+            moments=list(life.moments),
         )
 
 
@@ -245,6 +272,9 @@ class WatchedCore:
                 self._lives.on_submit(RequestKey(frontend_id, submit.request_id), submit, now_s)
             case FromFrontend(frontend_id, Abort(request_id=request_id)):
                 self._lives.on_gone([RequestKey(frontend_id, request_id)], "abort", now_s)
+            case FromFrontend(frontend_id, Finish(request_id=request_id)):
+                key = RequestKey(frontend_id, request_id)
+                self._lives.on_gone([key], FinishReason.STOP.value, now_s)
             case FrontendGone():
                 self._lives.on_gone(self._lives.keys_of(event), "frontend_gone", now_s)
         news = self._core.on_message(event, now_s)

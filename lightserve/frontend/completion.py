@@ -134,6 +134,11 @@ class Completion:
         return matched if is_asked_for else None
 
     @property
+    def missed(self) -> list[str] | None:
+        """Targets that it has missed, once it is over."""
+        return self._metrics.missed
+
+    @property
     def num_unread_bytes(self) -> int:
         """Of news that have not been read."""
         return self.live.num_unread_bytes

@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -30,6 +30,9 @@ from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
 from lightserve.frontend.request_options import Prepared, ServiceLevel
 from lightserve.frontend.service import Service, Turns
 from lightserve.logs import request_id
+
+if TYPE_CHECKING:
+    from lightserve.frontend.tracing import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -211,14 +214,30 @@ class CompletionResponse(Response):
         self._connection: Connection | None = None
         self._choices: Choices | None = None
         self._is_crowded_out = False
+        self._trace: RequestTrace | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Encode, submit, send; abort when the client leaves or this task is cancelled."""
+        tracer = self._service.tracer
+        if tracer is not None:
+            self._trace = tracer.begin(scope, self._level, self._writer.request_id)
+        try:
+            await self._respond(scope, receive, send)
+        except (InvalidRequest, RequestFailed) as failure:
+            if self._trace is not None and self._choices is None:
+                self._trace.refuse(failure.code)
+            raise
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.in_flight.admitted(scope.get(BODY_BYTES_KEY, 0)):
             self._service.router.check_ready()  # before anything is spent on the prompt
             client_gone = asyncio.create_task(_client_leaves(receive))
             try:
-                if (requests := await self._prepared(client_gone)) is not None:
+                if (requests := await self._prepared(client_gone)) is None:
+                    if self._trace is not None:
+                        self._trace.refuse("client_gone")
+                else:
+                    self._mark("lightserve.tokenised")
                     self._caller, self._owner = caller_of(scope), owner_of(scope)
                     self._connection = scope.get(CONNECTION_KEY)
                     sent = {
@@ -281,6 +300,7 @@ class CompletionResponse(Response):
             per_prompt=self._per_prompt,
             by_token=self._writer.wants_pieces,
         )
+        self._mark("lightserve.submitted")
         client_gone.add_done_callback(lambda _: choices.abort())
         timer = self._start_timer(choices)
         outcome = "cancelled"
@@ -304,6 +324,12 @@ class CompletionResponse(Response):
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
             _log_end(self._writer.request_id, choices, outcome, self._caller)
+            if self._trace is not None:
+                self._trace.end(choices, outcome)
+
+    def _mark(self, name: str) -> None:
+        if self._trace is not None:
+            self._trace.mark(name)
 
     def _start_timer(self, choices: Choices) -> asyncio.TimerHandle | None:
         """Have the choices end with an error when the request's time is over."""

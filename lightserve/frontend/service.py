@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightserve.batches.access import StoreThread
 from lightserve.config import ServeConfig
@@ -38,6 +38,9 @@ from lightserve.metrics.requests import FrontendMetrics
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer, check_vocabulary
+
+if TYPE_CHECKING:
+    from lightserve.frontend.tracing import RequestTracer
 
 # ----------------------------------------------------------------------
 # What a frontend counts, and its question to the supervisor for the counts of all processes.
@@ -285,11 +288,15 @@ class Service:
     observation: Observation
     store: StoreThread | None
     """Files and batches; None: the server keeps none."""
+    tracer: RequestTracer | None
+    """None: no traces are asked for."""
 
     def close(self) -> None:
         """Let running work in threads end; drop what waits."""
         if self.store is not None:
             self.store.close()
+        if self.tracer is not None:
+            self.tracer.close()
         self.bodies.close()
         self.encoder.close()
         self.constraints.close()
@@ -409,4 +416,11 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         kept=Held(config.max_kept_answer_bytes),
         observation=observation,
         store=observation.open_store(config) if config.batch_store else None,
+        tracer=_tracer(config, router, observation) if config.otlp_endpoint else None,
     )
+
+
+def _tracer(config: ServeConfig, router: RouterClient, observation: Observation) -> RequestTracer:
+    from lightserve.frontend.tracing import RequestTracer  # noqa: PLC0415 - an extra
+
+    return RequestTracer(config, router, observation.recorder)

@@ -6,6 +6,7 @@ import re
 from typing import Literal
 
 from fastapi import APIRouter, Request
+from msgspec import to_builtins
 from pydantic import Field
 
 from lightserve.errors import InvalidRequest
@@ -42,6 +43,14 @@ class StretchObject(StrictModel):
     observed_s: float
 
 
+class DecisionObject(StrictModel):
+    """Something that a step did with it once."""
+
+    what: Literal["starts", "paused", "checkpointed", "preempted", "resumes"]
+    at_s: float
+    num_tokens: int
+
+
 class CompletionTimeline(StrictModel):
     """One completion."""
 
@@ -59,6 +68,7 @@ class CompletionTimeline(StrictModel):
     before_first_token: dict[str, float]
     after_first_token: dict[str, float]
     stretches: list[StretchObject]
+    decisions: list[DecisionObject]
 
 
 class TimelineObject(StrictModel):
@@ -139,6 +149,7 @@ def _completion(life: RequestLife) -> CompletionTimeline:
             )
             for each in life.stretches
         ],
+        decisions=[DecisionObject.model_validate(to_builtins(each)) for each in life.moments],
     )
 
 

@@ -425,6 +425,18 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """Of the steps meanwhile."""
 
 
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a step did with a request once."""
+
+    what: str
+    """`starts`: it is first scheduled; `paused`; `checkpointed`: it loses the end of its KV, saved
+    on the host; `preempted`: it loses all of it; `resumes`."""
+    at_s: float
+    """Since its frontend had it."""
+    num_tokens: int
+    """That it computes, or that it loses; 0: none, or all."""
+
+
 class RequestLife(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request; times in seconds since its frontend had it."""
 
@@ -443,6 +455,7 @@ class RequestLife(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by what happened, see `Stretch.what`."""
     after_first_token: dict[str, float]
     stretches: list[Stretch]
+    moments: list[Moment] = []
 
 
 class RequestTimeline(Message, frozen=True):

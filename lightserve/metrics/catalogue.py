@@ -407,6 +407,13 @@ LOOP_TURN_MAX = gauge(
     "The longest of these turns since the process began to serve.",
     ("process", "clock"),
 )
+TRACE_SPANS = counter(
+    "trace_spans_total",
+    Origin.FRONTEND,
+    "Spans of requests (--otlp-endpoint): sent, failed (the collector did not take them), dropped"
+    " (too many waited).",
+    ("outcome",),
+)
 LOG_LINES_DROPPED = counter(
     "log_lines_dropped_total",
     Origin.ALL,

@@ -62,6 +62,7 @@ class RequestMetrics:
         "_num_tokens",
         "_series",
         "_targets",
+        "missed",
     )
 
     def __init__(
@@ -76,6 +77,8 @@ class RequestMetrics:
         self._max_gap_s = 0.0
         self._num_tokens = 0
         self._is_over = False
+        self.missed: list[str] | None = None
+        """Targets that it missed, once it is over: all that it has if it failed."""
 
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Count a delivery of tokens."""
@@ -132,6 +135,7 @@ class RequestMetrics:
         """Compare with the targets, None misses them all; return whether nothing was missed."""
         met_all = observed is not None
         has_any = False
+        self.missed = []
         for index, name in enumerate(_TARGET_NAMES):
             if (target_s := self._targets[index]) is None:
                 continue
@@ -139,6 +143,8 @@ class RequestMetrics:
             value_s = None if observed is None else observed[index]
             met = value_s is not None and value_s <= target_s
             met_all = met_all and met
+            if not met:
+                self.missed.append(name)
             self._series.on_target(name, met=met)
         if has_any:
             self._series.on_target("all", met=met_all)

@@ -240,8 +240,8 @@ class RouterProcess:
         if decision_log is not None:
             self._calls = RecordedCore(core, decision_log)
         self._lives: Lives | None = None
-        if spec.config.request_timelines:
-            self._lives = Lives(spec.config.request_timelines)
+        if spec.config.num_kept_lives:
+            self._lives = Lives(spec.config.num_kept_lives)
             self._calls = WatchedCore(self._calls, self._lives)
         self._frontends = frontends
         self._workers = workers

@@ -15,7 +15,7 @@ from lightserve.decisions.lives import COMPUTES, MAX_STRETCHES, Lives, WatchedCo
 from lightserve.decisions.records import Decision, MessageReceived, RequestName, event_of
 from lightserve.decisions.replaying import DecisionLogReader, make_core_of
 from lightserve.decisions.why import explain
-from lightserve.messages.frontend_router import Abort, Client, RequestLife, Submit
+from lightserve.messages.frontend_router import Abort, Client, Finish, RequestLife, Submit
 from lightserve.messages.router_worker import StepResult
 from lightserve.router.events import FromFrontend, FrontendGone
 from lightserve.router.step import PlannedStep
@@ -118,6 +118,33 @@ def test_it_is_what_the_log_says(path: Path, number: int) -> None:
     assert +others == Counter(why.tokens_instead)
 
 
+def test_decisions_are_in_order_and_are_what_the_log_says(path: Path) -> None:
+    lives, now_s = watched(path)
+    decisions = [
+        line.record for line in DecisionLogReader(path).lines() if isinstance(line.record, Decision)
+    ]
+    num_paused = 0
+    for name in _names(path):
+        life = _life(lives, name, now_s)
+        found = Counter(each.what for each in life.moments)
+        of_log = Counter(
+            paused=sum(name in each.paused for each in decisions),
+            preempted=sum(name in each.preempted for each in decisions),
+            checkpointed=sum(
+                name == RequestName(*share[:2]) for each in decisions for share in each.checkpointed
+            ),
+        )
+        num_paused += of_log["paused"]
+        assert {what: found[what] for what in of_log} == of_log
+        if any(name == RequestName(*share[:2]) for each in decisions for share in each.advancing):
+            assert life.moments[0].what == "starts" and found["starts"] == 1
+            assert found["resumes"] <= found["paused"] <= found["resumes"] + 1
+        else:
+            assert not life.moments
+        assert [each.at_s for each in life.moments] == sorted(each.at_s for each in life.moments)
+    assert num_paused > 0
+
+
 def test_only_so_many_that_have_ended_are_kept(path: Path) -> None:
     lives, now_s = watched(path, max_kept=3)
     told = [lives.tell(f"{n.frontend_id}/{n.request_id}", None, now_s) for n in _names(path)]
@@ -141,6 +168,9 @@ def test_it_is_told_to_its_own_key_alone_and_ends_with_its_client() -> None:
         assert lives.tell(name, "another", 6.0) == lives.tell(name, "", 6.0) == []
     core.on_message(FromFrontend(FrontendId(0), Abort(request_id=key.request_id)), 7.0)
     assert lives.tell("x-1", "mine", 9.0)[0].end == "abort"
+    core.on_message(FromFrontend(FrontendId(0), submit(3, ARRIVAL, names=("x-3",))), 7.5)
+    core.on_message(FromFrontend(FrontendId(0), Finish(request_id=RequestId(3), num_tokens=1)), 8.0)
+    assert lives.tell("x-3", None, 9.0)[0].end == "stop"
     core.on_message(FromFrontend(FrontendId(0), submit(2, ARRIVAL, names=("x-2",))), 8.0)
     core.on_message(FrontendGone(FrontendId(1)), 8.5)
     assert lives.tell("x-2", None, 9.0)[0].end is None
