@@ -16,12 +16,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-import msgspec
-
 from lightserve.batches.database import Database
 from lightserve.batches.endings import CRASHED, EXPIRED, Endings
 from lightserve.batches.files import Files
 from lightserve.batches.forecast import Forecasts, limit_of
+from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, Leasing
 from lightserve.batches.records import (
     MAX_ACTIVE_BATCHES,
     MAX_ACTIVE_RESPONSES,
@@ -44,19 +43,10 @@ _COLUMNS = (
     " metadata, num_lines, num_done, num_failed, output_file_id, error_file_id"
 )
 _NAMES = _COLUMNS.replace(",", "").replace('"', "").split()
-LOSS_DELAY_S = 60.0
-"""What a line waits after its second loss, and twice as long after each further one. With it, no
-line alone costs as many restarts of workers as a server allows by default."""
 RETRY_AFTER_S = 60.0
 """When a key that has too much to be done may have less."""
 FORGET_OWNER_S = 86_400.0
 """An owner of which nothing was heard for so long is forgotten."""
-MAX_CRASHES = 6
-SUSPECT_CRASHES = 2
-"""A line with which the process has died so often runs beside no other such one: so no line is
-taken for the reason that only ran beside it."""
-MAX_LOSS_DELAY_S = 16 * LOSS_DELAY_S
-"""No line waits longer: what seems to was lost before the clock was put back."""
 
 
 class Held(NamedTuple):
@@ -68,16 +58,6 @@ class Held(NamedTuple):
     """Batches and numbers of those leased to it."""
 
 
-class _Place(NamedTuple):
-    """Where a line is."""
-
-    file: int
-    position: int
-    num_bytes: int
-    response: int | None
-    """In the background, whose request it is."""
-
-
 class Jobs:
     """See the module; `now_s` is Unix time. Each method is one transaction."""
 
@@ -87,6 +67,7 @@ class Jobs:
         self._responses = Responses(database)
         self._forecasts = Forecasts(database)
         self._endings = Endings(database)
+        self._leasing = Leasing(database)
 
     # ------------------------------------------------------------------ clients
 
@@ -104,17 +85,16 @@ class Jobs:
             file = self._files.get(new.key_name, new.input_file_id, now_s)
             self.check_active(new.key_name)
             self._check_lines(new.key_name, len(lines), new.max_lines)
-            if not new.accepts_late:
-                self._forecasts.check(new, lines, now_s)
+            is_promised = self._is_promised(new, lines, now_s)
             number = self._db.value(
                 "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id,"
                 ' "window", status, created_s, expires_s, metadata, output_ttl_s, idempotency_key,'
-                " request_digest, num_lines, num_bytes, limit_tokens) VALUES (?, ?, ?, ?, ?, ?,"
-                " 'in_progress', ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING number",
+                " request_digest, num_lines, num_bytes, limit_tokens, is_promised) VALUES (?, ?, ?,"
+                " ?, ?, ?, 'in_progress', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING number",
                 *(f"batch_{secrets.token_hex(12)}", new.key_name, new.endpoint, file.number),
                 *(file.id, new.window, int(now_s), int(now_s) + new.window_s, new.metadata),
                 *(new.output_ttl_s, new.idempotency_key, new.request_digest, len(lines)),
-                *(sum(line.num_bytes for line in lines), limit_of(lines)),
+                *(sum(line.num_bytes for line in lines), limit_of(lines), is_promised),
             )
             self._db.write_many(
                 "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
@@ -125,6 +105,20 @@ class Jobs:
                 ),
             )
             return self._record(number, now_s)
+
+    def _is_promised(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> bool:
+        """Return whether a batch is to be done in its window.
+
+        Raises:
+            InvalidRequest: it cannot be, and it is not wanted so (409).
+        """
+        try:
+            self._forecasts.check(new, lines, now_s)
+        except InvalidRequest:
+            if not new.accepts_late:
+                raise
+            return False
+        return True
 
     def find_repeated(self, new: NewBatch, now_s: float) -> BatchRecord | None:
         """Return the batch that this request, sent again, has made; None: it is a new one.
@@ -345,12 +339,11 @@ class Jobs:
         max_lines: int,
         max_bytes: int,
     ) -> list[LeasedLine]:
-        """Lease lines, of the batches that end first; at least one if there is one and room.
+        """Lease lines, in the order of `Leasing`; at least one if there is one and room.
 
         All leases of the owner begin anew. Those of others are over whose time is. None is leased
         while too little space is free for results.
         """
-        leased: list[tuple[LeasedLine, _Place]] = []
         if self._db.is_low():
             return []
         with self._db.transaction(is_shared=True):
@@ -362,84 +355,13 @@ class Jobs:
                 f"{self._db.skip_locked})",
                 *(now_s, owner),
             )
-            suspects = self._db.value(
-                "SELECT count(*) FROM lines WHERE state = 'leased' AND owner = ? AND crashes >= ?",
-                *(owner, SUSPECT_CRASHES),
-            )
-            for batch in self._db.rows(
-                "SELECT number, id, endpoint, key_name, input_file, response, expires_s,"
-                " num_lines - num_done - num_failed FROM batches WHERE status = 'in_progress'"
-                " AND expires_s > ? ORDER BY expires_s, number",
-                now_s,
-            ):
-                most_crashes = MAX_CRASHES if suspects == 0 else SUSPECT_CRASHES - 1
-                room = max_lines - len(leased)
-                lines = self._queued(batch, now_s, room, max_bytes, most_crashes)
-                leased += lines
-                suspects += sum(line.crashes >= SUSPECT_CRASHES for line, _ in lines)
-                max_bytes -= sum(place.num_bytes for _, place in lines)
-                if len(leased) >= max_lines or max_bytes <= 0:
-                    break
+            portion = self._leasing.choose(owner, now_s, max_lines=max_lines, max_bytes=max_bytes)
             self._db.write_many(
                 "UPDATE lines SET state = 'leased', owner = ?, epoch = ?"
                 " WHERE batch = ? AND number = ?",
-                ((owner, epoch, line.batch, line.number) for line, _ in leased),
+                ((owner, epoch, line.batch, line.number) for line, _ in portion),
             )
-        found = [(line, self._text(place)) for line, place in leased]
-        return [msgspec.structs.replace(line, line=text) for line, text in found if text]
-
-    def _text(self, place: _Place) -> bytes:
-        """Return a line; outside of the transaction, which others would wait for.
-
-        Nothing: what it is of was cancelled and deleted since.
-        """
-        if place.response is None:
-            return self._files.read_span(place.file, place.position, place.num_bytes)
-        return (
-            self._db.value("SELECT request FROM responses WHERE number = ?", place.response) or b""
-        )
-
-    def _queued(
-        self,
-        batch: tuple[Any, ...],
-        now_s: float,
-        max_lines: int,
-        max_bytes: int,
-        most_crashes: int,
-    ) -> list[tuple[LeasedLine, _Place]]:
-        """Return the first queued lines of a batch, as far as there is room; one suspect."""
-        number, batch_id, endpoint, key_name, file, response, expires_s, num_left = batch
-        lines: list[tuple[LeasedLine, _Place]] = []
-        for index, custom_id, position, num_bytes, attempt, losses, crashes in self._db.rows(
-            "SELECT number, custom_id, position, num_bytes, attempt, losses, crashes FROM lines"
-            " WHERE batch = ? AND state = 'queued' AND crashes <= ?"
-            " AND (not_before_s <= ? OR not_before_s > ?) ORDER BY number LIMIT ?"
-            f"{self._db.skip_locked}",
-            *(number, most_crashes, now_s, now_s + MAX_LOSS_DELAY_S, max_lines),
-        ):
-            if max_bytes <= 0:
-                break
-            if crashes > most_crashes:
-                continue
-            if crashes >= SUSPECT_CRASHES:
-                most_crashes = SUSPECT_CRASHES - 1
-            max_bytes -= num_bytes
-            line = LeasedLine(
-                batch=number,
-                number=index,
-                batch_id=batch_id,
-                custom_id=custom_id,
-                endpoint=endpoint,
-                key_name=key_name,
-                attempt=attempt,
-                losses=losses,
-                crashes=crashes,
-                line=b"",
-                expires_s=expires_s,
-                num_left=num_left,
-            )
-            lines.append((line, _Place(file, position, num_bytes, response)))
-        return lines
+        return self._leasing.texts(portion)
 
     def renew(self, owner: str, epoch: int, now_s: float, *, lease_s: float) -> None:
         """Have all leases of an owner begin anew. Raises LeaseLost."""

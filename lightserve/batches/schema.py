@@ -136,6 +136,12 @@ ALTER TABLE lines DROP COLUMN lease_until_s;
 """
 """One lease for each owner, and not for each of its lines."""
 
+_PROMISES = """
+ALTER TABLE batches ADD COLUMN is_promised BOOLEAN NOT NULL DEFAULT FALSE;
+UPDATE batches SET is_promised = TRUE WHERE response IS NULL;
+"""
+"""Whether a window was promised, or taken though it is too short."""
+
 _SQLITE_TRIGGERS = "".join(
     f"""
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
@@ -168,7 +174,8 @@ $$;
     for table in ("files", "responses")
 )
 
-VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, _BACKGROUND, _FORECASTS, _CRASHES, _LEASES)
+_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES)
+VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER)
 """What makes each version of SQLite's schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)
 _POSTGRES_WORDS = (
@@ -182,7 +189,7 @@ _POSTGRES_WORDS = (
 def postgres_versions() -> list[str]:
     """Return the same for PostgreSQL."""
     versions = []
-    for statements in (_FIRST, _RESPONSES, _BACKGROUND, _FORECASTS, _CRASHES, _LEASES):
+    for statements in (_FIRST, _RESPONSES, *_LATER):
         text = statements
         for word, other in _POSTGRES_WORDS:
             text = text.replace(word, other)

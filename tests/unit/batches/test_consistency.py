@@ -34,7 +34,7 @@ from support.dying_process import STEPS, CountingEngine, Process
 from lightserve.batches import runner
 from lightserve.batches.access import Store
 from lightserve.batches.endings import Endings
-from lightserve.batches.jobs import MAX_CRASHES
+from lightserve.batches.leasing import MAX_CRASHES
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import BatchRecord, LeasedLine, NewResponse, Outcome
 from lightserve.errors import InvalidRequest

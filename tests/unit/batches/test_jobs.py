@@ -33,11 +33,7 @@ from support.batch_store import (
 
 from lightserve.batches.access import Store
 from lightserve.batches.files import Files
-from lightserve.batches.jobs import (
-    LOSS_DELAY_S,
-    MAX_CRASHES,
-    SUSPECT_CRASHES,
-)
+from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, SUSPECT_CRASHES
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import (
     CHUNK_BYTES,

@@ -1,0 +1,194 @@
+"""Which lines are leased next, and what they say.
+
+With one key, those of the batch that ends first go before others. Several keys take turns as
+`shares` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lightserve.batches.database import Database
+from lightserve.batches.files import Files
+from lightserve.batches.forecast import Forecasts, Left, work_of
+from lightserve.batches.records import LeasedLine
+from lightserve.batches.shares import Backlog, Turns, can_share, line_costs
+
+MAX_CRASHES = 6
+SUSPECT_CRASHES = 2
+"""A line with which the process has died so often runs beside no other such one: so no line is
+taken for the reason that only ran beside it."""
+LOSS_DELAY_S = 60.0
+"""What a line waits after its second loss, and twice as long after each further one. With it, no
+line alone costs as many restarts of workers as a server allows by default."""
+MAX_LOSS_DELAY_S = 16 * LOSS_DELAY_S
+"""No line waits longer: what seems to was lost before the clock was put back."""
+
+_BATCHES = (
+    "SELECT key_name, is_promised, id, endpoint, input_file, response, number, expires_s,"
+    " num_lines, num_done + num_failed, num_bytes, done_bytes, prompt_tokens, output_tokens,"
+    " limit_tokens, EXISTS (SELECT 1 FROM lines WHERE batch = batches.number"
+    " AND state = 'queued') FROM batches WHERE status = 'in_progress' AND expires_s > ?"
+    " ORDER BY expires_s, number"
+)
+
+
+class Place(NamedTuple):
+    """Where a line is."""
+
+    file: int
+    position: int
+    num_bytes: int
+    response: int | None
+    """In the background, whose request it is."""
+
+
+class _Batch(NamedTuple):
+    key_name: str
+    is_promised: bool
+    id: str
+    endpoint: str
+    input_file: int
+    response: int | None
+    left: Left
+    has_queued: bool
+
+    @property
+    def num_left(self) -> int:
+        return self.left.num_lines - self.left.num_done
+
+
+Portion = list[tuple[LeasedLine, Place]]
+
+
+class Leasing:
+    """See the module. `choose` is part of a transaction; `now_s` is Unix time."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._files = Files(database)
+        self._forecasts = Forecasts(database)
+        self._turns = Turns()
+
+    def choose(self, owner: str, now_s: float, *, max_lines: int, max_bytes: int) -> Portion:
+        """Return lines that are queued; at least one if there is one and room."""
+        rows = self._db.rows(_BATCHES, now_s)
+        batches = [_Batch._make((*row[:6], Left(*row[6:-1]), row[-1])) for row in rows]
+        waiting = [batch for batch in batches if batch.has_queued]
+        taking = _Taking(self._db, owner, now_s, max_bytes)
+        if len({batch.key_name for batch in waiting}) <= 1:
+            taking.take(waiting, max_lines)
+            return taking.lines
+        costs = self._costs(batches, now_s)
+        if costs is None:
+            taking.take(sorted(waiting, key=lambda batch: not batch.is_promised), max_lines)
+            return taking.lines
+        of_keys = {batch.key_name: costs[batch.key_name] for batch in waiting}
+        while of_keys and (room := max_lines - len(taking.lines)) > 0 and taking.has_room:
+            for key, num_lines in self._turns.split(of_keys, room).items():
+                own = [batch for batch in waiting if batch.key_name == key]
+                num_taken = taking.take(own, num_lines)
+                if num_taken < num_lines:
+                    self._turns.give_back(key, costs[key], num_lines - num_taken)
+                    del of_keys[key]
+        return taking.lines
+
+    def _costs(self, batches: Sequence[_Batch], now_s: float) -> dict[str, float] | None:
+        """Return what a line of each key takes; None: promises leave no time to share."""
+        pace = self._forecasts.pace(now_s)
+        if pace is None:
+            return {batch.key_name: 1.0 for batch in batches}
+        backlogs = [
+            Backlog(
+                *(batch.key_name, batch.left.expires_s, batch.is_promised),
+                *(work_of(batch.left, pace).seconds, batch.num_left),
+            )
+            for batch in batches
+        ]
+        return line_costs(backlogs) if can_share(backlogs, pace, now_s) else None
+
+    def texts(self, portion: Portion) -> list[LeasedLine]:
+        """Return lines with what they say; outside of the transaction, which others would wait for.
+
+        Lines are left out of what was cancelled and deleted since.
+        """
+        found = [(line, self._text(place)) for line, place in portion]
+        return [msgspec.structs.replace(line, line=text) for line, text in found if text]
+
+    def _text(self, place: Place) -> bytes:
+        if place.response is None:
+            return self._files.read_span(place.file, place.position, place.num_bytes)
+        return (
+            self._db.value("SELECT request FROM responses WHERE number = ?", place.response) or b""
+        )
+
+
+class _Taking:
+    """Lines that are taken in one transaction."""
+
+    def __init__(self, database: Database, owner: str, now_s: float, max_bytes: int) -> None:
+        self.lines: Portion = []
+        self._db = database
+        self._now_s = now_s
+        self._max_bytes = max_bytes
+        self._last: dict[int, int] = {}
+        """Of each batch, the last line that was taken."""
+        self._num_suspects = self._db.value(
+            "SELECT count(*) FROM lines WHERE state = 'leased' AND owner = ? AND crashes >= ?",
+            *(owner, SUSPECT_CRASHES),
+        )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether lines may have more bytes in all."""
+        return self._max_bytes > 0
+
+    def take(self, batches: Sequence[_Batch], max_lines: int) -> int:
+        """Take so many lines, of the first batches that have them; return how many there were."""
+        before = len(self.lines)
+        for batch in batches:
+            room = max_lines - (len(self.lines) - before)
+            if room <= 0 or not self.has_room:
+                break
+            self._take(batch, room)
+        return len(self.lines) - before
+
+    def _take(self, batch: _Batch, max_lines: int) -> None:
+        """Take the first queued lines of a batch, as far as there is room; one suspect."""
+        number = batch.left.number
+        most_crashes = MAX_CRASHES if self._num_suspects == 0 else SUSPECT_CRASHES - 1
+        for index, custom_id, position, num_bytes, attempt, losses, crashes in self._db.rows(
+            "SELECT number, custom_id, position, num_bytes, attempt, losses, crashes FROM lines"
+            " WHERE batch = ? AND number > ? AND state = 'queued' AND crashes <= ?"
+            " AND (not_before_s <= ? OR not_before_s > ?) ORDER BY number LIMIT ?"
+            f"{self._db.skip_locked}",
+            *(number, self._last.get(number, -1), most_crashes, self._now_s),
+            *(self._now_s + MAX_LOSS_DELAY_S, max_lines),
+        ):
+            if not self.has_room:
+                break
+            if crashes > most_crashes:
+                continue
+            if crashes >= SUSPECT_CRASHES:
+                most_crashes = SUSPECT_CRASHES - 1
+                self._num_suspects += 1
+            self._max_bytes -= num_bytes
+            self._last[number] = index
+            line = LeasedLine(
+                batch=number,
+                number=index,
+                batch_id=batch.id,
+                custom_id=custom_id,
+                endpoint=batch.endpoint,
+                key_name=batch.key_name,
+                attempt=attempt,
+                losses=losses,
+                crashes=crashes,
+                line=b"",
+                expires_s=int(batch.left.expires_s),
+                num_left=batch.num_left,
+            )
+            self.lines.append((line, Place(batch.input_file, position, num_bytes, batch.response)))
