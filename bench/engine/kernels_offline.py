@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
 from lightserve.kernels.triton import elementwise, experts
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
@@ -123,6 +123,7 @@ def attend(
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     rows: str = "mixed",
+    mod: str = "",
 ) -> None:
     """Launch attention as a model does: queries are a view, pools have a head's slots together."""
     batch = attention_batch(rows)
@@ -137,6 +138,10 @@ def attend(
         configs=configs,
         scale=head_dim**-0.5,
         sliding_window=window,
+        score_mod=ScoreMod(
+            50.0 if "cap" in mod else None,
+            meta(num_heads, dtype=torch.float32) if "slopes" in mod else None,
+        ),
     )
 
 
@@ -148,15 +153,19 @@ def attention_case(
     dtype: torch.dtype,
     *,
     rows: str = "mixed",
+    mod: str = "",
 ) -> Case:
-    """Return a batch of this shape."""
+    """Return a batch of this shape; `mod`: what is done to scores."""
     name = f"attention {num_heads}/{num_kv_heads} heads of {head_dim}"
+    name += f", {mod}" if mod else ""
     name += f", window {window}" if window else ""
     name += "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
     name += "" if rows == "mixed" else f", {rows}"
     return Case(
         name,
-        lambda: attend(num_heads, num_kv_heads, head_dim, window=window, dtype=dtype, rows=rows),
+        lambda: attend(
+            num_heads, num_kv_heads, head_dim, window=window, dtype=dtype, rows=rows, mod=mod
+        ),
         wide_loads="prefill|decode|merge",
         wgmma="prefill" if dtype.itemsize == 2 else "$^",
         resident="decode",
@@ -267,6 +276,18 @@ CASES: list[Case] = [
     *ATTENTION_CASES,
     attention_case(32, 8, 128, None, torch.bfloat16, rows="decodes alone"),
     attention_case(28, 4, 128, 4096, torch.bfloat16, rows="16,384 decodes"),
+    *(
+        attention_case(*heads, window, torch.bfloat16, rows=rows, mod=mod)
+        for heads, window, mod in (
+            ((32, 32, 64), None, "slopes"),
+            ((40, 40, 128), None, "slopes"),
+            ((8, 4, 256), None, "cap"),
+            ((8, 4, 256), 4096, "cap"),
+            ((32, 16, 128), None, "cap"),
+            ((32, 16, 128), 4096, "cap"),
+        )
+        for rows in ("mixed", "cut")
+    ),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
     *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),

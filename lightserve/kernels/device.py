@@ -21,7 +21,8 @@ from lightserve.kernels.cpu.plan import (
     causal_mask,
     groups_of_similar_length,
 )
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.cpu.score_mod import modified_attention
+from lightserve.kernels.interface import AttentionBatch, ScoreMod
 
 
 class DeviceTorchKernels(TorchKernels):
@@ -51,9 +52,12 @@ class DeviceTorchKernels(TorchKernels):
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`."""
         plan = device_plan(batch, sliding_window)
+        if score_mod is not None:
+            return modified_attention(q, k_pool, v_pool, plan, scale, mod=score_mod)
         out = torch.empty_like(q)
         for group in plan.decodes:
             assert group.tokens is not None

@@ -84,6 +84,16 @@ class QKNorm(NamedTuple):
     eps: float
 
 
+class ScoreMod(NamedTuple):
+    """What some models do to the scores of queries and keys, beside the scale: in this order."""
+
+    soft_cap: float | None = None
+    """A score s becomes cap * tanh(s / cap) (Gemma 2, section 2)."""
+    slopes: Tensor | None = None
+    """float32 [Hq], ALiBi (Press et al. 2022, section 3): a key that stands n positions before the
+    query has n times its head's slope less."""
+
+
 class Kernels(Protocol):
     """What a model needs. Implementations hold no state of a request."""
 
@@ -176,6 +186,7 @@ class Kernels(Protocol):
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """Causal attention of every row over its own KV; q [T, Hq, D] -> [T, Hq, D].
 
@@ -344,6 +355,9 @@ class KernelShapes:
     qkv_bias: bool
     context_len: int
     """Longest sequence that is served."""
+    has_alibi: bool = False
+    soft_cap: float | None = None
+    """Of scores, see `ScoreMod`."""
     num_experts: int = 0
     """Of a layer that has any."""
     num_chosen_experts: int = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.kernels import interface
-from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
 
 
 def rounded_to_int8(weight: Tensor) -> Tensor:
@@ -154,9 +154,10 @@ class ReferenceKernels:
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`: one row after the other, all of its context gathered."""
-        out = torch.empty_like(q)
+        out, mod = torch.empty_like(q), score_mod or ScoreMod()
         start = 0
         for row, q_len, context_len in zip(
             batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
@@ -165,7 +166,8 @@ class ReferenceKernels:
                 continue
             slots = batch.req_to_slot[row, :context_len].long()
             rows = slice(start, start + q_len)
-            out[rows] = _attend(q[rows], k_pool[slots], v_pool[slots], scale, sliding_window)
+            k, v = k_pool[slots], v_pool[slots]
+            out[rows] = _attend(q[rows], k, v, scale, sliding_window, mod=mod)
             start += q_len
         return out
 
@@ -179,13 +181,28 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def modified(scores: Tensor, mod: ScoreMod, distances: Tensor) -> Tensor:
+    """Return what a `ScoreMod` makes of scores [Hq, N, C].
+
+    `distances` [N, C]: how far each key stands before the query.
+    """
+    if mod.soft_cap is not None:
+        scores = mod.soft_cap * torch.tanh(scores / mod.soft_cap)
+    if mod.slopes is not None:
+        scores = scores - mod.slopes[:, None, None] * distances
+    return scores
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None, *, mod: ScoreMod
+) -> Tensor:
     """Attend the last q.shape[0] positions of a context; q [N, Hq, D], k and v [C, Hkv, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     k_positions = torch.arange(k.shape[0], device=q.device)
     q_positions = k_positions[-q.shape[0] :, None]
+    scores = modified(scores, mod, q_positions - k_positions)
     hidden = k_positions > q_positions
     if sliding_window is not None:
         hidden |= k_positions <= q_positions - sliding_window

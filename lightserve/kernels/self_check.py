@@ -24,6 +24,7 @@ from lightserve.kernels.interface import (
     KernelShapes,
     QKNorm,
     QuantizingKernels,
+    ScoreMod,
 )
 from lightserve.kernels.reference import (
     ReferenceKernels,
@@ -46,6 +47,8 @@ INT8_STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
 CHECKED_GROUP = 32
 """Inputs of a group of 4-bit weights."""
+CHECKED_CAP = 2.0
+"""Of random scores, about 1: a model's own cap would change next to nothing."""
 MAX_WEIGHT_NUMBERS = 1 << 22
 """Of a large weight only so many numbers are tried: all inputs, fewer outputs."""
 
@@ -361,7 +364,7 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
     """Rotary embedding, writing KV, both at once as models do it, and attention."""
     batch, heads = case.batch, _heads_of(pair, case)
     rows = f"{case.name}, {len(batch.host_rows)} rows, {heads.text}"
-    num_real = len(batch.positions) - case.num_padding
+    num_real, mod = len(batch.positions) - case.num_padding, _score_mod(pair)
 
     def rotary(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, _ = heads.split(inputs[0])
@@ -380,6 +383,7 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
             seen,
             scale=pair.shapes.head_dim**-0.5,
             sliding_window=case.window,
+            score_mod=mod,
         )
         return (out[:num_real],)
 
@@ -392,13 +396,27 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
     yield from pair.compare("attention", rows + window, attend, inputs)
 
 
+def _score_mod(pair: _Pair) -> ScoreMod | None:
+    """Return what is done to the model's scores, with slopes of the usual sizes."""
+    shapes = pair.shapes
+    if not shapes.has_alibi and shapes.soft_cap is None:
+        return None
+    exponents = torch.linspace(0.5, 8.0, shapes.num_heads, device=pair.device)
+    cap = None if shapes.soft_cap is None else min(shapes.soft_cap, CHECKED_CAP)
+    return ScoreMod(cap, 2.0**-exponents if shapes.has_alibi else None)
+
+
 def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
     """Attention over a batch's keys and values as they are, and once more over those written."""
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         heads = _heads_of(pair, case)
         rows = f"{case.name}, {len(case.batch.host_rows)} rows, {heads.text}, of 8 bits"
         num_real = len(case.batch.positions) - case.num_padding
-        scale = pair.shapes.head_dim**-0.5
+        options: dict[str, Any] = {
+            "scale": pair.shapes.head_dim**-0.5,
+            "sliding_window": case.window,
+            "score_mod": _score_mod(pair),
+        }
         pools = [
             kv_as_int8(pool.nan_to_num()).transpose(0, 1) for pool in (case.k_pool, case.v_pool)
         ]
@@ -419,9 +437,7 @@ def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
                 slot_mapping=case.batch.slot_mapping,
                 qk_norm=norm,
             )
-            found = pair.kernels.attention(
-                turned, pools[0], pools[1], case.batch, scale=scale, sliding_window=case.window
-            )
+            found = pair.kernels.attention(turned, pools[0], pools[1], case.batch, **options)
         reference, slots = ReferenceKernels(), case.batch.slot_mapping
         wide_norm = norm and QKNorm(norm.q_weight.float(), norm.k_weight.float(), norm.eps)
         q, k, v = heads.split(heads.qkv.float())
@@ -435,9 +451,7 @@ def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
             off = ((pool[slots] - expected) / step.clamp_min(1e-30)).abs().clamp(max=1e3)
             good = (off <= INT8_STEPS) | (expected == pool[slots])
             yield Comparison(f"written {name}", rows, good.float(), torch.ones_like(off))
-        truth = reference.attention(
-            turned.float(), wide[0], wide[1], case.batch, scale=scale, sliding_window=case.window
-        )
+        truth = reference.attention(turned.float(), wide[0], wide[1], case.batch, **options)
         yield Comparison("attention", rows, found[:num_real], truth[:num_real])
 
 

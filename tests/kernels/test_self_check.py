@@ -39,6 +39,8 @@ SHAPES = KernelShapes(
     rms_norm_eps=1e-5,
     qk_norm=True,
     qkv_bias=True,
+    has_alibi=True,
+    soft_cap=50.0,
     context_len=2048,
 )
 IMPLEMENTATIONS = [
@@ -115,9 +117,11 @@ def test_kernels_that_are_wrong(
 
 
 class TritonWindow(TritonKernels):
-    def attention(self, *args: object, scale: float, sliding_window: int | None) -> torch.Tensor:
+    def attention(
+        self, *args: object, sliding_window: int | None, **options: object
+    ) -> torch.Tensor:
         wider = None if sliding_window is None else sliding_window + 1
-        return super().attention(*args, scale=scale, sliding_window=wider)  # type: ignore[arg-type]
+        return super().attention(*args, sliding_window=wider, **options)  # type: ignore[arg-type]
 
 
 def test_a_wrong_triton_kernel_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

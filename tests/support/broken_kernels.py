@@ -10,18 +10,31 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, ScoreMod
 
 
 class _WindowOffByOne(TorchKernels):
-    def attention(self, *args: Any, scale: float, sliding_window: int | None) -> Tensor:
+    def attention(self, *args: Any, sliding_window: int | None, **options: Any) -> Tensor:
         wider = None if sliding_window is None else sliding_window + 1
-        return super().attention(*args, scale=scale, sliding_window=wider)
+        return super().attention(*args, sliding_window=wider, **options)
 
 
 class _WrongScale(TorchKernels):
-    def attention(self, *args: Any, scale: float, sliding_window: int | None) -> Tensor:
-        return super().attention(*args, scale=1.1 * scale, sliding_window=sliding_window)
+    def attention(self, *args: Any, scale: float, **options: Any) -> Tensor:
+        return super().attention(*args, scale=1.1 * scale, **options)
+
+
+class _CapLost(TorchKernels):
+    def attention(self, *args: Any, score_mod: ScoreMod | None, **options: Any) -> Tensor:
+        mod = score_mod and score_mod._replace(soft_cap=None)
+        return super().attention(*args, score_mod=mod, **options)
+
+
+class _OneSlopeForAll(TorchKernels):
+    def attention(self, *args: Any, score_mod: ScoreMod | None, **options: Any) -> Tensor:
+        if score_mod is not None and score_mod.slopes is not None:
+            score_mod = score_mod._replace(slopes=score_mod.slopes.mean().expand(args[0].shape[1]))
+        return super().attention(*args, score_mod=score_mod, **options)
 
 
 class _DropsTheFirstPosition(TorchKernels):
@@ -150,6 +163,8 @@ class _ReadsTheHost(TorchKernels):
 FAULTS: dict[str, type[TorchKernels]] = {
     "window off by one": _WindowOffByOne,
     "wrong scale": _WrongScale,
+    "cap lost": _CapLost,
+    "one slope for all heads": _OneSlopeForAll,
     "first position dropped": _DropsTheFirstPosition,
     "heads in turn": _HeadsInTurn,
     "last rows unwritten": _LastRowUnwritten,

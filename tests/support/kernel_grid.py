@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightserve.kernels.interface import AttentionBatch, Kernels, QKNorm
+from lightserve.kernels.interface import AttentionBatch, Kernels, QKNorm, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
@@ -44,6 +44,7 @@ HEADS = [(4, 4, 64), (4, 2, 32), (7, 1, 64), (6, 3, 80), (4, 1, 96), (16, 2, 128
 """(query heads, KV heads, head size): groups of 1, 2, 4, 7 and 8."""
 LARGE_HEADS = [*HEADS, (32, 8, 128), (14, 2, 64), (32, 32, 80), (24, 1, 128), (3, 3, 16)]
 WINDOWS = (None, 1, 24, 64)
+MODS = ("cap", "slopes", "both")
 LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 """Largest relative error by type."""
 
@@ -56,6 +57,8 @@ class AttentionCase(NamedTuple):
     heads: tuple[int, int, int]
     window: int | None
     dtype: torch.dtype
+    mod: str | None = None
+    """What is done to scores, one of `MODS`."""
     heads_first: bool = True
     """Whether the pools lie in memory as `KVPool` has them, or slots first."""
 
@@ -110,16 +113,30 @@ def attention_cases(*, large: bool) -> list[AttentionCase]:
             )
             for i, (rows, (heads, dtype)) in enumerate(itertools.product(LARGE_ROWS, kinds))
             for j, layout in enumerate(LAYOUTS)
-        ] + cut_cases(LARGE_HEADS, LAYOUTS)
+        ] + [*cut_cases(LARGE_HEADS, LAYOUTS), *modified_cases(LARGE_ROWS, LARGE_HEADS)]
     cases = []
     for i, (rows, heads) in enumerate(itertools.product(ROWS, HEADS)):
         dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16)[i % 4]
         window = WINDOWS[(i // 3) % 4]
-        cases.append(AttentionCase(rows, LAYOUTS[i % 3], heads, window, dtype, i % 2 == 0))
+        is_even = i % 2 == 0
+        cases.append(AttentionCase(rows, LAYOUTS[i % 3], heads, window, dtype, heads_first=is_even))
         if i % 3 == 0:
             shared = AttentionCase(rows, "shared", heads, WINDOWS[i % 4], torch.float32)
             cases.append(shared)
-    return [*cases, *cut_cases(HEADS[::2], LAYOUTS[2:])]
+    return [*cases, *cut_cases(HEADS[::2], LAYOUTS[2:]), *modified_cases(ROWS, HEADS)]
+
+
+def modified_cases(
+    batches: dict[str, Rows], kinds: Sequence[tuple[int, int, int]]
+) -> list[AttentionCase]:
+    """Return each batch with each of `MODS`, some with a window."""
+    types = itertools.cycle(LIMITS)
+    return [
+        AttentionCase(rows, "scattered", kinds[i % len(kinds)], WINDOWS[i % 4], dtype, mod)
+        for i, ((rows, mod), dtype) in enumerate(
+            zip(itertools.product(batches, MODS), types, strict=False)
+        )
+    ]
 
 
 def cut_cases(kinds: Sequence[tuple[int, int, int]], layouts: Sequence[str]) -> list[AttentionCase]:
@@ -158,9 +175,9 @@ def attention_error(kernels: Kernels, case: AttentionCase, device: torch.device 
     batch = make_batch(LARGE_ROWS[case.rows], case.layout, device)
     inputs = make_inputs(batch, case.heads, case.dtype, heads_first=case.heads_first)
     wide = tuple(x.float() for x in inputs)
-    truth = attend(ReferenceKernels(), batch, wide, case.window)  # type: ignore[arg-type]
+    truth = attend(ReferenceKernels(), batch, wide, case.window, case.mod)  # type: ignore[arg-type]
     with Poisoned():
-        result = attend(kernels, batch, inputs, case.window)
+        result = attend(kernels, batch, inputs, case.window, case.mod)
     return relative_error(result, truth)
 
 
@@ -244,11 +261,25 @@ def attend(
     batch: AttentionBatch,
     inputs: tuple[Tensor, Tensor, Tensor],
     window: int | None,
+    mod: str | None = None,
 ) -> Tensor:
-    """Run attention with the usual scale."""
+    """Run attention with the usual scale, and one of `MODS`."""
     q, k_pool, v_pool = inputs
+    slopes = 2.0 ** -torch.linspace(0.5, 8.0, q.shape[1], device=q.device)
+    score_mod = {
+        None: None,
+        "cap": ScoreMod(soft_cap=1.5),
+        "slopes": ScoreMod(slopes=slopes),
+        "both": ScoreMod(1.5, slopes),
+    }[mod]
     return kernels.attention(
-        q, k_pool, v_pool, batch, scale=q.shape[-1] ** -0.5, sliding_window=window
+        q,
+        k_pool,
+        v_pool,
+        batch,
+        scale=q.shape[-1] ** -0.5,
+        sliding_window=window,
+        score_mod=score_mod,
     )
 
 

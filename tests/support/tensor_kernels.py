@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
-from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.interface import AttentionBatch, ScoreMod
+from lightserve.kernels.reference import ReferenceKernels, modified
 
 
 class TensorKernels(ReferenceKernels):
@@ -27,10 +27,17 @@ class TensorKernels(ReferenceKernels):
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         if any(q_len > 1 for q_len in batch.host_q_lens):
             return super().attention(
-                q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
+                q,
+                k_pool,
+                v_pool,
+                batch,
+                scale=scale,
+                sliding_window=sliding_window,
+                score_mod=score_mod,
             )
         group = q.shape[1] // k_pool.shape[1]
         slots = batch.req_to_slot[batch.rows].long()  # [R, width]
@@ -38,6 +45,8 @@ class TensorKernels(ReferenceKernels):
         scores = torch.einsum("rhd,rphd->rhp", q.float(), k) * scale
         positions = torch.arange(slots.shape[1], device=q.device)
         last = batch.context_lens[:, None] - 1
+        if score_mod is not None:
+            scores = modified(scores.transpose(0, 1), score_mod, last - positions).transpose(0, 1)
         hidden = positions > last
         if sliding_window is not None:
             hidden |= positions <= last - sliding_window

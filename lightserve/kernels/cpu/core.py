@@ -85,7 +85,7 @@ class Operations:
         self.norm = function("norm", "plppfllpii")
         self.rotate = function("rotate", "ppplllllpplpplliplppfii")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
-        self.attention = function("attention", "plpplliplplllllfipii")
+        self.attention = function("attention", "plpplliplplllllffpipii")
 
 
 class Drawing:

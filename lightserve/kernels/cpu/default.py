@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from lightserve.kernels import interface
 from lightserve.kernels.cpu.plan import DecodeGroup, PrefillRow, attention_plan
-from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.cpu.score_mod import modified_attention
+from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
 
 # Weights packed once into oneDNN's own layout.
 #
@@ -178,9 +179,12 @@ class TorchKernels:
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`."""
         plan = attention_plan(batch, sliding_window)
+        if score_mod is not None:
+            return modified_attention(q, k_pool, v_pool, plan, scale, mod=score_mod)
         if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
             return decode_attention(q, k_pool, v_pool, plan.decodes[0], scale)
         out = torch.empty_like(q)

@@ -29,7 +29,7 @@ from lightserve.errors import StartupError
 from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.plan import KVSource
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, ScoreMod
 
 ROW_TILE = 16
 QUERY_TILE = 16
@@ -83,6 +83,7 @@ class InvariantKernels(TorchKernels):
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`."""
         if not len(q):
@@ -91,9 +92,9 @@ class InvariantKernels(TorchKernels):
         groups: list[_TileGroup] | None = batch.prepared.get(key)
         if groups is None:
             groups = batch.prepared[key] = list(_tile_groups(batch, sliding_window))
-        out = torch.empty_like(q)
+        out, mod = torch.empty_like(q), score_mod or ScoreMod()
         for group in groups:
-            heads = _attend(q[group.tokens], k_pool, v_pool, group, scale)
+            heads = _attend(q[group.tokens], k_pool, v_pool, group, scale, mod=mod)
             out[group.tokens[group.is_real]] = heads[group.is_real]
         return out
 
@@ -110,6 +111,8 @@ class _TileGroup:
     """Slots [P, length]; padding repeats one of the same row."""
     hidden: Tensor
     """bool [P, QUERY_TILE, 1, length], keys that a query does not see."""
+    distances: Tensor
+    """int64, as `hidden`: how far a key stands before the query."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,10 +190,13 @@ def _group(
         is_real=torch.from_numpy(query == lane),
         source=KVSource(length, -1, torch.from_numpy(slots.reshape(-1))),
         hidden=torch.from_numpy(hidden[:, :, None]),
+        distances=torch.from_numpy((query[..., None] - key[:, None])[:, :, None]),
     )
 
 
-def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _TileGroup, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _TileGroup, scale: float, *, mod: ScoreMod
+) -> Tensor:
     """Attend q [P, QUERY_TILE, Hq, D] -> the same shape."""
     num_tiles, _, num_heads, head_dim = q.shape
     num_kv_heads, length = k_pool.shape[1], group.hidden.shape[-1]
@@ -203,9 +209,14 @@ def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _TileGroup, scale:
     lanes = q.view(num_tiles, QUERY_TILE, num_kv_heads, size, head_dim).permute(2, 0, 1, 3, 4)
     queries = (lanes * scale).reshape(num_kv_heads * num_tiles, QUERY_TILE * size, head_dim)
     scores = torch.bmm(queries, gather(k_pool).mT)
-    scores.view(num_kv_heads, num_tiles, QUERY_TILE, size, length).masked_fill_(
-        group.hidden, float("-inf")
-    )
+    by_head = scores.view(num_kv_heads, num_tiles, QUERY_TILE, size, length)
+    if mod.soft_cap is not None:
+        # tanh written out: torch's own depends, in its last bits, on where its vectors end.
+        power = torch.exp(scores * (2.0 / mod.soft_cap)).clamp_(max=1e30)
+        scores.copy_((power - 1.0) / (power + 1.0) * mod.soft_cap)
+    if mod.slopes is not None:
+        by_head -= mod.slopes.view(num_kv_heads, 1, 1, size, 1) * group.distances
+    by_head.masked_fill_(group.hidden, float("-inf"))
     heads = torch.bmm(scores.softmax(dim=-1), gather(v_pool))
     heads = heads.view(num_kv_heads, num_tiles, QUERY_TILE, size, head_dim)
     return heads.permute(1, 2, 0, 3, 4).reshape(q.shape)

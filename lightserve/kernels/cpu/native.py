@@ -28,7 +28,7 @@ from lightserve.kernels.cpu.core import (
     num_panels,
 )
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import AttentionBatch, GroupedWeight, Int8Weight, QKNorm
+from lightserve.kernels.interface import AttentionBatch, GroupedWeight, Int8Weight, QKNorm, ScoreMod
 
 MAX_HEAD_DIM = 512
 
@@ -410,6 +410,7 @@ class NativeKernels(TorchKernels):
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`: straight over the slots, whichever they are."""
         num_tokens, num_heads, head_dim = q.shape
@@ -426,8 +427,15 @@ class NativeKernels(TorchKernels):
             assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
             self._fall_back()
             return super().attention(
-                q, k_pool, v_pool, batch, scale=scale, sliding_window=sliding_window
+                q,
+                k_pool,
+                v_pool,
+                batch,
+                scale=scale,
+                sliding_window=sliding_window,
+                score_mod=score_mod,
             )
+        soft_cap, slopes = score_mod or ScoreMod()
         rows = _rows(batch)
         out = q.new_empty(num_tokens, num_heads, head_dim)
         if rows.count:
@@ -448,6 +456,8 @@ class NativeKernels(TorchKernels):
                 head_dim,
                 sliding_window or 0,
                 scale,
+                soft_cap or 0.0,
+                None if slopes is None else slopes.data_ptr(),
                 self._is_invariant,
                 out.data_ptr(),
                 self._level,

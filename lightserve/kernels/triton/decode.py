@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, ScoreMod
 from lightserve.kernels.triton.configs import AttentionShape, DecodeConfig
 from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits, merge, walk
 
@@ -106,8 +106,9 @@ def _schedule_kernel(
 @triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, table_ptr, items_ptr, num_parts_ptr, scale,
-    window, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t, out_stride_h,
-    table_stride, NUM_KV_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    window, soft_cap, slopes_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
+    out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -130,6 +131,9 @@ def _decode_kernel(
         q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
         if WIDEN:
             q = q.to(tl.float32)
+        slopes = 0.0
+        if HAS_SLOPES:
+            slopes = tl.load(slopes_ptr + heads, mask=stacked < GROUP, other=0.0)
         acc, largest, total = walk(
             q,
             tl.zeros([BLOCK_Q], dtype=tl.int32) + last,
@@ -144,7 +148,11 @@ def _decode_kernel(
             last,
             scale,
             window,
+            soft_cap,
+            slopes,
             HAS_WINDOW,
+            HAS_CAP,
+            HAS_SLOPES,
             HEAD_DIM,
             BLOCK_Q,
             BLOCK_D,
@@ -237,6 +245,7 @@ def attend_decodes(
     work: DecodeWork,
     scale_log2: float,
     window: int | None,
+    mod: ScoreMod,
 ) -> None:
     """Attend the rows with one new token; writes their part of `out`.
 
@@ -257,12 +266,16 @@ def attend_decodes(
         work.num_parts,
         scale_log2,
         window or 0,
+        mod.soft_cap or 0.0,
+        mod.slopes,
         *q.stride()[:2],
         *k_pool.stride()[:2],
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         HAS_WINDOW=window is not None,
+        HAS_CAP=mod.soft_cap is not None,
+        HAS_SLOPES=mod.slopes is not None,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
 from lightserve.kernels.triton import elementwise, experts
 from lightserve.kernels.triton.configs import AttentionConfigs, AttentionShape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
@@ -28,6 +28,7 @@ def attention(
     configs: AttentionConfigs,
     scale: float,
     sliding_window: int | None,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """See `Kernels.attention`; both pools must lie in memory in the same way."""
     assert q.stride(2) == k_pool.stride(2) == 1, "head_dim is not contiguous"
@@ -39,11 +40,11 @@ def attention(
         q.shape[1], k_pool.shape[1], q.shape[2], q.dtype, sliding_window is not None
     )
     work = attention_work(batch, shape, sliding_window, configs, gpu_of(q.device))
-    scale_log2 = scale * LOG2_E
+    options = (scale * LOG2_E, sliding_window, score_mod or ScoreMod())
     for chunks in work.chunks:
-        attend_chunks(q, k_pool, v_pool, out, batch, chunks, scale_log2, sliding_window)
+        attend_chunks(q, k_pool, v_pool, out, batch, chunks, *options)
     if work.decodes is not None:
-        attend_decodes(q, k_pool, v_pool, out, batch, work.decodes, scale_log2, sliding_window)
+        attend_decodes(q, k_pool, v_pool, out, batch, work.decodes, *options)
     return out
 
 
@@ -139,6 +140,7 @@ class TritonKernels:
         *,
         scale: float,
         sliding_window: int | None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`."""
         return attention(
@@ -149,4 +151,5 @@ class TritonKernels:
             configs=self.configs,
             scale=scale,
             sliding_window=sliding_window,
+            score_mod=score_mod,
         )

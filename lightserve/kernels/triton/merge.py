@@ -26,6 +26,7 @@ from torch import Tensor
 # ahead is not interrupted where masks begin.
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 MIN_DOT = 16
 """Smallest side of a matrix product on tensor cores."""
 MASKED = tl.constexpr(-(2.0**126))
@@ -38,11 +39,29 @@ rounding error of 1e30, whose power of two is infinite.
 """
 
 
+@triton.jit
+def _modified(
+    scores, q_positions, positions, scale, soft_cap, slopes, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Return exponents of 2: what a `ScoreMod` makes of scores [BLOCK_Q, BLOCK_N] times `scale`."""
+    if HAS_CAP:  # tanh, by the exponential function
+        power = tl.exp2(scores * (2.0 / soft_cap * scale))
+        scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * _LOG2_E)
+    else:
+        scores *= scale
+    if HAS_SLOPES:
+        distances = (q_positions[:, None] - positions[None, :]).to(tl.float32)
+        scores -= (slopes * _LOG2_E)[:, None] * distances
+    return scores
+
+
 # fmt: off
 @triton.jit
 def walk(
     q, q_positions, table, k_pool, v_pool, kv_stride, begin, end, seen_end, edge_end, last, scale,
-    window, HAS_WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+    window, soft_cap, slopes, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SUM_LATE: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
@@ -50,13 +69,15 @@ def walk(
 
     Every query sees the positions edge_end … seen_end-1. `last` is the last position that exists;
     beyond it the walk reads that one again, hidden by the mask, as every query's own position is
-    at most `last`. Scores are counted in units of `scale`, which is positive.
+    at most `last`. Scores are counted in units of `scale`, which is positive. With HAS_CAP and
+    HAS_SLOPES, `soft_cap` and `slopes` [BLOCK_Q] are those of a `ScoreMod`.
 
     SUM_LATE keeps the sums of each column of a block apart until the end: no exchange between
     warps in every block, for BLOCK_Q x BLOCK_N numbers in registers.
     """
     # Products of float32 (tests) in float32, not tf32.
     precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
+    unit = 1.0 if HAS_CAP or HAS_SLOPES else scale
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
@@ -78,6 +99,10 @@ def walk(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
+        if HAS_CAP or HAS_SLOPES:
+            scores = _modified(
+                scores, q_positions, positions, scale, soft_cap, slopes, HAS_CAP, HAS_SLOPES
+            )
         is_masked = start + BLOCK_N > seen_end
         if HAS_WINDOW:
             is_masked = is_masked | (start < edge_end)
@@ -86,8 +111,8 @@ def walk(
             if HAS_WINDOW:
                 visible &= positions[None, :] > q_positions[:, None] - window
             scores = tl.where(visible, scores, MASKED)
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
-        weights = tl.exp2(scores * scale - new_largest[:, None])
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * unit)
+        weights = tl.exp2(scores * unit - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
         if SUM_LATE:
             total = total * shrink[:, None] + weights

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, ScoreMod
 from lightserve.kernels.triton.merge import MIN_DOT, merge, walk
 from lightserve.kernels.triton.plan import ChunkWork
 
@@ -30,8 +30,10 @@ from lightserve.kernels.triton.plan import ChunkWork
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
     block_rows_ptr, block_starts_ptr, stretches_ptr, values_ptr, lse_ptr, scale, window,
-    q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t, out_stride_h, table_stride,
-    IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    soft_cap, slopes_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
+    out_stride_h, table_stride,
+    IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -68,12 +70,16 @@ def _prefill_kernel(
     if IS_CUT:
         begin = tl.load(stretches_ptr + block * 4)
         end = tl.load(stretches_ptr + block * 4 + 1)
+    slopes = 0.0
+    if HAS_SLOPES:
+        slopes = tl.load(slopes_ptr + heads)
     # fmt: off
     acc, largest, total = walk(
         q, first_position + stacked // GROUP, table_ptr + row * table_stride,
         k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
-        first_position + 1, edge_end, context_len - 1, scale, window, HAS_WINDOW, HEAD_DIM,
-        BLOCK_Q, BLOCK_D, BLOCK_N, SUM_LATE=False, WIDEN=WIDEN,
+        first_position + 1, edge_end, context_len - 1, scale, window, soft_cap, slopes,
+        HAS_WINDOW, HAS_CAP, HAS_SLOPES, HEAD_DIM, BLOCK_Q, BLOCK_D, BLOCK_N,
+        SUM_LATE=False, WIDEN=WIDEN,
     )
     # fmt: on
     if IS_CUT:
@@ -113,6 +119,7 @@ def attend_chunks(
     work: ChunkWork,
     scale_log2: float,
     window: int | None,
+    mod: ScoreMod,
 ) -> None:
     """Attend rows with several new tokens; writes their part of `out`.
 
@@ -136,12 +143,16 @@ def attend_chunks(
         None if cuts is None else cuts.parts.lse,
         scale_log2,
         window or 0,
+        mod.soft_cap or 0.0,
+        mod.slopes,
         *q.stride()[:2],
         *k_pool.stride()[:2],
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
         IS_CUT=cuts is not None,
         HAS_WINDOW=window is not None,
+        HAS_CAP=mod.soft_cap is not None,
+        HAS_SLOPES=mod.slopes is not None,
         GROUP=group,
         TOKENS=config.tokens(group),
         HEAD_DIM=q.shape[2],

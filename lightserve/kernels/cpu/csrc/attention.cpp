@@ -19,6 +19,7 @@ void fill_tile(const Attention<T>& task, const Piece& piece, int64_t first_lane,
     tile.queries[i] = tile.outputs[i] = -1;
     tile.first_key[i] = 0;
     tile.last_key[i] = -1;
+    tile.slopes[i] = 0.0f;
     if (lane >= num_new * group) continue;
     const int64_t token = first_token + lane / group, head = piece.kv_head * group + lane % group;
     const int64_t place = context - num_new + lane / group;
@@ -27,6 +28,7 @@ void fill_tile(const Attention<T>& task, const Piece& piece, int64_t first_lane,
     tile.outputs[i] = (token * task.num_heads + head) * task.head_dim;
     tile.first_key[i] = static_cast<int32_t>(first);
     tile.last_key[i] = static_cast<int32_t>(place);
+    tile.slopes[i] = task.slopes == nullptr ? 0.0f : task.slopes[head];
     tile.begin = smaller(tile.begin, first);
     tile.end = larger(tile.end, place);
     tile.begin_of_all = larger(tile.begin_of_all, first);
@@ -163,12 +165,12 @@ template <typename T> void attention(const Attention<T>&, int);
       const T* q, int64_t token_stride, void* k_pool, void* v_pool, int64_t slot_stride,         \
       int64_t head_stride, int32_t is_int8, const int32_t* table, int64_t table_stride,          \
       const int64_t* rows, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,            \
-      int64_t head_dim, int64_t window, float scale, int32_t is_invariant, T* out,               \
-      int32_t level, int32_t num_threads) {                                                                     \
+      int64_t head_dim, int64_t window, float scale, float soft_cap, const float* slopes,        \
+      int32_t is_invariant, T* out, int32_t level, int32_t num_threads) {                        \
     const Pools pools{k_pool, v_pool, slot_stride, head_stride, is_int8 != 0};                   \
     const Attention<T> task{q,        token_stride, pools,        table,    table_stride, rows,  \
                             num_rows, num_heads,    num_kv_heads, head_dim, window,       scale, \
-                            out,      is_invariant != 0};                                        \
+                            out,      is_invariant != 0, soft_cap, slopes};                      \
     attention_##name(task, level, num_threads);                                                  \
   }
 
@@ -176,7 +178,8 @@ static void attention_f32(const Attention<float>& task, int32_t level, int32_t n
   (level >= AVX512 ? avx512::attention<float> : avx2::attention<float>)(task, num_threads);
 }
 static void attention_bf16(const Attention<bf16>& task, int32_t level, int32_t num_threads) {
-  if (level >= AMX) return attention_amx(task, num_threads);
+  // With AMX, scores never leave its units as they are.
+  if (level >= AMX && !task.modifies()) return attention_amx(task, num_threads);
   (level >= AVX512 ? avx512::attention<bf16> : avx2::attention<bf16>)(task, num_threads);
 }
 

@@ -224,13 +224,19 @@ struct Attention {
   // Whether a query's result may depend on nothing but its own position, keys and values: blocks of
   // keys begin at multiples of KEY_BLOCK then, and no context is cut.
   bool is_invariant;
+  // What is done to scores; see `ScoreMod`.
+  float soft_cap = 0.0f;          // 0: none
+  const float* slopes = nullptr;  // [num_heads], or null
+
+  bool modifies() const { return soft_cap > 0.0f || slopes != nullptr; }
 };
 
 struct Tile {
   int64_t queries[LANES];  // where each lane's query begins, -1: no lane
   int64_t outputs[LANES];
   int32_t first_key[LANES];  // that the lane sees
-  int32_t last_key[LANES];
+  int32_t last_key[LANES];   // … and where its query stands
+  float slopes[LANES];       // of its head, see `Attention.slopes`
   int64_t begin, end;  // first and last key that any lane sees
   int64_t begin_of_all, end_of_all;  // … that every lane sees
 };

@@ -38,6 +38,30 @@ TARGET static void tile_scores(const float* queries, const float* keys, int64_t 
   }
 }
 
+// cap * tanh(score / cap), less than a millionth of the cap away.
+TARGET INLINE F capped(F score, float cap) {
+  const F power = exp_of(score * (2.0f / cap));
+  return (power - 1.0f) / (power + 1.0f) * cap;
+}
+
+// Does to a block's scores [keys][LANES] what the model does; see `ScoreMod`.
+template <typename T>
+TARGET static void tile_modified(const Attention<T>& task, const Tile& tile, int64_t first_key,
+                                 int64_t num_keys, float* scores) {
+  for (int v = 0; v < LANE_VECTORS; v++) {
+    const F slopes = load(tile.slopes + v * W);
+    float places[W];
+    for (int i = 0; i < W; i++) places[i] = static_cast<float>(tile.last_key[v * W + i]);
+    const F place = load(places);
+    for (int64_t key = 0; key < num_keys; key++) {
+      F score = load(scores + key * LANES + v * W);
+      if (task.soft_cap > 0.0f) score = capped(score, task.soft_cap);
+      score += slopes * (static_cast<float>(first_key + key) - place);
+      store(scores + key * LANES + v * W, score);
+    }
+  }
+}
+
 // Makes weights of some lanes' scores, and returns what is summed up already is to be multiplied by.
 TARGET static F tile_weights(const Tile& tile, int v, int64_t first_key, int64_t num_keys,
                              float* scores, float* state) {
@@ -93,12 +117,15 @@ TARGET static void tile_values(const float* weights, const float* values, int64_
 }
 
 // Adds a block of keys to the states of N tiles that lie one behind the other.
-template <int N>
-TARGET static void attend_block(const Tile* tiles, int64_t size, const float* queries,
+template <int N, typename T>
+TARGET static void attend_block(const Attention<T>& task, const Tile* tiles, const float* queries,
                                 const float* keys, const float* values, int64_t first_key,
                                 int64_t num_keys, float* states) {
   alignas(64) float scores[N * KEY_BLOCK * LANES];
+  const int64_t size = task.head_dim;
   tile_scores<N>(queries, keys, num_keys, size, scores);
+  for (int t = 0; t < N && task.modifies(); t++)
+    tile_modified(task, tiles[t], first_key, num_keys, scores + t * KEY_BLOCK * LANES);
   for (int v = 0; v < LANE_VECTORS; v++) {
     F factors[N];
     for (int t = 0; t < N; t++)
@@ -153,9 +180,9 @@ TARGET static bool attend_piece(const Attention<T>& task, const Piece& piece, co
       float* state = states + t * state_size(size);
       step = TILES_AT_ONCE == 2 && sees(t) && sees(t + 1) ? 2 : 1;
       if (step == 2)
-        attend_block<TILES_AT_ONCE>(tiles + t, size, own, keys, values, key, count, state);
+        attend_block<TILES_AT_ONCE>(task, tiles + t, own, keys, values, key, count, state);
       else if (sees(t))
-        attend_block<1>(tiles + t, size, own, keys, values, key, count, state);
+        attend_block<1>(task, tiles + t, own, keys, values, key, count, state);
     }
   }
   return false;
@@ -210,6 +237,22 @@ TARGET static void few_scores(const Few<L>& few, const K* const* keys, int64_t n
     for (int lane = 0; lane < L; lane++)
       store(few.scores + lane * KEY_BLOCK + key, totals_of(sums[lane]));
   }
+}
+
+// See `tile_modified`.
+template <int L, typename T>
+TARGET static void few_modified(const Attention<T>& task, const Few<L>& few, const Tile& tile,
+                                int64_t first_key, int64_t num_keys) {
+  float turn[W];
+  for (int i = 0; i < W; i++) turn[i] = static_cast<float>(i);
+  for (int lane = 0; lane < L; lane++)
+    for (int64_t key = 0; key < num_keys; key += W) {
+      float* scores = few.scores + lane * KEY_BLOCK + key;
+      F score = load(scores);
+      if (task.soft_cap > 0.0f) score = capped(score, task.soft_cap);
+      const float before = static_cast<float>(first_key + key - tile.last_key[lane]);
+      store(scores, score + (load(turn) + before) * tile.slopes[lane]);
+    }
 }
 
 // Makes weights of a block's scores, and fits what was summed up before to them.
@@ -277,11 +320,13 @@ TARGET static void few_values(const Few<L>& few, const K* const* values, int64_t
   for (; d < size; d += W) add_values<L, 1>(few, values, num_keys, d, size);
 }
 
-template <int L, typename K>
-TARGET static void few_block(Few<L>& few, const Tile& tile, const K* const* keys,
-                             const K* const* values, int64_t first_key, int64_t num_keys,
-                             int64_t size) {
+template <int L, typename T, typename K>
+TARGET static void few_block(const Attention<T>& task, Few<L>& few, const Tile& tile,
+                             const K* const* keys, const K* const* values, int64_t first_key,
+                             int64_t num_keys) {
+  const int64_t size = task.head_dim;
   few_scores<L>(few, keys, num_keys, size);
+  if (task.modifies()) few_modified(task, few, tile, first_key, num_keys);
   few_weights<L>(few, tile, first_key, num_keys);
   few_values<L>(few, values, num_keys, size);
 }
@@ -352,9 +397,9 @@ TARGET static bool attend_few(const Attention<T>& task, const Piece& piece, cons
       wide_values[i] = value;
     }
     if (pools.is_int8)
-      few_block<L>(few, tile, wide_keys, wide_values, first, count, size);
+      few_block<L>(task, few, tile, wide_keys, wide_values, first, count);
     else
-      few_block<L>(few, tile, keys, values, first, count, size);
+      few_block<L>(task, few, tile, keys, values, first, count);
   }
   return end_few<L>(task, piece, tile, few, state);
 }
