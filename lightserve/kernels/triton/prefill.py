@@ -33,9 +33,8 @@ def _prefill_kernel(
     soft_cap, slopes_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
     out_stride_h, table_stride,
     IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDEN: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Attend one block; with IS_CUT over one stretch of its context, see `CutWork`."""
@@ -78,8 +77,7 @@ def _prefill_kernel(
         q, first_position + stacked // GROUP, table_ptr + row * table_stride,
         k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
         first_position + 1, edge_end, context_len - 1, scale, window, soft_cap, slopes,
-        HAS_WINDOW, HAS_CAP, HAS_SLOPES, HEAD_DIM, BLOCK_Q, BLOCK_D, BLOCK_N,
-        SUM_LATE=False, WIDEN=WIDEN,
+        HAS_WINDOW, HAS_CAP, HAS_SLOPES, HEAD_DIM, BLOCK_Q, BLOCK_D, BLOCK_N, False, WIDEN,
     )
     # fmt: on
     if IS_CUT:
