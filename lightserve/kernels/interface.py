@@ -216,7 +216,7 @@ class Int8Weight(NamedTuple):
     packed: Tensor
     """int8, in the kernels' own layout."""
     factors: Tensor
-    """float32 [at least M]: the largest of an output's weights is 127 times its factor."""
+    """float32 [at least M]."""
     num_outputs: int
     """M."""
     is_gated: bool = False
@@ -276,8 +276,21 @@ class QuantizingKernels(Kernels, Protocol):
         A factor that float16 cannot hold is infinite.
         """
 
+    def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
+        """Return the weight of integers int8 [M, K] and factors float32 [M], as others have them.
+
+        Its largest integers need not be 127.
+        """
+
     def pack_groups(
-        self, integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
+        self,
+        integers: Tensor,
+        factors: Tensor,
+        zeros: Tensor,
+        *,
+        bits: int,
+        group_size: int,
+        is_gated: bool = False,
     ) -> GroupedWeight:
         """Return the weight of integers uint8 [M, K] below 2 ** bits, as others have rounded them.
 

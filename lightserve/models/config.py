@@ -42,6 +42,7 @@ from lightserve.models.rope import (
     parse_rope,
     parse_rotary_dim,
 )
+from lightserve.models.weight_format import WeightFormat, parse_weight_format
 
 CONFIG_FILE = "config.json"
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -187,6 +188,8 @@ class ModelConfig:
     """One per layer; None: the layer sees everything."""
     dtype: str | None
     """One of DTYPE_NAMES as stated by the model, None when it states none."""
+    weight_format: WeightFormat | None = None
+    """How weights are stored that are quantised in the files; None: there are none."""
 
     @property
     def rotary_dim(self) -> int:
@@ -216,11 +219,12 @@ def load_model_config(path: Path) -> ModelConfig:
     file = path / CONFIG_FILE
     fields = JsonFields(file, read_json_object(file))
     architecture = _architecture(fields)
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "is set, but quantised weights are not supported")
+    weight_format = parse_weight_format(fields)
     if architecture in _PLAIN:
         own = _PLAIN[architecture](fields)
-        return ModelConfig(architecture=architecture, dtype=_dtype(fields), **own)
+        return ModelConfig(
+            architecture=architecture, dtype=_dtype(fields), weight_format=weight_format, **own
+        )
     is_gemma = architecture in _GEMMA
     _check_activation(fields, is_gemma=is_gemma)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -272,6 +276,7 @@ def load_model_config(path: Path) -> ModelConfig:
         ),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
+        weight_format=weight_format,
         **_own_of(fields, architecture, num_layers),
         **(_gemma(fields, architecture, hidden_size) if is_gemma else {}),
     )
@@ -373,11 +378,14 @@ def resolve_dtype(
 
     `auto` is the model's own type (float32 when it states none), float32 under
     --batch-invariant. On a GPU ("cuda") a model of float32 becomes bfloat16: there float32 takes
-    twice the memory, and its products none of the fast units.
+    twice the memory, and its products none of the fast units. On the CPU a quantised model of
+    float16 does, as the products that keep its weights as they are have no float16.
     """
     if requested != "auto":
         return requested
     own = "float32" if batch_invariant else config.dtype or "float32"
+    if device_type == "cpu" and own == "float16" and config.weight_format is not None:
+        return "bfloat16"
     return "bfloat16" if device_type == "cuda" and own == "float32" else own
 
 

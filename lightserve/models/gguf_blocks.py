@@ -31,6 +31,23 @@ def numbers_of_blocks(data: Bytes, kind: int) -> Floats:
     return numbers.reshape(len(data), -1)
 
 
+def integers_of_blocks(data: Bytes, kind: int) -> tuple[Bytes, Floats, int] | None:
+    """Return what rows are made of if all their blocks have one factor and whole numbers.
+
+    Integers [R, N], without a sign, factors [R, blocks] and a zero; None: they are not.
+    """
+    block = BLOCK_TYPES[kind]
+    if block.name not in ("Q8_0", "Q4_0"):
+        return None
+    blocks = data.reshape(-1, block.num_bytes)
+    packed = blocks[:, 2:]
+    if block.name == "Q8_0":
+        integers, zero = packed ^ np.uint8(128), 128
+    else:
+        integers, zero = np.concatenate([packed & 15, packed >> 4], axis=1), 8
+    return integers.reshape(len(data), -1), _halves(blocks, 0).reshape(len(data), -1), zero
+
+
 def _halves(blocks: Bytes, start: int) -> Floats:
     """Return the float16 at byte `start` of every block, [B, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightserve.errors import ModelLoadError
-from lightserve.models.gguf import GgufFile, GgufTensor
-from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
+from lightserve.models.gguf_blocks import integers_of_blocks, numbers_of_blocks
 from lightserve.models.parallel import Part
-from lightserve.models.weight_copies import WeightCopies, weight_copies
+from lightserve.models.stored_weights import StoredWeight
+from lightserve.models.weight_copies import WeightCopies, is_finite, weight_copies
 from lightserve.models.weight_files import WeightFiles
 from lightserve.progress import Advance
 
@@ -42,7 +44,7 @@ class GgufReader:
         self.device = device
         self._files = files
         self._gguf = gguf
-        self._head_dim = rotated_head_dim
+        self._rotated = rotated_head_dim or 0
         self._copies: WeightCopies = weight_copies(device)
         self._advance = advance
         self._counted: set[str] = set()
@@ -73,13 +75,54 @@ class GgufReader:
             self._copy(target, numbers, stored)
         else:
             self._read_matrix(target, tensor, stored, rows or Part(0, tensor.shape[0]), columns)
-        if self._head_dim is not None and stored.split(".")[-2] in ("attn_q", "attn_k"):
-            pairs = target.view(-1, self._head_dim // 2, 2, *target.shape[1:])
+        if self._is_rotated(stored):
+            pairs = target.view(-1, self._rotated // 2, 2, *target.shape[1:])
             target.copy_(pairs.transpose(1, 2).reshape(target.shape))
         if target.device.type == "cpu":
             self.check_finite()
-        if stored not in self._counted:
-            self._counted.add(stored)
+        self._count(stored, tensor)
+
+    def read_stored(
+        self, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> StoredWeight | None:
+        """See `WeightReader.read_stored`: blocks of integers with one factor each."""
+        stored = self._files.stored(name)
+        tensor = self._gguf.tensors.get(stored)
+        if tensor is None or len(tensor.shape) != 2:
+            return None
+        rows, columns = rows or Part(0, tensor.shape[0]), columns or Part(0, tensor.shape[1])
+        found = integers_of_blocks(self._data(tensor, rows), tensor.kind)
+        if found is None:
+            return None
+        integers, factors, zero = found
+        block = BLOCK_TYPES[tensor.kind]
+        size = block.num_numbers
+        first, end = columns.start // size, -(-(columns.start + columns.size) // size)
+        weight = StoredWeight(
+            torch.from_numpy(integers)[:, columns.start : columns.start + columns.size],
+            torch.from_numpy(factors)[:, first:end],
+            torch.full((rows.size, end - first), zero, dtype=torch.int16),
+            8 if block.name == "Q8_0" else 4,
+            size,
+            columns.start % size,
+        )
+        if weight.factors.numel() and not is_finite(weight.factors):
+            raise ModelLoadError(
+                f"{self._gguf.path}: tensor {stored!r} has values that are not finite"
+            )
+        self._count(stored, tensor)
+        if not self._is_rotated(stored):
+            return weight
+        order = torch.arange(rows.size).view(-1, self._rotated // 2, 2)
+        return weight.rows(order.transpose(1, 2).flatten())
+
+    def _is_rotated(self, stored: str) -> bool:
+        """Whether a tensor's outputs are heads whose rotated pairs are neighbours."""
+        return self._rotated > 0 and stored.split(".")[-2] in ("attn_q", "attn_k")
+
+    def _count(self, name: str, tensor: GgufTensor) -> None:
+        if name not in self._counted:
+            self._counted.add(name)
             self._advance(math.prod(tensor.shape) * self.dtype.itemsize)
 
     def check_finite(self) -> None:
@@ -111,12 +154,16 @@ class GgufReader:
 
     def _numbers(self, tensor: GgufTensor, rows: Part) -> np.ndarray:
         """Return rows of a tensor, [rows, columns] in float32."""
+        numbers = numbers_of_blocks(self._data(tensor, rows), tensor.kind)
+        # What the file's memory holds is read-only, which torch warns of.
+        return numbers if numbers.flags.writeable else numbers.copy()
+
+    def _data(self, tensor: GgufTensor, rows: Part) -> npt.NDArray[np.uint8]:
+        """Return the bytes of rows of a tensor, [rows, bytes of each]."""
         data = np.frombuffer(
             self._gguf.data,
             np.uint8,
             count=rows.size * tensor.row_bytes,
             offset=tensor.start + rows.start * tensor.row_bytes,
         )
-        numbers = numbers_of_blocks(data.reshape(rows.size, -1), tensor.kind)
-        # What the file's memory holds is read-only, which torch warns of.
-        return numbers if numbers.flags.writeable else numbers.copy()
+        return data.reshape(rows.size, -1)

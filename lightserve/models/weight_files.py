@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
@@ -20,11 +20,12 @@ from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_model import STORED_NAMES, WEIGHTS_FILE, unpacked_root
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.moe_config import MoeConfig
+from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F32", "F16", "BF16")
-"""Stored types that can be served, in safetensors' words."""
+FLOAT_DTYPES = FLOATS
+"""Types of plain weights that can be served, in safetensors' words."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 EMBEDDING = "model.embed_tokens.weight"
@@ -46,6 +47,10 @@ class WeightFiles:
     """See `ModelConfig.stored_names`."""
     gguf: GgufFile | None = None
     """The one file, if it is of that kind."""
+    form: WeightFormat | None = None
+    """See `ModelConfig.weight_format`."""
+    quantised: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Sizes of the weights that are stored in that format, by the names of plain ones."""
 
     def stored(self, name: str) -> str:
         """Return what the files call a tensor."""
@@ -54,8 +59,27 @@ class WeightFiles:
         return name
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor, by the name that layers know."""
-        return self.stored(name) in self.file_of
+        """Whether there is a tensor, or a quantised weight, by the name that layers know."""
+        stored = self.stored(name)
+        return stored in self.file_of or self._module(stored) is not None
+
+    def tensors_of(self, stored: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+        """Return what must be there for a tensor of this name and shape, by name.
+
+        A plain weight, or what stands for it in the files' format.
+        """
+        module = self._module(stored)
+        if module is None or self.form is None or len(shape) != 2:
+            return {stored: StoredTensor((shape,), FLOAT_DTYPES)}
+        tensors = self.form.tensors((shape[0], shape[1]))
+        return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
+
+    def _module(self, stored: str) -> str | None:
+        """Return the module of a weight that is quantised, None if it is plain."""
+        module, _, last = stored.rpartition(".")
+        if self.form is None or last != "weight":
+            return None
+        return module if f"{module}.{self.form.factors}" in self.file_of else None
 
 
 def find_weights(path: Path) -> WeightFiles:
@@ -214,19 +238,37 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     """
     files = find_weights(path)
     if files.gguf is None:
-        files = replace(files, stored_names=config.stored_names)
-    in_file: dict[Path, dict[str, tuple[int, ...]]] = {}
+        files = replace(files, stored_names=config.stored_names, form=config.weight_format)
+    in_file: dict[Path, dict[str, StoredTensor]] = {}
+    quantised: dict[str, tuple[int, int]] = {}
     for ours, shape in needed_tensors(config, files).items():
-        name = files.stored(ours)
-        if name not in files.file_of:
-            raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
-        in_file.setdefault(files.file_of[name], {})[name] = shape
-    for file, shapes in in_file.items():
+        stored = files.stored(ours)
+        tensors = files.tensors_of(stored, shape)
+        for name, tensor in tensors.items():
+            if name in files.file_of:
+                in_file.setdefault(files.file_of[name], {})[name] = tensor
+            elif not tensor.is_optional:
+                raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
+        if len(tensors) > 1:
+            quantised[stored] = (shape[0], shape[1])
+    for file, tensors in in_file.items():
         if files.gguf is not None:
-            _check_gguf(files.gguf, shapes)
+            _check_gguf(files.gguf, tensors)
         else:
-            _check_shard(file, shapes)
-    return files
+            _check_shard(file, tensors)
+    return replace(files, quantised=quantised)
+
+
+def quantised_as(path: Path, config: ModelConfig) -> str | None:
+    """Return what the model's weights are quantised as, for people; None: they are plain."""
+    if config.weight_format is not None:
+        return config.weight_format.name
+    if not (path / WEIGHTS_FILE).exists():
+        return None
+    kinds = {tensor.kind for tensor in read_gguf(path / WEIGHTS_FILE).tensors.values()}
+    names = [BLOCK_TYPES[kind].name for kind in sorted(kinds) if kind in BLOCK_TYPES]
+    quantised = [name for name in names if name not in ("F32", "F16", "BF16")]
+    return f"GGUF, {', '.join(quantised)}" if quantised else None
 
 
 def check_digests(path: Path, files: WeightFiles, manifest: Path) -> None:
@@ -273,37 +315,38 @@ def _open(path: Path) -> safe_open:
     return open_shard(path, framework="np")
 
 
-def _check_shard(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shard(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     with _open(file) as shard:
         present = set(shard.keys())
-        for name, shape in shapes.items():
+        for name, tensor in tensors.items():
             if name not in present:
                 raise ModelLoadError(f"{file}: tensor {name!r} is missing")
             header = shard.get_slice(name)
-            if header.get_dtype() not in FLOAT_DTYPES:
+            if header.get_dtype() not in tensor.dtypes:
                 raise ModelLoadError(
                     f"{file}: tensor {name!r} has type {header.get_dtype()},"
-                    f" not one of {', '.join(FLOAT_DTYPES)}"
+                    f" not one of {', '.join(tensor.dtypes)}"
                 )
-            if tuple(header.get_shape()) != shape:
+            if tuple(header.get_shape()) not in tensor.shapes:
+                shapes = " or ".join(str(list(shape)) for shape in tensor.shapes)
                 raise ModelLoadError(
                     f"{file}: tensor {name!r} has shape {list(header.get_shape())},"
-                    f" config.json implies {list(shape)}"
+                    f" config.json implies {shapes}"
                 )
 
 
-def _check_gguf(gguf: GgufFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in shapes.items():
+def _check_gguf(gguf: GgufFile, tensors: Mapping[str, StoredTensor]) -> None:
+    for name, wanted in tensors.items():
         tensor = gguf.tensors[name]
         if tensor.kind not in BLOCK_TYPES:
             known = ", ".join(block.name for block in BLOCK_TYPES.values())
             raise ModelLoadError(
                 f"{gguf.path}: tensor {name!r} has GGUF's type {tensor.kind}, not one of {known}"
             )
-        if tensor.shape != shape:
+        if tensor.shape not in wanted.shapes:
             raise ModelLoadError(
                 f"{gguf.path}: tensor {name!r} has shape {list(tensor.shape)}, its metadata imply"
-                f" {list(shape)}"
+                f" {list(wanted.shapes[0])}"
             )
 
 

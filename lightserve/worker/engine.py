@@ -32,10 +32,12 @@ from lightserve.models.layers.linear import (
     Int4Method,
     Int8Method,
     LinearMethod,
+    StoredMethod,
     UnquantizedMethod,
 )
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
+from lightserve.models.weight_files import quantised_as
 from lightserve.progress import progress
 from lightserve.structured import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -268,7 +270,10 @@ def build_runner(
     kernels = make_kernels(config.attention_backend, batch_invariant=invariant, device=device)
     sizes = graph_sizes(config, kernels, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    method = linear_method(config.quantization, kernels, torch_dtype)
+    stored_as = quantised_as(path, model_config)
+    method = linear_method(
+        config.quantization, kernels, torch_dtype, is_stored=stored_as is not None
+    )
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -281,6 +286,8 @@ def build_runner(
         context_len=context_len,
         device=device,
     )
+    if tp.rank == 0 and stored_as is not None:
+        _tell_of_stored(stored_as, method, dtype)
     shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
     _check(kernels, shapes, device, method=method, kv_type=kv_type)
@@ -334,19 +341,25 @@ def _check(
 ) -> None:
     """Compare all that the kernels will do with the reference."""
     check_kernels(kernels, shapes, device)
-    if isinstance(method, Int8Method):
-        check_quantized(method.kernels, shapes, has_int4=isinstance(method, Int4Method))
+    if isinstance(method, Int8Method | StoredMethod):
+        check_quantized(method.kernels, shapes, has_int4=type(method) is not Int8Method)
     if kv_type == "int8":
         check_int8_kv(kernels, shapes)
 
 
-def linear_method(quantization: str, kernels: Kernels, dtype: torch.dtype) -> LinearMethod:
+def linear_method(
+    quantization: str, kernels: Kernels, dtype: torch.dtype, *, is_stored: bool = False
+) -> LinearMethod:
     """Return how weights are kept, as --quantization says.
+
+    `is_stored`: the files have quantised ones, which stay as they are where they can.
 
     Raises:
         ConfigError: these kernels, or the model's type, do not go with it.
     """
     if quantization == "none":
+        if is_stored and isinstance(kernels, NativeKernels) and dtype is not torch.float16:
+            return StoredMethod(kernels)
         return UnquantizedMethod(kernels)
     kernels = _native(f"--quantization {quantization}", kernels, dtype)
     return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
@@ -373,6 +386,22 @@ def _native(what: str, kernels: Kernels, dtype: torch.dtype) -> NativeKernels:
     if dtype is torch.float16:
         raise ConfigError(f"{what} needs --dtype bfloat16 or float32: the model's own is float16")
     return kernels
+
+
+def _tell_of_stored(stored_as: str, method: LinearMethod, dtype: str) -> None:
+    """Log what has become of weights that are quantised in the files."""
+    if not isinstance(method, StoredMethod):
+        log.info(
+            "quantised weights (%s) became numbers of %s when they were loaded", stored_as, dtype
+        )
+        return
+    log.info(
+        "quantised weights (%s): %d products multiply by them as they are, %d by numbers of %s",
+        stored_as,
+        method.num_kept,
+        method.num_widened,
+        dtype,
+    )
 
 
 def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -402,7 +431,13 @@ def _dtype(
         batch_invariant=config.batch_invariant,
     )
     own = model_config.dtype or "float32"
-    if is_said and config.dtype == "auto" and not config.batch_invariant and dtype != own:
+    if is_said and config.dtype == "auto" and own == "float16" and dtype == "bfloat16":
+        log.warning(
+            "the model is of float16: on a CPU its quantised weights are multiplied in %s"
+            " (--dtype float16 makes numbers of them)",
+            dtype,
+        )
+    elif is_said and config.dtype == "auto" and not config.batch_invariant and dtype != own:
         what = "is of float32" if model_config.dtype else "names no dtype, which means float32"
         log.warning(
             "the model %s: on a GPU it is served in %s (--dtype float32 keeps it)", what, dtype

@@ -341,6 +341,44 @@ def test_what_a_factor_cannot_hold_is_infinite() -> None:
     assert factors.isinf().sum() == 1 and factors[0, 1, 1].isinf()
 
 
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+@pytest.mark.parametrize("num_rows", [2, 40])
+def test_integers_that_others_have_rounded(level: Level, num_rows: int) -> None:
+    """Down to -128, with largest ones of any size, plain and as gates and ups."""
+    kernels = kernels_of(level)
+    torch.manual_seed(8)
+    integers = torch.randint(-128, 128, (74, 100)).to(torch.int8)
+    integers[5].clamp_(-3, 3)
+    factors = torch.rand(74) * 0.02
+    grouped = torch.randint(16, (74, 100), dtype=torch.uint8)
+    group_factors = torch.rand(74, 2).mul(0.1).half()
+    zeros = torch.randint(16, (74, 2), dtype=torch.uint8)
+    truths = (
+        integers.float() * factors[:, None],
+        numbers_of_groups(grouped, group_factors, zeros, 64),
+    )
+    for dtype, limit in LIMITS.items():
+        x = torch.randn(num_rows, 100).to(dtype)
+        for is_gated in (False, True):
+            results = (
+                kernels.linear_int8(
+                    x, kernels.pack_int8(integers, factors, is_gated=is_gated), None
+                ),
+                kernels.linear_groups(
+                    x,
+                    kernels.pack_groups(
+                        grouped, group_factors, zeros, bits=4, group_size=64, is_gated=is_gated
+                    ),
+                    None,
+                ),
+            )
+            for result, wide in zip(results, truths, strict=True):
+                truth = ReferenceKernels().linear(x.float(), wide, None)
+                if is_gated:
+                    truth = ReferenceKernels().silu_and_mul(truth)
+                assert relative_error(result, truth) <= limit
+
+
 class TestFormats:
     """What other formats hold is held without a loss: numbers are the same to the bit."""
 

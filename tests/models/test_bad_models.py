@@ -108,7 +108,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false"),
     ({"dtype": "int8"}, "'dtype' must be one of float32"),
     ({"dtype": 16}, "'dtype' must be a string"),
-    ({"quantization_config": {"bits": 4}}, "'quantization_config' is set"),
+    ({"quantization_config": {"bits": 4}}, "'quantization_config.quant_method' is missing"),
     ({"rope_parameters": [1]}, "'rope_parameters' must be an object"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "'rope_parameters.rope_type' must be one of"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters.short_factor' is missing"),

@@ -23,23 +23,28 @@ from support.gguf_files import (
     write_gguf,
 )
 from support.model_runs import load_tiny, standard_sequences
-from support.parity import compare_all, schedule
+from support.parity import TokenSequence, compare_all, schedule
 from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.errors import ModelLoadError
+from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.select import missing_core
 from lightserve.models import gguf_reader
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_blocks import numbers_of_blocks
 from lightserve.models.gguf_model import FREQUENCY_FACTORS, unpack
+from lightserve.models.layers.linear import LinearMethod, StoredMethod
 from lightserve.models.parallel import Part
-from lightserve.models.weight_files import check_weights
+from lightserve.models.weight_files import check_weights, quantised_as
 from lightserve.supervisor.startup import check_model, resolve_model
 from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.worker.engine import linear_method
 
 MORE_BYTES = 64 << 20
 
@@ -153,6 +158,33 @@ def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) ->
         theirs.read_into(truth, name)
         error = float((found - truth).norm() / truth.norm())
         assert 0 < error < limit
+
+
+@pytest.mark.skipif(bool(missing_core()), reason=missing_core())
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_integers_are_multiplied_as_they_are(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    plain = write_tiny_model(MODELS[name], tmp_path / "plain")
+    packed = unpack(write_gguf(plain, tmp_path / "model.gguf", name=name, kind=kind))
+    tokens = torch.arange(7, 67)
+
+    def logits(kernels: Kernels, method: LinearMethod | None) -> torch.Tensor:
+        loaded = load_tiny(packed, torch.float32, kernels, method=method)
+        passes = schedule([len(tokens)], chunk=20, num_decodes=6)
+        results = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
+        assert results is not None
+        return results[0]
+
+    kernels = NativeKernels()
+    method = linear_method("none", kernels, torch.float32, is_stored=True)
+    assert isinstance(method, StoredMethod)
+    expected = logits(ReferenceKernels(), None)
+    torch.testing.assert_close(logits(kernels, method), expected, rtol=1e-4, atol=1e-4)
+    assert method.num_kept == 4 * (3 if name == "llama" else 2) and not method.num_widened
+    config = load_model_config(packed)
+    assert quantised_as(packed, config) == f"GGUF, {kind}"
 
 
 class ShapedReader(gguf_reader.GgufReader):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.models import loader
+from lightserve.models import safetensors_reader
 from lightserve.models.parallel import Part
 from lightserve.models.weight_copies import DirectCopies, StagedCopies, weight_copies
 from lightserve.models.weight_files import SINGLE_FILE, find_weights
@@ -142,7 +142,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice()
     memory = torch.empty(2, 2048, dtype=torch.uint8)
     monkeypatch.setattr(
-        loader,
+        safetensors_reader,
         "weight_copies",
         lambda _: StagedCopies(memory, lambda: LateFence(device, is_careless=True)),
     )
@@ -176,7 +176,7 @@ def test_a_staged_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_file(tmp_path / SINGLE_FILE)[name].float()
     stage(monkeypatch)
     part = torch.empty(10, 16)
-    with loader.SafetensorsReader(
+    with safetensors_reader.SafetensorsReader(
         find_weights(tmp_path), dtype=torch.float32, device=torch.device("cpu")
     ) as reader:
         reader.read_into(part, name, rows=Part(3, 10), columns=Part(32, 16))

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.select import make_kernels
+from lightserve.models.config import load_model_config
+from lightserve.models.weight_files import quantised_as
+from lightserve.worker.engine import linear_method
 from lightserve.worker.tensor_parallel import join_group
 from support.model_runs import NUM_DECODES, load_tiny
 from support.parity import DirectDriver, run_sequences, schedule
@@ -82,7 +85,10 @@ def main() -> None:
     for job in jobs:
         kernels = make_kernels(job["kernels"], batch_invariant=False, device=device)
         dtype: torch.dtype = getattr(torch, job["dtype"])
-        loaded = load_tiny(Path(job["path"]), dtype, kernels, tp=tp, device=device)
+        path = Path(job["path"])
+        is_stored = quantised_as(path, load_model_config(path)) is not None
+        method = linear_method("none", kernels, dtype, is_stored=is_stored)
+        loaded = load_tiny(path, dtype, kernels, tp=tp, device=device, method=method)
         lengths = [len(tokens) for tokens in job["tokens"]]
         driver = DirectDriver(
             loaded.model,

@@ -32,6 +32,8 @@ class Level(IntEnum):
 
 PANEL = 32
 """Outputs that are packed together, as in `core.h`: factors are padded to a multiple."""
+BYTE_BLOCK = 64
+"""Inputs of 8 bits that are packed together, as in `core.h`."""
 
 
 def num_panels(num_outputs: int, *, is_gated: bool) -> int:

@@ -17,8 +17,10 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightserve.kernels.cpu.core import (
+    BYTE_BLOCK,
     PANEL,
     Core,
     Form,
@@ -245,26 +247,46 @@ class NativeKernels(TorchKernels):
         )
         return result
 
+    def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
+        """See `QuantizingKernels.pack_int8`; the layout is that of `core.h`."""
+        num_outputs, num_inputs = integers.shape
+        lines, factors = (_in_panels(part, is_gated=is_gated) for part in (integers, factors))
+        padded = -(-num_inputs // BYTE_BLOCK) * BYTE_BLOCK
+        lines = functional.pad(lines, (0, padded - num_inputs))
+        # [panels, halves, outputs, blocks, fours, inputs of a four]
+        fours = lines.view(-1, 2, PANEL // 2, padded // BYTE_BLOCK, BYTE_BLOCK // 4, 4)
+        packed = torch.empty(lines.numel(), dtype=torch.int8)
+        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
+        placed = fours.permute(0, 3, 1, 4, 2, 5)
+        packed.view(placed.shape).copy_(placed)
+        return Int8Weight(packed, factors.float().contiguous(), num_outputs, is_gated)
+
     def pack_groups(
-        self, integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
+        self,
+        integers: Tensor,
+        factors: Tensor,
+        zeros: Tensor,
+        *,
+        bits: int,
+        group_size: int,
+        is_gated: bool = False,
     ) -> GroupedWeight:
         """See `QuantizingKernels.pack_groups`."""
         num_outputs, num_inputs = integers.shape
-        integers = integers.contiguous()
         result = self._grouped(
-            num_outputs, num_inputs, bits=bits, group_size=group_size, is_gated=False
+            num_outputs, num_inputs, bits=bits, group_size=group_size, is_gated=is_gated
         )
+        lines = _in_panels(integers, is_gated=is_gated).contiguous()
         self._core.pack_groups(
-            integers.data_ptr(),
-            (num_outputs, num_inputs),
+            lines.data_ptr(),
+            (len(lines), num_inputs),
             bits,
             result.packed.data_ptr(),
             torch.get_num_threads(),
         )
         for target, source in ((result.factors, factors), (result.zeros, zeros)):
-            padded = torch.zeros(len(target) * PANEL, source.shape[1], dtype=target.dtype)
-            padded[:num_outputs] = source
-            target.copy_(padded.view(len(target), PANEL, -1).mT)
+            own = _in_panels(source, is_gated=is_gated)
+            target.copy_(own.view(len(target), PANEL, -1).mT)
         return result
 
     def _grouped(
@@ -480,6 +502,16 @@ class InvariantNativeKernels(NativeKernels):
 
     def _fall_back(self) -> None:
         raise AssertionError("--batch-invariant: an operation that the native core has not")
+
+
+def _in_panels(rows: Tensor, *, is_gated: bool) -> Tensor:
+    """Return what belongs to each output [M, …] in the order of whole panels, zeros between."""
+    width = PANEL // 2 if is_gated else PANEL
+    halves = rows.chunk(2) if is_gated else (rows,)
+    padding = [0, 0] * (rows.dim() - 1) + [0, -len(halves[0]) % width]
+    panels = [functional.pad(half, padding) for half in halves]
+    shape = (-1, width, *rows.shape[1:])
+    return torch.cat([panel.view(shape) for panel in panels], dim=1).flatten(0, 1)
 
 
 def _checked(out: Tensor, indices: Tensor, is_good: int, num_rows: int) -> Tensor:

@@ -21,6 +21,7 @@ from lightserve.models.rope import (
     RopeConfig,
     YarnRope,
 )
+from lightserve.models.stored_weights import StoredWeight
 
 
 class AttentionInputs(NamedTuple):
@@ -180,6 +181,16 @@ class NeighboursApart:
         if name.rpartition(".")[0] in self._modules:
             heads = target.view(-1, len(self._order), *target.shape[1:])
             heads.copy_(heads.index_select(1, self._order))
+
+    def read_stored(
+        self, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> StoredWeight | None:
+        """See `WeightReader.read_stored`; `rows` are whole heads."""
+        weight = self._reader.read_stored(name, rows=rows, columns=columns)
+        if weight is None or name.rpartition(".")[0] not in self._modules:
+            return weight
+        places = torch.arange(len(weight.values)).view(-1, len(self._order))
+        return weight.rows(places[:, self._order.cpu()].flatten())
 
 
 def _features(heads: Part, head_dim: int) -> Part:

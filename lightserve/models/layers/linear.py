@@ -1,8 +1,7 @@
 """Linear layers: how a weight is stored and multiplied, and how it is split over the ranks.
 
-A `LinearMethod` turns the shards of one or more modules of a checkpoint into a `Linear`. Those here
-read plain weights, and keep them as they are or round them. One for a checkpoint that is quantised
-itself is another class, whose `create` reads the tensors of its format under the same names.
+A `LinearMethod` turns the shards of one or more modules of a checkpoint into a `Linear`: it keeps
+plain weights as they are or rounds them, or keeps what a checkpoint has rounded itself.
 
     merged column-parallel weight of rank r, [sum of part sizes, in]:
         ┌── q_proj rows of r ──┬─ k_proj rows of r ─┬─ v_proj rows of r ─┐
@@ -22,6 +21,7 @@ from lightserve.errors import ModelLoadError
 from lightserve.kernels.interface import GroupedWeight, Int8Weight, Kernels, QuantizingKernels
 from lightserve.models.base import logits_dtype
 from lightserve.models.parallel import Part, TensorParallel
+from lightserve.models.stored_weights import StoredWeight, groups_of
 
 # Where layers get their weights from: the seam between the layers and the loader.
 
@@ -44,6 +44,14 @@ class WeightReader(Protocol):
         Converts to the target's dtype; on a device the copy may be under way on return. Raises
         ModelLoadError naming file and tensor when the tensor is missing or has another shape, and,
         now or when all is read, when it holds a value that is not finite.
+        """
+
+    def read_stored(
+        self, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> StoredWeight | None:
+        """Return a part of a weight as it is quantised in the files; None: it is not.
+
+        Raises ModelLoadError naming file and tensor.
         """
 
 
@@ -270,17 +278,27 @@ def _merged(reader: WeightReader, shards: Sequence[ModuleShard]) -> tuple[Tensor
     num_rows = sum(shard.rows.size for shard in shards)
     num_columns = shards[0].columns.size
     weight = torch.empty(num_rows, num_columns, dtype=reader.dtype, device=reader.device)
-    bias = torch.empty(num_rows, dtype=reader.dtype, device=reader.device)
     start = 0
     for shard in shards:
         end = start + shard.rows.size
         reader.read_into(
             weight[start:end], f"{shard.name}.weight", rows=shard.rows, columns=shard.columns
         )
-        if shard.has_bias:
-            reader.read_into(bias[start:end], f"{shard.name}.bias", rows=shard.rows)
         start = end
-    return weight, bias if shards[0].has_bias else None
+    return weight, _merged_bias(reader, shards)
+
+
+def _merged_bias(reader: WeightReader, shards: Sequence[ModuleShard]) -> Tensor | None:
+    if not shards[0].has_bias:
+        return None
+    num_rows = sum(shard.rows.size for shard in shards)
+    bias = torch.empty(num_rows, dtype=reader.dtype, device=reader.device)
+    start = 0
+    for shard in shards:
+        end = start + shard.rows.size
+        reader.read_into(bias[start:end], f"{shard.name}.bias", rows=shard.rows)
+        start = end
+    return bias
 
 
 class UnquantizedLinear:
@@ -367,8 +385,8 @@ class Int8Method:
         return self.make(*_merged(reader, shards), is_gated=is_gated)
 
 
-class Int4Linear:
-    """A weight of 4-bit integers in groups, and perhaps a bias [out]."""
+class GroupedLinear:
+    """A weight of integers in groups of inputs, and perhaps a bias [out]."""
 
     __slots__ = ("bias", "kernels", "weight")
 
@@ -381,11 +399,11 @@ class Int4Linear:
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
-        assert dtype is None, "no output layer is of 4 bits"
+        assert dtype is None, "no output layer is in groups"
         return self.kernels.linear_groups(x, self.weight, self.bias)
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Linear.rows`: no output layer is of 4 bits."""
+        """See `Linear.rows`: no output layer is in groups."""
         return None
 
 
@@ -409,7 +427,49 @@ class Int4Method(Int8Method):
                 f"{names}: numbers as large as {float(weight.abs().max()):.3g} are beyond what"
                 " --quantization int4 can hold"
             )
-        return Int4Linear(self.kernels, rounded, bias)
+        return GroupedLinear(self.kernels, rounded, bias)
+
+
+class StoredMethod(UnquantizedMethod):
+    """Weights that are quantised in the files, by their own integers and factors, others plain.
+
+    Where the kernels cannot hold them without a loss, they become plain as well.
+    """
+
+    def __init__(self, kernels: QuantizingKernels) -> None:
+        super().__init__(kernels)
+        self.kernels = kernels
+        self.num_kept = 0
+        self.num_widened = 0
+        """Products by quantised weights that became plain."""
+
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
+        """See `LinearMethod.create`."""
+        parts = [
+            reader.read_stored(f"{shard.name}.weight", rows=shard.rows, columns=shard.columns)
+            for shard in shards
+        ]
+        stored = [part for part in parts if part is not None]
+        groups = groups_of(stored) if len(stored) == len(parts) else None
+        if groups is None:
+            self.num_widened += bool(stored)
+            return super().create(reader, shards, is_gated=is_gated)
+        self.num_kept += 1
+        kernels, bias = self.kernels, _merged_bias(reader, shards)
+        if groups.has_output_factors:
+            own = (groups.integers ^ 0x80).view(torch.int8), groups.factors[:, 0]
+            return Int8Linear(kernels, kernels.pack_int8(*own, is_gated=is_gated), bias)
+        packed = kernels.pack_groups(
+            groups.integers,
+            groups.factors.half(),
+            groups.zeros.to(torch.uint8),
+            bits=groups.bits,
+            group_size=groups.group_size,
+            is_gated=is_gated,
+        )
+        return GroupedLinear(kernels, packed, bias)
 
 
 class ColumnParallelLinear:

@@ -1,0 +1,212 @@
+"""Reads tensors of mapped safetensors, also those of quantised weights, in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightserve.errors import ModelLoadError
+from lightserve.models.parallel import Part
+from lightserve.models.stored_weights import StoredWeight, read_stored
+from lightserve.models.weight_copies import is_finite, weight_copies
+from lightserve.models.weight_files import FLOAT_DTYPES, WeightFiles, open_shard
+from lightserve.progress import Advance
+
+CHUNK_NUMBERS = 1 << 22
+"""Numbers that are made of a quantised weight at a time: 16 MiB of float32."""
+
+
+class _Source(NamedTuple):
+    """Part of a tensor in a file."""
+
+    file: Path
+    name: str
+    rows: Part | None
+    columns: Part | None
+
+
+class SafetensorsReader:
+    """A `WeightReader` over the shards of a directory; open shards are mapped until `close`."""
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        advance: Advance = lambda _: None,
+    ) -> None:
+        """Read into parameters of one type on one device.
+
+        `advance` is told the bytes of each tensor as a whole parameter, whatever part is read.
+        """
+        self.dtype = dtype
+        self.device = device
+        self._files = files
+        self._shards: dict[Path, Any] = {}
+        self._exit = ExitStack()
+        self._copies = weight_copies(device)
+        self._sources: dict[str, _Source] = {}
+        """What has been read since the last check, by what the copies call it."""
+        self._advance = advance
+        self._counted: set[str] = set()
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap all shards."""
+        self._shards.clear()
+        self._exit.close()
+
+    def has(self, name: str) -> bool:
+        """Whether the model has a tensor of this name."""
+        return self._files.has(name)
+
+    def read_into(
+        self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> None:
+        """See `WeightReader.read_into`."""
+        if target.numel() == 0:
+            return  # a rank beyond the end of a tiny vocabulary
+        name = self._files.stored(name)
+        if name in self._files.quantised:
+            self._read_numbers(target, name, rows, columns)
+            return
+        if name not in self._files.file_of:
+            raise ModelLoadError(f"{self._files.index}: tensor {name!r} is missing")
+        place = _Source(self._files.file_of[name], name, rows, columns)
+        source = self._part(place)
+        if source.shape != target.shape:
+            raise ModelLoadError(
+                f"{place.file}: tensor {name!r} has shape {list(source.shape)} where"
+                f" {list(target.shape)} is needed"
+            )
+        label = f"{name} {len(self._sources)}"
+        self._sources[label] = place
+        self._copies.copy(target, source, label)
+        if target.device.type == "cpu":
+            self.check_finite()
+        self._count(name, self._header(place).get_shape())
+
+    def read_stored(
+        self, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> StoredWeight | None:
+        """See `WeightReader.read_stored`."""
+        name = self._files.stored(name)
+        shape = self._files.quantised.get(name)
+        if shape is None:
+            return None
+        weight = self._stored(name, rows, columns)
+        self._count(name, shape)
+        return weight
+
+    def _count(self, name: str, shape: Sequence[int]) -> None:
+        if name not in self._counted:
+            self._counted.add(name)
+            self._advance(math.prod(shape) * self.dtype.itemsize)
+
+    def _stored(self, name: str, rows: Part | None, columns: Part | None) -> StoredWeight:
+        """Return a part of a quantised weight, by the name that it would have as a plain one."""
+        form = self._files.form
+        assert form is not None
+        module = name.removesuffix("weight")
+        file = self._files.file_of[module + form.factors]
+
+        def read(own: str, first: Part | None, second: Part | None) -> Tensor:
+            full = module + own
+            return self._slice(_Source(self._files.file_of[full], full, first, second))
+
+        has_order = module + form.order in self._files.file_of
+        shape = self._files.quantised[name]
+        try:
+            weight = read_stored(form, shape, rows, columns, read, has_order=has_order)
+        except ValueError as error:
+            raise ModelLoadError(f"{file}: tensor {module + str(error)}") from error
+        if not is_finite(weight.factors):
+            bad = module + form.factors
+            raise ModelLoadError(f"{file}: tensor {bad!r} has values that are not finite")
+        return weight
+
+    def _read_numbers(
+        self, target: Tensor, name: str, rows: Part | None, columns: Part | None
+    ) -> None:
+        """Make plain numbers of a part of a quantised weight, some rows at a time."""
+        shape = self._files.quantised[name]
+        form = self._files.form
+        assert form is not None
+        part = rows or Part(0, shape[0])
+        num_columns = shape[1] if columns is None else columns.size
+        if target.shape != (part.size, num_columns):
+            raise ModelLoadError(
+                f"{self._files.index}: tensor {name!r} has shape {[part.size, num_columns]} where"
+                f" {list(target.shape)} is needed"
+            )
+        source = _Source(
+            self._files.file_of[name.removesuffix("weight") + form.factors], name, None, None
+        )
+        size = max(1, CHUNK_NUMBERS // shape[1])
+        for first in range(0, part.size, size):
+            some = Part(part.start + first, min(size, part.size - first))
+            label = f"{name} {len(self._sources)}"
+            self._sources[label] = source
+            numbers = self._stored(name, some, columns).numbers()
+            self._copies.copy(target[first : first + some.size], numbers, label)
+            if target.device.type == "cpu":
+                self.check_finite()
+        self._count(name, shape)
+
+    def check_finite(self) -> None:
+        """Refuse NaN and infinity in what was read, stored or made by the conversion.
+
+        Raises:
+            ModelLoadError: names the first tensor that has any.
+        """
+        bad = self._copies.not_finite()
+        if bad:
+            place = self._sources[bad[0]]
+            what = f"that are not finite in {self.dtype}"
+            if place.name not in self._files.quantised:
+                is_stored = not is_finite(self._part(place))
+                what = "that are not finite" if is_stored else f"beyond {self.dtype}"
+            raise ModelLoadError(f"{place.file}: tensor {place.name!r} has values {what}")
+        self._sources.clear()
+
+    def _part(self, place: _Source) -> Tensor:
+        """Return a view of the mapped file."""
+        self._header(place)
+        return self._slice(place)
+
+    def _slice(self, place: _Source) -> Tensor:
+        """Return a view of the mapped file, of whatever type."""
+        tensor = self._shard(place.file).get_slice(place.name)
+        index = tuple(
+            slice(None) if part is None else slice(part.start, part.start + part.size)
+            for part in (place.rows, place.columns)
+        )
+        part: Tensor = tensor[index[: len(tensor.get_shape())]]
+        return part
+
+    def _header(self, place: _Source) -> Any:
+        """Return what safetensors knows of a tensor before it is read."""
+        tensor = self._shard(place.file).get_slice(place.name)
+        if tensor.get_dtype() not in FLOAT_DTYPES:
+            raise ModelLoadError(
+                f"{place.file}: tensor {place.name!r} has type {tensor.get_dtype()}"
+            )
+        return tensor
+
+    def _shard(self, file: Path) -> Any:
+        if file not in self._shards:
+            shard = self._exit.enter_context(open_shard(file, framework="pt"))
+            self._shards[file] = shard
+        return self._shards[file]
