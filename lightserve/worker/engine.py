@@ -271,9 +271,7 @@ def build_runner(
     sizes = graph_sizes(config, kernels, device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     stored_as = quantised_as(path, model_config)
-    method = linear_method(
-        config.quantization, kernels, torch_dtype, is_stored=stored_as is not None
-    )
+    method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -286,14 +284,12 @@ def build_runner(
         context_len=context_len,
         device=device,
     )
-    if tp.rank == 0 and stored_as is not None:
-        _tell_of_stored(stored_as, method, dtype)
+    _tell_of_stored(stored_as, method, dtype, is_said=tp.rank == 0)
     shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
     _check(kernels, shapes, device, method=method, kv_type=kv_type)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=kv_type)
-    vocab_size = model_config.vocab_size
-    constraints = None if tp.rank else _row_constraints(path, vocab_size, device)
+    constraints = None if tp.rank else _row_constraints(path, model_config.vocab_size, device)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
         return ModelRunner(
@@ -313,10 +309,9 @@ def build_runner(
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     log.info(
-        "%s%s%s, %s kernels on %s, %d KV slots, %d on the host",
+        "%s%s, %s kernels on %s, %d KV slots, %d on the host",
         dtype,
-        "" if config.quantization == "none" else f" with {config.quantization} weights",
-        "" if kv_type == dtype else f" and {kv_type} KV",
+        _unlike_the_model(config, dtype, kv_type),
         kernels.name,
         device,
         pool.num_slots,
@@ -329,6 +324,12 @@ def build_runner(
     capture_graphs(runner, model, pool, sizes, tp=tp)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
+
+
+def _unlike_the_model(config: ServeConfig, dtype: str, kv_type: str) -> str:
+    """Return how weights and KV are kept where that is not as numbers of `dtype`."""
+    weights = "" if config.quantization == "none" else f" with {config.quantization} weights"
+    return weights + ("" if kv_type == dtype else f" and {kv_type} KV")
 
 
 def _check(
@@ -388,20 +389,22 @@ def _native(what: str, kernels: Kernels, dtype: torch.dtype) -> NativeKernels:
     return kernels
 
 
-def _tell_of_stored(stored_as: str, method: LinearMethod, dtype: str) -> None:
-    """Log what has become of weights that are quantised in the files."""
-    if not isinstance(method, StoredMethod):
-        log.info(
-            "quantised weights (%s) became numbers of %s when they were loaded", stored_as, dtype
-        )
+def _tell_of_stored(
+    stored_as: str | None, method: LinearMethod, dtype: str, *, is_said: bool
+) -> None:
+    """Log what has become of weights that are quantised in the files, None: there are none."""
+    if stored_as is None or not is_said:
         return
-    log.info(
-        "quantised weights (%s): %d products multiply by them as they are, %d by numbers of %s",
-        stored_as,
-        method.num_kept,
-        method.num_widened,
-        dtype,
-    )
+    if isinstance(method, StoredMethod):
+        log.info(
+            "quantised weights (%s): %d products multiply by them as they are, %d by numbers of %s",
+            stored_as,
+            method.num_kept,
+            method.num_widened,
+            dtype,
+        )
+    else:
+        log.info("quantised weights (%s) became numbers of %s when loaded", stored_as, dtype)
 
 
 def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -145,7 +145,7 @@ def test_a_worker_says_what_became_of_them(
     caplog.clear()
     with caplog.at_level("INFO"):
         build_runner(ServeConfig(**(vars(config) | {"attention_backend": "reference"})))
-    assert "(gptq, 4 bits) became numbers of bfloat16 when they were loaded" in caplog.text
+    assert "(gptq, 4 bits) became numbers of bfloat16 when loaded" in caplog.text
     assert resolve_dtype("auto", load_model_config(path), device_type="cuda") == "float16"
 
 
