@@ -14,6 +14,7 @@ import asyncio
 import os
 import re
 import select
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, get_args
@@ -23,6 +24,7 @@ import zmq
 
 from lightserve.errors import ChannelFull, FrameTooLarge, ProtocolError
 from lightserve.messages.common import PROTOCOL_VERSION, Message
+from lightserve.node_key import Guard, use_key
 
 # Wait for several channels and file descriptors at once, for loops without asyncio.
 #
@@ -96,7 +98,9 @@ RecvT_co = TypeVar("RecvT_co", covariant=True)
 class Link(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
     """One peer's end of a channel."""
 
-    num_rejected: int
+    @property
+    def num_rejected(self) -> int:
+        """Frames that were refused."""
 
     def send(self, message: SendT_contra) -> None:
         """Queue a message to the hub. Raises ChannelFull."""
@@ -111,7 +115,9 @@ class Link(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
 class AsyncLink(Protocol, Generic[SendT_contra, RecvT_co]):
     """A link for an asyncio process."""
 
-    num_rejected: int
+    @property
+    def num_rejected(self) -> int:
+        """Frames that were refused."""
 
     def send(self, message: SendT_contra) -> None:
         """Queue a message to the hub without waiting. Raises ChannelFull."""
@@ -129,7 +135,9 @@ class AsyncLink(Protocol, Generic[SendT_contra, RecvT_co]):
 class Hub(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
     """The bound end of a channel; peers are known by the name under which they connected."""
 
-    num_rejected: int
+    @property
+    def num_rejected(self) -> int:
+        """Frames, and connections, that were refused."""
 
     def send(self, peer: str, message: SendT_contra) -> None:
         """Queue a message to a peer. Raises ChannelFull; a vanished peer loses it silently."""
@@ -149,7 +157,8 @@ class Hub(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
 
 
 # ----------------------------------------------------------------------
-# Channels over ZeroMQ: a ROUTER socket at the hub, a DEALER at each link, over `ipc://`.
+# Channels over ZeroMQ: a ROUTER socket at the hub, a DEALER at each link, over `ipc://`, and from
+# other nodes over `tcp://`, encrypted (see `node_key`).
 #
 # Addresses lie in a private directory (0700), which is what keeps other users out; the socket
 # files themselves are 0600. Every channel has its own ZeroMQ context, so that `close` can wait,
@@ -174,8 +183,9 @@ _PEER_NAME = re.compile(r"[a-z][a-z0-9]{0,31}(-[0-9]{1,9}){0,2}")
 class Codec(Generic[SendT, RecvT]):
     """Encodes one message type and decodes another (each usually a union)."""
 
-    def __init__(self, *, send_type: Any, recv_type: Any) -> None:
+    def __init__(self, *, send_type: Any, recv_type: Any, version: int = PROTOCOL_VERSION) -> None:
         self._send_type = send_type
+        self._version_byte = bytes([version])
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(recv_type)
         recv_types: tuple[type[Message], ...] = get_args(recv_type) or (recv_type,)
@@ -191,7 +201,7 @@ class Codec(Generic[SendT, RecvT]):
         """
         if not isinstance(message, self._send_type):
             raise TypeError(f"{type(message).__name__} does not belong on this channel")
-        frame = VERSION_BYTE + self._encoder.encode(message)
+        frame = self._version_byte + self._encoder.encode(message)
         if len(frame) > message.MAX_BYTES:
             raise FrameTooLarge(type(message).__name__, len(frame), message.MAX_BYTES)
         return frame
@@ -204,7 +214,7 @@ class Codec(Generic[SendT, RecvT]):
         """
         if len(frame) > self.max_recv_bytes:
             raise FrameTooLarge("frame", len(frame), self.max_recv_bytes)
-        if frame[:1] != VERSION_BYTE:
+        if frame[:1] != self._version_byte:
             raise ProtocolError(f"frame of another protocol version: {frame[:1]!r}")
         try:
             message: RecvT = self._decoder.decode(memoryview(frame)[1:])
@@ -242,6 +252,8 @@ DEFAULT_MAX_QUEUED = 4096
 """Messages that may wait on each side of a link."""
 
 LINGER_S = 0.25
+_CONNECT_TIMEOUT_MS = 2000
+"""For another machine, which may be cut off: the kernel alone would ask ever more rarely."""
 _ZMQ_SPARE_BYTES = 64 * 1024
 
 
@@ -249,7 +261,9 @@ def bind_hub(
     address: str, *, send_type: Any, recv_type: Any, max_queued: int = DEFAULT_MAX_QUEUED
 ) -> ZmqHub[Any, Any]:
     """Bind the hub of a channel at `address` (`ipc://path`; the path must be free)."""
-    return ZmqHub(address, Codec(send_type=send_type, recv_type=recv_type), max_queued)
+    hub: ZmqHub[Any, Any] = ZmqHub(Codec(send_type=send_type, recv_type=recv_type), max_queued)
+    hub.bind(address)
+    return hub
 
 
 def connect_link(
@@ -260,13 +274,16 @@ def connect_link(
     recv_type: Any,
     max_queued: int = DEFAULT_MAX_QUEUED,
     linger_s: float = LINGER_S,
+    node_key: bytes = b"",
 ) -> ZmqLink[Any, Any]:
     """Connect to a hub as `name`; the hub may be bound later.
 
-    `close` waits up to `linger_s` for what was sent to leave.
+    `close` waits up to `linger_s` for what was sent to leave. `node_key` is for one over TCP.
     """
     codec: Codec[Any, Any] = Codec(send_type=send_type, recv_type=recv_type)
-    return ZmqLink(address, name, codec, max_queued, linger_s)
+    return ZmqLink(
+        address, name, codec, max_queued=max_queued, linger_s=linger_s, node_key=node_key
+    )
 
 
 def connect_async_link(
@@ -280,8 +297,8 @@ class _Socket:
     """A ZeroMQ socket with its own context and every limit set."""
 
     def __init__(self, kind: int, max_queued: int, linger_s: float, max_recv_bytes: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.raw = self._context.socket(kind)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.raw = self.context.socket(kind)
         self.raw.setsockopt(zmq.LINGER, round(1e3 * linger_s))
         self.raw.setsockopt(zmq.SNDHWM, max_queued)
         self.raw.setsockopt(zmq.RCVHWM, max_queued)
@@ -294,6 +311,12 @@ class _Socket:
         except zmq.ZMQError:
             self.close()
             raise
+
+    def watch(self, silence_s: float) -> None:
+        """Have further connections ask for a sign of life, and end without one; 0: not so."""
+        if silence_s > 0.0:
+            self.raw.setsockopt(zmq.HEARTBEAT_IVL, round(250 * silence_s))
+            self.raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1e3 * silence_s))
 
     def is_readable(self) -> bool:
         """Whether a frame waits; asking also makes ZeroMQ re-arm the descriptor's edge."""
@@ -310,7 +333,7 @@ class _Socket:
         """Close the socket and wait at most the linger time for queued messages to leave."""
         if not self.raw.closed:
             self.raw.close()
-            self._context.term()
+            self.context.term()
 
 
 class _Channel(Generic[SendT, RecvT]):
@@ -321,7 +344,12 @@ class _Channel(Generic[SendT, RecvT]):
     ) -> None:
         self._socket = _Socket(kind, max_queued, linger_s, codec.max_recv_bytes)
         self._codec = codec
-        self.num_rejected = 0
+        self._num_bad_frames = 0
+
+    @property
+    def num_rejected(self) -> int:
+        """Frames that were refused."""
+        return self._num_bad_frames
 
     def fileno(self) -> int:
         """Descriptor for `wait_readable`; edge-triggered, see ZMQ_FD."""
@@ -346,15 +374,45 @@ class _Channel(Generic[SendT, RecvT]):
 class ZmqHub(_Channel[SendT, RecvT]):
     """A `Hub` over a ROUTER socket."""
 
-    def __init__(self, address: str, codec: Codec[SendT, RecvT], max_queued: int) -> None:
+    def __init__(self, codec: Codec[SendT, RecvT], max_queued: int = DEFAULT_MAX_QUEUED) -> None:
+        """Reached by nothing before `bind` or `listen`."""
         super().__init__(zmq.ROUTER, codec, max_queued)
         # Mandatory: a full peer raises instead of losing messages silently. Handover: a
         # restarted peer takes over its predecessor's name.
         self._socket.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._guard: Guard | None = None
+
+    @property
+    def num_rejected(self) -> int:
+        """Frames, and connections from other machines, that were refused."""
+        return self._num_bad_frames + (0 if self._guard is None else self._guard.num_refused)
+
+    def bind(self, address: str) -> None:
+        """Be reached at `address`, for instance `ipc://path`."""
         self._socket.open(self._socket.raw.bind, address)
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)  # noqa: PTH101 - address, not Path
+
+    def listen(self, listener: socket.socket, node_key: bytes, *, silence_s: float = 0.0) -> None:
+        """Be reached at a TCP socket that is bound and becomes the hub's; call after all `bind`.
+
+        `node_key` is what peers there have to have. One that is silent for `silence_s` is
+        disconnected, 0: never.
+        """
+        self._guard = Guard(self._socket.context, self._socket.raw, node_key)
+        host, port = listener.getsockname()
+        listener.listen()
+        self._socket.watch(silence_s)
+        self._socket.raw.setsockopt(zmq.USE_FD, listener.detach())
+        self._socket.open(self._socket.raw.bind, f"tcp://{host}:{port}")
+
+    def close(self) -> None:
+        """Release the socket; messages already queued are given a moment to leave."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        super().close()
 
     def send(self, peer: str, message: SendT) -> None:
         """Queue a message to a peer. Raises ChannelFull; a vanished peer loses it silently."""
@@ -387,7 +445,7 @@ class ZmqHub(_Channel[SendT, RecvT]):
             try:
                 return self._decode(parts)
             except ProtocolError:
-                self.num_rejected += 1
+                self._num_bad_frames += 1
 
     def _decode(self, parts: list[bytes]) -> tuple[str, RecvT]:
         peer = parse_peer_name(parts[0])
@@ -404,12 +462,20 @@ class _DealerChannel(_Channel[SendT, RecvT]):
         address: str,
         name: str,
         codec: Codec[SendT, RecvT],
-        max_queued: int,
+        *,
+        max_queued: int = DEFAULT_MAX_QUEUED,
         linger_s: float = LINGER_S,
+        node_key: bytes = b"",
+        silence_s: float = 0.0,
     ) -> None:
+        """One that is silent for `silence_s` is connected anew; 0: never."""
         identity = check_peer_name(name).encode("ascii")
         super().__init__(zmq.DEALER, codec, max_queued, linger_s)
         self._socket.raw.setsockopt(zmq.IDENTITY, identity)
+        if node_key:
+            use_key(self._socket.raw, node_key)
+            self._socket.raw.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+        self._socket.watch(silence_s)
         self._socket.open(self._socket.raw.connect, address)
 
     def send(self, message: SendT) -> None:
@@ -428,7 +494,7 @@ class _DealerChannel(_Channel[SendT, RecvT]):
                     raise ProtocolError("frame in several parts")
                 return self._codec.decode(parts[0])
             except ProtocolError:
-                self.num_rejected += 1
+                self._num_bad_frames += 1
         return None
 
 
@@ -454,7 +520,7 @@ class ZmqAsyncLink(_DealerChannel[SendT, RecvT]):
     def __init__(
         self, address: str, name: str, codec: Codec[SendT, RecvT], max_queued: int
     ) -> None:
-        super().__init__(address, name, codec, max_queued)
+        super().__init__(address, name, codec, max_queued=max_queued)
         self._arrived = asyncio.Event()
         self._turn = Turn()
         self._loop = asyncio.get_running_loop()

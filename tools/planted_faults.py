@@ -437,7 +437,7 @@ WORKER = [
     ),
     fault(
         "worker/memory.py",
-        "if budget * config.tp > free_bytes:",
+        "if budget * num_ranks > free_bytes:",
         "if budget > free_bytes:",
         "unit/worker/test_worker_parts.py",
         "unit/worker/test_device_memory.py",

@@ -21,6 +21,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "bench": "Load a server and report what its users would have seen.",
     "kv-map": "Draw what every slot of a running server's KV pool is for.",
     "collect-env": "Print what a bug report needs to know of this machine.",
+    "node-key": "Make the key of a server that runs on several machines.",
     "profile": "Measure step times on this machine for the router to plan with.",
     "replay": "Repeat every decision of a decision log.",
     "why": "Say what a late request waited for, from a decision log.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,7 @@ from lightserve.config.fields import (
     option,
     parse_memory,
 )
+from lightserve.config.nodes import NodeOptions
 from lightserve.config.options import (
     ANY_NAME,
     FrontendOptions,
@@ -47,6 +49,7 @@ SECTIONS = {
     "admission": "Admission and queues",
     "cache_policy": "KV memory",
     "cuda_graphs": "CUDA graphs",
+    "nnodes": "Several machines",
     "tp": "Workers",
     "chat_template": "Templates and parsers",
     "start_timeout_s": "Starts, ends and restarts",
@@ -57,7 +60,7 @@ SECTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOptions):
+class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, FrontendOptions):
     """Everything `lightserve serve` can be told. Units are in the names."""
 
     tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
@@ -225,6 +228,7 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
             )
         self.check_memory()
         self.check_gpu_memory(device=self.device)
+        self.check_nodes(tp=self.tp)
         self.check_access()
         self.check_objectives()
         self.check_scheduling()
@@ -339,4 +343,42 @@ class ServeConfig(GraphOptions, MemoryOptions, SchedulingOptions, FrontendOption
     @property
     def digest(self) -> str:
         """Hash over all fields, carried by every hello: all processes must run the same."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+        return _hash_of(self)
+
+    @property
+    def of_ranks(self) -> dict[str, str]:
+        """Options that all ranks must agree on, on whichever nodes they run: JSON by name."""
+        return {
+            spec.name: msgspec.json.encode(getattr(self, spec.name)).decode()
+            for spec in dataclasses.fields(self)
+            if spec.name not in _OF_ONE_NODE
+        }
+
+    @property
+    def ranks_digest(self) -> str:
+        """Hash over `of_ranks`, carried by every rank's hello."""
+        return _hash_of(self.of_ranks)
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks that run on this node."""
+        num_ranks = self.tp // self.nnodes
+        return range(self.node_rank * num_ranks, (self.node_rank + 1) * num_ranks)
+
+
+_OF_ONE_NODE = frozenset(
+    {
+        *(spec.name for spec in dataclasses.fields(FrontendOptions)),
+        *("node_rank", "node_key_file", "run_dir", "log_level", "log_format", "num_threads"),
+        *("master_addr", "decision_log", "decision_log_size", "request_timelines"),
+        *("kv_events", "kv_events_block_size", "kv_events_keys", "kv_events_insecure"),
+        *("chat_template", "closed_schemas", "tool_call_parser", "reasoning_parser"),
+        *("batch_store", "batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
+        *("responses_ttl_s", "shutdown_timeout_s", "max_restarts", "restart_window_s"),
+    }
+)
+"""What only node 0 has a use for, and what may differ from one machine to the next."""
+
+
+def _hash_of(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]

@@ -183,9 +183,12 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     workers_address: str = ""
     """Router: the hub to bind for workers. Worker: the same, to connect to."""
     collective_store: str = ""
-    """Worker with tp > 1: file path of the rendezvous store of this incarnation."""
+    """Worker with tp > 1: the rendezvous of this incarnation, a file or tcp://HOST:PORT."""
     listen_fd: int = -1
-    """Frontend: the inherited listening socket."""
+    """An inherited socket. Frontend: that for clients. With nodes: the router's for workers of
+    others, rank 0's for the rendezvous."""
+    node_key: bytes = b""
+    """With nodes, router and workers: see `lightserve.node_key`."""
     api_keys: list[ApiKey] = []
     """Frontend: the keys that are good; with --api-key-file there is at least one."""
     batch_owner: str = ""

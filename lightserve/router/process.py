@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from lightserve.channels import Hub, Link, Waitable, bind_hub, wait_readable
+from lightserve.channels import Hub, Link, Waitable, ZmqHub, bind_hub, wait_readable
 from lightserve.config.fields import parse_memory
 from lightserve.decisions.lives import Lives, WatchedCore
 from lightserve.decisions.records import CoreCalls, DecisionLogFile, RecordedCore, header_of
@@ -132,9 +133,11 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     frontends: Hub[RouterMessage, FrontendMessage] = bind_hub(
         spec.frontends_address, send_type=RouterMessage, recv_type=FrontendMessage
     )
-    workers: Hub[RouterToWorker, WorkerToRouter] = bind_hub(
+    workers: ZmqHub[RouterToWorker, WorkerToRouter] = bind_hub(
         spec.workers_address, send_type=RouterToWorker, recv_type=WorkerToRouter
     )
+    if spec.node_key:
+        workers.listen(socket.socket(fileno=spec.listen_fd), spec.node_key)
     core = Scheduler(make_scheduler_config(spec.config, max_model_len=max_model_len))
     decision_log = _open_log(spec, max_model_len)
     publisher = _open_publisher(spec)
@@ -336,7 +339,7 @@ class RouterProcess:
             self._publisher.publish(self.core.take_kv_events(), now_s=time.time())
 
     def _on_worker_hello(self, peer: str, hello: WorkerHello) -> None:
-        ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.digest)
+        ours = (PROTOCOL_VERSION, self._spec.boot_id, self._spec.config.ranks_digest)
         theirs = (hello.protocol_version, hello.boot_id, hello.config_hash)
         is_rank = peer == _worker_name(hello.rank) and 0 <= hello.rank < self._spec.config.tp
         if theirs != ours or not is_rank or hello.incarnation < self._group.incarnation:
@@ -507,7 +510,7 @@ class RouterProcess:
             channel.num_rejected for channel in (self._workers, self._frontends, self._control)
         )
         if num_rejected != self._num_rejected:
-            log.warning("%d frames did not decode", num_rejected - self._num_rejected)
+            log.warning("%d frames or connections refused", num_rejected - self._num_rejected)
             self._num_rejected = num_rejected
         self._metrics.collect(self.core, status, num_rejected + self._num_refused)
         dropped = self._metrics.recorder.counter(LOG_LINES_DROPPED, "router")

@@ -9,6 +9,8 @@ Rules while serving:
     router dies     RouterDown to the frontends, the workers are killed; then a new router with
                     a new boot id and fresh addresses, and a new group
 
+    node lost       as if one of its workers had died: the new group waits for the node
+
 Each of these costs one restart from the budget. While starting, any death is the end; while
 draining, nothing is restarted.
 
@@ -28,6 +30,7 @@ from enum import Enum, IntEnum
 
 from lightserve.errors import ProtocolError, StartupError
 from lightserve.http_access import ApiKey
+from lightserve.messages.nodes import NodeGroup
 from lightserve.messages.supervision import (
     LATE_TIMEOUT_S,
     ChildFailed,
@@ -51,7 +54,8 @@ from lightserve.messages.supervision import (
     WorkersStalled,
 )
 from lightserve.supervisor.metrics import ServerMetrics
-from lightserve.supervisor.spawn import Child, Spawner, SpecWriter, num_submitters
+from lightserve.supervisor.nodes import Nodes, url_of
+from lightserve.supervisor.spawn import Child, RouterBoot, Spawner, SpecWriter, num_submitters
 from lightserve.types import FrontendId
 
 # How many restarts are too many.
@@ -111,6 +115,7 @@ class Fleet:
         spawner: Spawner,
         metrics: ServerMetrics,
         *,
+        nodes: Nodes | None = None,
         api_keys: Sequence[ApiKey] = (),
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
         late_timeout_s: float = LATE_TIMEOUT_S,
@@ -125,7 +130,10 @@ class Fleet:
         self._start_timeout_s = config.start_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._late_timeout_s = late_timeout_s
-        self._boot = specs.boot(0)
+        self._nodes = nodes
+        self._nodes_due_s = float("inf")
+        """When (monotonic) they have to be there; infinite while they are."""
+        self._boot = self._new_boot(0)
         self._incarnation = 0
         self._router: Child | None = None
         self._workers: list[Child] = []
@@ -148,6 +156,8 @@ class Fleet:
     def next_deadline_s(self) -> float:
         """When (monotonic) `check_deadlines` has to be called next; infinite for never."""
         due_s = [child.due_s for child in self.children]
+        if self._nodes is not None:
+            due_s += [self._nodes.next_due_s, self._nodes_due_s]
         return min([self._drain_deadline_s, self._whole_due_s, *due_s])
 
     @property
@@ -156,9 +166,16 @@ class Fleet:
         return self.phase is Phase.DRAINING and not self._frontends
 
     def start(self) -> None:
-        """Start all processes at once: links connect whenever their other end appears."""
+        """Start all processes at once: links connect whenever their other end appears.
+
+        Workers that have ranks on other nodes wait for these.
+        """
         self._start_router()
-        self._start_workers()
+        if self._nodes is None:
+            self._start_workers()
+        else:
+            self._rebuild, self._incarnation = Rebuild.WORKERS, -1
+            self._await_nodes()
         for index in range(num_submitters(self._specs.config)):
             self._start_frontend(index, 0)
 
@@ -249,6 +266,31 @@ class Fleet:
             self._recover(Rebuild.ROUTER if is_router else Rebuild.WORKERS, reason)
         self._rebuild_when_clear()
 
+    def look_at_nodes(self, now_s: float) -> None:
+        """Take in what other nodes say, and what their silence means.
+
+        Raises:
+            StartupError: one was lost while the server was starting, or is away for too long.
+        """
+        if self._nodes is None:
+            return
+        lost = self._nodes.turn(now_s)
+        if self.phase is Phase.DRAINING:
+            if lost:
+                self._tell_frontends_router_down()
+            return
+        if lost and self.phase is Phase.STARTING:
+            raise StartupError(lost)
+        if lost and self._rebuild is Rebuild.NOTHING:
+            self._recover(Rebuild.WORKERS, lost)
+        self._rebuild_when_clear()
+        self._on_progress()
+        if now_s >= self._nodes_due_s:
+            raise StartupError(
+                f"waited {self._start_timeout_s:g} s for node {self._nodes.missing()}"
+                " (--start-timeout-s)"
+            )
+
     def check_deadlines(self, now_s: float) -> None:
         """Deal with children that are not ready, not heard of, or not gone in time.
 
@@ -295,6 +337,8 @@ class Fleet:
         idle = [child for child in self._frontends.values() if not child.is_serving]
         if self._router is None or self._rebuild is not Rebuild.NOTHING:
             return  # what is spawned then sets the time anew
+        if self._nodes is not None and not self._nodes.are_ready:
+            return  # they have deadlines of their own
         if not all(child.is_ready for child in self.children):
             return  # the others have deadlines of their own
         timeout_s = f"after {self._start_timeout_s:g} s"
@@ -324,6 +368,8 @@ class Fleet:
         if not all(frontend.is_serving for frontend in self._frontends.values()):
             return
         if not all(child.is_ready for child in self.children):
+            return
+        if self._nodes is not None and not self._nodes.are_ready:
             return
         self._is_whole = True
         self._whole_due_s = float("inf")
@@ -377,14 +423,26 @@ class Fleet:
             frontend.is_serving = False
         for worker in self._workers:
             worker.kill()
+        self._await_nodes()
+
+    def _await_nodes(self) -> None:
+        """Have what other nodes run of a group end; none is started before all of them are there.
+
+        Without a group there is nothing to wait for but them.
+        """
+        if self._nodes is not None:
+            self._nodes.order(None)
+            self._nodes_due_s = time.monotonic() + self._start_timeout_s
 
     def _rebuild_when_clear(self) -> None:
         if self._rebuild is Rebuild.NOTHING or self._workers:
             return
+        if self._nodes is not None and self._nodes.missing():
+            return
         what, self._rebuild = self._rebuild, Rebuild.NOTHING
         self._incarnation += 1
         if what is Rebuild.ROUTER:
-            self._boot = self._specs.boot(self._boot.number + 1)
+            self._boot = self._new_boot(self._boot.number + 1)
             self._incarnation = 0
             self._start_router()
         self._start_workers()
@@ -401,14 +459,43 @@ class Fleet:
             self._is_whole = False
             self._broken_since_s = now_s
 
+    def _new_boot(self, number: int) -> RouterBoot:
+        if self._nodes is None:
+            return self._specs.boot(number)
+        far_workers = self._nodes.new_listener()
+        return self._specs.boot(number, far_workers, url_of(far_workers))
+
     def _start_router(self) -> None:
         self._router = self._spawn(self._specs.router(self._boot))
+        if self._boot.far_workers is not None:
+            self._boot.far_workers.close()  # the router's alone, so that it ends with it
 
     def _start_workers(self) -> None:
-        self._workers = [
-            self._spawn(self._specs.worker(self._boot, rank, self._incarnation))
-            for rank in range(self._specs.config.tp)
-        ]
+        boot, incarnation, ranks = self._boot, self._incarnation, self._specs.config.local_ranks
+        if self._nodes is None:
+            specs = [self._specs.worker(boot, rank, incarnation) for rank in ranks]
+            self._workers = [self._spawn(spec) for spec in specs]
+            return
+        self._nodes_due_s = float("inf")
+        with self._nodes.new_listener() as listener:
+            store = url_of(listener)
+            self._workers = [
+                self._spawn(
+                    self._specs.worker(
+                        boot, rank, incarnation, store=store, store_listener=listener
+                    )
+                )
+                for rank in ranks
+            ]
+        self._nodes.order(
+            NodeGroup(
+                boot_id=boot.boot_id,
+                boot_number=boot.number,
+                incarnation=incarnation,
+                workers_address=boot.far_address,
+                store_address=store,
+            )
+        )
 
     def _start_frontend(self, index: int, incarnation: int) -> Child:
         frontend = self._spawn(self._specs.frontend(index, incarnation, self._api_keys))

@@ -24,10 +24,14 @@ from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
 from lightserve.http_access import read_api_keys
 from lightserve.logs import one_line, setup_logging
+from lightserve.messages.nodes import NodeOrder, NodeReport
 from lightserve.messages.supervision import LATE_TIMEOUT_S, ChildMessage, SupervisorMessage
+from lightserve.node_key import read_node_key
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
 from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.metrics_listener import MetricsListener
+from lightserve.supervisor.node import run_node
+from lightserve.supervisor.nodes import Nodes
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, RunDir, Spawner, SpecWriter
 from lightserve.supervisor.startup import (
     bind_port,
@@ -138,14 +142,33 @@ def serve(
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
     """
     setup_logging("supervisor", config.log_level, config.log_format)
-    with StopSignals(reloads=bool(config.api_key_file)) as signals:
+    with StopSignals(reloads=bool(config.api_key_file) and config.node_rank == 0) as signals:
         try:
+            if config.node_rank:
+                return _serve_node(config, origins, command, signals)
             new_fleet = partial(
                 Fleet, silence_timeout_s=silence_timeout_s, late_timeout_s=late_timeout_s
             )
             return _serve(config, origins, command, new_fleet, signals)
         except Stopped as stop:
             return _exit_code_before_ready(stop.signum)
+
+
+def _serve_node(
+    config: ServeConfig,
+    origins: Mapping[str, Origin],
+    command: Sequence[str],
+    signals: StopSignals,
+) -> int:
+    """Run workers for node 0."""
+    node_key = read_node_key(Path(config.node_key_file))
+    check_threads(config)
+    config = resolve_model(config)
+    check_model(config)
+    signals.defer()
+    with closing(RunDir(config.run_dir)) as run_dir:
+        log_configuration(log, config, origins)
+        return run_node(config, run_dir, node_key, command, signals)
 
 
 def _serve(
@@ -156,6 +179,7 @@ def _serve(
     signals: StopSignals,
 ) -> int:
     api_keys = read_api_keys(Path(config.api_key_file)) if config.api_key_file else []
+    node_key = read_node_key(Path(config.node_key_file)) if config.nnodes > 1 else b""
     if config.ssl_certfile:
         server_context(config.ssl_certfile, config.ssl_keyfile)
     check_threads(config)
@@ -178,15 +202,23 @@ def _serve(
         )
         listen(listener, config)
         log_configuration(log, config, origins)
-        specs = SpecWriter(config, run_dir, control_address, listener.fileno())
+        nodes = stack.enter_context(Nodes(config, node_key)) if node_key else None
+        specs = SpecWriter(
+            *(config, run_dir, control_address, listener.fileno()), node_key=node_key
+        )
         metrics = ServerMetrics(config, api_keys)
         if metrics_listener is not None:
             metrics_listener.start(metrics)
             log.info("metrics on %s", metrics_listener.url)
-        fleet = new_fleet(specs, Spawner(hub, command), metrics, api_keys=api_keys)
+        fleet = new_fleet(specs, Spawner(hub, command), metrics, nodes=nodes, api_keys=api_keys)
         stack.callback(fleet.kill_all)
         fleet.start()
-        return _Loop(fleet, hub, signals, metrics, config=config, listener=listener).run()
+        return _Loop(
+            *(fleet, hub, signals, metrics), nodes=nodes, config=config, listener=listener
+        ).run()
+
+
+_AnyHub = ZmqHub[SupervisorMessage, ChildMessage] | ZmqHub[NodeOrder, NodeReport]
 
 
 class _Loop:
@@ -199,6 +231,7 @@ class _Loop:
         signals: StopSignals,
         metrics: ServerMetrics,
         *,
+        nodes: Nodes | None,
         config: ServeConfig,
         listener: socket.socket,
     ) -> None:
@@ -206,6 +239,7 @@ class _Loop:
         self._hub = hub
         self._signals = signals
         self._metrics = metrics
+        self._hubs: list[_AnyHub] = [hub] if nodes is None else [hub, nodes.hub]
         self._config = config
         self._listener = listener
 
@@ -220,8 +254,10 @@ class _Loop:
                 if child.pidfd in ready:
                     self._hear_last_words(child)
                     fleet.on_exit(child)
+            fleet.look_at_nodes(time.monotonic())
             fleet.check_deadlines(time.monotonic())
-            self._metrics.sample(fleet.children, self._hub.num_rejected, time.monotonic())
+            num_rejected = sum(hub.num_rejected for hub in self._hubs)
+            self._metrics.sample(fleet.children, num_rejected, time.monotonic())
             if self._metrics.wants_picture(time.monotonic()):
                 fleet.ask_for_picture()
             if fleet.phase is Phase.SERVING and not has_greeted:
@@ -265,7 +301,7 @@ class _Loop:
         if deadline_s != float("inf"):
             timeout_s = max(0.0, deadline_s - time.monotonic())
         pidfds = [child.pidfd for child in self._fleet.children]
-        sources: list[Waitable | int] = [self._hub, self._signals.fileno(), *pidfds]
+        sources: list[Waitable | int] = [*self._hubs, self._signals.fileno(), *pidfds]
         return [source for source in wait_readable(sources, timeout_s) if isinstance(source, int)]
 
     def _receive_messages(self) -> None:

@@ -131,6 +131,10 @@ class RouterBoot:
     boot_id: str
     frontends_address: str
     workers_address: str
+    far_workers: socket.socket | None = None
+    """With other nodes: bound where their workers connect; the router inherits it."""
+    far_address: str = ""
+    """Of that."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +149,20 @@ class SpecWriter:
         default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(8)}"
     )
     """Of the leases of lines: as long as this server lives, and of no other."""
+    node_key: bytes = b""
+    """With other nodes; see `lightserve.node_key`."""
 
-    def boot(self, number: int) -> RouterBoot:
+    def boot(
+        self, number: int, far_workers: socket.socket | None = None, far_address: str = ""
+    ) -> RouterBoot:
         """Name the `number`-th router boot."""
         return RouterBoot(
             number=number,
             boot_id=secrets.token_hex(8),
             frontends_address=self.run_dir.address(f"frontends-{number}"),
             workers_address=self.run_dir.address(f"workers-{number}"),
+            far_workers=far_workers,
+            far_address=far_address,
         )
 
     def frontend(self, index: int, incarnation: int, api_keys: Sequence[ApiKey]) -> ChildSpec:
@@ -181,11 +191,25 @@ class SpecWriter:
             control_address=self.control_address,
             frontends_address=boot.frontends_address,
             workers_address=boot.workers_address,
+            listen_fd=-1 if boot.far_workers is None else boot.far_workers.fileno(),
+            node_key=self.node_key,
         )
 
-    def worker(self, boot: RouterBoot, rank: int, incarnation: int) -> ChildSpec:
-        """Specify one rank of this boot's `incarnation`-th worker group."""
-        store = self.run_dir.path / f"store-{boot.number}-{incarnation}"
+    def worker(
+        self,
+        boot: RouterBoot,
+        rank: int,
+        incarnation: int,
+        *,
+        store: str = "",
+        store_listener: socket.socket | None = None,
+    ) -> ChildSpec:
+        """Specify one rank of this boot's `incarnation`-th worker group.
+
+        `store`: tcp://HOST:PORT where ranks of several nodes meet, on the socket `store_listener`,
+        which is for rank 0.
+        """
+        file = self.run_dir.path / f"store-{boot.number}-{incarnation}"
         return ChildSpec(
             role=Role.WORKER,
             index=rank,
@@ -194,7 +218,9 @@ class SpecWriter:
             config=self.config,
             control_address=self.control_address,
             workers_address=boot.workers_address,
-            collective_store=str(store) if self.config.tp > 1 else "",
+            collective_store=store or (str(file) if self.config.tp > 1 else ""),
+            listen_fd=-1 if store_listener is None or rank else store_listener.fileno(),
+            node_key=self.node_key,
         )
 
 

@@ -134,7 +134,9 @@ def check_threads(config: ServeConfig) -> None:
     Raises:
         StartupError: there cannot.
     """
-    num_needed = _OWN_THREADS + _CHILD_THREADS * (1 + num_submitters(config) + config.tp)
+    num_needed = _OWN_THREADS + _CHILD_THREADS * (
+        1 + num_submitters(config) + len(config.local_ranks)
+    )
     may_end = threading.Event()
     threads: list[threading.Thread] = []
     try:

@@ -220,7 +220,7 @@ class _Group:
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
-    """Return the device of a rank for --device auto, cpu or cuda.
+    """Return the device of this node's `rank`-th rank for --device auto, cpu or cuda.
 
     Raises:
         ConfigError: cuda without a GPU for every rank up to this one.
@@ -233,6 +233,11 @@ def resolve_device(name: str, rank: int) -> torch.device:
     if rank >= num_devices:
         raise ConfigError(f"--device {name}: rank {rank} needs a GPU, found {num_devices}")
     return torch.device("cuda", rank)
+
+
+def device_of_rank(config: ServeConfig, rank: int) -> torch.device:
+    """Return the device of one of this node's ranks; see `resolve_device`."""
+    return resolve_device(config.device, rank - config.local_ranks.start)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ from lightserve.progress import progress
 from lightserve.structured import model_vocabulary
 from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from lightserve.worker.constraints import RowConstraints
-from lightserve.worker.device import make_queue, resolve_device
+from lightserve.worker.device import device_of_rank, make_queue
 from lightserve.worker.graphs import (
     MAX_ROWS,
     CudaGraphRecorder,
@@ -262,7 +262,7 @@ def build_runner(
     tp = tp or SingleRank()
     path = Path(config.model)
     model_config = load_model_config(path)
-    device = resolve_device(config.device, tp.rank)
+    device = device_of_rank(config, tp.rank)
     dtype = _dtype(config, model_config, device, is_said=tp.rank == 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -191,13 +191,14 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
     """
     if config.has_gpu_memory_utilization:
         raise ConfigError("--gpu-memory-utilization needs a GPU, and none was found")
+    num_ranks = len(config.local_ranks)
     if config.kv_memory == "auto":
-        budget = min(AUTO_LIMIT_BYTES, free_bytes // 2) // config.tp
+        budget = min(AUTO_LIMIT_BYTES, free_bytes // 2) // num_ranks
     else:
         budget = parse_memory(config.kv_memory, "--kv-memory")
-        if budget * config.tp > free_bytes:
+        if budget * num_ranks > free_bytes:
             raise ConfigError(
-                f"--kv-memory {config.kv_memory} for {config.tp} rank(s) is more than the"
+                f"--kv-memory {config.kv_memory} for {num_ranks} rank(s) is more than the"
                 f" {free_bytes / 2**20:.0f} MiB that are free"
             )
     num_slots = budget // layout.bytes_per_token
@@ -234,7 +235,8 @@ def num_host_slots(
     if config.preemption == "recompute":
         return 0  # nothing is ever copied there
     pool_bytes = num_slots * layout.bytes_per_token
-    rest = max(0, free_bytes // config.tp - (0 if is_beside_gpu else pool_bytes))
+    num_ranks = len(config.local_ranks)
+    rest = max(0, free_bytes // num_ranks - (0 if is_beside_gpu else pool_bytes))
     if config.host_kv_memory == "auto":
         budget = min(pool_bytes, rest) // 2
         if is_beside_gpu:
@@ -243,7 +245,7 @@ def num_host_slots(
     budget = parse_memory(config.host_kv_memory, "--host-kv-memory")
     if budget > rest:
         raise ConfigError(
-            f"--host-kv-memory {config.host_kv_memory} for {config.tp} rank(s) is more than the"
+            f"--host-kv-memory {config.host_kv_memory} for {num_ranks} rank(s) is more than the"
             f" {rest / 2**20:.0f} MiB that "
             + ("are free for each" if is_beside_gpu else "the KV pool leaves for each")
         )

@@ -26,7 +26,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
 from lightserve.models.parallel import TensorParallel
-from lightserve.worker.device import facts_of, resolve_device
+from lightserve.worker.device import device_of_rank, facts_of
 from lightserve.worker.engine import build_runner
 from lightserve.worker.memory import keep_freed_memory
 from lightserve.worker.model_runner import ModelRunner
@@ -65,9 +65,9 @@ def _run(job: ProfileJob) -> None:
     tp = join_group(
         rank=job.rank,
         size=config.tp,
-        store_path=job.store_path,
+        store=job.store_path,
         timeout_s=config.start_timeout_s,
-        device=resolve_device(config.device, job.rank),
+        device=device_of_rank(config, job.rank),
     )
     runner = build_runner(config, tp=tp)
     profile = take_profile(
@@ -104,9 +104,10 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     tp = join_group(
         rank=spec.index,
         size=spec.config.tp,
-        store_path=spec.collective_store,
+        store=spec.collective_store,
+        store_fd=spec.listen_fd,
         timeout_s=spec.config.start_timeout_s,
-        device=resolve_device(spec.config.device, spec.index),
+        device=device_of_rank(spec.config, spec.index),
     )
     runner = build_runner(spec.config, tp=tp, incarnation=spec.incarnation)
     is_first_rank = spec.index == 0
@@ -119,6 +120,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         name=f"worker-{spec.index}",
         send_type=WorkerToRouter,
         recv_type=RouterToWorker,
+        node_key=spec.node_key if spec.workers_address.startswith("tcp://") else b"",
     )
     # What was built so far lives as long as the process: the collector need not look at it again.
     gc.collect()
@@ -127,7 +129,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             boot_id=spec.boot_id,
-            config_hash=spec.config.digest,
+            config_hash=spec.config.ranks_digest,
             incarnation=spec.incarnation,
             rank=spec.index,
             num_kv_slots=runner.num_kv_slots,

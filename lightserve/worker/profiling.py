@@ -409,7 +409,7 @@ def profile_key(config: ServeConfig) -> ProfileKey:
         device=facts.summary,
         tp=config.tp,
         num_threads=torch.get_num_threads(),
-        kernels=facts.kernels + _weights_of(config) + _graphs_of(config),
+        kernels=facts.kernels + _weights_of(config) + _graphs_of(config) + _nodes_of(config),
     )
 
 
@@ -426,6 +426,11 @@ def _graphs_of(config: ServeConfig) -> str:
     if config.cuda_graph_max_seqs:
         return f", CUDA graphs to {config.cuda_graph_max_seqs}"
     return ""
+
+
+def _nodes_of(config: ServeConfig) -> str:
+    """Return over how many machines the ranks are spread: their sums take longer."""
+    return f", {config.nnodes} nodes" if config.nnodes > 1 else ""
 
 
 def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:

@@ -1,11 +1,14 @@
-"""Tensor parallelism over torch.distributed: a process per rank, on one machine.
+"""Tensor parallelism over torch.distributed: a process per rank, on one machine or several.
 
 Tensors on GPUs travel over NCCL, tensors on the host over gloo, in one group: what a host decides
 on (how long a profile lasts) never waits for a device, and collectives on a device never wait
 for the host. Each is an operation of the current stream, so that it can be part of a CUDA graph.
 
 The ranks of one incarnation meet at a file of the private run directory; sockets are on the
-loopback interface alone, and NCCL's data goes over NVLink, PCIe or shared memory.
+loopback interface alone, and NCCL's data goes over NVLink, PCIe or shared memory. Those of several
+machines meet at a socket of rank 0's, and all of their sockets are on the interface by which that
+is reached: neither torch's rendezvous nor what the ranks send each other is encrypted, so that
+network has to be theirs alone.
 
 On GPUs there are two communicators: what CUDA graphs have recorded goes over one, everything else
 over the other, so that neither finds the other's state in its own.
@@ -18,11 +21,14 @@ do not finish (--step-timeout-s), and by the time limit of each collective.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +36,14 @@ from torch import Tensor
 
 from lightserve.errors import StartupError
 from lightserve.models.parallel import SingleRank, TensorParallel
+
+# Not said to be exported, though documented.
+_FileStore, _TCPStore = dist.FileStore, dist.TCPStore  # type: ignore[attr-defined]
+
+TCP = "tcp://"
+"""Begins the address of a rendezvous that is no file."""
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's first IPv4 address."""
 
 # torch 2.13 gives it this name and warns of the one that it has had.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,8 +98,9 @@ def join_group(
     *,
     rank: int,
     size: int,
-    store_path: str,
+    store: str,
     timeout_s: float,
+    store_fd: int = -1,
     device: torch.device | None = None,
 ) -> TensorParallel:
     """Meet the other ranks and return this rank's end of the group; once per process.
@@ -93,8 +108,10 @@ def join_group(
     Args:
         rank: 0 … size-1.
         size: number of ranks; with one no group is made.
-        store_path: a file, the same for all ranks and fresh for each incarnation.
+        store: where to meet, fresh for each incarnation: a file of ranks on one machine, or
+            tcp://ADDRESS:PORT of rank 0's.
         timeout_s: for the meeting and for each collective.
+        store_fd: rank 0's socket, bound to that address.
         device: where this rank computes, no other rank's if it is a GPU; default the CPU.
 
     Raises:
@@ -102,24 +119,70 @@ def join_group(
     """
     if size == 1:
         return SingleRank()
-    loopback = _loopback_interface()
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    host, _, port = store.removeprefix(TCP).rpartition(":")
+    is_far = store.startswith(TCP)
+    interface = _interface_towards(host) if is_far else _loopback_interface()
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend, gpu = "gloo", None
     if device is not None and device.type == "cuda":
         backend, gpu = "cpu:gloo,cuda:nccl", device
-        os.environ |= {"NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_IB_DISABLE": "1"}
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        if not is_far:
+            os.environ["NCCL_IB_DISABLE"] = "1"
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
-        store.set_timeout(timeout)
+        place: Any
+        if is_far:
+            place = _tcp_store(host, int(port), size=size, fd=store_fd, timeout=timeout)
+        else:
+            place = _FileStore(store, size)
+        place.set_timeout(timeout)
         # With a GPU named, NCCL connects now and not in the first step.
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=gpu
+            backend, store=place, rank=rank, world_size=size, timeout=timeout, device_id=gpu
         )
         unrecorded = None if gpu is None else dist.new_group(timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"rank {rank} of {size} could not meet the others: {error}") from error
     return ProcessGroupTensorParallel(unrecorded)
+
+
+def _tcp_store(host: str, port: int, *, size: int, fd: int, timeout: timedelta) -> Any:
+    """Serve the rendezvous on the socket `fd`, or reach it where that is -1."""
+    if fd < 0:
+        return _TCPStore(host, port, size, is_master=False, timeout=timeout)
+    socket.socket(fileno=os.dup(fd)).listen()
+    return _TCPStore(
+        *(host, port, size),
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=fd,
+    )
+
+
+def _interface_towards(host: str) -> str:
+    """Return the name of the interface by which an IPv4 address is reached, or that has it.
+
+    Raises:
+        StartupError: there is none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # sends nothing
+        except OSError as error:
+            raise StartupError(
+                f"--master-addr: {host} cannot be reached: {error.strerror}"
+            ) from error
+        own = probe.getsockname()[0]
+        if own.startswith("127."):
+            return _loopback_interface()
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == own:
+                    return name
+    raise StartupError(f"--master-addr: no interface has {own} as its first address")
 
 
 def _loopback_interface() -> str:

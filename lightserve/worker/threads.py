@@ -249,4 +249,4 @@ def _at_rest(config: ServeConfig, cores: Cores) -> int:
 
 
 def _cores(config: ServeConfig) -> Cores:
-    return Cores(len(os.sched_getaffinity(0)), usable_cores(), config.tp)
+    return Cores(len(os.sched_getaffinity(0)), usable_cores(), len(config.local_ranks))

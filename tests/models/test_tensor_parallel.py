@@ -137,13 +137,13 @@ def test_a_vocabulary_smaller_than_its_padding(tmp_path: Path) -> None:
 
 def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    assert isinstance(join_group(rank=0, size=1, store_path=str(store), timeout_s=1.0), SingleRank)
+    assert isinstance(join_group(rank=0, size=1, store=str(store), timeout_s=1.0), SingleRank)
     assert not store.exists()
 
 
 def test_a_missing_peer_is_a_startup_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="rank 0 of 2"):
-        join_group(rank=0, size=2, store_path=str(tmp_path / "store"), timeout_s=0.3)
+        join_group(rank=0, size=2, store=str(tmp_path / "store"), timeout_s=0.3)
 
 
 COLLECTIVES = """
@@ -152,7 +152,7 @@ from pathlib import Path
 from lightserve.worker.tensor_parallel import join_group
 
 rank, is_past = int(sys.argv[1]), Path(sys.argv[2] + ".past")
-tp = join_group(rank=rank, size=2, store_path=sys.argv[2], timeout_s=600.0)
+tp = join_group(rank=rank, size=2, store=sys.argv[2], timeout_s=600.0)
 assert (tp.rank, tp.size) == (rank, 2)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     x = torch.full((2, 3), rank + 1.0, dtype=dtype)
@@ -202,7 +202,7 @@ from lightserve.worker.tensor_parallel import join_group
 rank = int(sys.argv[1])
 print("imported", flush=True)
 sys.stdin.readline()  # so that the time limit is not spent on slow imports
-tp = join_group(rank=rank, size=2, store_path=sys.argv[2], timeout_s=6.0)
+tp = join_group(rank=rank, size=2, store=sys.argv[2], timeout_s=6.0)
 tp.all_reduce(torch.ones(3))
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -267,7 +267,7 @@ def test_what_a_rank_with_a_gpu_asks_of_torch(
         monkeypatch.setenv(name, "eth0")
     device = torch.device("cuda", 1)
     tp = join_group(
-        rank=1, size=2, store_path=str(tmp_path / "store"), timeout_s=30.0, device=device
+        rank=1, size=2, store=str(tmp_path / "store"), timeout_s=30.0, device=device
     )
     x = torch.zeros(1, 1)
 

@@ -27,7 +27,7 @@ CONFIG = tiny_config(vocab_size=201, num_layers=2)
 @torch.inference_mode()
 def main() -> None:
     rank, size, store_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    tp = join_group(rank=rank, size=size, store_path=store_path, timeout_s=600.0)
+    tp = join_group(rank=rank, size=size, store=store_path, timeout_s=600.0)
     generator = torch.Generator().manual_seed(3)
     shape = (NUM_SEQS + 1, WIDTH)
     tables = DecodeTables(

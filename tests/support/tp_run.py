@@ -77,7 +77,7 @@ def main() -> None:
     tp = join_group(
         rank=rank,
         size=size,
-        store_path=str(directory / "store"),
+        store=str(directory / "store"),
         timeout_s=TIMEOUT_S,
         device=device,
     )
