@@ -104,4 +104,5 @@ class Guard:
     def close(self) -> None:
         """Stop; before the socket is closed."""
         self._socket.disable_monitor()
+        self._events.close(linger=0)
         self._authenticator.stop()

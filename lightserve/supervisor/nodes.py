@@ -201,7 +201,8 @@ class Nodes:
         if now_s < node.heard_s + timeout_s:
             return ""
         del self._nodes[node.report.node_rank]
-        log.warning("node %d was silent for %g s", node.report.node_rank, timeout_s)
+        if self._wanted is None:
+            log.warning("node %d has gone silent", node.report.node_rank)
         return f"node {node.report.node_rank} was silent for {timeout_s:g} s (--node-timeout-s)"
 
     def _refusal(self, report: NodeReport) -> str:

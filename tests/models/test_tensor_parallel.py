@@ -266,9 +266,7 @@ def test_what_a_rank_with_a_gpu_asks_of_torch(
     for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")
     device = torch.device("cuda", 1)
-    tp = join_group(
-        rank=1, size=2, store=str(tmp_path / "store"), timeout_s=30.0, device=device
-    )
+    tp = join_group(rank=1, size=2, store=str(tmp_path / "store"), timeout_s=30.0, device=device)
     x = torch.zeros(1, 1)
 
     def all_collectives() -> list[object]:

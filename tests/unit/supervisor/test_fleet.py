@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from lightserve.child import control_name, last_words_name
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
+from lightserve.messages.nodes import NodeGroup
 from lightserve.messages.supervision import (
     ChildFailed,
     ChildReady,
@@ -25,6 +27,7 @@ from lightserve.messages.supervision import (
 )
 from lightserve.supervisor.fleet import Fleet, Phase
 from lightserve.supervisor.metrics import ServerMetrics
+from lightserve.supervisor.nodes import Nodes
 from lightserve.supervisor.spawn import Child, RunDir, Spawner, SpecWriter
 from lightserve.types import FrontendId
 
@@ -74,10 +77,10 @@ class _Spawner(Spawner):
 class _Server:
     """A fleet that serves, and all children that it ever had."""
 
-    def __init__(self, run_dir: RunDir, config: ServeConfig) -> None:
+    def __init__(self, run_dir: RunDir, config: ServeConfig, nodes: Nodes | None = None) -> None:
         self.spawner = _Spawner()
         specs = SpecWriter(config, run_dir, run_dir.address("control"), listen_fd=-1)
-        self.fleet = Fleet(specs, self.spawner, ServerMetrics(config))
+        self.fleet = Fleet(specs, self.spawner, ServerMetrics(config), nodes=nodes)
         self.fleet.start()
 
     def child(self, role: Role, index: int = 0) -> _Child:
@@ -343,3 +346,97 @@ def test_a_frontend_that_serves_is_asked_for_the_dashboards_picture(
     name = starting.child(Role.FRONTEND).control_name
     starting.fleet.on_message(name, Picture(text=b"{}"))
     assert pictures == [b"{}"]
+
+
+# With other nodes, which here say what the test has them say.
+
+
+class _Nodes(Nodes):
+    """Opens no port."""
+
+    def __init__(self) -> None:
+        self.host, self.node_key = "127.0.0.1", b"key"
+        self.lost, self.away, self.is_all_ready = "", "1", False
+        self.orders: list[NodeGroup | None] = []
+        self._next_beat_s = float("inf")
+
+    def order(self, group: NodeGroup | None) -> None:
+        self.orders.append(group)
+        self.is_all_ready = False
+
+    def turn(self, now_s: float) -> str:
+        lost, self.lost = self.lost, ""
+        return lost
+
+    def missing(self) -> str:
+        return self.away
+
+    @property
+    def are_ready(self) -> bool:
+        return self.is_all_ready
+
+
+def _spread(tmp_path: Path) -> tuple[_Server, _Nodes]:
+    config = ServeConfig(
+        **{"tp": 2, "nnodes": 2, "master_addr": "127.0.0.1", "node_key_file": "key"},  # type: ignore[arg-type]
+        start_timeout_s=300.0,
+    )
+    nodes = _Nodes()
+    return _Server(RunDir(str(tmp_path)), config, nodes), nodes
+
+
+def test_a_group_over_several_nodes_waits_for_them_and_is_lost_with_one(tmp_path: Path) -> None:
+    server, nodes = _spread(tmp_path)
+    fleet = server.fleet
+    now_s = time.monotonic()
+
+    def workers() -> list[_Child]:
+        return [child for child in server.spawner.children if child.spec.role is Role.WORKER]
+
+    fleet.look_at_nodes(now_s)
+    assert not workers() and nodes.orders == [None]
+    nodes.away = ""
+    fleet.look_at_nodes(now_s)
+    (rank_0,) = workers()
+    group = nodes.orders[-1]
+    assert group is not None and (group.incarnation, rank_0.spec.index) == (0, 0)
+    assert rank_0.spec.collective_store == group.store_address != ""
+    assert server.child(Role.ROUTER).spec.listen_fd >= 0, "for workers of the others"
+    server.all_ready()
+    assert fleet.phase is Phase.STARTING, "rank 1 is not ready"
+    nodes.is_all_ready = True
+    fleet.look_at_nodes(now_s)
+    assert fleet.phase is Phase.SERVING
+
+    nodes.lost, nodes.away = "node 1 was silent", "1"
+    fleet.look_at_nodes(now_s)
+    assert rank_0.was_killed and nodes.orders[-1] is None
+    assert server.child(Role.ROUTER).sent[-1] == WorkersLost(incarnation=0)
+    fleet.on_exit(rank_0)
+    fleet.look_at_nodes(now_s)
+    assert workers() == [rank_0], "node 1 is away"
+    nodes.away = ""
+    fleet.look_at_nodes(now_s)
+    assert workers()[-1].spec.incarnation == 1
+    assert nodes.orders[-1] is not None and nodes.orders[-1].incarnation == 1
+
+    fleet.on_exit(workers()[-1])
+    assert nodes.orders[-2] is None, "a death here ends the ranks there"
+    assert nodes.orders[-1] is not None and nodes.orders[-1].incarnation == 2
+    fleet.on_exit(server.child(Role.ROUTER))
+    fleet.on_exit(workers()[-1])
+    assert nodes.orders[-1] is not None and nodes.orders[-1].boot_number == 1
+
+
+def test_a_node_that_never_comes_or_fails_is_the_end_of_a_start(tmp_path: Path) -> None:
+    server, nodes = _spread(tmp_path)
+    due_s = server.fleet.next_deadline_s
+    for child in server.fleet.children:
+        child.due_s = float("inf")
+    with pytest.raises(StartupError, match=r"^waited 300 s for node 1 \(--start-timeout-s\)$"):
+        server.fleet.look_at_nodes(max(due_s, server.fleet.next_deadline_s) + 1.0)
+    nodes.away = ""
+    server.fleet.look_at_nodes(0.0)
+    nodes.lost = "node 1: worker-1: no memory"
+    with pytest.raises(StartupError, match=r"^node 1: worker-1: no memory$"):
+        server.fleet.look_at_nodes(0.0)
