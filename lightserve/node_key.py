@@ -17,7 +17,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from lightserve.errors import ConfigError
 
 _KEY_CHARS = 40
-"""Of 32 bytes in Z85."""
+"""Of 32 bytes, as ZeroMQ writes them."""
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -41,7 +41,7 @@ def write_node_key(path: Path) -> None:
 
 
 def read_node_key(path: Path) -> bytes:
-    """Return the secret half in the file, in Z85.
+    """Return the secret half in the file, as text.
 
     Raises:
         ConfigError: it cannot be read, or is no key.

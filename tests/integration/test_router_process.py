@@ -102,7 +102,7 @@ class Scene:
         hello = WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             boot_id=BOOT,
-            config_hash=self.config.digest,
+            config_hash=self.config.ranks_digest,
             incarnation=0,
             rank=0,
             num_kv_slots=100,
