@@ -116,7 +116,7 @@ COMPILE = $(SUPPLY)/bin/uv pip compile --quiet --universal --python-version 3.11
 OF_SERVER := --excludes requirements/not_locked.in pyproject.toml requirements/build.in \
 	requirements/beside_torch.in
 lock: $(HAS_SUPPLY)
-	$(COMPILE) $(OF_SERVER) --extra postgres --output-file requirements/serve.txt
+	$(COMPILE) $(OF_SERVER) --extra postgres --extra objects --output-file requirements/serve.txt
 	$(COMPILE) $(OF_SERVER) --extra test --constraint requirements/serve.txt \
 		--output-file requirements/test.txt
 	$(PYTHON) requirements/clients.py pyproject.toml bench chat plots > $(SUPPLY)/clients.in

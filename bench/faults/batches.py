@@ -1,6 +1,6 @@
 """A batch whose servers are killed again and again: is each line answered once, and as without?
 
-python -m bench.faults.batches [--store sqlite|postgresql] [--lines 2000] [--kills 200]
+python -m bench.faults.batches [--store sqlite|postgresql] [--objects] [--lines 2000] [--kills 200]
     [--seed 1] [--json]
 
 The bundled model under --batch-invariant, sampled with seeds. First the lines are answered without
@@ -9,6 +9,7 @@ worker, the frontend, the supervisor (whose children end by themselves), or of a
 chance. What has ended is started again, as a service manager does. With PostgreSQL two servers
 share the store, it ends itself as in a crash (`pg_ctl stop -m immediate`) after every 20 kills, and
 after every 50 all processes of one server are stopped until 2 s after the end of their lease.
+With --objects the bytes of files are in an object store, which speaks S3's protocol.
 
 *Begun again* counts leases of lines beyond their first. *Computed twice* is the share of all
 tokens, prompts included, if each line had been computed to its end each time: it is at most that.
@@ -27,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from support.faulted_batch import DATABASE, PROCESSES, STOP, Report, Servers
+from support.object_store import BUCKET, fake_s3
 from support.postgres import PostgresServer
 
 from bench.table import print_head, print_row
@@ -46,7 +48,9 @@ def faults(num_kills: int, *, is_shared: bool, seed: int) -> Iterator[str]:
             yield STOP
 
 
-def run(store: str, num_lines: int, num_kills: int, seed: int) -> tuple[Report, Report]:
+def run(
+    store: str, num_lines: int, num_kills: int, seed: int, *, has_objects: bool
+) -> tuple[Report, Report]:
     """Return the reports of the run without faults and of the one with them."""
     is_shared = store == "postgresql"
     with ExitStack() as stack:
@@ -55,11 +59,14 @@ def run(store: str, num_lines: int, num_kills: int, seed: int) -> tuple[Report, 
         if is_shared:
             postgres = stack.enter_context(closing(PostgresServer(is_durable=True)))
             location = postgres.database("store")
+        s3 = stack.enter_context(fake_s3()) if has_objects else None
         servers = stack.enter_context(
             Servers(
                 *(Path(directory), location),
                 num_servers=1 + is_shared,
                 postgres=postgres,
+                file_store="" if s3 is None else f"s3://{BUCKET}/files",
+                environment={} if s3 is None else s3.environment,
                 seed=seed,
             )
         )
@@ -75,12 +82,14 @@ def main() -> None:
     """Print a row for each run; exit code 1 if anything was lost, doubled or changed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite")
+    parser.add_argument("--objects", action="store_true")
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    reports = run(arguments.store, arguments.lines, arguments.kills, arguments.seed)
+    sizes = (arguments.lines, arguments.kills, arguments.seed)
+    reports = run(arguments.store, *sizes, has_objects=arguments.objects)
     if arguments.json:
         print(json.dumps([asdict(report) for report in reports], indent=2))
     else:

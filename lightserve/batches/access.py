@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightserve.batches import sqlite
+from lightserve.batches.contents import Contents
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
 from lightserve.batches.forecast import Forecasts
@@ -22,6 +23,9 @@ from lightserve.batches.jobs import Jobs
 from lightserve.batches.responses import Responses
 from lightserve.config.fields import is_postgres
 from lightserve.errors import StartupError, StoreError
+
+if TYPE_CHECKING:
+    from lightserve.batches.objects import Objects
 
 T = TypeVar("T")
 
@@ -35,10 +39,10 @@ REST_S = 1.0
 """A store that cannot be opened is not tried again for so long: those who wait learn it at once."""
 
 
-def prepare(location: str) -> ExitStack:
+def prepare(location: str, file_store: str = "") -> ExitStack:
     """Bring the schema of a store up to date, and take it for this server where it has only one.
 
-    Closing what is returned lets others have it.
+    Closing what is returned lets others have it. `file_store`: as --file-store says.
 
     Raises:
         StartupError: it cannot be used.
@@ -48,19 +52,56 @@ def prepare(location: str) -> ExitStack:
         _postgres().prepare(location)
     else:
         held.enter_context(closing(sqlite.prepare(Path(location))))
+    try:
+        _check_objects(location, file_store)
+    except StoreError as error:
+        held.close()
+        raise StartupError(f"--file-store {file_store}: {error}") from error
+    except BaseException:
+        held.close()
+        raise
     return held
+
+
+def _check_objects(location: str, file_store: str) -> None:
+    """Check that objects can be written, and those are there that the store knows of.
+
+    Raises:
+        StartupError, StoreError: not so.
+    """
+    with closing(_open(location, 0)) as database:
+        newest = Files(database).in_objects()
+    if not file_store:
+        if newest is not None:
+            raise StartupError(
+                f"--batch-store {location}: it has files in objects: --file-store is missing"
+            )
+        return
+    objects = _objects(file_store)
+    objects.check()
+    if newest is not None and not objects.has(newest.id, newest.num_bytes):
+        raise StoreError(f"the files of --batch-store {location} are not there")
 
 
 def _postgres() -> ModuleType:
     """Load it. Raises StartupError: its packages are not there."""
+    return _load("postgres", "psycopg", "--batch-store postgresql://…")
+
+
+def _objects(url: str) -> Objects:
+    """Return an object store. Raises StartupError: its packages are not there."""
+    objects: Objects = _load("objects", "obstore", "--file-store").Objects(url)
+    return objects
+
+
+def _load(name: str, package: str, option: str) -> ModuleType:
+    """Load a module, and packages that an extra of the same name has."""
     try:
-        return importlib.import_module("lightserve.batches.postgres")
+        return importlib.import_module(f"lightserve.batches.{name}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "psycopg":
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
-        raise StartupError(
-            "--batch-store postgresql://… needs psycopg: pip install 'lightserve[postgres]'"
-        ) from None
+        raise StartupError(f"{option} needs {package}: pip install 'lightserve[{name}]'") from None
 
 
 def _open(location: str, min_free_bytes: int) -> Database:
@@ -89,10 +130,15 @@ class StoreThread:
         self,
         location: str,
         *,
+        file_store: str = "",
         min_free_bytes: int = 0,
         observe: Callable[[float], None] | None = None,
     ) -> None:
-        """`observe` is told how long each call took, in seconds, its wait included."""
+        """`location`, `file_store`: as --batch-store and --file-store say.
+
+        `observe` is told how long each call took, in seconds, its wait included.
+        """
+        self.contents = Contents(self.run, _objects(file_store) if file_store else None)
         self._location = location
         self._min_free_bytes = min_free_bytes
         self._observe = observe

@@ -1,9 +1,12 @@
-"""Files of a store: uploaded in chunks, or put together from the results of a batch."""
+"""Files of a store: uploaded in chunks, or put together from the results of a batch.
+
+What is in them is in rows, or in objects (see `contents`), of which only the row is here.
+"""
 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightserve.batches.database import Database
 from lightserve.batches.records import CHUNK_BYTES, DEFAULT_TTL_S, FileRecord, Purpose
@@ -13,8 +16,28 @@ STALE_UPLOAD_S = 3600
 """An upload of which nothing has come for so long is dropped: its frontend has died."""
 PAGE_LINES = 256
 
-_COLUMNS = "number, id, purpose, filename, num_bytes, created_s, expires_s, batch, has_errors"
+_COLUMNS = "number, id, purpose, filename, num_bytes, created_s, expires_s, batch, has_errors, kept"
 _IN_USE = "SELECT 1 FROM batches WHERE input_file = files.number AND status = 'in_progress'"
+
+
+class Cursor(NamedTuple):
+    """Where a piece of a file begins."""
+
+    part: int = 0
+    """Number of the chunk, or of the line."""
+    position: int = 0
+    """Bytes before it."""
+
+
+START = Cursor()
+
+
+class Doomed(NamedTuple):
+    """A file that clients do not see any more, whose objects go before its row does."""
+
+    number: int
+    id: str
+    num_bytes: int
 
 
 def no_file(file_id: str) -> InvalidRequest:
@@ -45,19 +68,26 @@ class Files:
 
     # ------------------------------------------------------------------ uploads
 
-    def begin(self, key_name: str, now_s: float) -> int:
+    def begin(self, key_name: str, now_s: float, *, in_objects: bool = False) -> int:
         """Begin an upload; return its number, by which alone it is known until it is whole."""
         self._db.check_space()
         with self._db.transaction():
             number: int = self._db.value(
                 "INSERT INTO files (id, key_name, purpose, filename, num_bytes, created_s,"
-                " touched_s, is_whole) VALUES (?, ?, 'batch', '', 0, ?, ?, FALSE) RETURNING number",
+                " touched_s, is_whole, kept) VALUES (?, ?, 'batch', '', 0, ?, ?, FALSE, ?)"
+                " RETURNING number",
                 *(f"file-{secrets.token_hex(12)}", key_name, int(now_s), int(now_s)),
+                "objects" if in_objects else "rows",
             )
             return number
 
-    def append(self, number: int, chunk: int, data: bytes, now_s: float, *, quota: int) -> None:
+    def append(
+        self, number: int, chunk: int, data: bytes, now_s: float, *, quota: int
+    ) -> str | None:
         """Add a chunk of CHUNK_BYTES, the last one perhaps of fewer.
+
+        If the file is to be in objects, the chunk, of OBJECT_BYTES, is counted here and no more:
+        return the file's id.
 
         Raises:
             InvalidRequest: the key has stored more than `quota` bytes in all (413), or the
@@ -66,16 +96,22 @@ class Files:
         self._db.check_space()
         with self._db.transaction(is_shared=True):
             changed = self._db.write(
-                "UPDATE files SET num_bytes = num_bytes + ?, touched_s = ? WHERE number = ?",
+                "UPDATE files SET num_bytes = num_bytes + ?, touched_s = ? WHERE number = ?"
+                " AND kept != 'gone'",
                 *(len(data), int(now_s), number),
             )
             if not changed:
                 raise InvalidRequest(
                     "the file did not arrive in time", code="request_timeout", status=408
                 )
-            self._db.write("INSERT INTO chunks VALUES (?, ?, ?)", number, chunk, data)
-            key_name = self._db.value("SELECT key_name FROM files WHERE number = ?", number)
+            key_name, file_id, kept = self._db.rows(
+                "SELECT key_name, id, kept FROM files WHERE number = ?", number
+            )[0]
             check_quota(self._db, key_name, quota, param="file")
+            if kept == "objects":
+                return str(file_id)
+            self._db.write("INSERT INTO chunks VALUES (?, ?, ?)", number, chunk, data)
+            return None
 
     def finish(
         self, number: int, purpose: Purpose, filename: str, now_s: float, *, ttl_s: int | None
@@ -85,20 +121,22 @@ class Files:
         with self._db.transaction():
             self._db.write(
                 "UPDATE files SET is_whole = TRUE, purpose = ?, filename = ?, created_s = ?,"
-                " expires_s = ? WHERE number = ?",
+                " expires_s = ? WHERE number = ? AND kept != 'gone'",
                 *(purpose, filename, int(now_s), expires_s, number),
             )
-            row = self._db.row(f"SELECT {_COLUMNS} FROM files WHERE number = ?", number)
+            row = self._db.row(
+                f"SELECT {_COLUMNS} FROM files WHERE number = ? AND is_whole", number
+            )
         if row is None:
             raise InvalidRequest(
                 "the file did not arrive in time", code="request_timeout", status=408
             )
         return _record(row)
 
-    def drop(self, number: int) -> None:
-        """Forget an upload that will not become whole."""
+    def drop(self, number: int, now_s: float) -> Doomed | None:
+        """Forget an upload that will not become whole; see `delete` for what is returned."""
         with self._db.transaction():
-            self._delete(number)
+            return self._give_up(number, now_s)
 
     # ------------------------------------------------------------------ reading
 
@@ -140,29 +178,38 @@ class Files:
         )
         return [_record(row) for row in rows[:limit]], len(rows) > limit
 
-    def read(self, file: FileRecord, cursor: int) -> tuple[bytes, int | None]:
+    def read(self, file: FileRecord, cursor: Cursor = START) -> tuple[bytes, Cursor | None] | None:
         """Return a piece of a file and where the next one begins; None: this was the last.
 
-        `cursor` is 0 for the first one.
+        Nothing at all: what is in it has been moved to objects.
+
+        Raises:
+            InvalidRequest: it was deleted (404).
         """
         if file.batch is not None:
             return self._read_results(file, cursor)
         data = self._db.value(
-            "SELECT data FROM chunks WHERE file = ? AND number = ?", file.number, cursor
+            "SELECT data FROM chunks WHERE file = ? AND number = ?", file.number, cursor.part
         )
         if data is None:
             raise no_file(file.id)
-        is_last = (cursor + 1) * CHUNK_BYTES >= file.num_bytes
-        return data, None if is_last else cursor + 1
+        end = cursor.position + len(data)
+        return data, None if end >= file.num_bytes else Cursor(cursor.part + 1, end)
 
-    def _read_results(self, file: FileRecord, cursor: int) -> tuple[bytes, int | None]:
+    def _read_results(self, file: FileRecord, cursor: Cursor) -> tuple[bytes, Cursor | None] | None:
         rows = self._db.rows(
             "SELECT number, result FROM lines WHERE batch = ? AND number >= ? AND state = ?"
             " ORDER BY number LIMIT ?",
-            *(file.batch, cursor, "error" if file.has_errors else "done", PAGE_LINES),
+            *(file.batch, cursor.part, "error" if file.has_errors else "done", PAGE_LINES),
         )
+        if not rows:
+            kept = self._db.value("SELECT kept FROM files WHERE number = ?", file.number)
+            if kept != "objects":
+                raise no_file(file.id)
+            return None
         data = b"".join(result + b"\n" for _, result in rows)
-        return data, rows[-1][0] + 1 if len(rows) == PAGE_LINES else None
+        end = cursor.position + len(data)
+        return data, None if end >= file.num_bytes else Cursor(rows[-1][0] + 1, end)
 
     def read_span(self, number: int, position: int, num_bytes: int) -> bytes:
         """Return a stretch of an uploaded file; no more of it is read."""
@@ -179,8 +226,8 @@ class Files:
 
     # ------------------------------------------------------------------ the end
 
-    def delete(self, key_name: str, file_id: str, now_s: float) -> None:
-        """Delete a file.
+    def delete(self, key_name: str, file_id: str, now_s: float) -> Doomed | None:
+        """Delete a file; return it if objects of it are to be deleted now, and then its row.
 
         Raises:
             InvalidRequest: there is none (404), or a batch that goes on reads it (409).
@@ -194,31 +241,103 @@ class Files:
                     code="file_in_use",
                     status=409,
                 )
-            self._delete(file.number)
+            return self._give_up(file.number, now_s)
 
-    def purge(self, now_s: float) -> int:
-        """Delete files whose time is over, and uploads that were given up; return how many."""
+    def purge(self, now_s: float) -> tuple[int, list[Doomed]]:
+        """Delete files whose time is over, and uploads that were given up.
+
+        Return how many, and of those in objects what `delete` returns.
+        """
+        doomed = []
         with self._db.transaction():
             rows = self._db.rows(
-                "SELECT number FROM files WHERE CASE WHEN is_whole THEN expires_s <= ?"
+                "SELECT number, is_whole FROM files WHERE CASE WHEN is_whole THEN expires_s <= ?"
                 f" AND NOT EXISTS ({_IN_USE}) ELSE touched_s <= ? END LIMIT 16",
                 *(now_s, now_s - STALE_UPLOAD_S),
             )
-            for (number,) in rows:
-                self._delete(number)
-        return len(rows)
+            for number, is_whole in rows:
+                found = self._give_up(number, now_s, is_stale=not is_whole)
+                doomed += [] if found is None else [found]
+        return len(rows), doomed
 
-    def _delete(self, number: int) -> None:
-        row = self._db.row("SELECT batch, has_errors FROM files WHERE number = ?", number)
-        if row is not None and row[0] is not None:
-            state = "error" if row[1] else "done"
-            self._db.write("DELETE FROM lines WHERE batch = ? AND state = ?", row[0], state)
+    def _give_up(self, number: int, now_s: float, *, is_stale: bool = False) -> Doomed | None:
+        """Delete a file; one with objects becomes an upload that was given up.
+
+        While objects are made of rows, more of them may come: they go when it is stale.
+        """
+        row = self._db.row("SELECT id, num_bytes, kept FROM files WHERE number = ?", number)
+        if row is None:
+            return None
+        file_id, num_bytes, kept = row
+        self._delete_rows(number)
+        if kept == "rows":
+            self.forget(number)
+            return None
+        self._db.write(
+            "UPDATE files SET is_whole = FALSE, kept = 'gone', batch = NULL, touched_s = ?"
+            " WHERE number = ?",
+            *(int(now_s), number),
+        )
+        if kept == "moving" and not is_stale:
+            return None
+        return Doomed(number, file_id, num_bytes)
+
+    def _delete_rows(self, number: int) -> None:
+        batch, has_errors = self._db.rows(
+            "SELECT batch, has_errors FROM files WHERE number = ?", number
+        )[0]
+        if batch is not None:
+            state = "error" if has_errors else "done"
+            self._db.write("DELETE FROM lines WHERE batch = ? AND state = ?", batch, state)
         self._db.write("DELETE FROM chunks WHERE file = ?", number)
+
+    def forget(self, number: int) -> None:
+        """Delete the row of a file, of which nothing else is left."""
         self._db.write("DELETE FROM files WHERE number = ?", number)
+
+    # ------------------------------------------------------------------ results become objects
+
+    def begin_move(self) -> FileRecord | None:
+        """Return a file of results that is in rows, of which objects may be made from now on."""
+        with self._db.transaction():
+            row = self._db.row(
+                f"SELECT {_COLUMNS} FROM files WHERE batch IS NOT NULL AND kept != 'objects'"
+                " AND is_whole ORDER BY number LIMIT 1"
+            )
+            if row is None:
+                return None
+            self._db.write("UPDATE files SET kept = 'moving' WHERE number = ?", row[0])
+        return _record(row)
+
+    def end_move(self, number: int) -> None:
+        """Have a file be in its objects, all of which are there, unless it was deleted."""
+        with self._db.transaction():
+            if self._db.write(
+                "UPDATE files SET kept = 'objects' WHERE number = ? AND kept = 'moving'"
+                " AND is_whole",
+                number,
+            ):
+                self._delete_rows(number)
+
+    def in_objects(self) -> FileRecord | None:
+        """Return the newest file that is in objects; None: there is none."""
+        row = self._db.row(
+            f"SELECT {_COLUMNS} FROM files WHERE kept = 'objects' AND is_whole"
+            " ORDER BY number DESC LIMIT 1"
+        )
+        return None if row is None else _record(row)
+
+    def place(self, number: int) -> str | None:
+        """Return the id of an uploaded file that is in objects; None: it is in rows, or gone."""
+        file_id: str | None = self._db.value(
+            "SELECT id FROM files WHERE number = ? AND kept = 'objects'", number
+        )
+        return file_id
 
 
 def _record(row: tuple[Any, ...]) -> FileRecord:
-    number, file_id, purpose, filename, num_bytes, created_s, expires_s, batch, has_errors = row
+    number, file_id, purpose, filename, num_bytes, created_s, expires_s, batch, *rest = row
+    has_errors, kept = rest
     return FileRecord(
         number=number,
         id=file_id,
@@ -229,4 +348,5 @@ def _record(row: tuple[Any, ...]) -> FileRecord:
         expires_s=expires_s,
         batch=batch,
         has_errors=bool(has_errors),
+        is_in_objects=kept == "objects",
     )

@@ -111,12 +111,23 @@ class Leasing:
         return line_costs(backlogs) if can_share(backlogs, pace, now_s) else None
 
     def texts(self, portion: Portion) -> list[LeasedLine]:
-        """Return lines with what they say; outside of the transaction, which others would wait for.
+        """Return lines with what they say, or where in objects they do.
 
-        Lines are left out of what was cancelled and deleted since.
+        This is outside of the transaction, which others would wait for. Lines are left out of what
+        was cancelled and deleted since.
         """
-        found = [(line, self._text(place)) for line, place in portion]
-        return [msgspec.structs.replace(line, line=text) for line, text in found if text]
+        in_objects = {place.file: self._files.place(place.file) for _, place in portion}
+        lines = []
+        for line, place in portion:
+            values: dict[str, object]
+            if (object_id := in_objects[place.file]) is not None:
+                values = {"object_id": object_id, "position": place.position}
+            elif text := self._text(place):
+                values = {"line": text}
+            else:
+                continue
+            lines.append(msgspec.structs.replace(line, num_bytes=place.num_bytes, **values))
+        return lines
 
     def _text(self, place: Place) -> bytes:
         if place.response is None:

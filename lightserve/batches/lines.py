@@ -7,12 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from lightserve.batches.files import Files
 from lightserve.batches.records import (
     MAX_CUSTOM_ID_CHARS,
     MAX_LINE_BYTES,
     MAX_LINES,
-    FileRecord,
     LeasedLine,
     NewLine,
 )
@@ -112,13 +110,6 @@ class LineCheck:
             )
         self._seen[custom_id] = number
         self._lines.append(NewLine(custom_id, self._position, len(line), max_tokens))
-
-
-def check_piece(files: Files, file: FileRecord, cursor: int, check: LineCheck) -> int | None:
-    """Check a piece of a file; return where the next one begins. Raises InvalidRequest."""
-    data, following = files.read(file, cursor)
-    check.add(data)
-    return following
 
 
 def body_of(line: bytes) -> bytes:

@@ -25,6 +25,8 @@ MAX_CUSTOM_ID_CHARS = 512
 MAX_FILENAME_CHARS = 255
 CHUNK_BYTES = 256 * 1024
 """Of a file's content in the store; only its last chunk has fewer."""
+OBJECT_BYTES = 1024 * 1024
+"""Of each of a file's objects but the last."""
 DAY_S = 86_400
 DEFAULT_TTL_S = 30 * DAY_S
 """How long files are kept, unless their owner says otherwise."""
@@ -50,6 +52,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the batch whose results it is; None: it was uploaded."""
     has_errors: bool
     """Whether it is that batch's error file."""
+    is_in_objects: bool = False
+    """Whether what is in it is in objects, and not in rows."""
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -202,7 +206,12 @@ class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     crashes: int = 0
     """How often the process of batches has."""
     line: bytes
-    """As it stands in the input file."""
+    """As it stands in the input file; nothing: it is still to be read."""
+    num_bytes: int = 0
+    object_id: str = ""
+    """Of the file, in objects, in which it is still to be read."""
+    position: int = 0
+    """There."""
     expires_s: int
     """Of its batch."""
     num_left: int

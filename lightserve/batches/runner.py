@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 
 from lightserve.batches.access import Store, StoreThread
+from lightserve.batches.contents import Lines
 from lightserve.batches.forecast import Costs, Tokens
 from lightserve.batches.jobs import Held
 from lightserve.batches.lines import result_line
@@ -46,6 +47,12 @@ MAX_ATTEMPTS = 2
 MAX_LOSSES = 6
 """Times that workers die with a line, before it is taken for the reason."""
 STORE_RETRY_S = 1.0
+OBJECT_RETRY_S = 5.0
+INPUT_LOST = (
+    b'{"error":{"message":"the content of the input file is lost","type":"server_error",'
+    b'"param":null,"code":"input_lost"}}'
+)
+"""The answer to a line that is not where its file should be."""
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +145,7 @@ class Runner:
         self._due_s: dict[Callable[[], Awaitable[None]], float] = {}
         self._lease_end: asyncio.TimerHandle | None = None
         self._is_lease_over = False
+        self._tidying: asyncio.Task[None] | None = None
 
     async def stop_listening(self) -> None:
         """Return at once: it has no clients."""
@@ -149,6 +157,9 @@ class Runner:
             await self._serve()
         finally:
             self._await_lease_end(None)
+            if self._tidying is not None:
+                self._tidying.cancel()
+                await asyncio.gather(self._tidying, return_exceptions=True)
 
     async def _serve(self) -> None:
         while not self.should_exit:
@@ -233,10 +244,20 @@ class Runner:
 
     async def _purge(self) -> None:
         now_s = self._clock()
-        while await self._store.run(
-            lambda store: store.files.purge(now_s) + store.responses.purge(now_s)
-        ):
+        while await self._store.run(lambda store: store.responses.purge(now_s)):
             pass
+        if self._tidying is None or self._tidying.done():
+            self._tidying = asyncio.create_task(self._tidy(now_s))
+
+    async def _tidy(self, now_s: float) -> None:
+        """Delete files that are over, and make objects of results; other work does not wait."""
+        try:
+            while await self._store.contents.purge(now_s):
+                pass
+            while await self._store.contents.move():
+                pass
+        except StoreError as error:
+            log.error("files wait: %s", error)
 
     async def _look(self) -> None:
         """End batches whose window is over; give up lines that have ended, or are others' now."""
@@ -307,10 +328,13 @@ class Runner:
         self._await_lease_end(since_s + LEASE_S)
         if self._is_lease_over:
             return
+        in_objects = [line for line in lines if line.object_id]
+        texts = asyncio.ensure_future(self._store.contents.texts(in_objects))
+        texts.add_done_callback(lambda done: done.cancelled() or done.exception())
         for line in lines:
-            self._num_bytes += len(line.line)
+            self._num_bytes += line.num_bytes
             place = line.batch, line.number
-            self._tasks[place] = task = asyncio.create_task(self._run(line))
+            self._tasks[place] = task = asyncio.create_task(self._run(line, texts))
             task.add_done_callback(partial(self._forget, place, line))
 
     async def _write(self) -> None:
@@ -335,13 +359,29 @@ class Runner:
 
     def _forget(self, place: tuple[int, int], line: LeasedLine, _task: asyncio.Task[None]) -> None:
         del self._tasks[place]
-        self._num_bytes -= len(line.line)
+        self._num_bytes -= line.num_bytes
         self._wake.set()
 
-    async def _run(self, line: LeasedLine) -> None:
-        """Have a line answered, and note what became of it."""
+    async def _answer(self, line: LeasedLine, texts: asyncio.Future[Lines]) -> Answer:
+        """Return the answer to a line, which is perhaps still to be read."""
+        if line.object_id:
+            try:
+                found = await asyncio.shield(texts)
+            except StoreError as error:
+                log.error("lines wait for their file: %s", error)
+                return Answer(
+                    status=503, body=b"", request_id=line.id, retry_after_s=OBJECT_RETRY_S
+                )
+            text = found.get((line.batch, line.number))
+            if text is None:
+                return Answer(status=500, body=INPUT_LOST, request_id=line.id)
+            line = msgspec.structs.replace(line, line=text)
         due_in_s = due_in(line, num_in_flight=self._max_in_flight, now_s=self._clock())
-        answer = await self._engine.answer(line, due_in_s=due_in_s)
+        return await self._engine.answer(line, due_in_s=due_in_s)
+
+    async def _run(self, line: LeasedLine, texts: asyncio.Future[Lines]) -> None:
+        """Have a line answered, and note what became of it."""
+        answer = await self._answer(line, texts)
         is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES
         if answer.status in (429, 503) and not is_worn_out:
             self._pause_until_s = time.monotonic() + max(0.1, answer.retry_after_s)
@@ -358,14 +398,14 @@ class Runner:
             line, status=answer.status, request_id=answer.request_id, body=answer.body
         )
         tokens = tokens_of(answer.body) if answer.status == 200 else Tokens()
-        self._done.append((len(line.line), tokens))
+        self._done.append((line.num_bytes, tokens))
         self._outcomes.append(
             Outcome(
                 batch=line.batch,
                 number=line.number,
                 result=result,
                 is_error=answer.status != 200,
-                num_bytes=len(line.line),
+                num_bytes=line.num_bytes,
                 prompt_tokens=tokens.prompt,
                 output_tokens=tokens.output,
             )

@@ -142,6 +142,12 @@ UPDATE batches SET is_promised = TRUE WHERE response IS NULL;
 """
 """Whether a window was promised, or taken though it is too short."""
 
+_OBJECTS = """
+ALTER TABLE files ADD COLUMN kept TEXT NOT NULL DEFAULT 'rows';
+"""
+"""Where the content of a file is: in 'rows', in rows of which objects are made ('moving'), in
+'objects', or in objects that are to be deleted ('gone')."""
+
 _SQLITE_TRIGGERS = "".join(
     f"""
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
@@ -174,7 +180,7 @@ $$;
     for table in ("files", "responses")
 )
 
-_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES)
+_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS)
 VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER)
 """What makes each version of SQLite's schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)

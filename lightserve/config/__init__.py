@@ -15,6 +15,7 @@ import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config.fields import (
+    check_file_store,
     check_limits,
     flag_name,
     has_password,
@@ -161,6 +162,13 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " directory on a disk of this machine, made if it is not there, or postgresql://…, which"
         " any number of servers may share. Default: none are kept.",
     )
+    file_store: str = option(
+        "",
+        "Where the bytes of files are, in place of --batch-store: s3://BUCKET/PREFIX, of S3 or what"
+        " speaks its protocol (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and"
+        " AWS_ENDPOINT_URL say whose), or file:///DIRECTORY. Servers that share a store need the"
+        " same one.",
+    )
     batch_max_in_flight: int = option(
         256, "Most lines of batches that the router has at once.", low=1, high=4096
     )
@@ -264,10 +272,11 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     def _check_batches(self) -> None:
         for name in (
             *("batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
-            "responses_ttl_s",
+            *("responses_ttl_s", "file_store"),
         ):
             if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
                 raise ConfigError(f"{flag_name(name)} needs --batch-store")
+        check_file_store(self.file_store)
         if not is_postgres(self.batch_store):
             return
         if self.batch_min_free_bytes != ServeConfig.batch_min_free_bytes:

@@ -110,6 +110,27 @@ def is_plain_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and has_place and is_bare and url.isprintable()
 
 
+def check_file_store(url: str) -> None:
+    """Check where objects are to be. Raises ConfigError."""
+    if not url:
+        return
+    try:
+        parts = urlsplit(url)
+        is_s3 = parts.scheme == "s3" and bool(parts.netloc)
+        is_directory = parts.scheme == "file" and not parts.netloc and len(parts.path) > 1
+    except ValueError:
+        is_s3 = is_directory = False
+    if not (is_s3 or is_directory):
+        raise ConfigError(
+            f"--file-store must be s3://BUCKET/PREFIX or file:///DIRECTORY, got {url!r}"
+        )
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            "--file-store must be a place and no more: whom the server is to S3 belongs into the"
+            " environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        )
+
+
 def has_password(url: str) -> bool:
     """Return whether a URL of PostgreSQL has a password."""
     parts = urlsplit(url)

@@ -124,6 +124,7 @@ class Observation:
         """Return the batch store, whose calls are counted."""
         return StoreThread(
             config.batch_store,
+            file_store=config.file_store,
             min_free_bytes=config.batch_min_free_bytes,
             observe=self.recorder.histogram(BATCH_STORE_TIME).observe,
         )

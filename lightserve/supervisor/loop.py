@@ -193,7 +193,7 @@ def _serve(
         if config.batch_store:
             if not is_postgres(config.batch_store):
                 config = replace(config, batch_store=str(Path(config.batch_store).absolute()))
-            stack.enter_context(prepare(config.batch_store))
+            stack.enter_context(prepare(config.batch_store, config.file_store))
         signals.defer()
         run_dir = stack.enter_context(closing(RunDir(config.run_dir)))
         control_address = run_dir.address("control")

@@ -14,8 +14,8 @@ import httpx
 import openai
 
 from lightserve.batches.access import Store, StoreThread, prepare
-from lightserve.batches.files import Files
-from lightserve.batches.lines import LineCheck, check_piece
+from lightserve.batches.files import START, Cursor, Files
+from lightserve.batches.lines import LineCheck
 from lightserve.batches.process import InnerRoutes
 from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch, NewLine
 from lightserve.batches.runner import Runner
@@ -96,10 +96,20 @@ def check_lines(
     files: Files, file: FileRecord, endpoint: str, check_model: Callable[[str], None]
 ) -> list[NewLine]:
     """The lines of a file that is checked at once."""
-    check, cursor = LineCheck(endpoint, check_model), 0
-    while (following := check_piece(files, file, cursor, check)) is not None:
-        cursor = following
+    check = LineCheck(endpoint, check_model)
+    for piece in pieces_of(files, file):
+        check.add(piece)
     return check.finish()
+
+
+def pieces_of(files: Files, file: FileRecord) -> Iterator[bytes]:
+    """What is in a file, in rows."""
+    cursor: Cursor | None = START
+    while cursor is not None:
+        found = files.read(file, cursor)
+        assert found is not None
+        piece, cursor = found
+        yield piece
 
 
 def make_batch(store: Store, num_lines: int, **changes: Any) -> BatchRecord:
@@ -113,10 +123,8 @@ def content(store: Store, file_id: str | None, *, key: str = KEY) -> list[dict[s
     """The objects in a file of results; none if there is no file."""
     if file_id is None:
         return []
-    file, cursor, data = store.files.get(key, file_id, NOW_S), 0, b""
-    while cursor is not None:
-        piece, cursor = store.files.read(file, cursor)
-        data += piece
+    file = store.files.get(key, file_id, NOW_S)
+    data = b"".join(pieces_of(store.files, file))
     assert len(data) == file.num_bytes
     return [json.loads(text) for text in data.splitlines()]
 
@@ -126,7 +134,7 @@ async def serving(tmp_path: Path, answer: Any = None, **flags: Any) -> AsyncIter
     """A frontend with a store, to which nothing puts lines to work yet."""
     store = place(tmp_path / "store")
     flags = {"batch_store": store, "served_model_name": "m", **flags}
-    with prepare(store):
+    with prepare(store, flags.get("file_store", "")):
         async with frontend(answer or says([300, 301, 2]), **flags) as setup:
             del setup.http.headers["content-type"]
             yield setup
@@ -135,7 +143,8 @@ async def serving(tmp_path: Path, answer: Any = None, **flags: Any) -> AsyncIter
 @asynccontextmanager
 async def working(setup: Setup, **options: Any) -> AsyncIterator[Runner]:
     """The batches process's own part, in this one, with the frontend's router."""
-    store = StoreThread(setup.service.config.batch_store)
+    config = setup.service.config
+    store = StoreThread(config.batch_store, file_store=config.file_store)
     runner = Runner(store, InnerRoutes(setup.service), **{"max_in_flight": 4, **options})
     task = asyncio.create_task(runner.serve())
     try:

@@ -8,11 +8,11 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import httpx
@@ -103,10 +103,16 @@ class Servers:
         *,
         num_servers: int = 1,
         postgres: PostgresServer | None = None,
+        file_store: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
         self._run_parent = run_parent
         self._location = location
+        self._flags = (*FLAGS, f"--batch-store={location}")
+        if file_store:
+            self._flags += (f"--file-store={file_store}",)
+        self._environment = environment
         self._postgres = postgres
         self._random = random.Random(seed)
         self._store: Store | None = None
@@ -208,7 +214,7 @@ class Servers:
 
     def _started(self) -> LiveServer:
         own = Path(tempfile.mkdtemp(dir=self._run_parent))
-        return LiveServer((*FLAGS, f"--batch-store={self._location}"), own)
+        return LiveServer(self._flags, own, environment=self._environment)
 
     # ------------------------------------------------------------------ batches
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,7 +14,8 @@ from pydantic import AfterValidator, Field
 from starlette.responses import JSONResponse
 
 from lightserve.batches.access import Store
-from lightserve.batches.lines import LineCheck, check_piece
+from lightserve.batches.files import START, Cursor
+from lightserve.batches.lines import LineCheck
 from lightserve.batches.records import (
     DEFAULT_TTL_S,
     MAX_TTL_S,
@@ -32,7 +33,14 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.middleware import Caller, caller_of
 from lightserve.frontend.openai.common import Metadata
-from lightserve.frontend.openai.files import Page, in_store, page_object, read_limit, read_query
+from lightserve.frontend.openai.files import (
+    Page,
+    in_store,
+    of_contents,
+    page_object,
+    read_limit,
+    read_query,
+)
 from lightserve.frontend.service import Service
 
 MAX_BATCHES_LISTED = 100
@@ -198,14 +206,13 @@ async def _check_lines(service: Service, file: FileRecord, endpoint: str) -> lis
         InvalidRequest: one is wrong.
         RequestFailed: the store cannot be read.
     """
-    check, cursor = LineCheck(endpoint, service.check_model), 0
-    while (following := await in_store(service, _piece(file, cursor, check))) is not None:
-        cursor = following
+    check = LineCheck(endpoint, service.check_model)
+    cursor: Cursor | None = START
+    while cursor is not None:
+        start = cursor
+        data, cursor = await of_contents(service, lambda contents: contents.read(file, start))  # noqa: B023
+        await in_store(service, lambda _store: check.add(data))  # noqa: B023 (in its thread)
     return check.finish()
-
-
-def _piece(file: FileRecord, cursor: int, check: LineCheck) -> Callable[[Store], int | None]:
-    return lambda store: check_piece(store.files, file, cursor, check)
 
 
 def _new_batch(body: BatchRequest, caller: Caller, idempotency_key: str | None) -> NewBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,9 +14,10 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from lightserve.batches.access import Store
+from lightserve.batches.access import Store, StoreThread
+from lightserve.batches.contents import Contents
+from lightserve.batches.files import START, Cursor
 from lightserve.batches.records import (
-    CHUNK_BYTES,
     MAX_FILE_BYTES,
     MAX_FILENAME_CHARS,
     MAX_TTL_S,
@@ -97,10 +98,20 @@ class FilePage(Page):
 
 
 async def in_store(service: Service, work: Callable[[Store], T]) -> T:
-    """Return what `work` does with the store.
+    """Return what `work` does with the store; see `of_store`."""
+    return await of_store(service, lambda store: store.run(work))
+
+
+async def of_contents(service: Service, call: Callable[[Contents], Awaitable[T]]) -> T:
+    """Return what a call for what is in files does; see `of_store`."""
+    return await of_store(service, lambda store: call(store.contents))
+
+
+async def of_store(service: Service, call: Callable[[StoreThread], Awaitable[T]]) -> T:
+    """Return what a call of the store does.
 
     Raises:
-        InvalidRequest: as `work` does; there is no store (404).
+        InvalidRequest: as `call` does; there is no store (404).
         RequestFailed: the store cannot be used now (503), or is full (507).
     """
     if service.store is None:
@@ -111,7 +122,7 @@ async def in_store(service: Service, work: Callable[[Store], T]) -> T:
             status=404,
         )
     try:
-        return await service.store.run(work)
+        return await call(service.store)
     except StoreError as error:
         if error.is_full:
             raise RequestFailed(
@@ -219,7 +230,7 @@ def files_router(service: Service) -> APIRouter:
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file."""
         key_name = caller_of(request.scope).name
-        await in_store(service, lambda s: s.files.delete(key_name, file_id, time.time()))
+        await of_contents(service, lambda contents: contents.delete(key_name, file_id))
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     return router
@@ -227,10 +238,10 @@ def files_router(service: Service) -> APIRouter:
 
 async def _content(service: Service, file: FileRecord) -> AsyncIterator[bytes]:
     """Yield a file; one that is deleted meanwhile ends early, and so the connection."""
-    cursor: int | None = 0
+    cursor: Cursor | None = START
     while cursor is not None:
         start = cursor
-        data, cursor = await in_store(service, lambda store: store.files.read(file, start))  # noqa: B023
+        data, cursor = await of_contents(service, lambda contents: contents.read(file, start))  # noqa: B023
         yield data
 
 
@@ -270,7 +281,7 @@ class _Upload:
         self._filename = ""
         self._number: int | None = None
         """Of the file in the store, once it has begun."""
-        self._num_chunks = self._num_bytes = 0
+        self._piece_bytes = self._num_pieces = self._num_bytes = 0
         self._buffer = bytearray()
         self._field = ""
         """Whose value is arriving."""
@@ -294,37 +305,39 @@ class _Upload:
                     parser.write(data)
                 except FormParserError:
                     raise _invalid_form("its parts are not as its boundary says") from None
-                await self._flush(CHUNK_BYTES)
+                await self._flush(self._piece_bytes)
             if not self._is_over:
                 raise _invalid_form("it ends before its last boundary")
             await self._flush(1)
             return await self._finish()
         except BaseException as error:
             if self._number is not None:
-                number = self._number
+                number, has_failed = self._number, isinstance(error, RequestFailed)
                 with contextlib.suppress(RequestFailed):  # it is dropped later
-                    await in_store(self._service, lambda store: store.files.drop(number))
+                    await of_contents(
+                        self._service, lambda each: each.drop(number, has_failed=has_failed)
+                    )
             if isinstance(error, ClientDisconnect):
                 raise ClientGone from error
             raise
 
     async def _begin(self) -> None:
-        self._number = await in_store(
-            self._service, lambda store: store.files.begin(self._key_name, time.time())
-        )
+        self._number = await of_contents(self._service, lambda each: each.begin(self._key_name))
+        assert self._service.store is not None
+        self._piece_bytes = self._service.store.contents.piece_bytes
 
     async def _flush(self, least: int) -> None:
-        """Write chunks while the buffer has so many bytes."""
+        """Write pieces while the buffer has so many bytes."""
         number = self._number
         assert number is not None
         while len(self._buffer) >= least:
-            chunk, data = self._num_chunks, bytes(self._buffer[:CHUNK_BYTES])
-            del self._buffer[:CHUNK_BYTES]
-            self._num_chunks += 1
+            piece, data = self._num_pieces, bytes(self._buffer[: self._piece_bytes])
+            del self._buffer[: self._piece_bytes]
+            self._num_pieces += 1
             quota = self._service.config.batch_max_stored_bytes
-            await in_store(
+            await of_contents(
                 self._service,
-                lambda s: s.files.append(number, chunk, data, time.time(), quota=quota),  # noqa: B023
+                lambda each: each.append(number, piece, data, quota=quota),  # noqa: B023
             )
 
     async def _finish(self) -> FileRecord:

@@ -343,9 +343,9 @@ def test_orphaned_blob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             )
             with pytest.raises(MemoryError):
                 store.files.delete(KEY, file.id, NOW_S)
-        assert store.files.read(file, 0) == (b"y", None)
+        assert store.files.read(file) == (b"y", None)
         store.files.delete(KEY, file.id, NOW_S)
-        assert store.files.purge(NOW_S + DAY_S) == 1
+        assert store.files.purge(NOW_S + DAY_S) == (1, [])
         for table in ("chunks", "files"):
             assert store.database.value(f"SELECT count(*) FROM {table}") == 0
         batch = make_batch(store, NUM_LINES)

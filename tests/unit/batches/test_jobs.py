@@ -28,6 +28,7 @@ from support.batch_store import (
     make_batch,
     new_batch,
     open_store,
+    pieces_of,
     upload,
 )
 
@@ -302,19 +303,16 @@ def test_files_belong_to_their_key_and_end_with_their_time(tmp_path: Path) -> No
         with pytest.raises(InvalidRequest) as error:
             store.files.delete(KEY, batch.input_file_id, NOW_S)
         assert error.value.status == 409
-        assert store.files.purge(NOW_S + 31 * DAY_S) == 1  # not what a batch still reads
+        assert store.files.purge(NOW_S + 31 * DAY_S) == (1, [])  # not what a batch still reads
         store.jobs.cancel(KEY, batch.id, NOW_S)
-        assert store.files.purge(NOW_S + 31 * DAY_S) == 1
+        assert store.files.purge(NOW_S + 31 * DAY_S) == (1, [])
         assert store.database.value("SELECT count(*) FROM chunks") == 0
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
 def test_a_file_is_read_to_its_end_and_no_further(tmp_path: Path, size: int) -> None:
     with open_store(tmp_path) as store:
-        file, cursor, pieces = upload(store, b"x" * size), 0, []
-        while cursor is not None:
-            piece, cursor = store.files.read(file, cursor)
-            pieces.append(piece)
+        pieces = list(pieces_of(store.files, upload(store, b"x" * size)))
         assert [len(piece) for piece in pieces] == [
             *[CHUNK_BYTES] * (size // CHUNK_BYTES),
             *([size % CHUNK_BYTES] if size % CHUNK_BYTES else []),
@@ -329,8 +327,8 @@ def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as error:
             store.files.append(number, 1, b"x" * 91, NOW_S, quota=100)
         assert error.value.status == 413 and "got 101" in error.value.message
-        assert store.files.purge(NOW_S + 3599) == 0
-        assert store.files.purge(NOW_S + 3600) == 1
+        assert store.files.purge(NOW_S + 3599) == (0, [])
+        assert store.files.purge(NOW_S + 3600) == (1, [])
         assert store.database.value("SELECT count(*) FROM files") == 0
 
 

@@ -74,7 +74,7 @@ def test_a_schema_is_made_once_and_a_newer_one_refused(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         file = upload(store, b"x")
         prepare(place(tmp_path)).close()
-        assert store.files.read(file, 0) == (b"x", None)
+        assert store.files.read(file) == (b"x", None)
         store.database.write("UPDATE store SET version = ?", SCHEMA_VERSION + 1)
         with pytest.raises(StartupError, match="written by a newer one"):
             prepare(place(tmp_path))
@@ -336,7 +336,7 @@ def test_values_are_what_was_written(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         data = bytes(range(256)) * 3
         file = upload(store, data)
-        assert store.files.read(file, 0) == (data, None)
+        assert store.files.read(file) == (data, None)
         total = store.database.value("SELECT sum(num_bytes) FROM files")
         assert total == len(data) and isinstance(total, int)
         with psycopg.connect(place(tmp_path)) as connection:
