@@ -189,7 +189,7 @@ class Jobs:
         )
         if row is None:
             raise InvalidRequest(
-                f"there is no batch {batch_id[:64]!r}",
+                f"no batch found: this key has none with the id {batch_id[:64]!r}",
                 param="batch_id",
                 code="batch_not_found",
                 status=404,
@@ -224,7 +224,7 @@ class Jobs:
                 return batch
             if batch.status != "in_progress":
                 raise InvalidRequest(
-                    f"the batch is {batch.status}: it cannot be cancelled any more",
+                    f"cannot cancel a batch that is {batch.status}",
                     param="batch_id",
                     code="batch_is_over",
                     status=409,
