@@ -1,7 +1,7 @@
 """Objects in which the bytes of files are kept: in S3 or what speaks its protocol, or a directory.
 
 A file is objects of OBJECT_BYTES each, `ID/0`, `ID/1` and so on: each is there whole or not at all.
-Whom the server is to S3, and where that is, `obstore` takes from the environment (AWS_…).
+Credentials and place, `obstore` takes from the environment (AWS_…).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Objects:
     async def put(self, file_id: str, number: int, data: bytes) -> None:
         """Write an object: once this returns, it is durable.
 
-        Who is cancelled meanwhile waits all the same: so nothing comes to be after it has gone on.
+        A task that is cancelled meanwhile waits all the same: nothing comes to be after its end.
         """
         task = asyncio.ensure_future(self._put(f"{file_id}/{number}", data))
         try:

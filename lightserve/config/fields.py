@@ -126,8 +126,8 @@ def check_file_store(url: str) -> None:
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
-            "--file-store must be a place and no more: whom the server is to S3 belongs into the"
-            " environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+            "--file-store must be a place and no more: credentials belong into the environment"
+            " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
 
 

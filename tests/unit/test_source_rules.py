@@ -28,8 +28,8 @@ PROSE = sorted(
     and PACKAGE / "bundled" not in path.parents
 )
 PERSONS = re.compile(r"(?<![a-z])((no|some|every|any)body|who(ever|m))(?![a-z])", re.IGNORECASE)
-FOREIGN_IDS = re.compile(r"(?<![\w./-])(?!L2\b|L4\b|P[12]\b|O[12]\b)[A-Z]\d{1,2}\b")
-"""But for caches, a GPU and the names of two bounds."""
+FOREIGN_IDS = re.compile(r"(?<![\w./-])(?!L2\b|L4\b|S3\b|P[12]\b|O[12]\b)[A-Z]\d{1,2}\b")
+"""But for caches, a GPU, a protocol and the names of two bounds."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 

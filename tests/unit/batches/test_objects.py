@@ -410,8 +410,8 @@ def test_without_its_package_the_extra_is_named(
         ("s3://", "must be s3://BUCKET"),
         ("file://there/x", "must be s3://BUCKET"),
         ("https://bucket.s3.amazonaws.com/x", "must be s3://BUCKET"),
-        ("s3://key:secret@bucket/x", "belongs into the environment"),
-        ("s3://bucket/x?secret=y", "belongs into the environment"),
+        ("s3://key:secret@bucket/x", "belong into the environment"),
+        ("s3://bucket/x?secret=y", "belong into the environment"),
     ],
 )
 def test_flags_that_do_not_fit(url: str, said: str) -> None:
