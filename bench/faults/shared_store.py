@@ -1,12 +1,16 @@
 """Servers that share one PostgreSQL store: how much faster a batch gets on, and what a death costs.
 
 python -m bench.faults.shared_store [--lines 6000] [--tokens 25] [--in-flight 64] [--repeats 3]
+python -m bench.faults.shared_store engine [--lines 600] [--repeats 3]
 
 Each server is a process with the real runner and store; in place of the engine it sleeps for as
 long as steps of so many rows take by a cost model (`STEP_S`, `ROW_S`): what is measured is the
 store and its leases. Lines have half to one and a half times `--tokens`. *Rate* is lines per second
 from the first result to the last, with one server and with two in turns. Then one of two is killed
 with half of the lines done: the time from there until the lines that it held are others'.
+
+`engine`: whole servers with the bundled model, one and two in turns, all their processes and the
+database's on one core: what two have in all should be what one has.
 """
 
 from __future__ import annotations
@@ -14,15 +18,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from support.batch_store import ENDPOINT, check_lines, jsonl, line, new_batch, upload
+from support.faulted_batch import Servers
 from support.postgres import PostgresServer
 
 from bench.table import print_head, print_row
@@ -137,8 +145,43 @@ class Scene:
         }
 
 
+def engine_rate(postgres: PostgresServer, name: str, num_servers: int, num_lines: int) -> float:
+    """Return lines per second of so many whole servers, from the making of a batch to its end."""
+    with tempfile.TemporaryDirectory(prefix="ls-bench-") as directory:
+        location = postgres.database(name)
+        with Servers(Path(directory), location, num_servers=num_servers, postgres=postgres) as all_:
+            all_.run(num_lines // 4)  # what is compiled or loaded at first use
+            found, report = all_.run(num_lines)
+        if len(found) != num_lines or report.num_lost or report.num_doubled or report.num_errors:
+            raise SystemExit(f"not each line has one answer: {report}")
+        return num_lines / report.wall_s
+
+
+def engine() -> None:
+    """Print the table of whole servers."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lines", type=int, default=600)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args(sys.argv[2:])
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with closing(PostgresServer(is_durable=True)) as postgres:
+        ratios = []
+        print_head("one server (lines/s)", "two (lines/s)", "ratio")
+        for number in range(arguments.repeats):
+            one, two = (
+                engine_rate(postgres, f"store{number}{servers}", servers, arguments.lines)
+                for servers in (1, 2)
+            )
+            ratios.append(two / one)
+            print_row(f"{one:.1f}", f"{two:.1f}", f"{two / one:.2f}")
+        print(f"median ratio {statistics.median(ratios):.2f}")
+
+
 def main() -> None:
     """Print the table; exit code 1 if anything was lost or doubled."""
+    if sys.argv[1:2] == ["engine"]:
+        engine()
+        return
     if sys.argv[1:2] == ["serve"]:
         location, owner, num_tokens, in_flight = sys.argv[2:]
         asyncio.run(serve(location, owner, int(num_tokens), int(in_flight)))
