@@ -36,6 +36,8 @@ def kernel_shapes(
         rms_norm_eps=config.rms_norm_eps,
         qk_norm=config.qk_norm,
         qkv_bias=config.qkv_bias,
+        has_alibi=config.alibi_slopes is not None,
+        soft_cap=config.attention_soft_cap,
         context_len=context_len,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen_experts=0 if moe is None else moe.num_chosen,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lightserve.errors import ConfigError, ModelLoadError
+from lightserve.models.architectures import Architecture
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.moe_config import (
     MoeConfig,
@@ -21,19 +21,27 @@ from lightserve.models.moe_config import (
     parse_olmoe,
     parse_qwen_moe,
 )
+from lightserve.models.own_config import (
+    parse_baichuan,
+    parse_chatglm,
+    parse_internlm,
+    parse_internlm2,
+    parse_qwen1,
+)
 from lightserve.models.plain_config import (
     MAX_LAYERS,
     Activation,
+    parse_bloom,
     parse_falcon,
+    parse_gpt_bigcode,
     parse_gpt_neox,
+    parse_mpt,
     parse_opt,
     parse_phi,
     parse_starcoder2,
 )
 from lightserve.models.rope import (
     DEFAULT_THETA,
-    FULL,
-    SLIDING,
     DynamicRope,
     LinearRope,
     RopeConfig,
@@ -43,85 +51,48 @@ from lightserve.models.rope import (
     parse_rotary_dim,
 )
 from lightserve.models.weight_format import WeightFormat, parse_weight_format
+from lightserve.models.windows import sliding_windows, unrotated_layers
 
 CONFIG_FILE = "config.json"
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
-class Architecture(StrEnum):
-    """The closed list of what can be served, by the names `config.json` uses."""
-
-    LLAMA = "LlamaForCausalLM"
-    MISTRAL = "MistralForCausalLM"
-    QWEN2 = "Qwen2ForCausalLM"
-    QWEN3 = "Qwen3ForCausalLM"
-    PHI3 = "Phi3ForCausalLM"
-    GRANITE = "GraniteForCausalLM"
-    SMOLLM3 = "SmolLM3ForCausalLM"
-    OLMO2 = "Olmo2ForCausalLM"
-    GLM = "GlmForCausalLM"
-    GLM4 = "Glm4ForCausalLM"
-    GEMMA = "GemmaForCausalLM"
-    GEMMA3 = "Gemma3ForCausalLM"
-    MIXTRAL = "MixtralForCausalLM"
-    QWEN2_MOE = "Qwen2MoeForCausalLM"
-    QWEN3_MOE = "Qwen3MoeForCausalLM"
-    OLMOE = "OlmoeForCausalLM"
-    GLM4_MOE = "Glm4MoeForCausalLM"
-    GPT_NEOX = "GPTNeoXForCausalLM"
-    PHI = "PhiForCausalLM"
-    STARCODER2 = "Starcoder2ForCausalLM"
-    OPT = "OPTForCausalLM"
-    FALCON = "FalconForCausalLM"
-
-
 _GLM = (Architecture.GLM, Architecture.GLM4)
-_WITH_SWITCH = (
-    Architecture.QWEN2,
-    Architecture.QWEN3,
-    Architecture.SMOLLM3,
-    Architecture.QWEN2_MOE,
-    Architecture.QWEN3_MOE,
-)
-"""Families whose windows `use_sliding_window` turns on."""
-_SAME_WINDOW = (
-    Architecture.PHI3,
-    Architecture.MISTRAL,
-    Architecture.MIXTRAL,
-    Architecture.QWEN3_MOE,
-)
-"""Families of which all layers have a window, or none."""
-_GEMMA = (Architecture.GEMMA, Architecture.GEMMA3)
-_THETAS = {Architecture.GEMMA3: 1_000_000.0, Architecture.MIXTRAL: 1_000_000.0}
+_GEMMA = (Architecture.GEMMA, Architecture.GEMMA2, Architecture.GEMMA3)
+_OLMO = (Architecture.OLMO2, Architecture.OLMO3)
+_THETAS = {
+    Architecture.GEMMA3: 1_000_000.0,
+    Architecture.MIXTRAL: 1_000_000.0,
+    Architecture.OLMO3: 500_000.0,
+}
 """Bases of rotary embeddings where a file gives none and transformers takes another."""
 _BIASED = (
     Architecture.LLAMA,
     Architecture.QWEN3,
     Architecture.GRANITE,
     Architecture.SMOLLM3,
-    Architecture.OLMO2,
+    *_OLMO,
     Architecture.QWEN3_MOE,
     Architecture.OLMOE,
     *_GEMMA,
 )
 """Families whose `attention_bias` is that of all four products."""
-_WITHOUT_WINDOW = (
-    Architecture.LLAMA,
-    Architecture.GRANITE,
-    Architecture.OLMO2,
-    Architecture.GEMMA,
-    Architecture.OLMOE,
-    Architecture.GLM4_MOE,
-    *_GLM,
-)
-
-
 _PLAIN = {
     Architecture.GPT_NEOX: parse_gpt_neox,
     Architecture.PHI: parse_phi,
     Architecture.STARCODER2: parse_starcoder2,
     Architecture.OPT: parse_opt,
     Architecture.FALCON: parse_falcon,
+    Architecture.BLOOM: parse_bloom,
+    Architecture.MPT: parse_mpt,
+    Architecture.GPT_BIGCODE: parse_gpt_bigcode,
+    Architecture.QWEN: parse_qwen1,
+    Architecture.BAICHUAN: parse_baichuan,
+    Architecture.BAICHUAN_FIRST: parse_baichuan,
+    Architecture.INTERNLM: parse_internlm,
+    Architecture.INTERNLM2: parse_internlm2,
+    Architecture.CHATGLM: parse_chatglm,
+    Architecture.CHATGLM_WHOLE: parse_chatglm,
 }
 
 
@@ -162,13 +133,25 @@ class ModelConfig:
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names here, and what the file has in their places, one after the other."""
     has_layer_norm: bool = False
-    """Whether norms are LayerNorm, with biases, not RMS norms; `rms_norm_eps` is theirs, too."""
+    """Whether norms are LayerNorm, not RMS norms; `rms_norm_eps` is theirs, too."""
+    has_norm_bias: bool = True
+    """Whether such norms have biases."""
+    has_embedding_norm: bool = False
+    """Whether embeddings are normalised before the first layer."""
     activation: Activation | None = None
     """Of feed-forward blocks without a gate; None: they have one."""
     is_parallel: bool = False
     """Whether both blocks of a layer read the same sum, and add to it."""
     position_offset: int | None = None
     """Where the first of learned positions stands in their table; None: there is none."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """One per head, see `ScoreMod`; None: positions do not change scores."""
+    attention_soft_cap: float | None = None
+    """Of scores, see `ScoreMod`."""
+    logits_soft_cap: float | None = None
+    """Of logits, the same way."""
+    has_normalised_head: bool = False
+    """Whether each token's row of the output layer is divided by its length when it is read."""
     lm_head_bias: bool = False
     has_gelu: bool = False
     """Whether the gate is GELU, by its approximation with tanh, in place of SiLU."""
@@ -274,7 +257,7 @@ def load_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=fields.boolean(
             "tie_word_embeddings", default=is_gemma or architecture is Architecture.SMOLLM3
         ),
-        sliding_windows=_sliding_windows(fields, architecture, num_layers),
+        sliding_windows=sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         weight_format=weight_format,
         **_own_of(fields, architecture, num_layers),
@@ -300,12 +283,18 @@ def _gemma(fields: JsonFields, architecture: Architecture, hidden_size: int) -> 
         "norm_offset": 1.0,
         "embedding_multiplier": math.sqrt(hidden_size),
     }
+    if architecture is Architecture.GEMMA2:
+        own |= {
+            "attention_soft_cap": _soft_cap(fields, "attn_logit_softcapping", 50.0),
+            "logits_soft_cap": _soft_cap(fields, "final_logit_softcapping", 30.0),
+        }
     if architecture is Architecture.GEMMA3:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if fields.has(key):
                 raise fields.error(key, "must be null")
+        own["local_rope"] = parse_local_rope(fields)
+    if architecture is not Architecture.GEMMA:
         own |= {
-            "local_rope": parse_local_rope(fields),
             "attention_scale": fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
             "layer_norms": (
                 "input_layernorm",
@@ -315,6 +304,10 @@ def _gemma(fields: JsonFields, architecture: Architecture, hidden_size: int) -> 
             ),
         }
     return own
+
+
+def _soft_cap(fields: JsonFields, key: str, default: float) -> float | None:
+    return None if fields.is_null(key) else fields.number(key, default=default)
 
 
 def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> dict[str, Any]:
@@ -331,9 +324,8 @@ def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> 
                 "rotates_neighbours": True,
                 "layer_norms": (*norms, "post_mlp_layernorm"),
             }
-        case Architecture.OLMO2:
-            behind = ("post_attention_layernorm", "post_feedforward_layernorm")
-            return {"has_whole_qk_norm": True, "layer_norms": behind}
+        case Architecture.OLMO2 | Architecture.OLMO3:
+            return _olmo(fields, architecture)
         case Architecture.GRANITE:
             return {
                 "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
@@ -342,7 +334,7 @@ def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> 
                 "logits_divisor": fields.number("logits_scaling", default=1.0),
             }
         case Architecture.SMOLLM3:
-            return {"unrotated_layers": _unrotated_layers(fields, num_layers)}
+            return {"unrotated_layers": unrotated_layers(fields, num_layers)}
         case Architecture.MIXTRAL:
             size = fields.integer("intermediate_size")
             return {"moe": parse_mixtral(fields, num_layers, size)}
@@ -360,15 +352,13 @@ def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> 
             return {}
 
 
-def _unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
-    key = "no_rope_layers"  # 1 where a layer has it
-    if not fields.has(key):
-        interval = fields.integer("no_rope_layer_interval", default=4)
-        return frozenset(range(interval - 1, num_layers, interval))
-    flags = fields.array(key)
-    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
-        raise fields.error(key, f"must be {num_layers} times 0 or 1")
-    return frozenset(layer for layer, flag in enumerate(flags) if not flag)
+def _olmo(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
+    behind = ("post_attention_layernorm", "post_feedforward_layernorm")
+    own: dict[str, Any] = {"has_whole_qk_norm": True, "layer_norms": behind}
+    if architecture is Architecture.OLMO3:  # layers with a window keep the embedding they had
+        theta = fields.number("rope_theta", default=_THETAS[architecture], above=1.0)
+        own["local_rope"] = parse_local_rope(fields, default=theta)
+    return own
 
 
 def resolve_dtype(
@@ -449,7 +439,7 @@ def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int
         Architecture.LLAMA,
         Architecture.PHI3,
         Architecture.GRANITE,
-        Architecture.OLMO2,
+        *_OLMO,
         Architecture.OLMOE,
     )
     may_be_absent = architecture in takes_all or fields.is_null(key)
@@ -475,57 +465,6 @@ def _head_dim(
     if head_dim % 2:
         raise fields.error("head_dim", f"must be even, got {head_dim}")
     return head_dim
-
-
-def _sliding_windows(
-    fields: JsonFields, architecture: Architecture, num_layers: int
-) -> tuple[int | None, ...]:
-    """Return each layer's window; the defaults for absent keys are transformers'."""
-    everything = (None,) * num_layers
-    if architecture in _WITHOUT_WINDOW:
-        return everything
-    if architecture in _WITH_SWITCH and not fields.boolean("use_sliding_window", default=False):
-        return everything
-    window = None
-    if architecture in (Architecture.PHI3, Architecture.SMOLLM3, Architecture.MIXTRAL):
-        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
-    elif not fields.is_null("sliding_window"):
-        window = fields.integer("sliding_window", default=4096)
-    if window is None:
-        return everything
-    if architecture in _SAME_WINDOW:
-        return (window,) * num_layers
-    if fields.has("layer_types"):
-        kinds = fields.array("layer_types")
-        if len(kinds) != num_layers:
-            raise fields.error("layer_types", f"must have {num_layers} entries, got {len(kinds)}")
-        for kind in kinds:
-            if kind not in (FULL, SLIDING):
-                raise fields.error("layer_types", f"has the unknown entry {kind!r}")
-        has_window = [kind == SLIDING for kind in kinds]
-    else:
-        has_window = _layers_with_window(fields, architecture, num_layers)
-    return tuple(window if is_one else None for is_one in has_window)
-
-
-def _layers_with_window(
-    fields: JsonFields, architecture: Architecture, num_layers: int
-) -> list[bool]:
-    """Return which layers have a window where the file does not list them."""
-    layers = range(num_layers)
-    match architecture:
-        case Architecture.GEMMA3:
-            interval = fields.integer("sliding_window_pattern", default=6)
-            return [layer % interval != interval - 1 for layer in layers]
-        case Architecture.SMOLLM3:
-            unrotated = _unrotated_layers(fields, num_layers)
-            return [layer in unrotated for layer in layers]
-        case Architecture.QWEN2_MOE:
-            last = fields.integer("max_window_layers", default=28, low=0)
-            return [layer % 2 == 0 and layer < last for layer in layers]
-        case _:
-            first = fields.integer("max_window_layers", default=28, low=0)
-            return [layer >= first for layer in layers]
 
 
 def _dtype(fields: JsonFields) -> str | None:

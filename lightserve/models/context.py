@@ -31,7 +31,13 @@ class ModelContext:
     def norm(self, name: str, *, size: int) -> Norm:
         """Load the normalisation `name`."""
         if self.config.has_layer_norm:
-            return LayerNorm(self.reader, name, size=size, eps=self.config.rms_norm_eps)
+            return LayerNorm(
+                self.reader,
+                name,
+                size=size,
+                eps=self.config.rms_norm_eps,
+                has_bias=self.config.has_norm_bias,
+            )
         return RMSNorm(
             self.kernels,
             self.reader,

@@ -21,10 +21,16 @@ from lightserve.models.layers.attention import (
     frequencies,
 )
 from lightserve.models.layers.feed_forward import feed_forward
-from lightserve.models.layers.linear import LMHead, VocabEmbedding, VocabWeight
+from lightserve.models.layers.linear import LMHead, Norm, VocabEmbedding, VocabWeight
 from lightserve.models.parallel import Part
 from lightserve.models.rope import RopeConfig
-from lightserve.models.weight_files import EMBEDDING, LM_HEAD, LM_HEAD_BIAS, POSITIONS
+from lightserve.models.weight_files import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    LM_HEAD,
+    LM_HEAD_BIAS,
+    POSITIONS,
+)
 
 
 class DecoderLayer:
@@ -124,7 +130,12 @@ class DecoderModel:
         if config.local_rope is not None:
             self._local_rotary = _rotary_table(context, config.local_rope)
         embedding, head = _vocab_weights(context)
+        if config.has_normalised_head:
+            head.normalise()
         self._embedding = VocabEmbedding(embedding, context.tp)
+        self._embedding_norm: Norm | None = None
+        if config.has_embedding_norm:
+            self._embedding_norm = context.norm(EMBEDDING_NORM, size=config.hidden_size)
         self._positions: Tensor | None = None
         if config.position_offset is not None:
             self._positions = _positions(context, config.position_offset)
@@ -147,6 +158,8 @@ class DecoderModel:
         logits = self._lm_head(hidden, out)
         if logits is not None and self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
+        if logits is not None and (cap := self.config.logits_soft_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
     def hidden(
@@ -162,6 +175,8 @@ class DecoderModel:
             x = x * self.config.embedding_multiplier
         if self._positions is not None:
             x = x + self._positions.index_select(0, batch.positions)
+        if self._embedding_norm is not None:
+            x = self._embedding_norm(x)
         residual: Tensor | None = None
         by_layer = self._inputs_by_layer(batch)
         for layer, inputs in zip(self._layers[:-1], by_layer, strict=False):

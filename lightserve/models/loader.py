@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from lightserve.kernels.interface import Kernels
+from lightserve.models.architectures import Architecture
 from lightserve.models.base import Model
-from lightserve.models.config import Architecture, ModelConfig, check_tp
+from lightserve.models.config import ModelConfig, check_tp
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.gemma import Gemma3ForCausalLM, GemmaForCausalLM
+from lightserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from lightserve.models.gguf_reader import GgufReader
 from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
 from lightserve.models.granite import GraniteForCausalLM
@@ -32,11 +33,21 @@ from lightserve.models.moe import (
     Qwen3MoeForCausalLM,
 )
 from lightserve.models.olmo2 import Olmo2ForCausalLM
+from lightserve.models.own_code import (
+    BaichuanForCausalLM,
+    ChatGLMModel,
+    InternLM2ForCausalLM,
+    InternLMForCausalLM,
+    QWenLMHeadModel,
+)
 from lightserve.models.parallel import TensorParallel
 from lightserve.models.phi3 import Phi3ForCausalLM
 from lightserve.models.plain import (
+    BloomForCausalLM,
     FalconForCausalLM,
+    GPTBigCodeForCausalLM,
     GPTNeoXForCausalLM,
+    MptForCausalLM,
     OPTForCausalLM,
     PhiForCausalLM,
     Starcoder2ForCausalLM,
@@ -59,9 +70,11 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.GRANITE: GraniteForCausalLM,
     Architecture.SMOLLM3: SmolLM3ForCausalLM,
     Architecture.OLMO2: Olmo2ForCausalLM,
+    Architecture.OLMO3: Olmo2ForCausalLM,
     Architecture.GLM: GlmForCausalLM,
     Architecture.GLM4: Glm4ForCausalLM,
     Architecture.GEMMA: GemmaForCausalLM,
+    Architecture.GEMMA2: Gemma2ForCausalLM,
     Architecture.GEMMA3: Gemma3ForCausalLM,
     Architecture.MIXTRAL: MixtralForCausalLM,
     Architecture.QWEN2_MOE: Qwen2MoeForCausalLM,
@@ -73,6 +86,16 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.STARCODER2: Starcoder2ForCausalLM,
     Architecture.OPT: OPTForCausalLM,
     Architecture.FALCON: FalconForCausalLM,
+    Architecture.BLOOM: BloomForCausalLM,
+    Architecture.MPT: MptForCausalLM,
+    Architecture.GPT_BIGCODE: GPTBigCodeForCausalLM,
+    Architecture.QWEN: QWenLMHeadModel,
+    Architecture.BAICHUAN: BaichuanForCausalLM,
+    Architecture.BAICHUAN_FIRST: BaichuanForCausalLM,
+    Architecture.INTERNLM: InternLMForCausalLM,
+    Architecture.INTERNLM2: InternLM2ForCausalLM,
+    Architecture.CHATGLM: ChatGLMModel,
+    Architecture.CHATGLM_WHOLE: ChatGLMModel,
 }
 
 

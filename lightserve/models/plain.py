@@ -1,8 +1,4 @@
-"""GPT-NeoX, Phi-1 and 2, StarCoder 2, OPT, Falcon: LayerNorm, and blocks without a gate.
-
-All differences are in the configuration (`plain_config`): parallel blocks, merged QKV, positions,
-biases, and what their files call tensors.
-"""
+"""GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT."""
 
 from __future__ import annotations
 
@@ -26,4 +22,16 @@ class OPTForCausalLM(DecoderModel):
 
 
 class FalconForCausalLM(DecoderModel):
-    """Falcon with rotary positions."""
+    """Falcon."""
+
+
+class BloomForCausalLM(DecoderModel):
+    """BLOOM."""
+
+
+class MptForCausalLM(DecoderModel):
+    """MPT."""
+
+
+class GPTBigCodeForCausalLM(DecoderModel):
+    """GPT-BigCode and StarCoder 1."""

@@ -1,6 +1,6 @@
 """Families with LayerNorm and feed-forward blocks without a gate, as fields of `ModelConfig`.
 
-GPT-NeoX, Phi-1 and 2, StarCoder 2, OPT, Falcon. Torch-free.
+GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT. Torch-free.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from lightserve.models.alibi import as_bfloat16, mpt_slopes, slopes_of
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.rope import DEFAULT_THETA, DefaultRope, parse_rope, parse_rotary_dim
 
@@ -126,8 +127,7 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
     return {
         **_sizes(fields, heads, inner_key="ffn_dim"),
         **_same_window(None, num_layers),
-        "rope": DefaultRope(theta=DEFAULT_THETA),
-        "unrotated_layers": frozenset(range(num_layers)),
+        **_unrotated(num_layers),
         "position_offset": 2,
         "rms_norm_eps": 1e-5,
         "activation": _activation(fields, "activation_function", "relu"),
@@ -148,9 +148,7 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
 
 
 def parse_falcon(fields: JsonFields) -> dict[str, Any]:
-    """Return Falcon with rotary positions: both blocks read the same sum, or one norm of it."""
-    if fields.boolean("alibi", default=False):
-        raise fields.error("alibi", "must be false")
+    """Return Falcon: both blocks read one sum, or one norm of it; rotary positions or ALiBi."""
     is_new = fields.boolean("new_decoder_architecture", default=False)
     is_multi_query = fields.boolean("multi_query", default=True)
     heads = _heads(fields, kv_heads_key="num_kv_heads" if is_new else None)
@@ -171,9 +169,15 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
     if is_new and num_norms == 2:
         names += [("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp")]
     inner = fields.integer("ffn_hidden_size", default=4 * heads["hidden_size"])
+    positions = _rotary(fields, heads["head_dim"])
+    if fields.boolean("alibi", default=False):
+        # Scores are scaled behind the slopes, which were rounded in training.
+        slopes = (as_bfloat16(slope) for slope in slopes_of(heads["num_heads"]))
+        positions = _unrotated(heads["num_layers"])
+        positions["alibi_slopes"] = tuple(slope * heads["head_dim"] ** -0.5 for slope in slopes)
     return {
         **_sizes(fields, heads, inner=inner),
-        **_rotary(fields, heads["head_dim"]),
+        **positions,
         **_same_window(None, heads["num_layers"]),
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": _activation(fields, "activation", "gelu"),
@@ -188,27 +192,147 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
     }
 
 
+def parse_bloom(fields: JsonFields) -> dict[str, Any]:
+    """Return BLOOM: ALiBi, and a norm of the embeddings."""
+    if fields.boolean("apply_residual_connection_post_layernorm", default=False):
+        raise fields.error("apply_residual_connection_post_layernorm", "must be false")
+    heads_key = "n_head" if fields.has("n_head") else "num_attention_heads"
+    hidden_key = "n_embed" if fields.has("n_embed") else "hidden_size"
+    layers_key = "n_layer" if fields.has("n_layer") else "num_hidden_layers"
+    heads = _heads(fields, kv_heads_key=None, keys=(heads_key, hidden_key, layers_key))
+    return {
+        **_sizes(fields, heads, inner=4 * heads["hidden_size"], length_key="seq_length"),
+        **_same_window(None, heads["num_layers"]),
+        **_unrotated(heads["num_layers"]),
+        "alibi_slopes": slopes_of(heads["num_heads"]),
+        "has_embedding_norm": True,
+        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
+        "activation": Activation.GELU_TANH,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "merged": frozenset({"grouped_qkv"}),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
+        "stored_names": (
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.word_embeddings"),
+            ("model.embed_norm", "transformer.word_embeddings_layernorm"),
+            ("model.norm", "transformer.ln_f"),
+            ("self_attn.qkv_proj", "self_attention.query_key_value"),
+            ("self_attn.o_proj", "self_attention.dense"),
+            ("mlp.up_proj", "mlp.dense_h_to_4h"),
+            ("mlp.down_proj", "mlp.dense_4h_to_h"),
+        ),
+    }
+
+
+def parse_mpt(fields: JsonFields) -> dict[str, Any]:
+    """Return MPT: ALiBi with slopes of its own, and no bias anywhere."""
+    heads = _heads(fields, kv_heads_key=None, keys=("n_heads", "d_model", "n_layers"))
+    inner = fields.integer("expansion_ratio", default=4) * heads["hidden_size"]
+    max_bias, scale = 8.0, None
+    if fields.has("attn_config"):
+        attention = fields.child("attn_config")
+        if not attention.boolean("alibi", default=True):
+            raise attention.error("alibi", "must be true")
+        for key in ("qk_ln", "prefix_lm"):
+            if attention.boolean(key, default=False):
+                raise attention.error(key, "must be false")
+        if attention.has("clip_qkv"):
+            raise attention.error("clip_qkv", "must be null")
+        max_bias = attention.number("alibi_bias_max", default=max_bias)
+        scale = attention.optional_number("softmax_scale")
+    if fields.has("logit_scale"):
+        raise fields.error("logit_scale", "must be null")
+    if not fields.boolean("no_bias", default=True):
+        raise fields.error("no_bias", "must be true")
+    return {
+        **_sizes(fields, heads, inner=inner, length_key="max_seq_len"),
+        **_same_window(None, heads["num_layers"]),
+        **_unrotated(heads["num_layers"]),
+        "alibi_slopes": mpt_slopes(heads["num_heads"], max_bias),
+        "attention_scale": scale,
+        "has_norm_bias": False,
+        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
+        "activation": Activation.GELU,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "merged": frozenset({"qkv"}),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
+        "stored_names": (
+            ("model.layers.", "transformer.blocks."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.norm", "transformer.norm_f"),
+            ("self_attn.qkv_proj", "attn.Wqkv"),
+            ("self_attn.o_proj", "attn.out_proj"),
+            ("mlp.", "ffn."),
+            ("input_layernorm", "norm_1"),
+            ("post_attention_layernorm", "norm_2"),
+        ),
+    }
+
+
+def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
+    """Return GPT-BigCode, of which StarCoder 1 is one: learned positions, one KV head for all."""
+    for key in ("scale_attn_weights", "multi_query"):
+        if not fields.boolean(key, default=True):
+            raise fields.error(key, "must be true")
+    if fields.boolean("add_cross_attention", default=False):
+        raise fields.error("add_cross_attention", "must be false")
+    heads = _heads(fields, kv_heads_key=None, keys=("n_head", "n_embd", "n_layer"))
+    heads["num_kv_heads"] = 1
+    inner = fields.integer("n_inner", default=4 * heads["hidden_size"])
+    return {
+        **_sizes(fields, heads, inner=inner, length_key="n_positions"),
+        **_same_window(None, heads["num_layers"]),
+        **_unrotated(heads["num_layers"]),
+        "position_offset": 0,
+        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
+        "activation": _activation(fields, "activation_function", "gelu_pytorch_tanh"),
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "merged": frozenset({"qkv"}),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
+        "stored_names": (
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.embed_positions", "transformer.wpe"),
+            ("model.norm", "transformer.ln_f"),
+            ("self_attn.qkv_proj", "attn.c_attn"),
+            ("self_attn.o_proj", "attn.c_proj"),
+            ("mlp.up_proj", "mlp.c_fc"),
+            ("mlp.down_proj", "mlp.c_proj"),
+            ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"),
+        ),
+    }
+
+
 def _heads(
     fields: JsonFields,
     *,
     kv_heads_key: str | None = "num_key_value_heads",
     default_kv_heads: int | None = None,
+    keys: tuple[str, str, str] = ("num_attention_heads", "hidden_size", "num_hidden_layers"),
 ) -> dict[str, int]:
     """Return the sizes of attention; without a key, each query head has a KV head of its own."""
-    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    heads_key, hidden_key, layers_key = keys
+    num_heads, hidden = fields.integer(heads_key), fields.integer(hidden_key)
     if hidden % num_heads or hidden // num_heads % 2:
-        raise fields.error("hidden_size", f"must be {num_heads} times an even number, got {hidden}")
+        raise fields.error(hidden_key, f"must be {num_heads} times an even number, got {hidden}")
     num_kv_heads = num_heads
     if kv_heads_key is not None:
         default = num_heads if default_kv_heads is None else default_kv_heads
         num_kv_heads = fields.integer(kv_heads_key, default=default)
         if num_heads % num_kv_heads:
             raise fields.error(
-                kv_heads_key, f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
+                kv_heads_key, f"must divide {heads_key} {num_heads}, got {num_kv_heads}"
             )
     return {
         "hidden_size": hidden,
-        "num_layers": fields.integer("num_hidden_layers", high=MAX_LAYERS),
+        "num_layers": fields.integer(layers_key, high=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": hidden // num_heads,
@@ -221,12 +345,13 @@ def _sizes(
     *,
     inner_key: str = "intermediate_size",
     inner: int | None = None,
+    length_key: str = "max_position_embeddings",
 ) -> dict[str, Any]:
     return {
         **heads,
         "vocab_size": fields.integer("vocab_size"),
         "intermediate_size": fields.integer(inner_key) if inner is None else inner,
-        "max_position_embeddings": fields.integer("max_position_embeddings", default=2048),
+        "max_position_embeddings": fields.integer(length_key, default=2048),
         "has_layer_norm": True,
         "qk_norm": False,
     }
@@ -241,6 +366,11 @@ def _rotary(
         fields, max_position_embeddings=length, rotary_dim=rotary_dim, default_theta=theta
     )
     return {"rope": rope, "rotary_share": rotary_dim}
+
+
+def _unrotated(num_layers: int) -> dict[str, Any]:
+    rope = DefaultRope(theta=DEFAULT_THETA)
+    return {"rope": rope, "unrotated_layers": frozenset(range(num_layers))}
 
 
 def _same_window(window: int | None, num_layers: int) -> dict[str, Any]:

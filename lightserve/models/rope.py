@@ -125,10 +125,13 @@ def parse_rope(
             raise fields.error("rope_type", f"must be one of {known}, got {kind!r}")
 
 
-def parse_local_rope(config: JsonFields) -> RopeConfig:
-    """Return the rotary embedding of layers with a window, for families where it is another."""
+def parse_local_rope(config: JsonFields, *, default: float = DEFAULT_THETA) -> RopeConfig:
+    """Return the rotary embedding of layers with a window, for families where it is another.
+
+    `default`: its base where the file gives none.
+    """
     fields = _rope_object(config)
-    theta = config.number("rope_local_base_freq", default=DEFAULT_THETA, above=1.0)
+    theta = config.number("rope_local_base_freq", default=default, above=1.0)
     if fields is None or not fields.has(SLIDING):
         return DefaultRope(theta=theta)
     fields = fields.child(SLIDING)

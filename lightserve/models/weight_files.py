@@ -30,6 +30,7 @@ FLOAT_DTYPES = FLOATS
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD, LM_HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+EMBEDDING_NORM = "model.embed_norm"
 POSITIONS = "model.embed_positions.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
@@ -140,7 +141,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}.{name}.bias"] = (out_size,)
         for name, size in norms.items():
             shapes[f"{prefix}.{name}.weight"] = (size,)
-            if config.has_layer_norm:
+            if config.has_layer_norm and config.has_norm_bias:
                 shapes[f"{prefix}.{name}.bias"] = (size,)
     return shapes
 
@@ -152,7 +153,9 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         EMBEDDING: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
-    if config.has_layer_norm:
+    if config.has_embedding_norm:
+        shapes[f"{EMBEDDING_NORM}.weight"] = shapes[f"{EMBEDDING_NORM}.bias"] = (hidden,)
+    if config.has_layer_norm and config.has_norm_bias:
         shapes["model.norm.bias"] = (hidden,)
     if config.position_offset is not None:
         num_positions = config.max_position_embeddings + config.position_offset
@@ -238,7 +241,8 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     """
     files = find_weights(path)
     if files.gguf is None:
-        files = replace(files, stored_names=config.stored_names, form=config.weight_format)
+        own = replace(files, stored_names=config.stored_names, form=config.weight_format)
+        files = _with_prefix(own)
     in_file: dict[Path, dict[str, StoredTensor]] = {}
     quantised: dict[str, tuple[int, int]] = {}
     for ours, shape in needed_tensors(config, files).items():
@@ -269,6 +273,19 @@ def quantised_as(path: Path, config: ModelConfig) -> str | None:
     names = [BLOCK_TYPES[kind].name for kind in sorted(kinds) if kind in BLOCK_TYPES]
     quantised = [name for name in names if name not in ("F32", "F16", "BF16")]
     return f"GGUF, {', '.join(quantised)}" if quantised else None
+
+
+_PREFIXES = ((("transformer.", ""),),)
+"""What else names may begin with: of files that were saved without the output layer."""
+
+
+def _with_prefix(files: WeightFiles) -> WeightFiles:
+    """Return the files with the beginnings of names that they have."""
+    for own in ((), *_PREFIXES):
+        found = replace(files, stored_names=files.stored_names + own)
+        if found.has(EMBEDDING):
+            return found
+    return files
 
 
 def check_digests(path: Path, files: WeightFiles, manifest: Path) -> None:

@@ -17,13 +17,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.grids import choose, more_when_long
 from support.model_runs import LoadedModel, load_tiny
+from support.own_code_models import ARCHITECTURES
 from support.parity import Chunk, DirectDriver, compare_all, make_sequences, schedule
 from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, load_reference
 from support.tiny_models import write_tiny_model as write
+from transformers.models.bloom import modeling_bloom
+from transformers.models.mpt import modeling_mpt
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models.alibi import as_bfloat16, mpt_slopes, slopes_of
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
 from lightserve.models.layers.attention import RotaryTable, frequencies
@@ -38,19 +42,23 @@ from lightserve.models.weight_files import (
 )
 from lightserve.worker import engine
 
+WITHOUT_KV_HEADS = ("GPTNeoX", "OPT", "Bloom", "Mpt", "GPTBigCode")
+"""Families that know no such key."""
+OF_TRANSFORMERS = [tiny for tiny in TINY_MODELS if tiny.family not in ARCHITECTURES]
 
-@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+
+@pytest.mark.parametrize("tiny", OF_TRANSFORMERS, ids=lambda tiny: tiny.name)
 def test_config_and_names_agree_with_transformers(tiny: TinyModel, tmp_path: Path) -> None:
     write(tiny, tmp_path)
     ours, theirs = load_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
     assert ours.num_layers == theirs.num_hidden_layers
     if tiny.family == "Falcon":
         assert ours.num_kv_heads in (1, theirs.num_kv_heads)
-    elif tiny.family not in ("GPTNeoX", "OPT"):  # which know no such key
+    elif tiny.family not in WITHOUT_KV_HEADS:
         assert ours.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None)
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
-    if tiny.family != "OPT":
+    if len(ours.unrotated_layers) < ours.num_layers:
         parameters = theirs.rope_parameters
         assert ours.rope.theta == parameters.get("full_attention", parameters)["rope_theta"]
     keys = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
@@ -64,6 +72,56 @@ def test_config_and_names_agree_with_transformers(tiny: TinyModel, tmp_path: Pat
     )
     files = check_weights(tmp_path, ours)
     assert set(files.file_of) == {files.stored(name) for name in expected_tensors(ours)}
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_names_agree_with_published_ones(family: str, tmp_path: Path) -> None:
+    write(next(tiny for tiny in TINY_MODELS if tiny.family == family), tmp_path)
+    config = load_model_config(tmp_path)
+    files = check_weights(tmp_path, config)
+    assert set(files.file_of) == {files.stored(name) for name in expected_tensors(config)}
+
+
+def test_a_file_saved_without_its_output_layer_has_shorter_names(tmp_path: Path) -> None:
+    write(find_tiny_model("bloom-6-heads"), tmp_path)
+    file = tmp_path / SINGLE_FILE
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    file.unlink()
+    save_file(tensors, file)
+    config = load_model_config(tmp_path)
+    files = check_weights(tmp_path, config)
+    assert files.stored(EMBEDDING) == "word_embeddings.weight"
+    assert files.stored("model.layers.1.self_attn.qkv_proj.bias") in tensors
+
+
+def test_baichuan_says_which_it_is_by_its_keys(tmp_path: Path) -> None:
+    write(find_tiny_model("baichuan-13b"), tmp_path)
+    first = load_model_config(tmp_path)
+    assert first.alibi_slopes is not None and not first.has_normalised_head
+    assert first.max_position_embeddings == 256
+    file = tmp_path / "config.json"
+    values = {**json.loads(file.read_text()), "vocab_size": 125_696}
+    file.write_text(json.dumps(values))
+    assert load_model_config(tmp_path).has_normalised_head
+    file.write_text(json.dumps({**values, "max_position_embeddings": 128, "vocab_size": 64_000}))
+    seven = load_model_config(tmp_path)
+    assert seven.alibi_slopes is None and not seven.has_normalised_head
+
+
+def test_qwen1_is_served_up_to_the_length_of_its_training(tmp_path: Path) -> None:
+    write(find_tiny_model("qwen1"), tmp_path)  # its file allows 512 positions
+    assert load_model_config(tmp_path).max_context_len == 256
+
+
+def test_slopes_are_those_of_transformers() -> None:
+    for num_heads in range(1, 130):
+        bloom = modeling_bloom._get_alibi_slopes(num_heads, torch.device("cpu"))
+        torch.testing.assert_close(torch.tensor(slopes_of(num_heads)), bloom)
+        mpt = modeling_mpt.build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0]
+        torch.testing.assert_close(-torch.tensor(mpt_slopes(num_heads, 8.0)), mpt)
+        rounded = torch.tensor([as_bfloat16(slope) for slope in slopes_of(num_heads)])
+        assert torch.equal(rounded, torch.tensor(slopes_of(num_heads)).bfloat16().float())
+    assert mpt_slopes(4, 16.0) == (2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16)
 
 
 def test_windows_follow_max_window_layers_without_layer_types(tmp_path: Path) -> None:

@@ -155,8 +155,9 @@ def test_comparison_has_teeth(
     if damage is other_window and not prepared.tiny.has_window:
         assert set(prepared.loaded.config.sliding_windows) == {None}
         return
-    if damage is other_rope_base and prepared.tiny.family == "OPT":
-        assert prepared.loaded.config.position_offset is not None
+    config = prepared.loaded.config
+    if damage is other_rope_base and len(config.unrotated_layers) == config.num_layers:
+        assert config.position_offset is not None or config.alibi_slopes is not None
         return
     report = damage(prepared)
     assert not report.holds(torch.float32), report

@@ -43,6 +43,15 @@ FLOAT32_MODELS = (
     "opt",
     "falcon",  # one group of query heads on two ranks
     "falcon-groups",
+    "bloom-6-heads",  # slopes of this rank's heads
+    "gpt-bigcode",
+    "gemma2",
+    "olmo3",
+    "qwen1",  # a merged tensor by its authors' formula, as the others
+    "baichuan-7b",
+    "baichuan-13b",
+    "internlm2",
+    "chatglm",
 )
 BFLOAT16_MODELS = ("mistral-window", "qwen3")
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
+from lightserve.models.architectures import Architecture
 from lightserve.models.base import KVLayout, kv_layout
-from lightserve.models.config import Architecture, ModelConfig
+from lightserve.models.config import ModelConfig
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod

@@ -18,6 +18,8 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from support.own_code_models import ARCHITECTURES, own_code_reference, write_own_code_model
+
 VOCAB_SIZE = 200
 
 BASE_CONFIG: Mapping[str, Any] = {
@@ -368,6 +370,75 @@ TINY_MODELS = (
         "Falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    TinyModel("falcon-alibi", "Falcon", {"alibi": True, "multi_query": False, "bias": True}),
+    TinyModel("bloom", "Bloom", {"num_hidden_layers": 3}, sharded=True),
+    TinyModel("bloom-6-heads", "Bloom", {"hidden_size": 48, "num_attention_heads": 6}),
+    TinyModel("mpt", "Mpt", {"max_seq_len": 256, "num_hidden_layers": 3}),
+    TinyModel(
+        "mpt-6-heads",
+        "Mpt",
+        {
+            "max_seq_len": 256,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "tie_word_embeddings": True,
+            "attn_config": {"softmax_scale": 0.3},
+        },
+    ),
+    TinyModel("gpt-bigcode", "GPTBigCode", {"n_inner": 80, "num_hidden_layers": 3}),
+    TinyModel("gpt-bigcode-tied", "GPTBigCode", {"tie_word_embeddings": True}, sharded=True),
+    TinyModel(
+        "gemma2",
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 21,
+            "num_hidden_layers": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "gemma2-tied",
+        "Gemma2",
+        {
+            "head_dim": 24,
+            "sliding_window": 34,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": None,
+        },
+    ),
+    TinyModel(
+        "olmo3",
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 23,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": dict(YARN_ROPE["rope_parameters"]),
+            },
+        },
+    ),
+    TinyModel("qwen1", "QWen", {"num_hidden_layers": 3}),
+    TinyModel("baichuan-7b", "Baichuan", {"z_loss_weight": 0}),
+    TinyModel(
+        "baichuan-13b",
+        "Baichuan",
+        {
+            "max_position_embeddings": None,
+            "model_max_length": 256,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+        },
+    ),
+    TinyModel("internlm", "InternLM"),
+    TinyModel("internlm2", "InternLM2", {"num_hidden_layers": 3}),
+    TinyModel("chatglm", "ChatGLM", {"num_layers": 3}),
 )
 
 
@@ -378,6 +449,9 @@ def find_tiny_model(name: str) -> TinyModel:
 def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write the model as a Hugging Face directory and return its path."""
     transformers_logging.disable_progress_bar()
+    if model.family in ARCHITECTURES:
+        write_own_code_model(model.family, model.config, path, dtype, model.seed)
+        return path
     config_class = getattr(
         transformers, f"{model.family}TextConfig", getattr(transformers, f"{model.family}Config")
     )
@@ -393,10 +467,14 @@ def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
-    """Load transformers' model, with the attention that it takes by default."""
+    """Load transformers' model, with the attention that it takes by default, or a formula."""
+    if (formula := own_code_reference(path)) is not None:
+        return formula
     transformers_logging.disable_progress_bar()
+    name = json.loads((path / "config.json").read_text())["architectures"][0]
+    attention = "sdpa" if getattr(transformers, name)._supports_sdpa else "eager"
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa"
+        path, dtype=dtype, attn_implementation=attention
     )
     return reference.eval()
 
@@ -426,7 +504,7 @@ def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
     if name.endswith("bias"):
         return 0.3 * noise
     if any(
-        part in name for part in ("embed_tokens", "embed_in", "word_embeddings")
+        part in name for part in ("embed_tokens", "embed_in", "word_embeddings", "wte")
     ):  # a look-up has a fan-in of one, a tied head one of `hidden_size`
         return 0.25 * noise if tied else noise
     # Beside a small tied embedding the blocks write less, or their rounding would be all there is.

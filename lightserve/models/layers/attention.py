@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, QKNorm
+from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightReader
 from lightserve.models.parallel import Part, even_part, kv_head_part
@@ -53,6 +53,7 @@ class SelfAttention:
         self._num_heads, self._num_kv_heads, self._head_dim = q_part.size, kv_part.size, head_dim
         self._scale = config.attention_scale or head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
+        self._score_mod = _score_mod(context, q_part)
         q_rows, kv_rows = _features(q_part, head_dim), _features(kv_part, head_dim)
         parts = [
             (f"{prefix}.{name}_proj", rows)
@@ -71,7 +72,7 @@ class SelfAttention:
             parts = _grouped_parts(f"{prefix}.qkv_proj", q_part, kv_part, group, head_dim)
         reader = context.reader
         if config.rotates_neighbours:
-            rotated = tuple(name for name, _ in parts[:2])
+            rotated = frozenset((name, rows.start) for name, rows in parts[:2])
             reader = NeighboursApart(reader, rotated, head_dim, config.rotary_dim)
         self._qkv = ColumnParallelLinear(
             context.method,
@@ -131,12 +132,24 @@ class SelfAttention:
             inputs.batch,
             scale=self._scale,
             sliding_window=self._sliding_window,
+            score_mod=self._score_mod,
         )
         return heads.reshape(num_tokens, q_size)
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * D] -> [N, hidden]."""
         return self._out(heads)
+
+
+def _score_mod(context: ModelContext, heads: Part) -> ScoreMod | None:
+    """Return what is done to the scores of this rank's heads."""
+    config, slopes = context.config, None
+    if config.alibi_slopes is not None:
+        own = config.alibi_slopes[heads.start : heads.start + heads.size]
+        slopes = torch.tensor(own, dtype=torch.float32, device=context.reader.device)
+    if slopes is None and config.attention_soft_cap is None:
+        return None
+    return ScoreMod(config.attention_soft_cap, slopes)
 
 
 def _grouped_parts(
@@ -163,22 +176,26 @@ class NeighboursApart:
     """
 
     def __init__(
-        self, reader: WeightReader, modules: tuple[str, ...], head_dim: int, rotary_dim: int
+        self,
+        reader: WeightReader,
+        rotated: frozenset[tuple[str, int]],
+        head_dim: int,
+        rotary_dim: int,
     ) -> None:
-        """`modules`: the names of those whose outputs are heads that are rotated."""
+        """`rotated`: of parts whose outputs are heads that are rotated, module and first row."""
         self.dtype, self.device = reader.dtype, reader.device
         self.has = reader.has
         self._reader = reader
-        self._modules = modules
-        rotated, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
-        self._order = torch.cat([rotated[0::2], rotated[1::2], rest]).to(self.device)
+        self._rotated = rotated
+        turned, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+        self._order = torch.cat([turned[0::2], turned[1::2], rest]).to(self.device)
 
     def read_into(
         self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
     ) -> None:
         """See `WeightReader.read_into`; `rows` are whole heads."""
         self._reader.read_into(target, name, rows=rows, columns=columns)
-        if name.rpartition(".")[0] in self._modules:
+        if self._turns(name, rows):
             heads = target.view(-1, len(self._order), *target.shape[1:])
             heads.copy_(heads.index_select(1, self._order))
 
@@ -187,10 +204,13 @@ class NeighboursApart:
     ) -> StoredWeight | None:
         """See `WeightReader.read_stored`; `rows` are whole heads."""
         weight = self._reader.read_stored(name, rows=rows, columns=columns)
-        if weight is None or name.rpartition(".")[0] not in self._modules:
+        if weight is None or not self._turns(name, rows):
             return weight
         places = torch.arange(len(weight.values)).view(-1, len(self._order))
         return weight.rows(places[:, self._order.cpu()].flatten())
+
+    def _turns(self, name: str, rows: Part | None) -> bool:
+        return rows is not None and (name.rpartition(".")[0], rows.start) in self._rotated
 
 
 def _features(heads: Part, head_dim: int) -> Part:

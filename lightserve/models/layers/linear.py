@@ -108,9 +108,11 @@ class LayerNorm:
 
     __slots__ = ("_bias", "_eps", "_weight")
 
-    def __init__(self, reader: WeightReader, name: str, *, size: int, eps: float) -> None:
+    def __init__(
+        self, reader: WeightReader, name: str, *, size: int, eps: float, has_bias: bool = True
+    ) -> None:
         self._weight = read_vector(reader, f"{name}.weight", size)
-        self._bias = read_vector(reader, f"{name}.bias", size)
+        self._bias = read_vector(reader, f"{name}.bias", size) if has_bias else None
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -156,6 +158,11 @@ class VocabWeight:
         bias = torch.zeros(len(self.tensor), dtype=self.dtype, device=self.device)
         reader.read_into(bias[: self.num_ids], name, rows=Part(self.first_id, self.num_ids))
         return bias
+
+    def normalise(self) -> None:
+        """Divide each row by its length."""
+        lengths = self.tensor.float().norm(dim=1, keepdim=True).clamp_min(1e-12)
+        self.tensor.copy_(self.tensor.float() / lengths)
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Return rows int64 [T] of this rank's, [T, hidden]."""
