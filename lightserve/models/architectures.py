@@ -10,6 +10,7 @@ class Architecture(StrEnum):
 
     LLAMA = "LlamaForCausalLM"
     MISTRAL = "MistralForCausalLM"
+    MISTRAL3_WHOLE = "Mistral3ForConditionalGeneration"
     QWEN2 = "Qwen2ForCausalLM"
     QWEN3 = "Qwen3ForCausalLM"
     PHI3 = "Phi3ForCausalLM"
@@ -22,6 +23,7 @@ class Architecture(StrEnum):
     GEMMA = "GemmaForCausalLM"
     GEMMA2 = "Gemma2ForCausalLM"
     GEMMA3 = "Gemma3ForCausalLM"
+    GEMMA3_WHOLE = "Gemma3ForConditionalGeneration"
     MIXTRAL = "MixtralForCausalLM"
     QWEN2_MOE = "Qwen2MoeForCausalLM"
     QWEN3_MOE = "Qwen3MoeForCausalLM"

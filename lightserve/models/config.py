@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import Architecture
@@ -93,6 +93,31 @@ _PLAIN = {
     Architecture.INTERNLM2: parse_internlm2,
     Architecture.CHATGLM: parse_chatglm,
     Architecture.CHATGLM_WHOLE: parse_chatglm,
+}
+
+
+class _TextPart(NamedTuple):
+    """What of a model that also sees images is served."""
+
+    architecture: Architecture
+    model_type: str
+    defaults: dict[str, int | float]
+    """What transformers takes where the file is silent."""
+
+
+_TEXT_PARTS = {
+    Architecture.GEMMA3_WHOLE: _TextPart(
+        Architecture.GEMMA3,
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    Architecture.MISTRAL3_WHOLE: _TextPart(Architecture.MISTRAL, "mistral", {}),
 }
 
 
@@ -203,6 +228,9 @@ def load_model_config(path: Path) -> ModelConfig:
     fields = JsonFields(file, read_json_object(file))
     architecture = _architecture(fields)
     weight_format = parse_weight_format(fields)
+    if architecture in _TEXT_PARTS:
+        part = _TEXT_PARTS[architecture]
+        architecture, fields = part.architecture, _text_fields(fields, part)
     if architecture in _PLAIN:
         own = _PLAIN[architecture](fields)
         return ModelConfig(
@@ -263,6 +291,18 @@ def load_model_config(path: Path) -> ModelConfig:
         **_own_of(fields, architecture, num_layers),
         **(_gemma(fields, architecture, hidden_size) if is_gemma else {}),
     )
+
+
+def _text_fields(fields: JsonFields, part: _TextPart) -> JsonFields:
+    """Return what the file says about the text part, with the whole model's type of numbers."""
+    text = fields.child("text_config")
+    if (kind := text.string("model_type", default=part.model_type)) != part.model_type:
+        raise text.error("model_type", f"must be {part.model_type!r}, got {kind!r}")
+    values: dict[str, Any] = {**part.defaults}
+    if (dtype := _dtype(fields)) is not None:
+        values["dtype"] = dtype
+    stated = {key: value for key, value in text.items() if value is not None or key not in values}
+    return JsonFields(fields.path, values | stated, prefix="text_config.")
 
 
 def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:

@@ -64,6 +64,7 @@ from lightserve.progress import Advance, progress
 MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.LLAMA: LlamaForCausalLM,
     Architecture.MISTRAL: MistralForCausalLM,
+    Architecture.MISTRAL3_WHOLE: MistralForCausalLM,
     Architecture.QWEN2: Qwen2ForCausalLM,
     Architecture.QWEN3: Qwen3ForCausalLM,
     Architecture.PHI3: Phi3ForCausalLM,
@@ -76,6 +77,7 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.GEMMA: GemmaForCausalLM,
     Architecture.GEMMA2: Gemma2ForCausalLM,
     Architecture.GEMMA3: Gemma3ForCausalLM,
+    Architecture.GEMMA3_WHOLE: Gemma3ForCausalLM,
     Architecture.MIXTRAL: MixtralForCausalLM,
     Architecture.QWEN2_MOE: Qwen2MoeForCausalLM,
     Architecture.QWEN3_MOE: Qwen3MoeForCausalLM,

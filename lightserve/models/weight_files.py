@@ -275,8 +275,13 @@ def quantised_as(path: Path, config: ModelConfig) -> str | None:
     return f"GGUF, {', '.join(quantised)}" if quantised else None
 
 
-_PREFIXES = ((("transformer.", ""),),)
-"""What else names may begin with: of files that were saved without the output layer."""
+_PREFIXES = (
+    (("transformer.", ""),),
+    (("model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
+    (("model.", "model.language_model."),),
+)
+"""What else names may begin with: of files that were saved without the output layer, or that have
+a text model beside one for images, by its authors' names and by transformers'."""
 
 
 def _with_prefix(files: WeightFiles) -> WeightFiles:

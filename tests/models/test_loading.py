@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -25,13 +26,14 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
 
 from lightserve.config import ServeConfig
-from lightserve.errors import ConfigError
+from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.alibi import as_bfloat16, mpt_slopes, slopes_of
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
 from lightserve.models.layers.attention import RotaryTable, frequencies
 from lightserve.models.loader import SafetensorsReader
+from lightserve.models.rope import LinearRope
 from lightserve.models.weight_files import (
     EMBEDDING,
     LM_HEAD,
@@ -92,6 +94,64 @@ def test_a_file_saved_without_its_output_layer_has_shorter_names(tmp_path: Path)
     files = check_weights(tmp_path, config)
     assert files.stored(EMBEDDING) == "word_embeddings.weight"
     assert files.stored("model.layers.1.self_attn.qkv_proj.bias") in tensors
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head_prefix"), [("language_model.", "language_model."), ("model.language_", "")]
+)
+@pytest.mark.parametrize(("name", "kind"), [("gemma3", "gemma3_text"), ("mistral-full", "mistral")])
+def test_the_text_part_of_a_model_that_sees_images(
+    name: str, kind: str, prefix: str, head_prefix: str, tmp_path: Path
+) -> None:
+    tiny = dataclasses.replace(find_tiny_model(name), sharded=False)
+    write(tiny, tmp_path)
+    alone = load_model_config(tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    dtype, architecture = text.pop("dtype"), text.pop("architectures")[0]
+    whole = architecture.replace("Mistral", "Mistral3").replace("CausalLM", "ConditionalGeneration")
+    values = {"architectures": [whole], "text_config": {**text, "model_type": kind}, "dtype": dtype}
+    file.write_text(json.dumps(values))
+    assert load_model_config(tmp_path) == alone
+    weights = tmp_path / SINGLE_FILE
+    tensors = {
+        (head_prefix if key == LM_HEAD else prefix) + key: tensor
+        for key, tensor in load_file(weights).items()
+    }
+    weights.unlink()
+    save_file({**tensors, "vision_tower.weight": torch.zeros(1)}, weights)
+    files = check_weights(tmp_path, alone)
+    assert {files.stored(key) for key in expected_tensors(alone)} == set(tensors)
+    values["text_config"]["model_type"] = "ministral3"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match=f"'text_config.model_type' must be '{kind}'"):
+        load_model_config(tmp_path)
+
+
+def test_gemma3_that_sees_images_has_sizes_of_its_own(tmp_path: Path) -> None:
+    """What its smallest published file says of its text, and what it leaves to transformers."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    values = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, theirs = load_model_config(tmp_path), transformers.Gemma3TextConfig(**text)
+    assert ours.vocab_size == theirs.vocab_size and ours.head_dim == theirs.head_dim
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope == LinearRope(theta=1_000_000.0, factor=8.0)
+    assert ours.dtype == "bfloat16" and ours.sliding_windows[4:7] == (1024, None, 1024)
 
 
 def test_baichuan_says_which_it_is_by_its_keys(tmp_path: Path) -> None:
