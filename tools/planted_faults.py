@@ -457,6 +457,19 @@ WORKER = [
         "models/test_parity.py",
     ),
     fault(
+        "kernels/reference.py",
+        "scores = mod.soft_cap * torch.tanh(scores / mod.soft_cap)",
+        "scores = torch.tanh(scores / mod.soft_cap)",
+        "kernels/test_kernel_grid.py",
+        "models/test_parity.py",
+    ),
+    fault(
+        "models/layers/attention.py",
+        '(name.rpartition(".")[0], rows.start) in self._rotated',
+        'name.rpartition(".")[0] in {module for module, _ in self._rotated}',
+        "models/test_parity.py",
+    ),
+    fault(
         "kernels/cpu/default.py",
         "scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()",
         "scale = wide.square().mean(dim=-1, keepdim=True).rsqrt_()",
