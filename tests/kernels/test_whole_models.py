@@ -30,6 +30,8 @@ CASES = [
     ("llama-head-dim", torch.bfloat16),
     ("mistral-window", torch.float32),
     ("qwen3", torch.bfloat16),
+    ("gemma2", torch.float32),
+    ("bloom-6-heads", torch.bfloat16),
 ]
 
 
