@@ -42,6 +42,13 @@ _ROWS = (
     help="Times as fast do requests come.",
 )
 @click.option(
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True, max=1000),
+    default=1.0,
+    show_default=True,
+    help="Times as fast are the machine's steps.",
+)
+@click.option(
     "--set",
     "sets",
     multiple=True,
@@ -69,7 +76,7 @@ def command(log: Path, *, as_json: bool, **asked: Any) -> int:
             if name in options:
                 raise ConfigError(f"--set {name} does not go with --{name}")
             options[name] = asked[name]
-    settings = Settings(options, asked["max_kv_tokens"], asked["rate"])
+    settings = Settings(options, asked["max_kv_tokens"], asked["rate"], asked["speed"])
     recording = read_recording(DecisionLogReader(log))
     columns = {"recorded": _figures(recording.report())}
     columns["same settings"] = _figures(recording.run(Settings()))

@@ -104,28 +104,36 @@ _SPANS = {
 
 
 def explain(reader: DecisionLogReader, name: RequestName) -> Why:
-    """Return why a request was late, or was not.
+    """Return why a request was late, or was not. Raises as `explain_all`."""
+    return explain_all(reader, [name])[0]
+
+
+def explain_all(reader: DecisionLogReader, names: Sequence[RequestName]) -> list[Why]:
+    """Return why each of these was late, or was not.
 
     Raises:
         DecisionLogError: the log cannot be read, was changed, its decisions are not repeated, or
-            the request is in no step of it.
+            one of the requests is in no step of it.
     """
-    replayer, witness = Replayer(reader.header), _Witness(name)
+    replayer, witnesses = Replayer(reader.header), [_Witness(name) for name in names]
     for number, record in reader.lines():
         if isinstance(record, Decision):
             if replayer.decide(record) is None:
                 message = f"{reader.path}, line {number}: this decision is not repeated"
                 raise DecisionLogError(message)
-            witness.on_decision(record)
+            for witness in witnesses:
+                witness.on_decision(record)
             continue
-        if isinstance(record, MessageReceived) and isinstance(record.message, Submit):
-            witness.on_submit(record, record.message)
-        if isinstance(record, ResultReceived):
-            witness.exec_s[record.result.step_id] = record.result.exec_s
-        witness.on_news(replayer.feed(record), record.now_s)
-    if not witness.steps:
+        news = replayer.feed(record)
+        for witness in witnesses:
+            if isinstance(record, MessageReceived) and isinstance(record.message, Submit):
+                witness.on_submit(record, record.message)
+            if isinstance(record, ResultReceived):
+                witness.exec_s[record.result.step_id] = record.result.exec_s
+            witness.on_news(news, record.now_s)
+    if not all(witness.steps for witness in witnesses):
         raise DecisionLogError(f"{reader.path}: the log ends before a step could move the request")
-    return witness.verdict()
+    return [witness.verdict() for witness in witnesses]
 
 
 class _Step(NamedTuple):

@@ -183,6 +183,11 @@ class _Met(NamedTuple):
     end: bool
 
 
+def is_in_time(request: Seen) -> bool:
+    """Return whether a request with targets of its own finished and kept them all."""
+    return all(_targets_met(request, request.targets or Targets()))
+
+
 def _targets_met(request: Seen, targets: Targets) -> _Met:
     """Return which targets a request kept; one that is not set is kept by all that finished."""
     times, ends = request.token_times_s, request.is_finished

@@ -6,14 +6,16 @@ same times or faster, to the same core with other settings, on workers that take
 formula says, times what the real steps took of it, one after the other: a machine that others kept
 busy for a while is busy again.
 
-Arrivals stay as they were: clients that wait for answers before they ask again would have come at
-other times. Outputs keep their lengths; requests that clients gave up are given up after the same
-time, and do not count.
+Arrivals stay as they were, but for a class of which as many requests were there all the time: its
+clients waited for an answer before they asked again, and so they do here (`_Loop`). Outputs keep
+their lengths; requests that clients gave up are given up after the same time, and do not count.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ from lightserve.decisions.records import (
 from lightserve.decisions.replaying import DecisionLogReader, make_core_of
 from lightserve.errors import ConfigError, DecisionLogError, ProtocolError
 from lightserve.messages.common import StepCoefficients
-from lightserve.messages.frontend_router import Abort, Submit
+from lightserve.messages.frontend_router import Abort, RequestDelta, Submit
 from lightserve.messages.router_worker import StepResult
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, Outgoing
@@ -46,7 +48,15 @@ from lightserve.router.step import PlannedStep
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import EOS_TOKEN_ID, LengthWorker, ProfiledHardware, VirtualWorker
-from lightserve.types import FinishReason, RequestClass, RequestKey, SamplingParams, StepId
+from lightserve.types import (
+    FinishReason,
+    FrontendId,
+    RequestClass,
+    RequestId,
+    RequestKey,
+    SamplingParams,
+    StepId,
+)
 
 MIN_STEPS = 100
 """Fewer say too little of what steps take."""
@@ -55,7 +65,7 @@ MAX_SAMPLES = 2000
 
 
 @dataclass
-class _Asked:
+class Asked:
     """A request of the log."""
 
     submit: Submit
@@ -68,20 +78,35 @@ class _Asked:
 
     @property
     def num_prompt(self) -> int:
+        """Tokens of its prompt."""
         return sum(len(segment.token_ids) // 4 for segment in self.submit.prompt)
 
     @property
     def is_whole(self) -> bool:
+        """Whether it was answered to its end."""
         return self.finish in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
+    def ended_s(self) -> float | None:
+        """When its client had all of it, or left; None: it had not when the log ended."""
+        is_over = self.is_whole and self.token_times_s
+        return self.token_times_s[-1] if is_over else self.gone_s
 
 
 class LoggedHardware(ProfiledHardware):
     """Workers that are off from a formula of their step times as those of the log were."""
 
     def __init__(
-        self, step_cost: StepCoefficients, samples: Sequence[LoggedStep], *, overlaps_copies: bool
+        self,
+        step_cost: StepCoefficients,
+        samples: Sequence[LoggedStep],
+        *,
+        overlaps_copies: bool,
+        speed: float = 1.0,
     ) -> None:
+        """`speed`: times as fast as those of the log."""
         super().__init__(step_cost, kv_bytes_per_token=0, overlaps_copies=overlaps_copies)
+        self._speed = speed
         model = StepModel(step_cost)
         self._turns = itertools.cycle(
             [(each.exec_s / model.seconds(each.shape), each.gap_s) for each in samples]
@@ -90,7 +115,7 @@ class LoggedHardware(ProfiledHardware):
     def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of the next step, and of the gap before it."""
         ratio, gap_s = next(self._turns)
-        return gap_s + ratio * super().step_seconds(shape)
+        return (gap_s + ratio * super().step_seconds(shape)) / self._speed
 
 
 class LoggedStep(NamedTuple):
@@ -110,7 +135,16 @@ class Settings(NamedTuple):
     """Fields of `ServeConfig` that the core is made from."""
     max_kv_tokens: int | None = None
     rate: float = 1.0
-    """Times as fast do requests come."""
+    """Times as fast do requests come; of clients that wait for answers there are as many more."""
+    speed: float = 1.0
+    """Times as fast are steps."""
+
+
+class Clients(NamedTuple):
+    """What clients saw, or would have seen, of requests that they did not give up."""
+
+    seen: Mapping[RequestKey, Seen]
+    asked: Mapping[RequestKey, Asked]
 
 
 class Outcome(NamedTuple):
@@ -133,7 +167,7 @@ class Recording:
     config: dict[str, Any]
     max_model_len: int
     seed: int
-    requests: dict[RequestKey, _Asked]
+    requests: dict[RequestKey, Asked]
     workers: WorkersStarted
     step_cost: StepCoefficients
     """Fitted to the steps."""
@@ -143,6 +177,10 @@ class Recording:
 
     def report(self) -> Outcome:
         """Return what clients saw."""
+        return _outcome(self.clients(), self.end_s - self.start_s)
+
+    def clients(self) -> Clients:
+        """Return what each client saw."""
         seen = {
             key: Seen(
                 asked.came_s - asked.submit.age_s - self.start_s,
@@ -154,64 +192,60 @@ class Recording:
             for key, asked in self.requests.items()
             if asked.gone_s is None
         }
-        return self._outcome(seen, self.end_s - self.start_s)
+        return Clients(seen, self.requests)
 
     def run(self, settings: Settings) -> Outcome:
         """Return what clients would have seen. Raises ConfigError: the settings cannot be."""
+        return _outcome(self.simulate(settings), (self.end_s - self.start_s) / settings.rate)
+
+    def simulate(self, settings: Settings) -> Clients:
+        """Return what each client would have seen. Raises ConfigError: the settings cannot be.
+
+        Clients that wait for answers ask on as long as those of the log did; what the log has no
+        request for, as others were answered sooner, has one of its own again, by another name.
+        """
         core_config = make_scheduler_config(
             self._serve_config(settings), max_model_len=self.max_model_len, seed=self.seed
         )
         num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
         hardware = LoggedHardware(
-            self.step_cost, self.steps, overlaps_copies=self.workers.overlaps_copies
+            self.step_cost,
+            self.steps,
+            overlaps_copies=self.workers.overlaps_copies,
+            speed=settings.speed,
         )
         lengths = LengthWorker(
             max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
         )
         worker = VirtualWorker(hardware, lengths, rng=np.random.default_rng(0))
+        traffic = _Traffic(self, settings.rate)
         simulation = Simulation(
             Scheduler(core_config),
             worker,
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
-            step_cost=self.step_cost,
+            step_cost=_times(self.step_cost, 1 / settings.speed),
             overlaps_copies=self.workers.overlaps_copies,
+            frontend=traffic.on_news,
+            hears_tokens=False,
             router_time_factor=1.0,
         )
         span_s = (self.end_s - self.start_s) / settings.rate
-        simulation.run(self._events(settings.rate), until_s=span_s)
+        simulation.run(traffic.first_events(), until_s=span_s)
         seen = {
             key: Seen(
-                outcome.arrival_s - self.requests[key].submit.age_s,
+                outcome.arrival_s - traffic.asked[key].submit.age_s,
                 max(1, len(outcome.token_ids)),
                 outcome.token_times_s,
                 outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH),
                 is_refused=outcome.error is not None,
-                targets=Targets.of(self.requests[key].submit.slo),
+                targets=Targets.of(traffic.asked[key].submit.slo),
             )
             for key, outcome in simulation.outcomes.items()
-            if self.requests[key].gone_s is None
+            if traffic.asked[key].gone_s is None
         }
-        return self._outcome(seen, span_s)
-
-    def _outcome(self, seen: Mapping[RequestKey, Seen], span_s: float) -> Outcome:
-        first_s = min((each.arrival_s for each in seen.values()), default=0.0)
-        window = Window(min(0.0, first_s), span_s, span_s)
-        reports = {
-            each: class_report(
-                [s for key, s in seen.items() if self._class_of(key) is each],
-                Targets(),
-                window,
-                evictions=0,
-                recomputed_tokens=0,
-            )
-            for each in RequestClass
-        }
-        return Outcome(reports, window.seconds)
-
-    def _class_of(self, key: RequestKey) -> RequestClass:
-        return self.requests[key].submit.request_class
+        return Clients(seen, traffic.asked)
 
     def _serve_config(self, settings: Settings) -> ServeConfig:
         """Return the options; what only the old policy or rule had a use for goes with it."""
@@ -234,20 +268,7 @@ class Recording:
         budget: int = self.workers.max_num_batched_tokens or self.config["max_num_batched_tokens"]
         return budget
 
-    def _events(self, rate: float) -> list[TimedEvent]:
-        """Return the requests as they come, and as they are given up."""
-        means = self._mean_outputs()
-        events = []
-        for key, asked in self.requests.items():
-            at_s = (asked.came_s - self.start_s) / rate
-            submit = _with_length(asked, means[asked.submit.request_class])
-            events.append(TimedEvent(at_s, FromFrontend(key.frontend_id, submit)))
-            if asked.gone_s is not None:
-                abort = FromFrontend(key.frontend_id, Abort(request_id=key.request_id))
-                events.append(TimedEvent(at_s + asked.gone_s - asked.came_s, abort))
-        return events
-
-    def _mean_outputs(self) -> dict[RequestClass, int]:
+    def mean_outputs(self) -> dict[RequestClass, int]:
         """Return the mean length of whole outputs, for those that are not."""
         lengths: dict[RequestClass, list[int]] = {each: [1] for each in RequestClass}
         for asked in self.requests.values():
@@ -258,8 +279,139 @@ class Recording:
 
 _DEFAULTS = ServeConfig()
 
+MIN_ROUNDS = 2
+"""Requests of each client before it is taken for one that waits for answers."""
+LEAST_FULL, LEAST_OFTEN = 0.9, 0.9
+"""Of a class whose clients wait for answers so many requests come while so much of the most that
+ever were there is."""
 
-def _with_length(asked: _Asked, mean_output: int) -> Submit:
+
+class _Loop(NamedTuple):
+    """Clients of a class that ask again once they are answered."""
+
+    num_clients: int
+    think_s: float
+    """Between an answer and the next question: the median."""
+
+
+def find_loop(requests: Sequence[Asked]) -> _Loop | None:
+    """Return the clients of a class's requests, if they wait for answers; None: they do not."""
+    came = sorted(asked.came_s for asked in requests)
+    ends = sorted(end_s for asked in requests if (end_s := asked.ended_s) is not None)
+    if not ends:
+        return None
+    # How many are there once each has come, itself among them.
+    num_there = np.arange(1, len(came) + 1) - np.searchsorted(ends, came, side="right")
+    width = int(num_there.max())
+    later = num_there[width:]
+    if len(came) < MIN_ROUNDS * width or np.mean(later >= LEAST_FULL * width) < LEAST_OFTEN:
+        return None
+    # The n-th that comes after all clients have begun follows the n-th answer.
+    thinks = [max(0.0, at_s - end_s) for at_s, end_s in zip(came[width:], ends, strict=False)]
+    durations = [asked.ended_s - asked.came_s for asked in requests if asked.ended_s is not None]
+    think_s = float(np.median(thinks)) if thinks else 0.0
+    return _Loop(width, think_s) if think_s <= float(np.median(durations)) else None
+
+
+class _Traffic:
+    """A recording's requests, as they come to a simulation."""
+
+    def __init__(self, recording: Recording, rate: float) -> None:
+        self.asked = dict(recording.requests)
+        """By name, those that come again by another name included."""
+        self._rate = rate
+        self._start_s = recording.start_s
+        self._means = recording.mean_outputs()
+        self._loops: dict[RequestClass, _Loop] = {}
+        self._waiting: dict[RequestClass, deque[RequestKey]] = {}
+        self._until_s: dict[RequestClass, float] = {}
+        """When clients that wait for answers ask for the last time."""
+        self._next_id = 1 + max((key.request_id for key in self.asked), default=0)
+        for each in RequestClass:
+            keys = [key for key, of in self.asked.items() if of.submit.request_class is each]
+            keys.sort(key=lambda key: self.asked[key].came_s)
+            loop = find_loop([self.asked[key] for key in keys])
+            if loop is not None:
+                self._loops[each] = loop
+                self._until_s[each] = (self.asked[keys[-1]].came_s - self._start_s) / rate
+                num_first = max(1, round(loop.num_clients * rate))
+                self._waiting[each] = deque(keys[num_first:])
+
+    def first_events(self) -> list[TimedEvent]:
+        """Return the requests that come whatever becomes of others."""
+        later = {key for keys in self._waiting.values() for key in keys}
+        return [
+            event
+            for key, asked in self.asked.items()
+            if key not in later
+            for event in self._events(key, (asked.came_s - self._start_s) / self._rate)
+        ]
+
+    def on_news(
+        self, frontend_id: FrontendId, delta: RequestDelta, now_s: float
+    ) -> list[TimedEvent]:
+        """Return what a client asks next, if this was the end of what it asked before."""
+        if delta.finish_reason is None:
+            return []
+        before = self.asked[RequestKey(frontend_id, delta.request_id)]
+        of = before.submit.request_class
+        loop = self._loops.get(of)
+        if loop is None or (at_s := now_s + loop.think_s) > self._until_s[of]:
+            return []
+        return self._events(self._next(of), at_s)
+
+    def _next(self, of: RequestClass) -> RequestKey:
+        if self._waiting[of]:
+            return self._waiting[of].popleft()
+        known = [key for key, asked in self.asked.items() if asked.submit.request_class is of]
+        model = known[self._next_id % len(known)]
+        key = RequestKey(model.frontend_id, RequestId(self._next_id))
+        self._next_id += 1
+        asked = self.asked[model]
+        submit = msgspec.structs.replace(asked.submit, request_id=key.request_id)
+        self.asked[key] = dataclasses.replace(asked, submit=submit)
+        return key
+
+    def _events(self, key: RequestKey, at_s: float) -> list[TimedEvent]:
+        """Return a request as it comes, and as it is given up."""
+        asked = self.asked[key]
+        submit = _with_length(asked, self._means[asked.submit.request_class])
+        events = [TimedEvent(at_s, FromFrontend(key.frontend_id, submit))]
+        if asked.gone_s is not None:
+            abort = FromFrontend(key.frontend_id, Abort(request_id=key.request_id))
+            events.append(TimedEvent(at_s + asked.gone_s - asked.came_s, abort))
+        return events
+
+
+def _times(cost: StepCoefficients, factor: float) -> StepCoefficients:
+    """Return a formula whose steps take so many times as long."""
+    seconds = {
+        name: factor * getattr(cost, name) for name in cost.__struct_fields__ if name.endswith("_s")
+    }
+    return msgspec.structs.replace(cost, **seconds)
+
+
+def _outcome(clients: Clients, span_s: float) -> Outcome:
+    first_s = min((each.arrival_s for each in clients.seen.values()), default=0.0)
+    window = Window(min(0.0, first_s), span_s, span_s)
+    reports = {
+        each: class_report(
+            [
+                seen
+                for key, seen in clients.seen.items()
+                if clients.asked[key].submit.request_class is each
+            ],
+            Targets(),
+            window,
+            evictions=0,
+            recomputed_tokens=0,
+        )
+        for each in RequestClass
+    }
+    return Outcome(reports, window.seconds)
+
+
+def _with_length(asked: Asked, mean_output: int) -> Submit:
     """Return the request as simulated workers take it: its seed says where it ends."""
     num_output = len(asked.token_times_s)
     if not asked.is_whole:
@@ -280,7 +432,7 @@ class _Taker:
 
     def __init__(self, reader: DecisionLogReader) -> None:
         self._core = make_core_of(reader.header)
-        self.requests: dict[RequestKey, _Asked] = {}
+        self.requests: dict[RequestKey, Asked] = {}
         self.workers: WorkersStarted | None = None
         self.step_cost: StepCoefficients | None = None
         self.steps: list[LoggedStep] = []
@@ -305,7 +457,7 @@ class _Taker:
                 self.step_cost = step_cost
             case MessageReceived(frontend_id=frontend_id, message=Submit() as submit):
                 key = RequestKey(frontend_id, submit.request_id)
-                self.requests[key] = _Asked(submit, record.now_s)
+                self.requests[key] = Asked(submit, record.now_s)
             case MessageReceived(frontend_id=frontend_id, message=Abort(request_id=request_id)):
                 asked = self.requests.get(RequestKey(frontend_id, request_id))
                 if asked is not None and asked.finish is None:
