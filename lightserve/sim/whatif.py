@@ -304,7 +304,8 @@ def find_loop(requests: Sequence[Asked]) -> _Loop | None:
     num_there = np.arange(1, len(came) + 1) - np.searchsorted(ends, came, side="right")
     width = int(num_there.max())
     later = num_there[width:]
-    if len(came) < MIN_ROUNDS * width or np.mean(later >= LEAST_FULL * width) < LEAST_OFTEN:
+    full = min(LEAST_FULL * width, width - 1) if width > 2 else width  # one may be thinking
+    if len(came) < MIN_ROUNDS * width or np.mean(later >= full) < LEAST_OFTEN:
         return None
     # The n-th that comes after all clients have begun follows the n-th answer.
     thinks = [max(0.0, at_s - end_s) for at_s, end_s in zip(came[width:], ends, strict=False)]
