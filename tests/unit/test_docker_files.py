@@ -25,12 +25,13 @@ from lightserve.supervisor import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
+COMPOSE = (DOCKER / "docker-compose.yml").read_text()
 SERVICES = ("server", "loadtest")
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((DOCKER / "docker-compose.yml").read_text())
+    loaded: dict[str, Any] = yaml.safe_load(COMPOSE)
     return loaded
 
 
@@ -59,30 +60,23 @@ _COMPOSE_MISTAKES = {
 
 def test_the_compose_file_follows_the_specification() -> None:
     compose_spec = pytest.importorskip("compose_spec")
-    text = (DOCKER / "docker-compose.yml").read_text()
-    parsed = compose_spec.PyCompose.from_json(_as_an_engine_reads_it(text))
-    assert parsed.service_names() == ["server", "loadtest"]
+    parsed = compose_spec.PyCompose.from_json(_as_an_engine_reads_it(COMPOSE))
+    assert {*parsed.service_names()} == {*_services()}
     for right, wrong in _COMPOSE_MISTAKES.items():
         with pytest.raises(ValueError, match=r"services|read_onlx|many|well"):
-            compose_spec.PyCompose.from_json(_as_an_engine_reads_it(text.replace(right, wrong)))
+            compose_spec.PyCompose.from_json(_as_an_engine_reads_it(COMPOSE.replace(right, wrong)))
 
 
-def test_the_gpu_file_changes_what_a_gpu_needs() -> None:
-    compose_spec = pytest.importorskip("compose_spec")
-    text = (DOCKER / "docker-compose.gpu.yml").read_text()
-    changes = json.loads(_as_an_engine_reads_it(text))
-    base = json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text()))
-    merged = _merged(base, changes)
-    assert compose_spec.PyCompose.from_json(json.dumps(merged)).service_names() == [*SERVICES]
-    server = merged["services"]["server"]
+def test_the_gpu_server_changes_what_a_gpu_needs(compose: dict[str, Any]) -> None:
+    server, plain = (_services()[name] for name in ("server-gpu", "server"))
     (gpu,) = server["deploy"]["resources"]["reservations"]["devices"]
     assert gpu == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     # As many GPUs as ranks, whatever their number.
-    assert text.count("${LIGHTSERVE_TP:-1}") == 2
+    assert COMPOSE.count("${LIGHTSERVE_TP:-1}") == 2
     # What is hardened stays so; all that is written outlives the container, beside /tmp.
     kept = ("user", "read_only", "cap_drop", "security_opt", "ipc", "tmpfs", "secrets", "volumes")
     for key in (*kept, "healthcheck", "ports"):
-        assert server[key] == base["services"]["server"][key]
+        assert server[key] == plain[key]
     args = server["build"]["args"]
     assert set(args) <= set(re.findall(r"^ARG (\w+)", _dockerfile(), re.MULTILINE))
     assert not args["TORCH_INDEX_URL"]
@@ -91,9 +85,8 @@ def test_the_gpu_file_changes_what_a_gpu_needs() -> None:
 def test_the_gpu_command_is_one_that_the_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServeConfig] = []
     monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
-    text = (DOCKER / "docker-compose.gpu.yml").read_text()
     for tp in (1, 2):
-        command = _command(text, LIGHTSERVE_TP=str(tp), LIGHTSERVE_FLAGS="--max-num-seqs 5")
+        command = _command("server-gpu", LIGHTSERVE_TP=str(tp), LIGHTSERVE_FLAGS="--max-num-seqs 5")
         assert command[0] == "serve"
         result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
@@ -102,63 +95,80 @@ def test_the_gpu_command_is_one_that_the_server_takes(monkeypatch: pytest.Monkey
         assert served[-1].api_key_file == "/run/secrets/api_keys"
 
 
-def _command(text: str, **variables: str) -> list[str]:
-    """Return the server's command: a string, which an engine splits as a shell does."""
-    filled = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1], m[2]), text)
-    return shlex.split(yaml.safe_load(filled)["services"]["server"]["command"])
+def _command(service: str, **variables: str) -> list[str]:
+    """Return a server's command: a string, which an engine splits as a shell does."""
+    filled = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1], m[2]), COMPOSE)
+    return shlex.split(yaml.safe_load(filled)["services"][service]["command"])
 
 
-class _Loader(yaml.SafeLoader):
-    """Knows the tag by which a list replaces one, in place of being added to it."""
+def _services() -> dict[str, Any]:
+    """Return all services, with defaults in place of variables."""
+    services: dict[str, Any] = json.loads(_as_an_engine_reads_it(COMPOSE))["services"]
+    return services
 
 
-_Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
-
-
-def _overlay(name: str) -> dict[str, Any]:
-    """Return a file that goes over docker-compose.yml, with defaults and services extended."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (DOCKER / name).read_text())
-    overlay: dict[str, Any] = yaml.load(text, _Loader)
-    base = json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text()))
-    for service, spec in overlay["services"].items():
-        own = dict(spec)  # an anchor's services are one object
-        if (parent := own.pop("extends", None)) is not None:
-            assert parent == {"file": "docker-compose.yml", "service": "server"}
-            own = _merged(base["services"]["server"], own)
-        overlay["services"][service] = own
-    return {key: value for key, value in overlay.items() if not key.startswith("x-")}
-
-
-OVERLAYS = ("docker-compose.replicas.yml", "docker-compose.monitoring.yml")
-
-
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_what_goes_over_it_follows_the_specification_too(name: str) -> None:
-    compose_spec = pytest.importorskip("compose_spec")
-    base = json.loads(_as_an_engine_reads_it((DOCKER / "docker-compose.yml").read_text()))
-    overlay = _overlay(name)
-    merged = _merged(base, overlay)
-    names = compose_spec.PyCompose.from_json(json.dumps(merged)).service_names()
-    assert {*names} == {*SERVICES, *overlay["services"]}
-    for service, spec in overlay["services"].items():
+def test_every_service_is_hardened_and_mounts_what_there_is() -> None:
+    for service, spec in _services().items():
         for mount in spec.get("volumes", []):
             source = mount.partition(":")[0]
             assert not source.startswith("./") or (DOCKER / source).exists(), mount
         assert all(port.startswith("127.0.0.1:") for port in spec.get("ports", [])), service
-        assert spec["cap_drop"] == ["ALL"] and spec["ipc"] == "private"
-        assert spec["security_opt"] == ["no-new-privileges:true"]
-        assert spec["pids_limit"] and spec["mem_limit"]
-        assert spec.get("read_only") or service == "postgres"
+        uid = int(spec["user"].partition(":")[0])
+        assert uid > 0 and spec["read_only"] and spec["cap_drop"] == ["ALL"]
+        assert spec["ipc"] == "private" and spec["security_opt"] == ["no-new-privileges:true"]
+        assert 0 < spec["pids_limit"] <= 512 and spec["mem_limit"] and spec["logging"]["options"]
+        assert all("size=" in mount for mount in spec["tmpfs"])
+        for loose in ("privileged", "cap_add", "network_mode", "pid", "devices"):
+            assert loose not in spec
+
+
+PROFILES = {
+    "": set[str](),
+    "gpu": {"server-gpu"},
+    "loadtest": {"loadtest"},
+    "monitoring": {"prometheus", "grafana"},
+    "replicas": {"replica-1", "replica-2", "replica-3", "nginx", "postgres"},
+}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_an_engine_of_compose_reads_it(profile: str) -> None:
+    """With its profiles and defaults; no daemon is needed for that."""
+    pytest.importorskip("podman_compose")
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed, which it asks for its version")
+    flags = ["--profile", profile] if profile else []
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "podman_compose",
+            "-f",
+            str(DOCKER / "docker-compose.yml"),
+            *flags,
+            "config",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    assert set(services) == {"server", *PROFILES[profile]}
+    for name, spec in services.items():
+        assert spec["read_only"] is True and spec["cap_drop"] == ["ALL"], name
+        assert "${" not in json.dumps(spec)
 
 
 def test_replicas_are_servers_with_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ServeConfig] = []
     monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
-    services = _overlay("docker-compose.replicas.yml")["services"]
+    services = _services()
     behind = re.findall(r"server (replica-\d):8000", (DOCKER / "nginx.conf").read_text())
     assert behind == ["replica-1", "replica-2", "replica-3"]
     for name in behind:
-        assert services[name]["ports"] == [] and services[name]["profiles"] == ["replicas"]
+        assert "ports" not in services[name] and services[name]["profiles"] == ["replicas"]
         assert services[name]["secrets"] == ["api_keys"]
         command = shlex.split(services[name]["command"])
         result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
@@ -174,22 +184,11 @@ def test_prometheus_scrapes_the_server_of_the_same_file() -> None:
     config = yaml.safe_load((DOCKER / "monitoring" / "prometheus.compose.yml").read_text())
     alone = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yml").read_text())
     assert config["rule_files"] == alone["rule_files"]
-    mounted = {
-        mount.split(":")[1]
-        for mount in _overlay("docker-compose.monitoring.yml")["services"]["prometheus"]["volumes"]
-    }
+    mounted = {mount.split(":")[1] for mount in _services()["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in config["rule_files"]} < mounted
     (job,) = config["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["server:8000"]}]
     assert job["authorization"] == {"credentials_file": "/run/secrets/operator_key"}
-
-
-def _merged(base: Any, changes: Any) -> Any:
-    """As compose merges what is in these files: mappings by key, everything else replaced."""
-    if not (isinstance(base, dict) and isinstance(changes, dict)):
-        return changes
-    both = {key: _merged(base[key], changes[key]) for key in base.keys() & changes.keys()}
-    return base | changes | both
 
 
 def _as_an_engine_reads_it(text: str) -> str:
@@ -268,9 +267,8 @@ def test_both_commands_are_ones_that_the_server_takes(
     monkeypatch.setattr(loop, "serve", lambda config, **_: served.append(config) or 0)
     of_image = re.search(r"^CMD (\[\"serve\".*\])$", _dockerfile(), re.MULTILINE)
     assert of_image is not None
-    text = (DOCKER / "docker-compose.yml").read_text()
-    more = _command(text, LIGHTSERVE_FLAGS="--max-num-seqs 5 --policy 'priority'")
-    for command in (_command(text), yaml.safe_load(of_image[1]), more):
+    more = _command("server", LIGHTSERVE_FLAGS="--max-num-seqs 5 --policy 'priority'")
+    for command in (_command("server"), yaml.safe_load(of_image[1]), more):
         assert command[0] == "serve"
         result = CliRunner().invoke(cli_serve.command, command[1:], catch_exceptions=False)
         assert result.exit_code == 0, result.output
