@@ -175,7 +175,7 @@
     { title: "Real-time: time to the first token", unit: seconds, target: "ttft_s", lines: [
       ["p50", "rt", () => quantile("time_to_first_token_seconds", "rt", 0.5), [6, 4]],
       ["p99", "rt", () => quantile("time_to_first_token_seconds", "rt", 0.99)]] },
-    { title: "Real-time: largest gap between tokens", unit: seconds, target: "mtpot_s", lines: [
+    { title: "Real-time: largest gap of tokens", unit: seconds, target: "mtpot_s", lines: [
       ["p50", "rt", () => quantile("max_inter_token_latency_seconds", "rt", 0.5), [6, 4]],
       ["p99", "rt", () => quantile("max_inter_token_latency_seconds", "rt", 0.99)]] },
     { title: "Attainment of all targets", unit: percent, range: [0, 1], lines: [
