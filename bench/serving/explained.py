@@ -42,14 +42,14 @@ RT, BE = RequestClass.RT, RequestClass.BE
 NUM_LATE = 50
 MORE = 4
 """Times as much of what held a request up."""
-ROWS, TOKENS = 4096, 8192
+TOKENS = 8192
 COMPUTES = "computes"
 REMOVALS: Mapping[str, Settings] = {
     # No step takes long enough to be over a limit, and its own computation takes less.
     "time": Settings(speed=MORE),
     COMPUTES: Settings(speed=MORE),
     "tokens": Settings({"max_num_batched_tokens": TOKENS}),
-    "rows": Settings({"max_num_seqs": ROWS}),
+    "rows": Settings(),  # as many as there are tokens in a step, which the recording knows
     "kv_now": Settings(),  # with MORE times the pool, which the recording knows
     "kv_future": Settings(),
     "loading": Settings(),
@@ -122,12 +122,12 @@ def why_late(load: Load, path: Path, num_wanted: int) -> Counter[str]:
     names = [RequestName(*key) for key in chosen]
     found = dict(zip(chosen, explain_all(DecisionLogReader(path), names), strict=True))
     same = recording.simulate(Settings()).seen
-    without = {what: _without(recording, what) for what in REMOVALS}
+    without = _Without(recording)
     counts = Counter[str](late=len(late), asked=len(chosen))
     for key, why in found.items():
         constraint = why.constraint or COMPUTES
         counts[f"named {constraint}"] += 1
-        if constraint not in without and constraint != "order":
+        if constraint not in REMOVALS and constraint != "order":
             counts["cannot be removed"] += 1
             continue
         with_it = _is_in_time(same, key)
@@ -139,7 +139,7 @@ def why_late(load: Load, path: Path, num_wanted: int) -> Counter[str]:
         if not with_it:
             counts["late in the replay too"] += 1
             counts["late in the replay, in time without it"] += is_good
-            others = [of for of in ("time", "tokens", "rows", "kv_now") if of != constraint]
+            others = [of for of in ("time", "tokens", "kv_now") if of != constraint]
             if constraint in (*POOL, COMPUTES):
                 others.remove("kv_now" if constraint in POOL else "time")
             for other in others:
@@ -151,11 +151,22 @@ def why_late(load: Load, path: Path, num_wanted: int) -> Counter[str]:
     return counts
 
 
-def _without(recording: Recording, what: str) -> Mapping[RequestKey, Seen]:
-    settings = REMOVALS[what]
-    if what in POOL:
-        settings = settings._replace(max_kv_tokens=MORE * recording.workers.num_kv_slots)
-    return recording.simulate(settings).seen
+class _Without(dict[str, Mapping[RequestKey, Seen]]):
+    """What clients would have seen without a constraint, simulated once."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __missing__(self, what: str) -> Mapping[RequestKey, Seen]:
+        settings, workers = REMOVALS[what], self._recording.workers
+        if what in POOL:
+            settings = settings._replace(max_kv_tokens=MORE * workers.num_kv_slots)
+        if what == "rows":
+            most = workers.max_num_batched_tokens or 0
+            rows = max(most, int(self._recording.config["max_num_seqs"]))
+            settings = settings._replace(options={"max_num_seqs": rows})
+        self[what] = self._recording.simulate(settings).seen
+        return self[what]
 
 
 def _first(recording: Recording, key: RequestKey) -> Mapping[RequestKey, Seen]:
