@@ -42,13 +42,14 @@ RT, BE = RequestClass.RT, RequestClass.BE
 NUM_LATE = 50
 MORE = 4
 """Times as much of what held a request up."""
-TOKENS = 8192
 COMPUTES = "computes"
 REMOVALS: Mapping[str, Settings] = {
     # No step takes long enough to be over a limit, and its own computation takes less.
     "time": Settings(speed=MORE),
     COMPUTES: Settings(speed=MORE),
-    "tokens": Settings({"max_num_batched_tokens": TOKENS}),
+    # A budget is what a machine can do in the time of a step: with more of it on the same one,
+    # steps would be too long.
+    "tokens": Settings(speed=MORE),
     "rows": Settings(),  # as many as there are tokens in a step, which the recording knows
     "kv_now": Settings(),  # with MORE times the pool, which the recording knows
     "kv_future": Settings(),
@@ -139,9 +140,9 @@ def why_late(load: Load, path: Path, num_wanted: int) -> Counter[str]:
         if not with_it:
             counts["late in the replay too"] += 1
             counts["late in the replay, in time without it"] += is_good
-            others = [of for of in ("time", "tokens", "kv_now") if of != constraint]
-            if constraint in (*POOL, COMPUTES):
-                others.remove("kv_now" if constraint in POOL else "time")
+            # Those of the machine, of memory and of rows stand for all that are removed alike.
+            alike = [("time", "tokens", COMPUTES), POOL, ("rows",)]
+            others = [each[0] for each in alike if constraint not in each]
             for other in others:
                 counts["others removed"] += 1
                 counts["others removed, in time"] += _is_in_time(without[other], key)
@@ -161,9 +162,12 @@ class _Without(dict[str, Mapping[RequestKey, Seen]]):
         settings, workers = REMOVALS[what], self._recording.workers
         if what in POOL:
             settings = settings._replace(max_kv_tokens=MORE * workers.num_kv_slots)
+        config = self._recording.config
+        budget = workers.max_num_batched_tokens or int(config["max_num_batched_tokens"])
+        if what == "tokens":
+            settings = settings._replace(options={"max_num_batched_tokens": MORE * budget})
         if what == "rows":
-            most = workers.max_num_batched_tokens or 0
-            rows = max(most, int(self._recording.config["max_num_seqs"]))
+            rows = max(budget, int(config["max_num_seqs"]))
             settings = settings._replace(options={"max_num_seqs": rows})
         self[what] = self._recording.simulate(settings).seen
         return self[what]

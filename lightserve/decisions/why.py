@@ -3,7 +3,8 @@
 From a decision log, which is replayed. What counts is the time in which a target was missed: up to
 the first token, the largest gap between tokens, all after the first token, or all of it. In that
 time every step either moved the request or has the reason for which it did not; the one with the
-most time is named. A request that met its targets is explained up to its first token.
+most time is named, unless the steps that moved it took longer than the target by themselves. A
+request that met its targets is explained up to its first token.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     from_s: float
     to_s: float
     constraint: str | None
-    """The reason with the most time in it; None: it was not held up."""
+    """The reason with the most time in it; None: it was not held up, or the steps that moved it
+    took longer than the target without that."""
     seconds_of: dict[str, float]
     """All of that time: by reason, and in steps that move it (`computes`)."""
     steps_of: dict[str, int]
@@ -77,7 +79,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
             meaning = COMPUTES if what == COMPUTES else MEANINGS[Reason(what)]
             yield f"{self.seconds_of[what]:10.3f} s  {meaning}, {self.steps_of[what]} steps"
         if self.constraint is None:
-            yield "held up by nothing: its own computation took the time"
+            yield "held up by nothing: the steps that moved it took the time"
         else:
             yield f"held up by {self.constraint}: {MEANINGS[Reason(self.constraint)]}"
         if self.num_served_instead:
@@ -225,7 +227,11 @@ class _Witness:
             explains=explains,
             from_s=start_s - self.came_s,
             to_s=end_s - self.came_s,
-            constraint=max(reasons, key=lambda what: reasons[what]) if reasons else None,
+            constraint=(
+                None
+                if not reasons or (missed and seconds[COMPUTES] > self._target_s(explains))
+                else max(reasons, key=lambda what: reasons[what])
+            ),
             seconds_of=dict(seconds),
             steps_of=dict(steps),
             served_instead=[
@@ -256,6 +262,18 @@ class _Witness:
         if slo.completion_s is not None and end_s - self.came_s > slo.completion_s:
             found.append("completion")
         return found
+
+    def _target_s(self, explains: str) -> float:
+        """Return how long the time that is explained should have been at most."""
+        slo = self.slo
+        target_s = {
+            "ttft": slo.ttft_ms and slo.ttft_ms / 1e3,
+            "mtpot": slo.mtpot_ms and slo.mtpot_ms / 1e3,
+            "tpot": slo.tpot_ms and slo.tpot_ms / 1e3 * (self.num_tokens - 1),
+            "completion": slo.completion_s,
+        }[explains]
+        assert target_s is not None, "it was missed"
+        return target_s
 
     def _span(self, explains: str) -> tuple[float, float]:
         """Return the time that is explained, on the router's clock."""
