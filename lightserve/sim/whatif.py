@@ -87,6 +87,11 @@ class Asked:
         return self.finish in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
+    def is_refused(self) -> bool:
+        """Whether an error ended it."""
+        return self.finish is FinishReason.ERROR
+
+    @property
     def ended_s(self) -> float | None:
         """When its client had all of it, or left; None: it had not when the log ended."""
         is_over = self.is_whole and self.token_times_s
@@ -177,7 +182,17 @@ class Recording:
 
     def report(self) -> Outcome:
         """Return what clients saw."""
-        return _outcome(self.clients(), self.end_s - self.start_s)
+        return _outcome(self.clients(), self.arrivals_s)
+
+    @property
+    def arrivals_s(self) -> float:
+        """How long requests came: what happens after that is their end, and no more load."""
+        return max(asked.came_s for asked in self.requests.values()) - self.start_s
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether every request had ended when the log did."""
+        return all(a.is_whole or a.gone_s or a.is_refused for a in self.requests.values())
 
     def clients(self) -> Clients:
         """Return what each client saw."""
@@ -196,7 +211,7 @@ class Recording:
 
     def run(self, settings: Settings) -> Outcome:
         """Return what clients would have seen. Raises ConfigError: the settings cannot be."""
-        return _outcome(self.simulate(settings), (self.end_s - self.start_s) / settings.rate)
+        return _outcome(self.simulate(settings), self.arrivals_s / settings.rate)
 
     def simulate(self, settings: Settings) -> Clients:
         """Return what each client would have seen. Raises ConfigError: the settings cannot be.
@@ -231,8 +246,10 @@ class Recording:
             hears_tokens=False,
             router_time_factor=1.0,
         )
+        # A log that goes on to the end of all requests says nothing of a time at which it is over.
         span_s = (self.end_s - self.start_s) / settings.rate
-        simulation.run(traffic.first_events(), until_s=span_s)
+        until_s = MOST_TIMES_AS_LONG * span_s if self._is_whole else span_s
+        simulation.run(traffic.first_events(), until_s=until_s)
         seen = {
             key: Seen(
                 outcome.arrival_s - traffic.asked[key].submit.age_s,
@@ -278,6 +295,10 @@ class Recording:
 
 
 _DEFAULTS = ServeConfig()
+
+MOST_TIMES_AS_LONG = 20
+"""As the log a simulation of it lasts: settings that are too small for the traffic never end it."""
+_MOMENT_S = 1e-6
 
 MIN_ROUNDS = 2
 """Requests of each client before it is taken for one that waits for answers."""
@@ -392,9 +413,12 @@ def _times(cost: StepCoefficients, factor: float) -> StepCoefficients:
     return msgspec.structs.replace(cost, **seconds)
 
 
-def _outcome(clients: Clients, span_s: float) -> Outcome:
+def _outcome(clients: Clients, arrivals_s: float) -> Outcome:
+    """Return what requests that came in this time came to, however long they took."""
     first_s = min((each.arrival_s for each in clients.seen.values()), default=0.0)
-    window = Window(min(0.0, first_s), span_s, span_s)
+    ends = [each.token_times_s[-1] for each in clients.seen.values() if each.token_times_s]
+    stop_s = max([arrivals_s, *ends])
+    window = Window(min(0.0, first_s), arrivals_s + _MOMENT_S, stop_s)
     reports = {
         each: class_report(
             [
