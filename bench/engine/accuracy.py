@@ -1,6 +1,6 @@
 """What rounding costs: distributions of quantized engines beside those of bfloat16 and float32.
 
-    python -m bench.engine.accuracy [--model DIR] [--tokens 150]
+    python -m bench.engine.accuracy [--model DIR] [--tokens 150] [--files]
         [--write-tokens tokens.json] [--other NAME=logits.npz ...]
 
 A model goes on with prompts, at temperature 1 and in float32; then each engine computes the logits
@@ -8,6 +8,10 @@ of all these tokens, a prompt as one chunk and what follows token by token, as i
 Printed are the mean KL divergence (nats) from bfloat16's and from float32's distributions, and how
 often the most probable token is the same as bfloat16's: of all positions, and of those at which
 bfloat16's two best are further apart than it is itself from float32 in the 99th percentile.
+
+With --files the model is also written in the formats of quantised checkpoints, by plain rounding,
+and each file served: as it is, and as plain numbers in bfloat16, which is what a machine without
+the native core makes of it.
 
 Another program's logits stand beside them: it reads the tokens of --write-tokens (a list for each
 sequence) and writes float32 arrays [tokens, vocabulary] under the names "0", "1", ….
@@ -17,14 +21,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support.gguf_files import write_gguf
 from support.model_runs import load_tiny
 from support.parity import DirectDriver, run_sequences, schedule
+from support.quantised_files import (
+    FORMATS,
+    GPTQ,
+    Module,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    int8,
+    packed,
+    quantise_by,
+)
 from support.tiny_models import load_reference
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -32,6 +51,9 @@ from torch import Tensor
 from bench.table import print_head, print_row
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.kernels.select import make_kernels
+from lightserve.models.config import load_model_config
+from lightserve.models.gguf_model import unpack
+from lightserve.models.weight_files import quantised_as
 from lightserve.worker.engine import linear_method
 
 PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "prompts.txt"
@@ -43,6 +65,8 @@ class Engine(NamedTuple):
     dtype: torch.dtype
     quantization: str = "none"
     kv_dtype: torch.dtype | None = None
+    keeps_files: bool = True
+    """Whether weights that are quantised in the files stay so where they can."""
 
 
 ENGINES = {
@@ -52,6 +76,36 @@ ENGINES = {
     "int4": Engine(torch.bfloat16, "int4"),
     "KV int8": Engine(torch.bfloat16, kv_dtype=torch.int8),
 }
+
+
+FILES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Module]]] = {
+    "GPTQ, 4 bits of 128": (GPTQ | {"group_size": 128}, lambda weight: gptq(weight, size=128)),
+    "GPTQ, 8 bits of 128": (
+        GPTQ | {"group_size": 128, "bits": 8},
+        lambda weight: gptq(weight, bits=8, size=128),
+    ),
+    "GPTQ, desc_act": (
+        GPTQ | {"group_size": 128, "desc_act": True},
+        lambda weight: gptq(weight, size=128, order=True),
+    ),
+    "AWQ, 4 bits of 128": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        lambda weight: awq(weight, size=128),
+    ),
+    "W4A16 of 128": (
+        compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 128}),
+        lambda weight: packed(weight, size=128),
+    ),
+    "W8A8": (FORMATS["w8a8"][0], lambda weight: int8(weight, has_least=False)),
+    "FP8, blocks of 128": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda weight: fp8(weight, block=(128, 128), name="weight_scale_inv"),
+    ),
+    "FP8 of an output": FORMATS["fp8 of an output"],
+}
+"""`quantization_config`, and what makes a module's tensors of its weight."""
+BLOCKS = ("Q8_0", "Q4_0")
+"""Types of GGUF."""
 
 
 def texts(model_dir: Path, num_tokens: int, seed: int) -> list[Tensor]:
@@ -77,7 +131,8 @@ def texts(model_dir: Path, num_tokens: int, seed: int) -> list[Tensor]:
 def logits_of(model_dir: Path, engine: Engine, sequences: Sequence[Tensor]) -> Tensor:
     """Return logits [all tokens, vocab] of an engine: prompts whole, then token by token."""
     kernels = make_kernels("auto", batch_invariant=False)
-    method = linear_method(engine.quantization, kernels, engine.dtype)
+    is_stored = engine.keeps_files and quantised_as(model_dir, load_model_config(model_dir))
+    method = linear_method(engine.quantization, kernels, engine.dtype, is_stored=bool(is_stored))
     loaded = load_tiny(model_dir, engine.dtype, kernels, method=method)
     lengths = [len(sequence) for sequence in sequences]
     driver = DirectDriver(
@@ -124,12 +179,33 @@ def _divergence(of: Tensor, other: Tensor) -> float:
     return (known.exp() * (known - found)).sum(-1).mean().item()
 
 
+def logits_of_files(model_dir: Path, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the logits of the model in each format, kept as it is and as numbers."""
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XDG_CACHE_HOME"] = directory
+        made = {
+            name: quantise_by(model_dir, Path(directory, str(number)), config, make)
+            for number, (name, (config, make)) in enumerate(FILES.items())
+        }
+        for kind in BLOCKS:
+            file = Path(directory, f"{kind}.gguf")
+            made[f"GGUF {kind}"] = unpack(write_gguf(model_dir, file, name="llama", kind=kind))
+        for name, path in made.items():
+            for keeps_files in (True, False):
+                engine = Engine(torch.bfloat16, keeps_files=keeps_files)
+                label = name if keeps_files else f"{name}, as numbers"
+                found[label] = logits_of(path, engine, sequences)
+    return found
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL_DIR)
     parser.add_argument("--tokens", type=int, default=150, help="of each answer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", action="store_true", help="quantised checkpoints as well")
     parser.add_argument("--write-tokens", type=Path)
     parser.add_argument("--other", action="append", default=[], metavar="NAME=FILE")
     args = parser.parse_args()
@@ -137,6 +213,8 @@ def main() -> None:
     if args.write_tokens is not None:
         args.write_tokens.write_text(json.dumps([one.tolist() for one in sequences]))
     found = {name: logits_of(args.model, engine, sequences) for name, engine in ENGINES.items()}
+    if args.files:
+        found |= logits_of_files(args.model, sequences)
     for other in args.other:
         name, _, path = other.partition("=")
         with np.load(path) as arrays:

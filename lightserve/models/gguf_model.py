@@ -11,7 +11,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-from array import array
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -22,6 +21,8 @@ import numpy as np
 from lightserve.cost.profile import cache_dir
 from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import GgufFile, read_gguf
+from lightserve.tokenization.sentencepiece_file import decoder, merges
+from lightserve.tokenization.tiktoken_file import SPLITS
 
 WEIGHTS_FILE = "model.gguf"
 ARCHITECTURES = {
@@ -52,22 +53,14 @@ FREQUENCY_FACTORS = "rope_freqs.weight"
 _LAYOUT = "1"
 """Of what is written: another one is written anew."""
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPLITS = {
-    "llama-bpe": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",
-    "qwen2": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}",
+    **SPLITS,
     "smollm": None,
     "gpt-2": None,
     "default": None,
 }
 """How texts are split before they are merged, by `tokenizer.ggml.pre`; None: as GPT-2's are."""
 _SINGLE_DIGITS = ("smollm",)
-MAX_PIECE_CHARS = 256
-"""Of a piece that two others make: a file that lies could ask for billions of cuts."""
-MOST_CUTS = 8
-"""Into two other pieces, for each piece in the mean; Llama 2's have two."""
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -281,35 +274,22 @@ def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> 
     scores = gguf.numbers("tokenizer.ggml.scores")
     if len(scores) != len(pieces):
         raise gguf.error("tokenizer.ggml.scores", f"must have {len(pieces)} entries")
-    found = array("i")  # three numbers for each merge: what it makes, and what of
-    for number, piece in enumerate(pieces):
-        for cut in range(1, len(piece) if len(piece) <= MAX_PIECE_CHARS else 1):
-            left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])
-            if left is not None and right is not None:
-                found.extend((number, left, right))
-        if len(found) > 3 * MOST_CUTS * len(pieces):
-            raise gguf.error("tokenizer.ggml.tokens", f"has over {MOST_CUTS} cuts for each token")
-    made, lefts, rights = np.array(found).reshape(-1, 3).T
-    order = np.lexsort((rights, lefts, made, -scores[made].astype(np.float64)))
+    try:
+        pairs = merges(pieces, scores, np.ones(len(pieces), dtype=bool))
+    except ValueError as error:
+        raise gguf.error("tokenizer.ggml.tokens", str(error)) from error
     has_prefix = gguf.boolean("tokenizer.ggml.add_space_prefix", default=True)
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if has_prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = gguf.integer("tokenizer.ggml.unknown_token_id", default=0)
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
+        "decoder": decoder(has_prefix=has_prefix),
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": _Made([pieces[lefts[at]], pieces[rights[at]]] for at in order),
+            "merges": _Made(pairs),
             "unk_token": pieces[unknown] if unknown < len(pieces) else None,
             "fuse_unk": True,
             "byte_fallback": True,

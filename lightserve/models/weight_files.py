@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -103,7 +104,11 @@ def find_weights(path: Path) -> WeightFiles:
         with _open(single) as shard:
             return WeightFiles(single, dict.fromkeys(shard.keys(), single))
     if not index.exists():
-        raise ModelLoadError(f"{path}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise ModelLoadError(
+            f"{path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; pytorch_model*.bin are never"
+            f" opened by a server: lightserve convert {shlex.quote(str(path))} OUT makes"
+            " safetensors of them"
+        )
     weight_map = JsonFields(index, read_json_object(index)).child("weight_map")
     names = {name: weight_map.string(name) for name, _ in weight_map.items()}
     shards = {}

@@ -21,6 +21,7 @@ from lightserve.models.config import check_tp, load_model_config, resolve_contex
 from lightserve.models.gguf_model import unpack
 from lightserve.models.weight_files import check_digests, check_weights
 from lightserve.supervisor.spawn import num_submitters
+from lightserve.tokenization.description import find_tokenizer
 
 # What `lightserve serve` prints when it is ready: commands that work as printed.
 
@@ -92,9 +93,8 @@ print()"""
     return f"{READY_PREFIX}{url} (model {model_name})\n\n{curl}\n\n{snippet}\n"
 
 
-_TOKENIZER_FILE = "tokenizer.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]
 """The same weights once more, in the format of the model's makers."""
 _BACKLOG = 2048
@@ -205,8 +205,7 @@ def check_model(config: ServeConfig) -> None:
         if not Path(config.model_sha256).is_file():
             raise ConfigError(f"--model-sha256 {config.model_sha256}: no such file")
         check_digests(path, files, Path(config.model_sha256))
-    if not (path / _TOKENIZER_FILE).is_file():
-        raise ModelLoadError(f"{path / _TOKENIZER_FILE}: no such file")
+    find_tokenizer(path)
 
 
 def _check_chat_template(path: Path) -> None:

@@ -24,7 +24,7 @@ from lightserve.models.json_fields import JsonFields
 #
 # Supported: `ByteLevel` (Llama 3, Qwen, the bundled model); `Metaspace`, and sequences of
 # `Replace`, `ByteFallback`, `Metaspace`, `Fuse` and `Strip` (Llama 1/2, Mistral: what sentencepiece
-# models are converted to).
+# models are converted to). Without a decoder (null) pieces are joined by blanks.
 
 
 _BYTE_PIECE_LEN = len("<0x0A>")
@@ -50,6 +50,8 @@ def parse_decoder(path: Path, tokenizer: dict[str, Any]) -> PieceDecoder:
     Raises:
         ModelLoadError: a kind of decoder that is not supported; names file and key.
     """
+    if JsonFields(path, tokenizer).is_null("decoder"):
+        return _joined_by_blanks()
     fields = JsonFields(path, tokenizer).child("decoder")
     kind = fields.string("type")
     if kind == "ByteLevel":
@@ -86,6 +88,16 @@ def _byte_level() -> PieceDecoder:
 
     return PieceDecoder(
         piece_to_bytes=to_bytes, first_piece_to_bytes=to_bytes, num_stripped=0, stripped=b""
+    )
+
+
+def _joined_by_blanks() -> PieceDecoder:
+    """Return what `tokenizers`, and so transformers, does without a decoder."""
+    return PieceDecoder(
+        piece_to_bytes=lambda piece: f" {piece}".encode(),
+        first_piece_to_bytes=str.encode,
+        num_stripped=0,
+        stripped=b"",
     )
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over a `tokenizer.json`, without transformers.
+"""Text to token ids and back, over a `tokenizer.json` or what stands for it, without transformers.
 
 Facts about special tokens come from three files that often disagree: generation_config.json,
 config.json and tokenizer_config.json. The ids that end a sequence are the union of all three.
@@ -7,6 +7,7 @@ config.json and tokenizer_config.json. The ids that end a sequence are the union
 from __future__ import annotations
 
 import itertools
+import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,14 @@ import tokenizers
 from lightserve.errors import InvalidRequest, ModelLoadError
 from lightserve.models.config import CONFIG_FILE
 from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
+from lightserve.tokenization.description import (
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    describe_tokenizer,
+    find_tokenizer,
+)
 from lightserve.tokenization.detokenizer import Detokenizer, PieceTable, parse_decoder
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 _ANCHOR = "☺"
 """A text that merges with no other."""
@@ -57,14 +62,9 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         """Load it. Raises ModelLoadError naming file and key."""
-        path = model_dir / TOKENIZER_FILE
-        if not path.is_file():
-            raise ModelLoadError(
-                f"{path}: no such file; a fast tokenizer is needed"
-                " (tokenizer.model and vocab.json are not read)"
-            )
-        description = read_json_object(path)
-        self._tokenizer = _load(path)
+        path = find_tokenizer(model_dir)
+        description = describe_tokenizer(path)
+        self._tokenizer = _load(path, description)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special_tokens = read_special_tokens(model_dir, self._tokenizer)
@@ -234,11 +234,21 @@ def read_special_tokens(model_dir: Path, tokenizer: tokenizers.Tokenizer) -> Spe
     )
 
 
-def _load(path: Path) -> tokenizers.Tokenizer:
+def _load(path: Path, description: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Return the tokeniser of a description. Raises ModelLoadError naming the file."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        if path.name == TOKENIZER_FILE:
+            return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(description))
     except Exception as error:  # the Rust library raises bare Exceptions of its own
         raise ModelLoadError(f"{path}: not a usable tokenizer: {error}") from error
+    for token in description["added_tokens"]:
+        if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
+            raise ModelLoadError(
+                f"{path.parent}: the added token {token['content']!r} has the id {token['id']},"
+                f" where {found} would be the next"
+            )
+    return tokenizer
 
 
 def _token_text(fields: JsonFields, key: str) -> str | None:
@@ -281,7 +291,7 @@ def check_vocabulary(model_dir: Path, tokenizer: Tokenizer, *, vocab_size: int) 
     for source, token_id in tokenizer.largest_ids.items():
         if token_id >= vocab_size:
             raise ModelLoadError(
-                f"{model_dir / TOKENIZER_FILE}: key {source!r} {_complaint(token_id, vocab_size)}"
+                f"{find_tokenizer(model_dir)}: key {source!r} {_complaint(token_id, vocab_size)}"
             )
     for name in _FILES_WITH_IDS:
         fields = read_optional(model_dir, name)

@@ -40,7 +40,8 @@ from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.models.weight_files import quantised_as
 from lightserve.progress import progress
 from lightserve.structured import model_vocabulary
-from lightserve.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from lightserve.tokenization.description import tokenizer_file
+from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import device_of_rank, make_queue
 from lightserve.worker.graphs import (
@@ -455,7 +456,7 @@ def _row_constraints(
 
     Loaded at the start, as no step may wait for it: a second for a vocabulary of 150,000 tokens.
     """
-    if not (model_dir / TOKENIZER_FILE).is_file():
+    if tokenizer_file(model_dir) is None:
         return None  # no frontend can start either
     tokenizer = Tokenizer(model_dir)
     if not tokenizer.eos_token_ids:

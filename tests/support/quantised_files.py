@@ -114,10 +114,12 @@ def packed(weight: Tensor, *, bits: int = 4, size: int = 32, is_symmetric: bool 
     return tensors, numbers(integers, factors, zeros, in_turn(weight.shape[1], size))
 
 
-def int8(weight: Tensor) -> Module:
+def int8(weight: Tensor, *, has_least: bool = True) -> Module:
+    """`has_least`: put in -128, which no rounding gives."""
     size = weight.shape[1]
     integers, factors, zeros = rounded(weight, size, 8, is_symmetric=True, dtype=torch.float32)
-    integers[:, 0] = 0  # -128, which no rounding gives
+    if has_least:
+        integers[:, 0] = 0
     tensors = {"weight": (integers - 128).to(torch.int8), "weight_scale": factors}
     return tensors, numbers(integers, factors, zeros, in_turn(size, size))
 
@@ -203,11 +205,23 @@ def is_linear(name: str, tensor: Tensor) -> bool:
 
 
 def quantise(plain: Path, path: Path, name: str, *, kept: tuple[str, ...] = ()) -> Path:
-    """Write the model of a directory in a format; and beside it, in `numbers`, what it stands for.
+    """Write the model of a directory in a format of FORMATS; see `quantise_by`."""
+    config, make = FORMATS[name]
+    return quantise_by(plain, path, config, make, kept=kept)
+
+
+def quantise_by(
+    plain: Path,
+    path: Path,
+    config: Mapping[str, Any],
+    make: Callable[[Tensor], Module],
+    *,
+    kept: tuple[str, ...] = (),
+) -> Path:
+    """Write the model of a directory quantised; and in `numbers` within it, what it stands for.
 
     `kept`: parts of the names of modules that stay plain.
     """
-    config, make = FORMATS[name]
     same = path / "numbers"
     for target in (path, same):
         target.mkdir(parents=True, exist_ok=True)
@@ -227,5 +241,5 @@ def quantise(plain: Path, path: Path, name: str, *, kept: tuple[str, ...] = ()) 
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / SINGLE_FILE)
     save_file({key: tensor.contiguous() for key, tensor in wide.items()}, same / SINGLE_FILE)
     described = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(described | {"quantization_config": config}))
+    (path / "config.json").write_text(json.dumps(described | {"quantization_config": dict(config)}))
     return path

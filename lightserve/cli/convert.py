@@ -1,0 +1,27 @@
+"""`lightserve convert`: safetensors of a model that has `pytorch_model*.bin` alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+_PROGRAM = "lightserve.models.pickled_weights"
+
+
+@click.command("convert")
+@click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+def command(source: Path, target: Path) -> None:
+    """Write the model of directory SOURCE, whose weights are pickles, to TARGET as safetensors.
+
+    The pickles are opened by a process of its own, which takes plain tensors from them and nothing
+    else. TARGET must not be there yet.
+    """
+    program = [sys.executable, "-P", "-m", _PROGRAM, str(source.resolve()), str(target.resolve())]
+    code = subprocess.run(program, check=False).returncode
+    if code:
+        sys.exit(1)
+    click.echo(f"{target}: written; lightserve serve --model {target}")
