@@ -22,8 +22,9 @@ import jinja2
 import jinja2.meta
 
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.tokenization.description import TOKENIZER_CONFIG_FILE
 from lightserve.tokenization.template_sandbox import DEADLINE_S, TemplateLimit, TemplateSandbox
-from lightserve.tokenization.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
+from lightserve.tokenization.tokenizer import read_optional
 
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 1_000_000
