@@ -154,6 +154,12 @@ def test_files_and_functions_are_small(path: Path) -> None:
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
 
 
+def test_no_pattern_needs_what_older_pythons_get_wrong() -> None:
+    """Before Python 3.11.5 a possessive group that may be absent matched nothing, or too much."""
+    found = [path for path in SOURCES if ")?" + "+" in path.read_text()]
+    assert found == []
+
+
 def test_files_of_tests_are_told_apart_by_name_alone() -> None:
     """pytest imports them by it, and reports, logs and remarks name them so."""
     files = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))

@@ -82,6 +82,9 @@ _COMMON: NoEffect = {
     "guided_whitespace_pattern": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
+    # SGLang's, which its router and vLLM's write into every body, asked or not.
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
 }
 CHAT_NO_EFFECT: NoEffect = {
     **_COMMON,
@@ -94,6 +97,10 @@ CHAT_NO_EFFECT: NoEffect = {
     "web_search_options": (),
     "add_special_tokens": (False,),  # the template writes them
     "echo": (False,),
+    # Reasoning is told apart, and streamed, wherever there is a parser for it.
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "include_reasoning": (True,),
 }
 COMPLETION_NO_EFFECT: NoEffect = {
     **_COMMON,
