@@ -83,6 +83,17 @@ def _check_objects(location: str, file_store: str) -> None:
         raise StoreError(f"the files of --batch-store {location} are not there")
 
 
+def listen(location: str, on_hint: Callable[[], object]) -> ExitStack:
+    """Call `on_hint`, in another thread, when servers say that there is work; until this is closed.
+
+    A store of one server has no hints.
+    """
+    listening = ExitStack()
+    if is_postgres(location):
+        listening.enter_context(closing(_postgres().Listener(location, on_hint)))
+    return listening
+
+
 def _postgres() -> ModuleType:
     """Load it. Raises StartupError: its packages are not there."""
     return _load("postgres", "psycopg", "--batch-store postgresql://…")

@@ -52,6 +52,12 @@ class Database(ABC):
     def write_many(self, sql: str, rows: Iterator[tuple[Any, ...]]) -> None:
         """Execute a statement for each of the rows."""
 
+    def notify(self) -> None:  # noqa: B027 (one server knows by itself, soon enough)
+        """Tell all servers, once the transaction is committed, that there is work or less of it.
+
+        It is a hint that may be lost: they look by themselves as well.
+        """
+
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
         """Return the first row of a query, None if there is none."""
         found = self.rows(sql, *values)

@@ -104,6 +104,7 @@ class Jobs:
                     for index, line in enumerate(lines)
                 ),
             )
+            self._db.notify()
             return self._record(number, now_s)
 
     def _is_promised(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> bool:
@@ -230,6 +231,7 @@ class Jobs:
                     status=409,
                 )
             self._endings.cancel(batch.number, now_s)
+            self._db.notify()
             return self._record(batch.number, now_s)
 
     # ------------------------------------------------------------------ responses
@@ -261,6 +263,7 @@ class Jobs:
                 " VALUES (?, 0, '', 0, ?, 'queued')",
                 *(batch, len(new.request)),
             )
+            self._db.notify()
 
     def cancel_response(self, key_name: str, response_id: str, now_s: float) -> bytes:
         """Cancel a response in the background, if it is not over; return it.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import psycopg
@@ -36,6 +37,12 @@ SET statement_timeout TO '{STATEMENT_S}s';
 SELECT set_config('synchronous_commit', 'on', false)
     WHERE current_setting('synchronous_commit') = 'off';
 """
+
+
+HINTS = "lightserve_work"
+"""A channel of LISTEN and NOTIFY."""
+HINT_WAIT_S = 1.0
+"""How long it is listened at a time, and how long after an error it is tried again."""
 
 
 class _Integer(Loader):
@@ -93,10 +100,43 @@ class PostgresDatabase(Database):
         with _errors():
             return self._connection.execute(_translated(sql), values).rowcount
 
+    def notify(self) -> None:
+        """See `Database`."""
+        self.rows(f"SELECT pg_notify('{HINTS}', '')")
+
     def write_many(self, sql: str, rows: Iterator[tuple[Any, ...]]) -> None:
         """See `Database`."""
         with _errors(), self._connection.cursor() as cursor:
             cursor.executemany(_translated(sql), rows)
+
+
+class Listener:
+    """Calls `on_hint`, in a thread of its own, when a server says `notify`.
+
+    While the database is away there are no hints, and none are made up for.
+    """
+
+    def __init__(self, location: str, on_hint: Callable[[], object]) -> None:
+        self._location = location
+        self._on_hint = on_hint
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="hints", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening: no call comes after this."""
+        self._is_closed.set()
+        self._thread.join(2 * HINT_WAIT_S)
+
+    def _listen(self) -> None:
+        while not self._is_closed.is_set():
+            with contextlib.suppress(psycopg.Error), _connect(self._location) as connection:
+                connection.execute(f"LISTEN {HINTS}")
+                while not self._is_closed.is_set():
+                    for _ in connection.notifies(timeout=HINT_WAIT_S, stop_after=1):
+                        if not self._is_closed.is_set():
+                            self._on_hint()
+            self._is_closed.wait(HINT_WAIT_S)
 
 
 def prepare(location: str) -> None:

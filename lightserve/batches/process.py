@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from lightserve.batches.access import listen
 from lightserve.batches.forecast import Costs
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
@@ -68,11 +69,14 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
         max_in_flight=spec.config.batch_max_in_flight,
         owner=spec.batch_owner if is_postgres(spec.config.batch_store) else OWNER,
     )
+    loop = asyncio.get_running_loop()
+    listening = listen(spec.config.batch_store, lambda: loop.call_soon_threadsafe(runner.wake))
     service.observation.before_snapshot = lambda: _note_counts(service, runner)
     frontend = Frontend(spec, service, control, runner, KeyRing([]))
     try:
         await frontend.serve(runner.serve())
     finally:
+        listening.close()
         store.close()
         service.close()
         control.close()

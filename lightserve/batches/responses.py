@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -12,8 +12,19 @@ from lightserve.batches.records import MAX_LINKS, NewResponse
 from lightserve.errors import InvalidRequest
 
 PAGE_ROWS = 64
+PAGE_LINKS = 16
+"""Of a chain, in one query."""
 
 _IS_THERE = "id = ? AND key_name = ? AND expires_s > ?"
+_CHAIN = f"""
+WITH RECURSIVE chain AS (
+    SELECT 0 AS depth, id, previous_id, input, response FROM responses WHERE {_IS_THERE}
+    UNION ALL
+    SELECT depth + 1, other.id, other.previous_id, other.input, other.response
+    FROM responses AS other JOIN chain ON other.id = chain.previous_id
+    WHERE other.key_name = ? AND other.expires_s > ? AND depth < ?
+) SELECT depth, id, previous_id, input, response FROM chain ORDER BY depth
+"""
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -184,16 +195,9 @@ class Responses:
                 its end (409), or they have more than `max_bytes` or are too many (400).
         """
         found: list[bytes] = []
-        num_bytes, current = 0, response_id
+        num_bytes = 0
         with self._db.snapshot():
-            while current is not None:
-                row = self._db.row(
-                    f"SELECT previous_id, input, response FROM responses WHERE {_IS_THERE}",
-                    *(current, key_name, now_s),
-                )
-                if row is None:
-                    raise no_response(current, param="previous_response_id")
-                previous_id, given, response = row
+            for current, given, response in self._links(key_name, response_id, now_s):
                 output = _STATE.decode(response)
                 if output.status not in ("completed", "incomplete"):
                     raise InvalidRequest(
@@ -219,8 +223,24 @@ class Responses:
                         param="previous_response_id",
                         code="context_length_exceeded",
                     )
-                current = previous_id
         return found[::-1]
+
+    def _links(
+        self, key_name: str, response_id: str, now_s: float
+    ) -> Iterator[tuple[str, bytes, bytes]]:
+        """Yield id, input and response of each that leads to one, from the last on.
+
+        Raises:
+            InvalidRequest: one is not there (404).
+        """
+        current: str | None = response_id
+        while current is not None:
+            rows = self._db.rows(_CHAIN, current, *(key_name, now_s) * 2, PAGE_LINKS - 1)
+            if not rows:
+                raise no_response(current, param="previous_response_id")
+            for _, found_id, _, given, response in rows:
+                yield found_id, given, response
+            current = rows[-1][2]
 
     def remove(self, key_name: str, response_id: str, now_s: float) -> None:
         """Delete a response, in the transaction that is under way.

@@ -147,6 +147,11 @@ class Runner:
         self._is_lease_over = False
         self._tidying: asyncio.Task[None] | None = None
 
+    def wake(self) -> None:
+        """Have it look for work at once."""
+        self._due_s.pop(self._look, None)
+        self._wake.set()
+
     async def stop_listening(self) -> None:
         """Return at once: it has no clients."""
 

@@ -1,4 +1,7 @@
-"""Batches whose servers are killed, process by process and all at once, on both stores."""
+"""Batches whose servers are killed, process by process and all at once, on both stores.
+
+With SQLite, files are objects; with PostgreSQL, rows.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.faulted_batch import DATABASE, PROCESSES, Servers
+from support.object_store import BUCKET, fake_s3
 from support.postgres import PostgresServer, missing
 from support.processes import wait_for
 
@@ -30,8 +34,16 @@ def check(servers: Servers, faults: tuple[str, ...]) -> None:
 def test_each_line_is_answered_once_whatever_is_killed(run_parent: Path, tmp_path: Path) -> None:
     faults = (*KILLS, "batches-1", "tree", "batches-1")
     assert len(faults) == 10 and set(faults) == set(PROCESSES)
-    with Servers(run_parent, str(tmp_path / "store")) as servers:
+    with (
+        fake_s3() as s3,
+        Servers(
+            *(run_parent, str(tmp_path / "store")),
+            file_store=f"s3://{BUCKET}/files",
+            environment=s3.environment,
+        ) as servers,
+    ):
         check(servers, faults)
+        assert len(s3.objects) >= 2  # the inputs of both batches, and results that were moved
         names = [f"\nlightserve_{name}{{" for name in FAMILIES]
         server = servers.servers[0]
         wait_for(lambda: all(name in server.metrics() for name in names), "metrics of batches")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from support.postgres import PostgresServer
 
 from lightserve.batches import postgres as postgres_store
 from lightserve.batches import runner
-from lightserve.batches.access import Store, prepare
+from lightserve.batches.access import Store, listen, prepare
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import LeasedLine, Outcome
 from lightserve.batches.schema import SCHEMA_VERSION
@@ -307,6 +308,63 @@ def test_a_database_that_goes_away_and_comes_back(
         run(scenario)
     finally:
         server.close()
+
+
+def test_a_hint_wakes_every_server_and_a_lost_one_costs_no_more_than_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two servers that look for work once a year, the one that listens has it at once."""
+
+    async def scenario() -> None:
+        with open_store(tmp_path) as store:
+            engine = CountingEngine()
+            monkeypatch.setattr(runner, "POLL_S", 3e7)
+            process = Process(tmp_path, engine, owner="north", clock=clock)
+            await until(lambda: process.runner._due_s.get(process.runner._look) is not None)
+            loop, hints = asyncio.get_running_loop(), []
+
+            def on_hint() -> None:
+                hints.append(1)
+                loop.call_soon_threadsafe(process.runner.wake)
+
+            with listen(place(tmp_path), on_hint):
+                listening = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%%'"
+                await until(lambda: store.database.value(listening) > 0)
+                batch = make_batch(store, 1)
+                await until(lambda: store.jobs.counts()[1]["in_progress"] == 0)
+                made = len(hints)
+                assert made > 0
+                make_batch(store, 1, idempotency_key="k")
+                await until(lambda: len(hints) > made)
+            unheard = make_batch(store, 1)  # no more is heard of
+            monkeypatch.setattr(runner, "POLL_S", 0.002)
+            process.runner._due_s.clear()
+            process.runner._wake.set()
+            await until(lambda: store.jobs.get(KEY, unheard.id, NOW_S).status == "completed")
+            await process.stop()
+            assert store.jobs.get(KEY, batch.id, NOW_S).status == "completed"
+
+    run(scenario)
+
+
+def test_hints_come_again_after_the_database_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres_store, "HINT_WAIT_S", 0.02)
+    with open_store(tmp_path) as store:
+        hints: list[int] = []
+        with listen(place(tmp_path), lambda: hints.append(1)):
+            for _ in range(2):
+                num_before, end_s = len(hints), time.monotonic() + 60
+                while len(hints) == num_before and time.monotonic() < end_s:
+                    with store.database.transaction():
+                        store.database.notify()
+                    time.sleep(0.01)
+                assert len(hints) > num_before
+                store.database.rows(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE pid != pg_backend_pid() AND query LIKE 'LISTEN%%'"
+                )
 
 
 def test_an_owner_that_is_gone_for_long_is_forgotten(tmp_path: Path) -> None:
