@@ -36,7 +36,7 @@ SHORTER = (
     ("concurrency=192", "concurrency=4"),
 )
 """What would take a minute takes seconds."""
-QUICK = {Treatment.RUN, Treatment.CHECKED}
+QUICK = {Treatment.RUN, Treatment.CHECKED, Treatment.OPTIONS}
 
 
 class Place(NamedTuple):
@@ -181,7 +181,7 @@ def test_everything(place: Place, block: Block) -> None:
     if any(".gguf" in command.text for command in block.commands):
         tokens = tokens_of(BUNDLED_MODEL_DIR)
         write_gguf(BUNDLED_MODEL_DIR, place.root / "model.gguf", name="llama", tokens=tokens)
-    run(place, block, {*Treatment} - {Treatment.NOT_RUN}, only_check=False)
+    run(place, block, {Treatment.RUN, Treatment.SLOW, Treatment.CHECKED}, only_check=False)
 
 
 def test_every_rule_is_about_a_command() -> None:

@@ -24,6 +24,7 @@ class Treatment(Enum):
     RUN = "run"
     SLOW = "run by make test-long alone"
     CHECKED = "its options checked by make test, run by make test-long"
+    OPTIONS = "its options checked, no more"
     NOT_RUN = "not run"
 
 
@@ -35,7 +36,7 @@ class Rule(NamedTuple):
     reason: str
 
 
-RUN, SLOW, CHECKED, NOT_RUN = Treatment
+RUN, SLOW, CHECKED, OPTIONS, NOT_RUN = Treatment
 
 RULES = (
     Rule(r"(^|\s)docker (compose|build|run)\b", NOT_RUN, "needs a container engine"),
@@ -46,6 +47,9 @@ RULES = (
     Rule(r"^make gpu-check|^python3 -m bench\.gpu|python3 -m bench\.gpu", NOT_RUN, "needs a GPU"),
     Rule(r"^python -m bench\.gpu --rehearse", NOT_RUN, "minutes; test_gpu_check runs a part"),
     Rule(r"--model Qwen/", NOT_RUN, "downloads a model"),
+    Rule(r"^smg launch", NOT_RUN, "needs sglang-router"),
+    Rule(r"--nnodes", OPTIONS, "needs several machines; test_nodes has two on one"),
+    Rule(r"lightserve convert DIR", NOT_RUN, "needs pickled weights; test_convert has some"),
     Rule(r"postgresql://", NOT_RUN, "needs a database; test_batches has servers on one"),
     Rule(r"^make (check|test|test-long|fmt)\b", NOT_RUN, "is what runs this, or changes files"),
     Rule(r"^prometheus ", NOT_RUN, "runs until it is stopped; promtool reads the same files"),
