@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+import torch
 from support import documented
 from support.documented import ROOT, RULES, Block, Treatment, pages, unnamed
 from support.gguf_files import tokens_of, write_gguf
@@ -108,6 +109,8 @@ def place(run_parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     for program in programs.iterdir():
         program.chmod(0o755)
     (root / "DIR").symlink_to(BUNDLED_MODEL_DIR)
+    (root / "pickled").mkdir()
+    torch.save({"weight": torch.ones(2)}, root / "pickled" / "pytorch_model.bin")
     sums = {"model.safetensors": _sha256(BUNDLED_MODEL_DIR / "model.safetensors")}
     (root / "sums.json").write_text(json.dumps(sums))
     log = root.parent / "live.jsonl"
@@ -119,6 +122,7 @@ def place(run_parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 server, log, root / "decisions.jsonl"
             ),
             "/path/to/Qwen2.5-0.5B-Instruct-Q4_K_M.gguf": str(root / "model.gguf"),
+            "/path/to/old-model": str(root / "pickled"),
             "/path/to/Qwen2.5-0.5B-Instruct": str(root / "DIR"),
             "/path/to/Llama-3-8B": str(root / "DIR"),
             "tcp://127.0.0.1:5557": f"ipc://{server.run_parent}/kv-events",
