@@ -31,7 +31,7 @@ NUM_DOCUMENTS = 12
 NUM_QUESTIONS = 8
 NUM_WORDS = 700
 MAX_KV_TOKENS = 6144
-"""Of each server: seven or eight documents of about 790 tokens, their questions and answers."""
+"""Of each server: seven documents of about 840 tokens, their questions and answers."""
 WORDS = "the old road to Foxdale was long and a brass lantern shone".split()  # noqa: SIM905
 FLAGS = (*ONE_THREAD, *QUIET, "--profile=off", "--http-workers=1")
 TIMEOUT_S = 300.0
