@@ -53,6 +53,10 @@ class SleepingEngine:
     def __init__(self, num_tokens: int, in_flight: int) -> None:
         self._line_s = num_tokens * (STEP_S + ROW_S * in_flight)
 
+    def move_batch(self, batch: int, due_in_s: float) -> bool:
+        """See `runner.Engine`."""
+        return True
+
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """See `runner.Engine`."""
         await asyncio.sleep(self._line_s * (0.5 + line.number % 11 / 10))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightserve.batches.database import Database
@@ -29,9 +29,16 @@ LOW_MINUTES = 3
 HISTORY_MINUTES = 60
 LEAST_BUSY_S, LEAST_LINES = 60.0, 32
 """Less of history is too little."""
+FEW_BUSY_S = 15.0
+"""From so little on it is too little to promise anything by, but lines are due by it where it is
+worse than what was assumed: a batch must not be behind before that is noticed."""
 LEAST_OWN_LINES = 16
 """Of a batch, before it is judged by its own lines."""
 LEAST_SHARE = 0.01
+TAIL_LINES = 1.5
+"""A batch ends with the last of its lines: of those that are begun last, later than the mean by so
+many times what a line takes, as long ones last longest, and lines of others begin beside them.
+Chosen on ten seeds; see docs/results/batches.md."""
 TOKENS_PER_BYTE = 0.25
 ASSUMED_OUTPUT_TOKENS = 256
 
@@ -51,6 +58,11 @@ class Pace(NamedTuple):
     """Prompts' tokens, by bytes of lines."""
     output_tokens: float
     """Of a line."""
+    sure_share: float = 1.0
+    """What lines are due by: the lowest of late, also while there is little of it."""
+    num_servers: int = 1
+    tail_s: float = 0.0
+    """From when as much has been done as all of a batch takes until its last line has ended."""
 
 
 class Work(NamedTuple):
@@ -60,6 +72,10 @@ class Work(NamedTuple):
     expires_s: float
     seconds: float
     """Of an idle engine."""
+    num_lines: int = 1
+    """Without a result."""
+    is_promised: bool = True
+    """Whether it is to be done in its window."""
 
 
 class Left(NamedTuple):
@@ -89,15 +105,17 @@ def work_of(left: Left, pace: Pace) -> Work:
         output = left.output_tokens / left.num_done
     prompts_s = pace.prompt_token_s * per_byte * (left.num_bytes - left.done_bytes)
     outputs_s = pace.output_token_s * output * (left.num_lines - left.num_done)
-    return Work(left.number, left.expires_s, prompts_s + outputs_s)
+    return Work(left.number, left.expires_s, prompts_s + outputs_s, left.num_lines - left.num_done)
 
 
-def ends(works: Iterable[Work], share: float, now_s: float) -> dict[int, float]:
+def ends(
+    works: Iterable[Work], share: float, now_s: float, *, tail_s: float = 0.0
+) -> dict[int, float]:
     """Return when each batch will have been worked off, by its number."""
     found, total_s = {}, 0.0
     for work in sorted(works, key=lambda work: (work.expires_s, work.number)):
         total_s += work.seconds
-        found[work.number] = now_s + total_s / share
+        found[work.number] = now_s + total_s / share + tail_s
     return found
 
 
@@ -124,6 +142,35 @@ def earliest_window(
             return window_s
         window_s = max(math.ceil(least_s), math.ceil(work.expires_s - now_s))
     return max(window_s, math.ceil((before[-1] + seconds) * per_s))
+
+
+def dues(
+    works: Iterable[Work], pace: Pace, now_s: float, *, num_leased: Mapping[int, int]
+) -> dict[int, float]:
+    """Return until when the lines in flight of each batch should be answered, by its number.
+
+    Behind them come the lines that wait, of their batch and of those promised before it: these take
+    their time at the lowest share of late, and must be over when the window is. As long as nothing
+    gets on, that time stays where it is, and the lines come nearer to it; what gets on puts it off.
+    A batch cannot wait for its own lines alone: those before it are due for it as well. One that
+    was not promised, or could not be kept with all of the engine, is not due.
+    """
+    found, waiting_s, total_s = {}, 0.0, 0.0
+    most = max(pace.share, float(pace.num_servers))
+    for work in sorted(works, key=lambda work: (work.expires_s, work.number)):
+        found[work.number] = math.inf
+        if not work.is_promised:
+            continue
+        total_s += work.seconds
+        waiting_s += work.seconds * max(0.0, 1.0 - num_leased.get(work.number, 0) / work.num_lines)
+        behind_s = waiting_s / pace.sure_share + pace.tail_s if waiting_s else 0.0
+        if now_s + total_s / most <= work.expires_s:
+            found[work.number] = work.expires_s - behind_s
+    least_s = math.inf
+    for number in reversed(found):
+        if found[number] < math.inf:
+            found[number] = least_s = min(least_s, found[number])
+    return found
 
 
 class Costs(NamedTuple):
@@ -205,12 +252,11 @@ class Forecasts:
         )
         is_known = num_lines >= LEAST_LINES and num_bytes > 0
         is_observed = is_known and busy_s >= LEAST_BUSY_S
-        share = ASSUMED_SHARE
-        shares = [share]
-        if is_observed:
-            works = [(m[0], m[3] * costs[0] + m[4] * costs[1]) for m in minutes]
-            share = max(LEAST_SHARE, sum(work for _, work in works) / busy_s)
-            shares = [share, *_shares_of_spans(works)]
+        works = [(m[0], m[3] * costs[0] + m[4] * costs[1]) for m in minutes]
+        so_far = sum(work for _, work in works) / max(1.0, busy_s)
+        share = max(LEAST_SHARE, so_far) if is_observed else ASSUMED_SHARE
+        shares = [share, *(_shares_of_spans(works) if is_observed else ())]
+        sure = [*shares, *([so_far] if num_lines and busy_s >= FEW_BUSY_S else ())]
         # Seconds were counted by each server that shares the store.
         num_servers = max(
             1, self._db.value("SELECT count(*) FROM owners WHERE lease_until_s > ?", now_s)
@@ -220,17 +266,26 @@ class Forecasts:
             output_token_s=costs[1],
             share=share * num_servers,
             low_share=max(LEAST_SHARE, min(shares)) * num_servers,
+            sure_share=max(LEAST_SHARE, min(sure)) * num_servers,
+            num_servers=num_servers,
+            tail_s=self._tail_s(num_lines / busy_s * num_servers) if is_observed else 0.0,
             is_observed=is_observed,
             tokens_per_byte=prompt_tokens / num_bytes if is_known else TOKENS_PER_BYTE,
             output_tokens=output_tokens / num_lines if is_known else ASSUMED_OUTPUT_TOKENS,
         )
+
+    def _tail_s(self, lines_per_s: float) -> float:
+        """Return how much longer than the mean the last lines take; one takes as long as as many
+        are done in as are in flight."""
+        leased = self._db.value("SELECT count(*) FROM lines WHERE state = 'leased'")
+        return float(TAIL_LINES * leased / lines_per_s)
 
     def all(self, now_s: float) -> dict[int, Forecast]:
         """Return what is to be expected of each batch in progress; nothing if that is not known."""
         if (pace := self.pace(now_s)) is None:
             return {}
         works = self._works(pace)
-        found = ends(works, pace.share, now_s)
+        found = ends(works, pace.share, now_s, tail_s=pace.tail_s)
         return {
             work.number: Forecast(
                 ends_s=math.ceil(found[work.number]),
@@ -240,6 +295,21 @@ class Forecasts:
             )
             for work in works
         }
+
+    def dues(self, now_s: float) -> dict[int, float]:
+        """Return until when the lines in flight of each batch should be answered; see `dues`.
+
+        What a line is like is not known at first: then they have all of their window.
+        """
+        if (pace := self.pace(now_s)) is None:
+            rows = self._db.rows(
+                "SELECT number, expires_s FROM batches WHERE status = 'in_progress'"
+            )
+            return dict(rows)
+        leased = self._db.rows(
+            "SELECT batch, count(*) FROM lines WHERE state = 'leased' GROUP BY batch"
+        )
+        return dues(self._works(pace), pace, now_s, num_leased=dict(leased))
 
     def next_due(self, num_most: int, now_s: float) -> list[Due]:
         """Return the batches in progress whose windows end first, of all keys."""
@@ -252,8 +322,13 @@ class Forecasts:
         return [Due._make([*values, found.get(number)]) for number, *values in rows]
 
     def _works(self, pace: Pace) -> list[Work]:
-        rows: list[Any] = self._db.rows(f"SELECT {_LEFT} FROM batches WHERE status = 'in_progress'")
-        return [work_of(Left(*row), pace) for row in rows]
+        rows: list[Any] = self._db.rows(
+            f"SELECT is_promised, {_LEFT} FROM batches WHERE status = 'in_progress'"
+        )
+        return [
+            work_of(Left(*row), pace)._replace(is_promised=bool(is_promised))
+            for is_promised, *row in rows
+        ]
 
     def check(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> None:
         """Check that a batch can be done in its window, and all others in theirs.
@@ -274,9 +349,11 @@ class Forecasts:
             output_tokens=0,
             limit_tokens=limit_of(lines),
         )
-        least_s = earliest_window(
-            *(work_of(left, pace).seconds, self._works(pace), pace.low_share, int(now_s)),
-            least_s=new.window_s,
+        tail_s = math.ceil(pace.tail_s)
+        others = [w._replace(expires_s=w.expires_s - tail_s) for w in self._works(pace)]
+        least_s = tail_s + earliest_window(
+            *(work_of(left, pace).seconds, others, pace.low_share, int(now_s)),
+            least_s=max(0, new.window_s - tail_s),
         )
         if least_s <= new.window_s:
             return

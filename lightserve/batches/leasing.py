@@ -200,6 +200,5 @@ class _Taking:
                 crashes=crashes,
                 line=b"",
                 expires_s=int(batch.left.expires_s),
-                num_left=batch.num_left,
             )
             self.lines.append((line, Place(batch.input_file, position, num_bytes, batch.response)))

@@ -136,6 +136,10 @@ class InnerRoutes:
             is_lost=call.status == 503 and _code_of(call.answer) == ErrorCode.WORKER_LOST,
         )
 
+    def move_batch(self, batch: int, due_in_s: float) -> bool:
+        """See `runner.Engine`."""
+        return self._service.router.move_batch(batch, due_in_s)
+
 
 def _scope(line: LeasedLine, num_bytes: int, due_in_s: float) -> dict[str, Any]:
     return {
@@ -151,10 +155,10 @@ def _scope(line: LeasedLine, num_bytes: int, due_in_s: float) -> dict[str, Any]:
         "headers": [
             (b"content-type", b"application/json"),
             (b"content-length", str(num_bytes).encode()),
-            (b"x-slo-completion-s", b"%.3f" % min(due_in_s, MAX_SECONDS)),
+            (b"x-slo-completion-s", b"%.3f" % min(max(due_in_s, 0.001), MAX_SECONDS)),
         ],
         ARRIVAL_KEY: time.monotonic(),
-        CALLER_KEY: Caller(name=line.key_name, is_admin=False),
+        CALLER_KEY: Caller(name=line.key_name, is_admin=False, batch=line.batch),
     }
 
 

@@ -214,8 +214,6 @@ class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     """There."""
     expires_s: int
     """Of its batch."""
-    num_left: int
-    """Lines of its batch that have no result yet, this one included."""
 
     @property
     def id(self) -> str:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -26,7 +26,13 @@ from lightserve.batches.contents import Lines
 from lightserve.batches.forecast import Costs, Tokens
 from lightserve.batches.jobs import Held
 from lightserve.batches.lines import result_line
-from lightserve.batches.records import Forecast, LeasedLine, LeaseLost, Outcome
+from lightserve.batches.records import (
+    MAX_WINDOW_S,
+    Forecast,
+    LeasedLine,
+    LeaseLost,
+    Outcome,
+)
 from lightserve.errors import StoreError
 
 OWNER = "server"
@@ -42,6 +48,9 @@ POLL_S = 0.25
 """How often it is looked for new batches, and for those that have been cancelled."""
 GATHER_S = 0.05
 """Results that come within it are written in one transaction."""
+LEAST_MOVE_S, MOVE_SHARE = 0.5, 0.02
+"""When lines are due is said again where it is off by more than this, or than this share of the
+time until then."""
 MAX_LEASED_BYTES = 64 * 1024 * 1024
 MAX_ATTEMPTS = 2
 MAX_LOSSES = 6
@@ -107,6 +116,9 @@ class Engine(Protocol):
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """Return the answer to a line, which should be there in so many seconds."""
 
+    def move_batch(self, batch: int, due_in_s: float) -> bool:
+        """Have all lines of a batch in flight be due then; False: it cannot be said now."""
+
 
 class Runner:
     """See the module; `should_exit` ends `serve`."""
@@ -136,12 +148,14 @@ class Runner:
         self._outcomes: list[Outcome] = []
         self._wake = asyncio.Event()
         self._pause_until_s = 0.0
-        """Monotonic: the engine has asked for so long a pause."""
+        """By `_passing_s`: the engine has asked for so long a pause."""
         self._done: list[tuple[int, Tokens]] = []
         """Bytes and tokens of lines that were answered since it was last counted."""
         self._full_since_s: float | None = None
-        """Monotonic: since then lines wait, and what was answered is counted."""
+        """By `_passing_s`: since then lines wait, and what was answered is counted."""
         self._has_noted_costs = False
+        self._dues: dict[int, float] = {}
+        """When lines of each batch are due, as the engine knows it, by the clock."""
         self._due_s: dict[Callable[[], Awaitable[None]], float] = {}
         self._lease_end: asyncio.TimerHandle | None = None
         self._is_lease_over = False
@@ -209,7 +223,7 @@ class Runner:
 
     async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         """Do some work if it was done so long ago."""
-        now_s = time.monotonic()
+        now_s = _passing_s()
         if now_s >= self._due_s.get(work, 0.0):
             self._due_s[work] = now_s + seconds
             await work()
@@ -224,12 +238,12 @@ class Runner:
     # ------------------------------------------------------------------ the store
 
     async def _renew(self) -> None:
-        now_s, epoch, since_s = self._clock(), self._epoch, time.monotonic()
+        now_s, epoch, since_s = self._clock(), self._epoch, _passing_s()
         await self._store.run(lambda s: s.jobs.renew(self._owner, epoch, now_s, lease_s=LEASE_S))
         self._await_lease_end(since_s + LEASE_S)
 
     def _await_lease_end(self, end_s: float | None) -> None:
-        """Give up what is in flight at this time (monotonic), unless it is put off before.
+        """Give up what is in flight at this time (`_passing_s`), unless it is put off before.
 
         A lease that is over stays so: until the work begins anew.
         """
@@ -237,7 +251,7 @@ class Runner:
             self._lease_end.cancel()
             self._lease_end = None
         if end_s is not None and not self._is_lease_over:
-            in_s = end_s - time.monotonic()
+            in_s = end_s - _passing_s()
             self._lease_end = asyncio.get_running_loop().call_later(in_s, self._end_lease)
 
     def _end_lease(self) -> None:
@@ -290,12 +304,13 @@ class Runner:
         is_news = busy_s > 0 or (min(costs) > 0.0 and not self._has_noted_costs)
         self._has_noted_costs |= is_news
 
-        def note(store: Store) -> dict[int, Forecast]:
+        def note(store: Store) -> tuple[dict[int, Forecast], dict[int, float]]:
             if is_news:
                 store.forecasts.note(now_s, busy_s, done, costs)
-            return store.forecasts.all(now_s)
+            return store.forecasts.all(now_s), store.forecasts.dues(now_s)
 
-        forecasts = await self._store.run(note)
+        forecasts, dues = await self._store.run(note)
+        self._move(dues)
         late = frozenset(n for n, forecast in forecasts.items() if not forecast.is_in_time)
         for number in sorted(late - self.counts.late_batches):
             log.warning("batch number %d will not be done in its window", number)
@@ -308,7 +323,7 @@ class Runner:
         It counts from the first answer on: before, nothing can have been done.
         """
         done, self._done = self._done, []
-        now_s, since_s = time.monotonic(), self._full_since_s
+        now_s, since_s = _passing_s(), self._full_since_s
         if not is_full:
             self._full_since_s = None
         elif since_s is not None or done:
@@ -320,27 +335,45 @@ class Runner:
     async def _lease(self) -> None:
         """Take as many lines as there is room for; in portions, as each is a transaction."""
         room = self._max_in_flight - len(self._tasks)
-        is_paused = time.monotonic() < self._pause_until_s or not self._engine.is_ready
+        is_paused = _passing_s() < self._pause_until_s or not self._engine.is_ready
         if is_paused or room < max(1, self._max_in_flight // 8):
             return
-        now_s, epoch, since_s = self._clock(), self._epoch, time.monotonic()
+        now_s, epoch, since_s = self._clock(), self._epoch, _passing_s()
         num_bytes = MAX_LEASED_BYTES - self._num_bytes
-        lines = await self._store.run(
-            lambda store: store.jobs.lease(
+
+        def lease(store: Store) -> tuple[list[LeasedLine], dict[int, float]]:
+            lines = store.jobs.lease(
                 *(self._owner, epoch, now_s), lease_s=LEASE_S, max_lines=room, max_bytes=num_bytes
             )
-        )
+            return lines, store.forecasts.dues(now_s) if lines else {}
+
+        lines, dues = await self._store.run(lease)
         self._await_lease_end(since_s + LEASE_S)
         if self._is_lease_over:
             return
         in_objects = [line for line in lines if line.object_id]
         texts = asyncio.ensure_future(self._store.contents.texts(in_objects))
         texts.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._move(dues)
         for line in lines:
             self._num_bytes += line.num_bytes
             place = line.batch, line.number
             self._tasks[place] = task = asyncio.create_task(self._run(line, texts))
             task.add_done_callback(partial(self._forget, place, line))
+
+    def _move(self, dues: Mapping[int, float]) -> None:
+        """Tell the engine of batches whose lines are due at another time than it knows."""
+        now_s, in_flight = self._clock(), {batch for batch, _ in self._tasks}
+        self._dues = {batch: due_s for batch, due_s in self._dues.items() if batch in in_flight}
+        for batch, found_s in dues.items():
+            due_s = min(found_s, now_s + MAX_WINDOW_S)
+            if batch not in in_flight:
+                self._dues[batch] = due_s
+            told_s = self._dues[batch]
+            least_s = max(LEAST_MOVE_S, MOVE_SHARE * abs(told_s - now_s))
+            is_news = abs(due_s - told_s) > least_s
+            if is_news and self._engine.move_batch(batch, due_s - now_s):
+                self._dues[batch] = due_s
 
     async def _write(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
@@ -381,15 +414,15 @@ class Runner:
             if text is None:
                 return Answer(status=500, body=INPUT_LOST, request_id=line.id)
             line = msgspec.structs.replace(line, line=text)
-        due_in_s = due_in(line, num_in_flight=self._max_in_flight, now_s=self._clock())
-        return await self._engine.answer(line, due_in_s=due_in_s)
+        due_s = self._dues.setdefault(line.batch, line.expires_s)
+        return await self._engine.answer(line, due_in_s=due_s - self._clock())
 
     async def _run(self, line: LeasedLine, texts: asyncio.Future[Lines]) -> None:
         """Have a line answered, and note what became of it."""
         answer = await self._answer(line, texts)
         is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES
         if answer.status in (429, 503) and not is_worn_out:
-            self._pause_until_s = time.monotonic() + max(0.1, answer.retry_after_s)
+            self._pause_until_s = _passing_s() + max(0.1, answer.retry_after_s)
             self._outcomes.append(
                 Outcome(batch=line.batch, number=line.number, result=None, is_lost=answer.is_lost)
             )
@@ -417,6 +450,11 @@ class Runner:
         )
 
 
+def _passing_s() -> float:
+    """Return the time of the event loop: unlike the clock it is never put back."""
+    return asyncio.get_running_loop().time()
+
+
 class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -437,13 +475,3 @@ def tokens_of(body: bytes) -> Tokens:
     return Tokens(
         usage.prompt_tokens + usage.input_tokens, usage.completion_tokens + usage.output_tokens
     )
-
-
-def due_in(line: LeasedLine, *, num_in_flight: int, now_s: float) -> float:
-    """Return in how many seconds a line should be answered for its batch to be in time.
-
-    What is left of the window is shared evenly by the lines that are left: so many in flight at
-    once may take the time of as many. A batch that falls behind asks for its lines sooner.
-    """
-    left_s = max(1.0, line.expires_s - now_s)
-    return left_s * min(1.0, num_in_flight / line.num_left)

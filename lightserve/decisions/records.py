@@ -25,7 +25,7 @@ from lightserve.config.options import MemoryOptions
 from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
-from lightserve.messages.frontend_router import Abort, Acknowledge, Finish, Submit
+from lightserve.messages.frontend_router import Abort, Acknowledge, BatchDue, Finish, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import (
     FromFrontend,
@@ -73,7 +73,7 @@ class MessageReceived(Record, frozen=True, tag="message"):
 
     now_s: float
     frontend_id: FrontendId
-    message: Submit | Acknowledge | Finish | Abort
+    message: Submit | Acknowledge | Finish | Abort | BatchDue
 
 
 class FrontendWasLost(Record, frozen=True, tag="frontend_gone"):

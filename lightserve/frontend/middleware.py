@@ -104,6 +104,8 @@ class Caller:
     """Behind the key of a gateway, whose request it says that it is."""
     quota: Quota = NO_QUOTA
     is_gateway: bool = False
+    batch: int = 0
+    """Number of the batch that it is a line of; 0: of none."""
 
     @property
     def client(self) -> Client:

@@ -243,6 +243,7 @@ class CompletionResponse(Response):
                     sent = {
                         "prefix_salt": self._caller.prefix_salt,
                         "client": self._caller.client,
+                        "batch": self._caller.batch,
                         "names": tuple(filter(None, (self._writer.request_id, request_id.get()))),
                     }
                     requests = [

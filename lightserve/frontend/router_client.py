@@ -43,6 +43,7 @@ from lightserve.messages.common import (
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    BatchDue,
     DescribeKV,
     DescribeRequest,
     ErrorCode,
@@ -519,6 +520,16 @@ class RouterClient:
         if not connection.progress:
             asyncio.get_running_loop().call_soon(self._send_progress)
         connection.progress[request_id] = num_tokens
+
+    def move_batch(self, batch: int, due_in_s: float) -> bool:
+        """Have all lines of a batch be due then; False: it could not be sent."""
+        if self._connection is None:
+            return False
+        try:
+            self._connection.send(BatchDue(batch=batch, due_in_s=due_in_s))
+        except ChannelFull:
+            return False
+        return True
 
     def _send_progress(self) -> None:
         connection = self._connection

@@ -1,10 +1,10 @@
 """The link between a frontend and the router.
 
 A frontend connects, says `FrontendHello`, and gets `RouterWelcome` as soon as the workers are
-ready (again after each restart of the workers). Then `Submit`, `Abort`, `Acknowledge` and
-`Finish` go one way, `TokenDelta` (one frame for all tokens of a step) and `RouterStatus` (about
-once a second) the other; `DescribeKV` is answered by `KVMap`. Times never cross:
-`age_s` is a duration.
+ready (again after each restart of the workers). Then `Submit`, `Abort`, `Acknowledge`, `Finish` and
+`BatchDue` go one way, `TokenDelta` (one frame for all tokens of a step) and `RouterStatus` (about
+once a second) the other; `DescribeKV` is answered by `KVMap`. Times never cross: `age_s` is a
+duration.
 
 Stop strings are text, which the router never sees: a request that has some sets
 `needs_acknowledgement`, runs at most MAX_UNACKNOWLEDGED_TOKENS past the last acknowledgement, and
@@ -103,6 +103,9 @@ class Submit(Message, frozen=True):
     retention_s: float = 0.0
     """How long, at most, from when they have been computed."""
     client: Client = NO_CLIENT
+    batch: int = 0
+    """Lines of a batch have its number, and are due together, by `slo.completion_s` of the last one
+    or by `BatchDue`; 0: it is none."""
     is_first: bool = True
     """Of what one HTTP request asks for: this one counts as a request, and may be refused for a
     quota."""
@@ -140,6 +143,14 @@ class Abort(Message, frozen=True):
     """Forget this request in whatever state it is; unknown ids are ignored."""
 
     request_id: RequestId
+
+
+class BatchDue(Message, frozen=True):
+    """All lines of a batch that are here should end by then; no effect if there are none."""
+
+    batch: int
+    due_in_s: float
+    """Negative: they should have ended."""
 
 
 class SentSoFar(Message, frozen=True):
@@ -467,6 +478,14 @@ class RequestTimeline(Message, frozen=True):
 
 
 FrontendMessage = (
-    FrontendHello | Submit | Acknowledge | Finish | Abort | DescribeKV | DescribeRequest | SentSoFar
+    FrontendHello
+    | Submit
+    | Acknowledge
+    | Finish
+    | Abort
+    | BatchDue
+    | DescribeKV
+    | DescribeRequest
+    | SentSoFar
 )
 RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap | RequestTimeline

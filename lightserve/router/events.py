@@ -17,6 +17,7 @@ from lightserve.messages.common import (
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    BatchDue,
     ErrorCode,
     Finish,
     RequestDelta,
@@ -33,7 +34,7 @@ class FromFrontend:
     """What a frontend says of its requests, with its id."""
 
     frontend_id: FrontendId
-    message: Submit | Acknowledge | Finish | Abort
+    message: Submit | Acknowledge | Finish | Abort | BatchDue
 
 
 @dataclass(frozen=True, slots=True)

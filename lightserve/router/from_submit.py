@@ -16,7 +16,7 @@ from msgspec.structs import astuple
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import MAX_INT32, Constraint, Int32Array, unpack_int32
-from lightserve.messages.frontend_router import Submit
+from lightserve.messages.frontend_router import BatchDue, Submit
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.router.queue import Backlog
 from lightserve.router.request import Parameters, Request
@@ -138,6 +138,7 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
     ranges = {
         "length of the prompt": (len(prompt), 1, MAX_INT32),
         "max_tokens": (submit.max_tokens, 1, MAX_INT32),
+        "batch": (submit.batch, 0, 2**63 - 1),
         "priority": (submit.priority, -MAX_INT32, MAX_INT32),
         "client": (len(submit.client.key), 0, MAX_CLIENT_CHARS),
         "fairness id": (len(submit.client.fairness_id), 0, MAX_CLIENT_CHARS),
@@ -172,6 +173,12 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
     for name, value, low, high in checks:
         if not low <= value <= high:  # nor if it is not a number
             raise ProtocolError(f"request {submit.request_id}: {name} must be {low} to {high}")
+
+
+def check_batch_due(due: BatchDue) -> None:
+    """Check the same of what is said of a batch. Raises ProtocolError."""
+    if not -MAX_SECONDS <= due.due_in_s <= MAX_SECONDS:
+        raise ProtocolError(f"batch {due.batch}: due_in_s must be {-MAX_SECONDS} to {MAX_SECONDS}")
 
 
 class HeldParameters:
@@ -293,6 +300,7 @@ def request_of(
         arrival_number=arrival_number,
         priority=submit.priority,
         slo=submit.slo,
+        batch=submit.batch,
         prediction_key=(submit.request_class, submit.prediction_key),
         constraint=parameters.constraint,
         prefix_salt=submit.prefix_salt,

@@ -397,6 +397,10 @@ class _LookedUp:
         """Iterate over best-effort requests with a completion time, the earliest first."""
         return map(self._look_up, self._waiting.jobs())
 
+    def lines(self) -> Iterator[Request]:
+        """Iterate over lines of batches, those that are due first before others."""
+        return map(self._look_up, self._waiting.lines())
+
     def is_prefix_in_flight(self, request: Request) -> bool:
         """Whether it should wait for a prefix that another is just computing.
 
@@ -432,6 +436,10 @@ class _Only:
 
     def jobs(self) -> Iterator[Request]:
         """Iterate over those that may have a completion time."""
+        return self.of(BE)
+
+    def lines(self) -> Iterator[Request]:
+        """Iterate over those that may be lines of batches."""
         return self.of(BE)
 
     def late(self) -> Iterator[Request]:

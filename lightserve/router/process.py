@@ -26,6 +26,7 @@ from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import MAX_INT32, PROTOCOL_VERSION
 from lightserve.messages.frontend_router import (
     Abort,
+    BatchDue,
     DescribeKV,
     DescribeRequest,
     ErrorCode,
@@ -73,7 +74,7 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.from_submit import check_submit
+from lightserve.router.from_submit import check_batch_due, check_submit
 from lightserve.router.kv.block_events import AllBlocksCleared
 from lightserve.router.kv_publisher import KVPublisher
 from lightserve.router.metrics import RouterMetrics
@@ -425,6 +426,8 @@ class RouterProcess:
         if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):
             return
         try:
+            if isinstance(message, BatchDue):
+                check_batch_due(message)
             _log_wish(frontend_id, message)
             self._dispatch(FromFrontend(frontend_id, message))
         except ProtocolError as error:

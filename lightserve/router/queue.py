@@ -29,7 +29,7 @@ from lightserve.router.accounts import Account, QueueBounds, share_of_queue
 from lightserve.router.kv.prefix_node import common_len
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
-from lightserve.router.slo import CompletionLedger
+from lightserve.router.slo import CompletionLedger, LineDeadline, SharedDue
 from lightserve.types import BE, RT, RequestClass, RequestKey
 
 # No best-effort request waits for ever: every sixteenth to start is the oldest that waits.
@@ -131,6 +131,8 @@ class WaitingQueue:
         self._jobs = _Sorted()
         """Best-effort requests with a completion time, those that are to end first before others;
         they wait where all of their class do as well."""
+        self._lines: dict[SharedDue, _Sorted] = {}
+        """Lines of batches, likewise, in the order in which they came."""
         self.num_since_oldest = 0
         """Best-effort requests that have started since the oldest of them did."""
         self._backlogs = dict.fromkeys(RequestClass, Backlog(0, 0))
@@ -231,6 +233,11 @@ class WaitingQueue:
         """Iterate over the best-effort requests with a completion time, the earliest first."""
         return iter(self._jobs)
 
+    def lines(self) -> Iterator[Request]:
+        """Iterate over lines of batches, those that are due first before others."""
+        batches = sorted(self._lines.items(), key=lambda item: item[0].due_s)
+        return itertools.chain.from_iterable(lines for _, lines in batches)
+
     def paused(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over those of a class that keep KV, from the head."""
         return (r for r in self._put_back[request_class].values() if r.is_paused)
@@ -314,6 +321,8 @@ class WaitingQueue:
                 self._jobs.add(request, (ledger.end_s, request.arrival_number))
             else:
                 self._jobs.remove(request)
+        elif isinstance(ledger, LineDeadline):
+            self._count_line(request, ledger.shared, sign)
         before = self._backlogs[request.request_class]
         num_left = request.max_tokens - len(request.output_token_ids)
         self._backlogs[request.request_class] = Backlog(
@@ -321,6 +330,14 @@ class WaitingQueue:
             before.num_tokens + sign * request.num_known_tokens,
             before.num_output_tokens + sign * num_left,
         )
+
+    def _count_line(self, request: Request, shared: SharedDue, sign: int) -> None:
+        if sign > 0:
+            self._lines.setdefault(shared, _Sorted()).add(request, (request.arrival_number,))
+            return
+        self._lines[shared].remove(request)
+        if not len(self._lines[shared]):
+            del self._lines[shared]
 
 
 class _Sorted:

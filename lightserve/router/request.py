@@ -122,6 +122,8 @@ class Request:
     """Within its class, lower ones start first."""
     slo: SLO = NO_SLO
     """What it should be served in."""
+    batch: int = 0
+    """Lines with equal numbers, of one frontend, are due together; 0: it is none."""
     scheduled_slo: SLO | None = None
     """What it is scheduled by, where an idle server could not meet some of `slo`."""
     prediction_key: Hashable = None

@@ -26,6 +26,8 @@ from lightserve.router.slo import (
     MAX_RESERVE_SHARE,
     CompletionLedger,
     DeadlineTracker,
+    LineDeadline,
+    SharedDue,
     TokenDeadlines,
 )
 from lightserve.types import RT, RequestClass, RowId
@@ -52,7 +54,10 @@ _COUNTS = (
     "request_id",
     "frontend_id",
 )
-_TIMES = ("due_s", "by_mean_s", "last_s", "tpot_s", "mtpot_s", "soonest_s", "debt_s", "reserve_s")
+_TIMES = (
+    *("due_s", "by_mean_s", "last_s", "tpot_s", "mtpot_s", "soonest_s", "debt_s", "reserve_s"),
+    *("line_due_s", "num_expected"),
+)
 _FLAGS = (
     "is_running",
     "is_rt",
@@ -109,6 +114,10 @@ class RequestTable:
     soonest_s: FloatArray
     debt_s: FloatArray
     reserve_s: FloatArray
+    line_due_s: FloatArray
+    """When a line of a batch should have ended; inf: it is none."""
+    num_expected: FloatArray
+    """Output tokens of such a line, as predicted."""
     is_running: BoolArray
     """Whether the row has a request that has not ended."""
     is_rt: BoolArray
@@ -135,6 +144,7 @@ class RequestTable:
             for name in names:
                 cells = self.cells[name] = array(code, bytes(num_rows * array(code).itemsize))
                 setattr(self, name, np.frombuffer(cells, dtype=dtype))
+        self.line_due_s.fill(np.inf)
         self._free = list(range(num_rows))
         self._order: dict[RowId, Request] = {}
         """Requests by row, in order of admission."""
@@ -201,6 +211,7 @@ class RequestTable:
         self.outputs[row] = []
         self.is_running[row] = False
         self._jobs.pop(row, None)
+        self.line_due_s[row] = np.inf
         heapq.heappush(self._free, row)
         self._left.add(row)
         self._rows = None
@@ -285,6 +296,16 @@ class RequestTable:
             deadlines.store(self.cells, row)
         elif isinstance(deadlines, CompletionLedger):
             self._jobs[row] = deadlines
+        elif isinstance(deadlines, LineDeadline):
+            self.line_due_s[row] = deadlines.shared.due_s
+            self.num_expected[row] = deadlines.num_expected
+
+    def move_batch(self, shared: SharedDue) -> None:
+        """Have the lines that share a time be due by what it is now."""
+        for row, request in self._order.items():
+            deadlines = request.deadlines
+            if isinstance(deadlines, LineDeadline) and deadlines.shared is shared:
+                self.line_due_s[row] = shared.due_s
 
     def on_tokens(self, request: Request, num_tokens: int, now_s: float) -> None:
         """Move the deadlines of one request, whatever it is, that got some tokens."""

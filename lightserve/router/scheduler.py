@@ -23,6 +23,7 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    BatchDue,
     ErrorCode,
     Finish,
     KVPool,
@@ -125,6 +126,8 @@ class Scheduler:
                 key = RequestKey(frontend_id, request_id)
                 if (request := self._requests.get(key) or self._unfinished.get(key)) is not None:
                     self._forget(request)
+            case FromFrontend(frontend_id, BatchDue() as due):
+                self._move_batch(frontend_id, due, now_s)
             case FrontendGone(frontend_id):
                 self._forget_frontend(frontend_id)
             case WorkersReady() as ready:
@@ -211,6 +214,12 @@ class Scheduler:
         if 1 <= finish.num_tokens <= len(request.output_token_ids):
             self._learn_length(request, finish.num_tokens)
         self._forget(request)
+
+    def _move_batch(self, frontend_id: FrontendId, due: BatchDue, now_s: float) -> None:
+        """Have all lines of a batch be due at another time, those that run as well."""
+        shared = self._targets.move_batch(frontend_id, due.batch, now_s + due.due_in_s)
+        if shared is not None:
+            self._rows.move_batch(shared)
 
     def _forget(self, request: Request) -> None:
         """Drop a request in whatever state it is."""

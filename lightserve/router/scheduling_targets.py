@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -20,9 +21,17 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.request import ENDED, Request
 from lightserve.router.retry_after import QueueDelay
-from lightserve.router.slo import CompletionLedger, FeasibleSLO, IdleTimes, raise_to_feasible, track
+from lightserve.router.slo import (
+    CompletionLedger,
+    FeasibleSLO,
+    IdleTimes,
+    LineDeadline,
+    SharedDue,
+    raise_to_feasible,
+    track,
+)
 from lightserve.router.step_cost import StepShape
-from lightserve.types import SLO, RequestClass
+from lightserve.types import SLO, FrontendId, RequestClass
 
 
 class RaisedTarget(NamedTuple):
@@ -40,6 +49,9 @@ class SchedulingTargets:
         self.num_raised: Counter[RaisedTarget] = Counter()
         """Since boot."""
         self._meets_deadlines = config.policy.meets_deadlines
+        self._shared: WeakValueDictionary[tuple[FrontendId, int], SharedDue]
+        self._shared = WeakValueDictionary()
+        """Of the batches that have lines here: these hold them."""
         self._has_jobs = False
         """Whether any request has had a completion time."""
         self._clock = config.slo_clock
@@ -58,6 +70,12 @@ class SchedulingTargets:
         if not self._meets_deadlines:
             return
         num_output = self._mean_output(request)
+        if request.batch and request.slo.completion_s is not None:
+            due_s, batch = request.arrival_s + request.slo.completion_s, request.batch
+            shared = self.move_batch(request.key.frontend_id, batch, due_s) or SharedDue(due_s)
+            self._shared[request.key.frontend_id, batch] = shared
+            request.deadlines = LineDeadline(shared, num_tokens_to_come=num_output)
+            return
         slo, raised = self._feasible(request, num_output, kv)
         if raised:
             request.scheduled_slo = slo
@@ -67,6 +85,13 @@ class SchedulingTargets:
             self._clock(slo), request.arrival_s, num_tokens_to_come=num_output
         )
         self._has_jobs |= slo.completion_s is not None
+
+    def move_batch(self, frontend_id: FrontendId, batch: int, due_s: float) -> SharedDue | None:
+        """Have all lines of a batch be due then; None: there are none."""
+        shared = self._shared.get((frontend_id, batch))
+        if shared is not None:
+            shared.due_s = due_s
+        return shared
 
     def foresee(self, requests: Iterable[Request]) -> None:
         """Expect anew, of requests that have had tokens, how many jobs among them are to have.

@@ -1,6 +1,6 @@
 """Deadlines of the next token, from targets.
 
-Two trackers behind one interface, pure: times come as arguments, in seconds on one clock.
+Trackers behind one interface, pure: times come as arguments, in seconds on one clock.
 
 `TokenDeadlines`, the curve: d1 = arrival + ttft; then, with t_k the time of token k, m1 = t1 and
     m(k+1) = min(max(m_k, t_k - (mtpot - tpot)) + tpot, t_k + mtpot)
@@ -19,6 +19,9 @@ the tokens to come in equal parts, and under- and over-use are carried forward:
     d(k+1) = d_k + (D - d_k) / (tokens to come)           with D = arrival + completion.
 Granted and ungranted time are together completion_s, always. AccelGen grants each step T_max and
 a share of the slack; for equal steps that is the same sum.
+
+`LineDeadline`, a line of a batch: it should end by a time that all lines of its batch have in
+common, and that is moved while they run.
 
 `lightserve.frontend` judges attainment by what clients asked for; here targets may have been
 raised to what an idle server can do (`raise_to_feasible`, which `scheduling_targets` calls).
@@ -261,6 +264,48 @@ class CompletionLedger:
     def _grant(self, num_tokens: int) -> float:
         """Return what so many tokens get; more of them than were predicted get all."""
         return self.ungranted_s * min(1.0, num_tokens / max(1.0, self._num_to_come))
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class SharedDue:
+    """When all lines of a batch that are here should have ended; moved as the batch gets on."""
+
+    due_s: float
+
+
+class LineDeadline:
+    """A line of a batch: nothing is due of single tokens. See `policies.batch_order`."""
+
+    def __init__(self, shared: SharedDue, *, num_tokens_to_come: float) -> None:
+        """`num_tokens_to_come`: of its output, as predicted."""
+        self.kept = Kept()
+        self.shared = shared
+        self.num_expected = num_tokens_to_come
+
+    @property
+    def deadline_of_next_token(self) -> float:
+        """See `DeadlineTracker`."""
+        return math.inf
+
+    def on_tokens(self, num_tokens: int, now_s: float) -> None:
+        """See `DeadlineTracker`."""
+        _count(self.kept, num_tokens, now_s, math.inf)
+
+    def residual(self, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        return math.inf
+
+    def residual_behind(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        return math.inf
+
+    def residual_of_late(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        return math.inf
+
+    def lent_behind(self, num_tokens: int, now_s: float) -> float:
+        """See `DeadlineTracker`."""
+        return math.inf
 
 
 def track(slo: SLO, arrival_s: float, *, num_tokens_to_come: float) -> DeadlineTracker:

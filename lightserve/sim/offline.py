@@ -209,6 +209,10 @@ class _Nothing:
         """No request has a completion time."""
         return iter(())
 
+    def lines(self) -> Iterator[Request]:
+        """No request is a line of a batch."""
+        return iter(())
+
     def is_prefix_in_flight(self, request: Request) -> bool:
         """Return False."""
         del request

@@ -14,7 +14,7 @@ from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
-from lightserve.router.slo import CompletionLedger, TokenDeadlines
+from lightserve.router.slo import CompletionLedger, LineDeadline, SharedDue, TokenDeadlines
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job
@@ -95,6 +95,55 @@ def test_the_queue_knows_its_jobs_by_their_ends() -> None:
     queue.requeue([requests[1]])
     queue.remove(requests[2])
     assert list(queue.jobs()) == [requests[1], requests[0]]
+
+
+def line(number: int, shared: SharedDue, **fields: int) -> Request:
+    request = make_request(number, BE, **fields)
+    request.deadlines = LineDeadline(shared, num_tokens_to_come=10)
+    return request
+
+
+@pytest.mark.parametrize(("in_s", "is_first"), [(-5.0, True), (0.16, True), (0.2, False)])
+@pytest.mark.parametrize("computed", [0, 100])
+def test_a_line_of_a_batch_that_is_behind_goes_before_other_best_effort_work(
+    cost: StepCost, in_s: float, is_first: bool, computed: int
+) -> None:
+    """20 ms of prompt and ten tokens of 10 ms; that its time has passed makes it no less urgent.
+
+    Beside it decodes of others go on, so that they end, but no prompt that makes the step longer.
+    """
+    other, decode = make_request(0, BE, prompt=700, computed=200), make_request(2, BE, output=4)
+    shared = SharedDue(0.2)
+    late = line(1, shared, prompt=200 + computed, computed=computed)
+    shared.due_s = in_s
+    running = [other, decode, *[late] * (computed > 0)]
+    shares = play(cost, running, [late] * (computed == 0))
+    assert shares == ({1: 200, 2: 1} if is_first else {2: 1, 0: 500})
+
+
+def test_real_time_requests_have_theirs_before_lines_that_are_late(cost: StepCost) -> None:
+    """A prompt that can be in time, and a decode that the line's prompt would make late."""
+    late = line(1, SharedDue(-1.0), prompt=200)
+    prompt = make_request(0, RT, prompt=612, computed=100)
+    prompt.deadlines = TokenDeadlines(SLO(ttft_ms=80.0), 0.0)
+    assert play(cost, [prompt], [late]) == {0: 512}
+    decode = make_request(0, RT, output=4)
+    decode.deadlines = TokenDeadlines(SLO(ttft_ms=5.0), 0.0)
+    shares = play(cost, [decode], [late])
+    assert shares[0] == 1 and sum(shares.values()) <= 50, "5 ms are 50 tokens"
+
+
+def test_lines_wait_by_when_their_batches_are_due() -> None:
+    queue, soon, later = WaitingQueue(), SharedDue(5.0), SharedDue(9.0)
+    lines = [line(number, (later, soon)[number % 2]) for number in range(4)]
+    for request in [*lines, make_request(9, BE)]:
+        queue.append(request)
+    assert [request.arrival_number for request in queue.lines()] == [1, 3, 0, 2]
+    later.due_s = 1.0
+    queue.remove(lines[1])
+    assert [request.arrival_number for request in queue.lines()] == [0, 2, 3]
+    queue.remove(lines[3])
+    assert list(queue.lines()) == [lines[0], lines[2]] and not list(queue.jobs())
 
 
 def ends(slo: SLO) -> tuple[list[float], float]:

@@ -42,6 +42,10 @@ class CountingEngine:
         self.gate.set()
         self._num_tokens = num_tokens
 
+    def move_batch(self, batch: int, due_in_s: float) -> bool:
+        """See `runner.Engine`."""
+        return True
+
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """See `runner.Engine`."""
         for number in range(self._num_tokens):

@@ -132,6 +132,9 @@ class Queue:
     def jobs(self) -> Iterator[Request]:
         return self.of(RequestClass.BE)
 
+    def lines(self) -> Iterator[Request]:
+        return self.of(RequestClass.BE)
+
     def late(self) -> Iterator[Request]:
         return (r for r in self._requests if r in self._late)
 

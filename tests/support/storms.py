@@ -19,6 +19,7 @@ from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
+    BatchDue,
     Finish,
     Progress,
     RequestDelta,
@@ -257,10 +258,13 @@ class Storm:
         has_stops = rng.random() < 0.3
         if has_stops:
             self.stops[key] = rng.choice([1000, rng.randint(1, 24)])
+        targets = _targets(rng, of)
+        batch = rng.randint(0, 2) if of is BE and targets.completion_s is not None else 0
         message = submit(
             int(key.request_id),
             arrival,
-            slo=_targets(rng, of),
+            slo=targets,
+            batch=batch,
             priority=rng.choice([0, 0, 0, -2, 3]),
             age_s=rng.choice([0.0, 0.05]),
             needs_acknowledgement=has_stops,
@@ -268,6 +272,12 @@ class Storm:
         self.take_in(self.core.on_message(FromFrontend(key.frontend_id, message), self.now_s))
         if rng.random() < 0.15:
             self.at(rng.uniform(0, 0.3), lambda: self.abort(key))
+        if batch:
+            due = BatchDue(batch=batch, due_in_s=rng.uniform(-1.0, 2.0))
+            event = FromFrontend(key.frontend_id, due)
+            self.at(
+                rng.uniform(0, 0.3), lambda: self.take_in(self.core.on_message(event, self.now_s))
+            )
 
     def abort(self, key: RequestKey) -> None:
         """Its client goes away."""

@@ -88,6 +88,9 @@ class Waiting(Protocol):
     def jobs(self) -> Iterator[Request]:
         """Iterate over best-effort requests with a completion time, those to end first before."""
 
+    def lines(self) -> Iterator[Request]:
+        """Iterate over lines of batches, those that are due first before others."""
+
     def late(self) -> Iterable[Request]:
         """Return the real-time ones that never ran and are late; `of` has them at its end."""
 

@@ -28,8 +28,8 @@ from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.step_loads import num_loaded_by
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running
-from lightserve.router.slo import CompletionLedger
-from lightserve.router.step_cost import StepShape
+from lightserve.router.slo import PROMOTION_FACTOR, CompletionLedger, LineDeadline
+from lightserve.router.step_cost import StepCost, StepShape
 
 # Best-effort jobs with a completion time (AccelGen's JCT).
 #
@@ -38,6 +38,11 @@ from lightserve.router.step_cost import StepShape
 # keeps its class otherwise: memory is admitted and taken as for best-effort requests.
 #
 # Its work: what is left of its prompt in large steps, and an average step for every token to come.
+
+# A line of a batch has no time of its own but one that all of its batch have in common, after which
+# what is left of the batch would not end in its window any more (`batches.forecast`). It is urgent
+# from the same factor on, also once that time has passed: then it goes before other best-effort
+# requests. From real-time ones it takes nothing that these would not have had.
 
 MAX_JOBS = 8
 """Of the jobs that wait, so many are looked at: those that are to end first."""
@@ -66,9 +71,8 @@ def promote(running: Running, best_effort: Rows, waiting: Waiting, limits: StepL
             ledger = request.deadlines
             if not isinstance(ledger, CompletionLedger) or request.num_schedulable_tokens == 0:
                 continue
-            prompt = StepShape().plus(request.next_position, request.num_schedulable_tokens)
             decodes_s = _num_to_come(request, ledger) * limits.average_step_s
-            work_left_s = limits.cost.work(prompt) + decodes_s
+            work_left_s = _prompt_s(request, limits.cost) + decodes_s
             if not ledger.is_urgent(limits.start_s, work_left_s=work_left_s):
                 continue
             urgent.append(request)
@@ -76,6 +80,47 @@ def promote(running: Running, best_effort: Rows, waiting: Waiting, limits: StepL
                 promoted.due_s[request] = ledger.end_s - limits.start_s - decodes_s
     rows = [request.row for request in urgent_running]
     return promoted._replace(rows=np.array(rows, dtype=np.int64)) if rows else promoted
+
+
+class UrgentLines(NamedTuple):
+    """Lines of batches that are behind."""
+
+    rows: Rows
+    """Those that run."""
+    waiting: list[Request]
+
+
+def urgent_lines(
+    running: Running, best_effort: Rows, waiting: Waiting, limits: StepLimits
+) -> UrgentLines:
+    """Return the lines that go before others; `best_effort` are rows of that class."""
+    assert limits.cost is not None
+    table, start_s = running.table, limits.start_s
+    rows = best_effort[table.line_due_s[best_effort] < math.inf]
+    if len(rows):
+        num_output = table.num_output[rows] + table.inflight_samples[rows]
+        to_come = np.maximum(table.num_expected[rows] - num_output, 1.0 + num_output / 4)
+        work_s = limits.average_step_s * np.minimum(to_come, table.max_tokens[rows] - num_output)
+        for place in np.flatnonzero(running.schedulable[rows] > 1).tolist():
+            (request,) = table.of(rows[place : place + 1])
+            work_s[place] += _prompt_s(request, limits.cost)
+        rows = rows[table.line_due_s[rows] - start_s < PROMOTION_FACTOR * work_s]
+    urgent: list[Request] = []
+    for request in itertools.islice(waiting.lines(), MAX_JOBS):
+        line = request.deadlines
+        if not isinstance(line, LineDeadline) or request.num_schedulable_tokens == 0:
+            continue
+        num_left = request.max_tokens - len(request.output_token_ids)
+        work_left_s = limits.average_step_s * min(num_left, line.num_expected)
+        work_left_s += _prompt_s(request, limits.cost)
+        if line.shared.due_s - start_s < PROMOTION_FACTOR * work_left_s:
+            urgent.append(request)
+    return UrgentLines(rows, urgent)
+
+
+def _prompt_s(request: Request, cost: StepCost) -> float:
+    """Return the time of what is left of a prompt, in large steps."""
+    return cost.work(StepShape().plus(request.next_position, request.num_schedulable_tokens))
 
 
 def _num_to_come(request: Request, ledger: CompletionLedger) -> float:

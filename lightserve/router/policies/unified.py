@@ -15,7 +15,8 @@ bought is what long chunks and best-effort work live on.
 
 Decodes with time to spare give way to requests that would be late beside them, and, where deadlines
 limit a step, to 4 if that gains tokens (`_rescued`, `_displaced`). Best-effort jobs with a
-completion time go with 1 and 2 while they are urgent (`promote`).
+completion time go with 1 and 2 while they are urgent (`promote`); in 4 lines of batches that are
+behind come first (`urgent_lines`).
 
 In overload this order keeps goodput: sorted by deadline alone, all would be a little late. So that
 none waits for ever, 3 goes before 2 in a share of the steps (`is_turn_of_late`).
@@ -33,7 +34,7 @@ import numpy as np
 from lightserve.router.accounts import in_fair_order
 from lightserve.router.arrivals import Outlook
 from lightserve.router.policies.base import LOOK_AHEAD, Phase, merged
-from lightserve.router.policies.batch_order import BatchOrder, promote
+from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
 from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
@@ -105,6 +106,11 @@ class _Order:
         self._promoted = promoted.rows
         if len(promoted.rows):
             self._best_effort = self._best_effort[~np.isin(self._best_effort, promoted.rows)]
+        self._lines = urgent_lines(step.running, self._best_effort, step.waiting, step.limits)
+        step.urgent.update(self._lines.waiting)
+        if len(rows := self._lines.rows):
+            others = self._best_effort[~np.isin(self._best_effort, rows)]
+            self._best_effort = np.concatenate([rows, others])
         self._prompts: list[Request] = []
         """In progress, of real-time requests and of such jobs."""
         self._gave_way: Rows = NO_ROWS
@@ -190,6 +196,10 @@ class _Order:
             yield Phase(decodes=step.phase_of(self._best_effort).decodes, classes=())
             self.best_effort_s += step.seconds - before_s
             step.lend(until_s)
+        if len(self._lines.rows) or self._lines.waiting:
+            yield from self._late_lines()
+            until_s = min(until_s, step.seconds)
+            step.lend(until_s)
         yield from self._fill_with_best_effort()
         if ample > 0 and self.wants_more:
             step.lend(max(until_s, step.seconds * (1.0 + NEARLY_FREE)))
@@ -197,6 +207,21 @@ class _Order:
             self.wants_more = True
         if len(displaced):
             yield Phase(decodes=displaced, classes=())
+
+    def _late_lines(self) -> Iterator[Phase]:
+        """Yield lines of batches that are behind, and the decodes of other best-effort requests.
+
+        The prompts of these then have what adds nothing to the step: without them steps are short,
+        and as more and more of them end, the lines get their memory.
+        """
+        step = self._step
+        before_s = step.seconds
+        has_memory = not step.waits_for_memory(RT)
+        newcomers = (r for r in self._lines.waiting if has_memory and self._may_be_tried(r))
+        yield step.phase_of(self._lines.rows)._replace(newcomers=newcomers, classes=(BE,))
+        if not step.has_run_out:
+            yield Phase(decodes=step.phase_of(self._best_effort).decodes, classes=())
+        self.best_effort_s += step.seconds - before_s
 
     def _fill_with_best_effort(self, *, has_decodes: bool = True) -> Iterator[Phase]:
         """Yield those that run, then those that start, up to the limit that is set."""
@@ -207,19 +232,19 @@ class _Order:
             yield of_rows if has_decodes else of_rows._replace(decodes=NO_ROWS)
             has_run_out = step.has_run_out
         if not has_run_out and not step.waits_for_memory(RT):
-            newcomers: Iterator[Request]
-            newcomers = (
-                request
-                for request in step.waiting.of(BE)
-                if request not in step.started
-                and step.skips.reason_of(request) not in MEMORY_REASONS  # it was tried before
-            )
+            newcomers: Iterator[Request] = filter(self._may_be_tried, step.waiting.of(BE))
             if self._options.best_first:
                 newcomers = BatchOrder(step).best_first(newcomers)
             yield Phase(newcomers=newcomers, classes=(BE,))
             has_run_out = step.has_run_out
         self.wants_more = has_run_out
         self.best_effort_s += step.seconds - before_s
+
+    def _may_be_tried(self, request: Request) -> bool:
+        """Whether a newcomer is neither in the step nor was left out of it for want of memory."""
+        step = self._step
+        is_tried = step.skips.reason_of(request) in MEMORY_REASONS
+        return request not in step.started and not is_tried
 
     def _lent_until_s(self) -> float:
         step, limits = self._step, self._limits

@@ -32,6 +32,7 @@ from lightserve.batches.forecast import (
     Pace,
     Tokens,
     Work,
+    dues,
     earliest_window,
     ends,
     work_of,
@@ -67,7 +68,7 @@ def test_the_earliest_window_is_the_first_that_keeps_all_promises(
     assert found == next(window_s for window_s in itertools.count(least_s) if is_kept(window_s))
 
 
-PACE = Pace(0.001, 0.01, 0.5, 0.5, False, 0.25, 100.0)
+PACE = Pace(0.001, 0.01, 0.5, 0.5, False, 0.25, 100.0, 0.5)
 
 
 def left(**changes: int | None) -> Left:
@@ -92,6 +93,56 @@ def test_lines_are_judged_by_those_of_their_batch_that_are_over() -> None:
     assert work_of(left(**done), PACE).seconds == pytest.approx(15.0 + 10.0)
     few = {"num_done": 15, "done_bytes": 0, "prompt_tokens": 5000, "output_tokens": 100}
     assert work_of(left(**few), PACE).seconds == pytest.approx(10.0 + 85.0)
+
+
+def due(works: list[Work], now_s: float = 0.0, **num_leased: int) -> list[float]:
+    """When lines in flight of batches 0, 1 … are due; half of the engine can be counted on."""
+    leased = {int(name[1:]): count for name, count in num_leased.items()}
+    return list(dues(works, PACE, now_s, num_leased=leased).values())
+
+
+def test_lines_in_flight_are_due_before_what_waits_behind_them() -> None:
+    work = Work(0, 100.0, 40.0, 10)
+    assert due([work]) == [20.0], "80 s of work at half of the engine"
+    assert due([work], b0=4) == [52.0] and due([work], b0=10) == [100.0]
+    # Nothing gets on: they come nearer to it. What gets on puts it off.
+    assert due([work], 15.0, b0=4) == [52.0]
+    assert due([work._replace(seconds=32.0, num_lines=8)], 15.0, b0=4) == [68.0]
+    # What waits of the batch before comes before a batch's own, and is due for it as well.
+    after = Work(1, 130.0, 20.0, 10)
+    assert due([work, after], b0=5) == [50.0, 50.0]
+    assert due([work, after._replace(expires_s=300.0)], b0=5) == [60.0, 220.0]
+
+
+def test_what_cannot_be_kept_with_all_of_the_engine_puts_nothing_off() -> None:
+    lost, kept_ = Work(0, 10.0, 15.0, 10), Work(1, 100.0, 20.0, 10)
+    assert due([lost, kept_]) == [math.inf, 30.0]
+    assert due([lost._replace(seconds=9.0), kept_]) == [-8.0, 42.0]
+
+
+def test_a_batch_that_was_not_promised_is_not_due_and_keeps_no_other_waiting() -> None:
+    given_ = Work(0, 50.0, 15.0, 10, is_promised=False), Work(1, 100.0, 20.0, 10)
+    assert due(list(given_)) == [math.inf, 60.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 20), st.integers(0, 9)), min_size=1),
+    st.integers(0, 60),
+)
+def test_a_batch_that_is_done_by_its_due_time_leaves_time_for_all_behind_it(
+    given_: list[tuple[int, int, int]], now_s: int
+) -> None:
+    works = [Work(n, float(s), float(w), 10) for n, (s, w, _) in enumerate(given_)]
+    leased = {number: count for number, (_, _, count) in enumerate(given_)}
+    found = dues(works, PACE, float(now_s), num_leased=leased)
+    waiting_s = 0.0
+    for number in found:
+        waiting_s += works[number].seconds * (1 - leased[number] / 10)
+        if found[number] < math.inf:
+            assert found[number] + waiting_s / PACE.sure_share <= works[number].expires_s + 1e-6
+    in_time = [due_s for due_s in found.values() if due_s < math.inf]
+    assert in_time == sorted(in_time), "those before are due for those behind them"
 
 
 COSTS = Costs(0.0005, 0.005)
@@ -224,6 +275,7 @@ def test_windows_that_were_promised_are_kept(tmp_path: Path) -> None:
                 world.run(world.random.uniform(20, 90))
             errors += errors_of(made, world)
     assert len(errors) >= 12 and statistics.median(errors) <= 0.1
+    assert statistics.quantiles(errors, n=10, method="inclusive")[-1] <= 0.2
 
 
 def test_a_promise_that_cannot_be_kept_any_more_is_said_before_its_end(tmp_path: Path) -> None:
@@ -255,6 +307,17 @@ def test_nothing_is_promised_while_nothing_is_known(tmp_path: Path) -> None:
         store.forecasts.note(NOW_S, 0.0, [], COSTS)
         pace = store.forecasts.pace(NOW_S)
         assert pace is not None and pace.share == ASSUMED_SHARE and not pace.is_observed
+
+
+def test_lines_are_due_by_what_little_is_known_where_it_is_worse(tmp_path: Path) -> None:
+    """So a batch that gets on slowly is behind before there is enough to make forecasts of."""
+    with open_store(tmp_path) as store:
+        line = [(400, Tokens(100, 50))]
+        for busy_s, sure_share in ((14.0, ASSUMED_SHARE), (2.0, 0.3 / 16)):
+            store.forecasts.note(NOW_S, busy_s, line if busy_s > 10 else [], COSTS)
+            pace = store.forecasts.pace(NOW_S)
+            assert pace is not None and pace.share == pace.low_share == ASSUMED_SHARE
+            assert pace.sure_share == pytest.approx(sure_share)
 
 
 def test_servers_that_share_a_store_are_counted(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.batch_store import ENDPOINT, NOW_S, client_of, jsonl, line, serving, working
+from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
 from support.fake_router import Setup, eventually, router_status, says
 from support.running_frontend import running_frontend
 
 from lightserve.batches.access import prepare
 from lightserve.batches.process import _note_counts
-from lightserve.batches.records import CHUNK_BYTES, LeasedLine
-from lightserve.batches.runner import due_in
+from lightserve.batches.records import CHUNK_BYTES
 from lightserve.metrics.catalogue import (
     BATCH_FORECAST_RATIO,
     BATCH_LEASES_LOST,
@@ -23,34 +22,6 @@ from lightserve.metrics.catalogue import (
     BATCH_STORE_TIME,
 )
 from lightserve.metrics.recording import Family
-
-
-def leased(*, window_s: float, num_left: int) -> LeasedLine:
-    return LeasedLine(
-        batch=1,
-        number=0,
-        batch_id="batch_1",
-        custom_id="a",
-        endpoint="/v1/completions",
-        key_name="",
-        attempt=0,
-        losses=0,
-        line=b"",
-        expires_s=int(NOW_S + window_s),
-        num_left=num_left,
-    )
-
-
-def test_lines_share_what_is_left_of_their_window() -> None:
-    # 1000 lines in 10,000 s are one in 10 s: of 50 in flight, each may take 500 s.
-    line = leased(window_s=10_000, num_left=1000)
-    assert due_in(line, num_in_flight=50, now_s=NOW_S) == 500.0
-    assert due_in(line, num_in_flight=50, now_s=NOW_S + 9_000) == 50.0
-    # The last ones have all that is left.
-    assert due_in(leased(window_s=60, num_left=50), num_in_flight=50, now_s=NOW_S) == 60.0
-    assert due_in(leased(window_s=60, num_left=1), num_in_flight=50, now_s=NOW_S) == 60.0
-    # There is always some.
-    assert due_in(leased(window_s=-5, num_left=1), num_in_flight=50, now_s=NOW_S) == 1.0
 
 
 def test_a_file_may_be_larger_than_all_bodies_that_arrive(tmp_path: Path) -> None:

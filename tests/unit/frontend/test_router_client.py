@@ -18,6 +18,7 @@ from lightserve.frontend.router_client import RouterClient
 from lightserve.messages.common import TokenLogprob, pack_int32, pack_int64
 from lightserve.messages.frontend_router import (
     Acknowledge,
+    BatchDue,
     ErrorCode,
     Finish,
     FrontendMessage,
@@ -155,6 +156,15 @@ def test_a_full_queue_refuses_new_requests() -> None:
         client.submit(*_request())
     assert caught.value.status == 429
     assert client.num_live == 0
+
+
+def test_when_a_batch_is_due_is_said_or_it_is_known_that_it_was_not() -> None:
+    client, router, _ = _connected()
+    assert client.move_batch(7, 1.5) and router.sent[-1] == BatchDue(7, 1.5)
+    router.is_full = True
+    assert not client.move_batch(7, 2.5) and router.sent[-1] == BatchDue(7, 1.5)
+    client.detach()
+    assert not client.move_batch(7, 3.5)
 
 
 def test_losing_the_router_fails_everything() -> None:

@@ -10,7 +10,7 @@ from support.core_scenes import MAX_LEN, Arrival, make_core, submit
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
-from lightserve.messages.frontend_router import RequestDelta
+from lightserve.messages.frontend_router import BatchDue, RequestDelta
 from lightserve.messages.router_worker import (
     OutputKind,
     RowResult,
@@ -22,7 +22,7 @@ from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
 from lightserve.router.scheduler import Scheduler
-from lightserve.router.slo import SLO_CLOCKS, CompletionLedger
+from lightserve.router.slo import SLO_CLOCKS, CompletionLedger, LineDeadline
 from lightserve.router.step import PlannedStep
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
 
@@ -217,3 +217,31 @@ def test_a_job_that_outlives_the_mean_is_expected_to_be_longer() -> None:
         server.step()
     assert len(request.output_token_ids) == 5
     assert ledger.num_tokens_to_come == pytest.approx(25, abs=1)
+
+
+def test_lines_of_a_batch_are_due_together_wherever_they_are() -> None:
+    """Those that run and those that wait, by what is said last, of their own frontend alone."""
+    server = Server(make_core("unified", budget=BUDGET))
+    in_3_s = SLO(completion_s=3.0)
+    line = Arrival(0.0, 4, 4, 4, request_class=BE)
+    server.arrive(0, line, slo=in_3_s, batch=7)
+    other = submit(0, line, slo=in_3_s, batch=7)
+    server.core.on_message(FromFrontend(FrontendId(1), other), server.now_s)
+    server.step()
+    server.now_s = 1.0
+    server.arrive(1, line, slo=in_3_s, batch=7)
+    assert _dues(server.core) == [(0, 4.0), (1, 3.0), (0, 4.0)]
+    server.core.on_message(FromFrontend(FrontendId(0), BatchDue(7, -2.0)), server.now_s)
+    server.core.on_message(FromFrontend(FrontendId(0), BatchDue(8, 5.0)), server.now_s)
+    assert _dues(server.core) == [(0, -1.0), (1, 3.0), (0, -1.0)]
+    rows = server.core._rows
+    assert sorted(rows.line_due_s[rows.rows].tolist()) == [-1.0, 3.0], "those that run as well"
+    assert not server.core.num_raised_targets
+
+
+def _dues(core: Scheduler) -> list[tuple[int, float]]:
+    found = []
+    for request in core._requests.values():
+        assert isinstance(request.deadlines, LineDeadline)
+        found.append((request.key.frontend_id, request.deadlines.shared.due_s))
+    return found
