@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, ClampedGate, ExpertBiases, QKNorm, ScoreMod
 from lightserve.kernels.triton import elementwise, experts
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
@@ -141,6 +141,7 @@ def attend(
         score_mod=ScoreMod(
             50.0 if "cap" in mod else None,
             meta(num_heads, dtype=torch.float32) if "slopes" in mod else None,
+            meta(num_heads, dtype=torch.float32) if "sinks" in mod else None,
         ),
     )
 
@@ -212,12 +213,25 @@ def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: b
     return Case(name + (", QK-norm" if has_norm else ""), call)
 
 
-def mix(num_experts: int, num_chosen: int, hidden: int, size: int, num_tokens: int) -> None:
-    """Go through a block of experts."""
+def mix(
+    num_experts: int,
+    num_chosen: int,
+    hidden: int,
+    size: int,
+    num_tokens: int,
+    *,
+    is_clamped: bool = False,
+) -> None:
+    """Go through a block of experts; `is_clamped`: as gpt-oss has them, with biases."""
     chosen = meta(num_tokens, num_chosen, dtype=torch.int64)
     weights = meta(num_tokens, num_chosen, dtype=torch.float32)
     gate_up, down = meta(num_experts, 2 * size, hidden), meta(num_experts, hidden, size)
-    experts.mix_experts(meta(num_tokens, hidden), chosen, weights, gate_up, down)
+    biases, clamp = None, None
+    if is_clamped:
+        biases = ExpertBiases(meta(num_experts, 2 * size), meta(num_experts, hidden))
+        clamp = ClampedGate(1.702, 7.0)
+    x = meta(num_tokens, hidden)
+    experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=clamp)
 
 
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
@@ -285,6 +299,8 @@ CASES: list[Case] = [
             ((8, 4, 256), 4096, "cap"),
             ((32, 16, 128), None, "cap"),
             ((32, 16, 128), 4096, "cap"),
+            ((64, 8, 64), None, "sinks"),
+            ((64, 8, 64), 128, "sinks"),
         )
         for rows in ("mixed", "cut")
     ),
@@ -300,6 +316,13 @@ CASES: list[Case] = [
     *(
         Case(f"experts of {name}, {num_tokens} tokens", partial(mix, *sizes, num_tokens))
         for name, sizes in MIXTURES.items()
+        for num_tokens in (8, 4096)
+    ),
+    *(
+        Case(
+            f"experts of gpt-oss, {num_tokens} tokens",
+            partial(mix, 32, 4, 2880, 2880, num_tokens, is_clamped=True),
+        )
         for num_tokens in (8, 4096)
     ),
     *(

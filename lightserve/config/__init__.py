@@ -133,13 +133,15 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     )
     tool_call_parser: str = option(
         "none",
-        "How the model writes tool calls: <tool_call> tags (hermes, Qwen), JSON (llama3_json).",
-        choices=("none", "hermes", "llama3_json"),
+        "How the model writes tool calls: <tool_call> tags (hermes, Qwen), JSON (llama3_json), or"
+        " messages to functions (harmony, gpt-oss).",
+        choices=("none", "hermes", "llama3_json", "harmony"),
     )
     reasoning_parser: str = option(
         "none",
-        "What the model writes between <think> tags becomes reasoning_content (think).",
-        choices=("none", "think"),
+        "What the model writes between <think> tags (think), or on the channel for analysis"
+        " (harmony, gpt-oss), becomes reasoning_content.",
+        choices=("none", "think", "harmony"),
     )
     start_timeout_s: float = option(
         600.0, "A child that is not ready after this time is a failed start.", low=1.0
@@ -230,6 +232,8 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         for spec in dataclasses.fields(self):
             check_limits(spec, getattr(self, spec.name))
         self._check_kernels()
+        if self.tool_call_parser == "harmony" and self.reasoning_parser != "harmony":
+            raise ConfigError("--tool-call-parser harmony needs --reasoning-parser harmony")
         if self.max_model_len == 1:
             raise ConfigError(
                 "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"

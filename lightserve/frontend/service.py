@@ -17,6 +17,7 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.connections import Held
 from lightserve.frontend.errors import RequestFailed, draining, overloaded
+from lightserve.frontend.harmony import MARKS
 from lightserve.frontend.json_body import BodyReader, show
 from lightserve.frontend.prompts import PromptEncoder
 from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
@@ -384,7 +385,8 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     model_dir = Path(config.model)
     model_config = load_model_config(model_dir)
     vocab_size = model_config.vocab_size
-    tokenizer = Tokenizer(model_dir)
+    shown = MARKS if config.reasoning_parser == "harmony" else ()
+    tokenizer = Tokenizer(model_dir, shown=shown)
     check_vocabulary(model_dir, tokenizer, vocab_size=vocab_size)
     source = find_chat_template(model_dir, config.chat_template)
     names = tokenizer.special_tokens.names

@@ -58,7 +58,7 @@ class DeviceTorchKernels(TorchKernels):
         plan = device_plan(batch, sliding_window)
         if score_mod is not None:
             return modified_attention(q, k_pool, v_pool, plan, scale, mod=score_mod)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v_pool.shape[2])
         for group in plan.decodes:
             assert group.tokens is not None
             out[group.tokens] = decode_attention(q[group.tokens], k_pool, v_pool, group, scale)

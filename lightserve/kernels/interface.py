@@ -92,12 +92,16 @@ class ScoreMod(NamedTuple):
     slopes: Tensor | None = None
     """float32 [Hq], ALiBi (Press et al. 2022, section 3): a key that stands n positions before the
     query has n times its head's slope less."""
+    sinks: Tensor | None = None
+    """float32 [Hq]: a head's softmax has one score more, this one, which has no value (gpt-oss)."""
 
 
 class Kernels(Protocol):
     """What a model needs. Implementations hold no state of a request."""
 
     name: str
+    takes_latents: bool
+    """Whether values may have fewer numbers than keys, see `attention`."""
     is_capturable: bool
     """Whether a pass of decodes alone can be recorded as a CUDA graph: of the batch it reads
     nothing on the host but the number of rows, and it copies nothing from the host."""
@@ -191,8 +195,27 @@ class Kernels(Protocol):
         """Causal attention of every row over its own KV; q [T, Hq, D] -> [T, Hq, D].
 
         A query at position p sees positions max(0, p - sliding_window + 1) … p. Hq is a multiple
-        of Hkv; query head h reads KV head h // (Hq / Hkv). Pools are as in `rotate_and_write`.
+        of Hkv; query head h reads KV head h // (Hq / Hkv). Pools are as in `rotate_and_write`;
+        kernels with `takes_latents` also take values of fewer numbers than keys, V of D, and
+        return [T, Hq, V].
         """
+
+
+class ClampedGate(NamedTuple):
+    """A gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), both clamped before."""
+
+    alpha: float
+    limit: float
+    """Most that a gate may be, and an up on either side of zero."""
+
+
+class ExpertBiases(NamedTuple):
+    """What is added to the products of experts."""
+
+    gate_up: Tensor
+    """[E, 2*I], gates first."""
+    down: Tensor
+    """[E, K]."""
 
 
 @runtime_checkable
@@ -200,13 +223,21 @@ class ExpertKernels(Kernels, Protocol):
     """Kernels that multiply by the weights of several experts at once."""
 
     def mix_experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
     ) -> Tensor:
         """Return the sum of what each token's experts give, times their weights.
 
-        An expert gives down @ `silu_and_mul`(gate_up @ x). x [T, K], chosen int64 [T, C] (experts
-        below E, different ones for a token), weights float32 [T, C], gate_up [E, 2*I, K] (gates
-        first), down [E, K, I], both contiguous -> [T, K].
+        An expert gives down @ `silu_and_mul`(gate_up @ x), or with another `gate` in its place. x
+        [T, K], chosen int64 [T, C] (experts below E, different ones for a token), weights float32
+        [T, C], gate_up [E, 2*I, K] (gates first), down [E, K, I], both contiguous -> [T, K].
         """
 
 
@@ -304,6 +335,15 @@ class QuantizingKernels(Kernels, Protocol):
 # Fused operations made of the single ones, for kernels that have nothing faster.
 
 
+def clamped_gate(gate_up: Tensor, gate: ClampedGate) -> Tensor:
+    """Return what a `ClampedGate` makes of gate_up [T, 2*I] (gates first), [T, I]."""
+    gates, ups = gate_up.float().chunk(2, dim=-1)
+    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
+    features = gates / (1.0 + torch.exp(-gate.alpha * gates)) * (ups + 1.0)
+    return features.to(gate_up.dtype)
+
+
 def rotate_and_write(
     kernels: Kernels,
     q: Tensor,
@@ -358,6 +398,8 @@ class KernelShapes:
     num_kv_heads: int
     """A divisor of `num_heads`."""
     head_dim: int
+    value_dim: int | None = None
+    """Of a value head, which is so many of a key's first numbers; None: it is one of its own."""
     rotary_dim: int
     """How many of a head's dimensions are rotated."""
     sliding_windows: tuple[int | None, ...]
@@ -376,6 +418,10 @@ class KernelShapes:
     num_chosen_experts: int = 0
     expert_size: int = 0
     """Intermediate features of each."""
+    expert_gate: ClampedGate | None = None
+    has_expert_biases: bool = False
+    has_sinks: bool = False
+    """Whether the softmax of attention has a score more."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of a layer's products, by name."""

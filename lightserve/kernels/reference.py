@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.kernels import interface
-from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
+from lightserve.kernels.interface import (
+    AttentionBatch,
+    ClampedGate,
+    ExpertBiases,
+    QKNorm,
+    ScoreMod,
+    clamped_gate,
+)
 
 
 def rounded_to_int8(weight: Tensor) -> Tensor:
@@ -56,6 +63,7 @@ class ReferenceKernels:
     """See `Kernels`."""
 
     name = "reference"
+    takes_latents = True
     is_capturable = False
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
@@ -74,14 +82,26 @@ class ReferenceKernels:
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def mix_experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
     ) -> Tensor:
         """See `ExpertKernels.mix_experts`: every token through every expert."""
         share = torch.zeros(len(x), len(down), dtype=torch.float32, device=x.device)
         share.scatter_(1, chosen, weights)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(len(down)):
-            added = self.linear(self.gated_linear(x, gate_up[expert], None), down[expert], None)
+            own = (None, None) if biases is None else (part[expert] for part in biases)
+            first, second = own
+            features = self.linear(x, gate_up[expert], first)
+            features = self.silu_and_mul(features) if gate is None else clamped_gate(features, gate)
+            added = self.linear(features, down[expert], second)
             out += added.float() * share[:, expert, None]
         return out.to(x.dtype)
 
@@ -157,7 +177,7 @@ class ReferenceKernels:
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`: one row after the other, all of its context gathered."""
-        out, mod = torch.empty_like(q), score_mod or ScoreMod()
+        out, mod = q.new_empty(*q.shape[:2], v_pool.shape[2]), score_mod or ScoreMod()
         start = 0
         for row, q_len, context_len in zip(
             batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
@@ -193,6 +213,14 @@ def modified(scores: Tensor, mod: ScoreMod, distances: Tensor) -> Tensor:
     return scores
 
 
+def weights_of(scores: Tensor, mod: ScoreMod) -> Tensor:
+    """Return the softmax of scores [Hq, N, C], which sinks have a share of."""
+    if mod.sinks is None:
+        return scores.softmax(dim=-1)
+    last = mod.sinks[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, last], dim=-1).softmax(dim=-1)[..., :-1]
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None, *, mod: ScoreMod
 ) -> Tensor:
@@ -206,5 +234,5 @@ def _attend(
     hidden = k_positions > q_positions
     if sliding_window is not None:
         hidden |= k_positions <= q_positions - sliding_window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    weights = weights_of(scores.masked_fill(hidden, float("-inf")), mod)
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lightserve.errors import LightserveError, StartupError
 from lightserve.kernels.check_batches import CheckBatch, check_batches
 from lightserve.kernels.interface import (
+    ExpertBiases,
     ExpertKernels,
     Kernels,
     KernelShapes,
@@ -315,21 +316,25 @@ def _experts(pair: _Pair) -> Iterator[Comparison]:
     num_experts = min(shapes.num_experts, num_chosen + 1)
     gate_up = pair.random(num_experts, 2 * size, hidden, scale=hidden**-0.5)
     down = pair.random(num_experts, hidden, size, scale=size**-0.5)
+
+    def mix(kernels: Kernels, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        assert isinstance(kernels, ExpertKernels)
+        biases = ExpertBiases(*args[5:]) if shapes.has_expert_biases else None
+        return (kernels.mix_experts(*args[:5], biases=biases, gate=shapes.expert_gate),)
+
     for num_tokens in LINEAR_ROWS:
         x = pair.random(num_tokens, hidden)
         order = pair.random(num_tokens, num_chosen).float().argsort(dim=1)
         weights = pair.random(num_tokens, num_chosen).float().softmax(dim=1)
+        biases: tuple[Tensor, ...] = ()
+        if shapes.has_expert_biases:
+            biases = (pair.random(num_experts, 2 * size), pair.random(num_experts, hidden))
         yield from pair.compare(
             "mix_experts",
             f"{num_tokens} tokens, {num_chosen} of {num_experts} experts of {size}",
-            _mix_experts,
-            (x, order, weights, gate_up, down),
+            mix,
+            (x, order, weights, gate_up, down, *biases),
         )
-
-
-def _mix_experts(kernels: Kernels, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-    assert isinstance(kernels, ExpertKernels)
-    return (kernels.mix_experts(*args),)
 
 
 class _Heads(NamedTuple):
@@ -376,10 +381,14 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
         return inputs[1:]
 
     def attend(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        k_pool, v_pool = _pools(inputs)
+        if pair.shapes.value_dim is not None:
+            v_pool = k_pool[..., : pair.shapes.value_dim]
         seen = case.recorded() if case.num_padding and kernels.is_capturable else batch
         out = kernels.attention(
             heads.split(inputs[0])[0],
-            *_pools(inputs),
+            k_pool,
+            v_pool,
             seen,
             scale=pair.shapes.head_dim**-0.5,
             sliding_window=case.window,
@@ -399,11 +408,13 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
 def _score_mod(pair: _Pair) -> ScoreMod | None:
     """Return what is done to the model's scores, with slopes of the usual sizes."""
     shapes = pair.shapes
-    if not shapes.has_alibi and shapes.soft_cap is None:
+    if not shapes.has_alibi and shapes.soft_cap is None and not shapes.has_sinks:
         return None
+    sinks = torch.linspace(-2.0, 4.0, shapes.num_heads, device=pair.device)
     exponents = torch.linspace(0.5, 8.0, shapes.num_heads, device=pair.device)
     cap = None if shapes.soft_cap is None else min(shapes.soft_cap, CHECKED_CAP)
-    return ScoreMod(cap, 2.0**-exponents if shapes.has_alibi else None)
+    slopes = 2.0**-exponents if shapes.has_alibi else None
+    return ScoreMod(cap, slopes, sinks if shapes.has_sinks else None)
 
 
 def _int8_kv(pair: _Pair) -> Iterator[Comparison]:

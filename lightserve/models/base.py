@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, KernelShapes
+from lightserve.kernels.interface import AttentionBatch, ClampedGate, KernelShapes
 from lightserve.models.config import ModelConfig
 from lightserve.models.parallel import TensorParallel, even_part, kv_head_part
 
@@ -31,6 +31,7 @@ def kernel_shapes(
         num_heads=even_part(config.num_heads, tp).size,
         num_kv_heads=kv_head_part(config.num_kv_heads, tp).size,
         head_dim=config.head_dim,
+        value_dim=None if config.latent is None else config.latent.rank,
         rotary_dim=config.rotary_dim,
         sliding_windows=tuple(dict.fromkeys(config.sliding_windows)),
         rms_norm_eps=config.rms_norm_eps,
@@ -41,6 +42,9 @@ def kernel_shapes(
         context_len=context_len,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen_experts=0 if moe is None else moe.num_chosen,
+        expert_gate=None if moe is None or moe.clamp is None else ClampedGate(*moe.clamp),
+        has_expert_biases=moe is not None and moe.has_biases,
+        has_sinks=config.has_sinks,
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
 
@@ -62,6 +66,13 @@ class KVGroup:
     head_dim: int
     dtype: str
     """Key of DTYPE_BYTES."""
+    value_dim: int | None = None
+    """Values are so many of a key's first numbers; None: they are numbers of their own."""
+
+    @property
+    def num_parts(self) -> int:
+        """Return 2 for keys and values, 1 where they are one."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def head_size(self) -> int:
@@ -71,7 +82,7 @@ class KVGroup:
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in all layers of the group, on one rank."""
-        per_layer = 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        per_layer = self.num_parts * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
         return self.num_layers * per_layer
 
 
@@ -94,6 +105,7 @@ def kv_layout(config: ModelConfig, *, tp_size: int, dtype: str) -> KVLayout:
         num_kv_heads=max(1, config.num_kv_heads // tp_size),
         head_dim=config.head_dim,
         dtype=dtype,
+        value_dim=None if config.latent is None else config.latent.rank,
     )
     return KVLayout(groups=(group,))
 
@@ -107,7 +119,7 @@ class KVTensors(Protocol):
 
     @property
     def v(self) -> Sequence[Tensor]:
-        """Values, as `k`."""
+        """Values, as `k`, or the first numbers of those: [num_slots, num_kv_heads, value_dim]."""
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import Architecture
+from lightserve.models.gpt_oss_config import parse_gpt_oss
 from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.latent_config import LatentConfig, parse_deepseek_v2, parse_deepseek_v3
 from lightserve.models.moe_config import (
     MoeConfig,
     parse_glm_moe,
@@ -50,7 +52,7 @@ from lightserve.models.rope import (
     parse_rope,
     parse_rotary_dim,
 )
-from lightserve.models.weight_format import WeightFormat, parse_weight_format
+from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight_format
 from lightserve.models.windows import sliding_windows, unrotated_layers
 
 CONFIG_FILE = "config.json"
@@ -83,6 +85,9 @@ _PLAIN = {
     Architecture.STARCODER2: parse_starcoder2,
     Architecture.OPT: parse_opt,
     Architecture.FALCON: parse_falcon,
+    Architecture.GPT_OSS: parse_gpt_oss,
+    Architecture.DEEPSEEK_V2: parse_deepseek_v2,
+    Architecture.DEEPSEEK_V3: parse_deepseek_v3,
     Architecture.BLOOM: parse_bloom,
     Architecture.MPT: parse_mpt,
     Architecture.GPT_BIGCODE: parse_gpt_bigcode,
@@ -143,6 +148,10 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     """Whether queries and keys are normalised per head before the rotary embedding."""
+    latent: LatentConfig | None = None
+    """Attention over latent vectors; `head_dim` is what is kept of a token then. None: no."""
+    has_sinks: bool = False
+    """Whether the softmax of attention has a score more for each head."""
     has_whole_qk_norm: bool = False
     """Whether all heads together are."""
     rotary_share: int | None = None
@@ -227,7 +236,9 @@ def load_model_config(path: Path) -> ModelConfig:
     file = path / CONFIG_FILE
     fields = JsonFields(file, read_json_object(file))
     architecture = _architecture(fields)
-    weight_format = parse_weight_format(fields)
+    weight_format = None
+    if architecture is not Architecture.GPT_OSS or not is_mxfp4(fields):
+        weight_format = parse_weight_format(fields)
     if architecture in _TEXT_PARTS:
         part = _TEXT_PARTS[architecture]
         architecture, fields = part.architecture, _text_fields(fields, part)

@@ -15,6 +15,7 @@ from lightserve.kernels.interface import AttentionBatch
 from lightserve.models.base import KVTensors
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.attention import (
+    Attention,
     AttentionInputs,
     RotaryTable,
     SelfAttention,
@@ -39,7 +40,7 @@ class DecoderLayer:
     The sum is kept apart as `residual`, so that each addition is fused with the norm after it.
     """
 
-    attention_type: ClassVar[type[SelfAttention]] = SelfAttention
+    attention_type: ClassVar[type[Attention]] = SelfAttention
 
     def __init__(self, context: ModelContext, layer: int) -> None:
         prefix = f"model.layers.{layer}"

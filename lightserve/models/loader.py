@@ -18,9 +18,11 @@ from lightserve.models.base import Model
 from lightserve.models.config import ModelConfig, check_tp
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
+from lightserve.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from lightserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from lightserve.models.gguf_reader import GgufReader
 from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
+from lightserve.models.gpt_oss import GptOssForCausalLM
 from lightserve.models.granite import GraniteForCausalLM
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.llama import LlamaForCausalLM
@@ -83,6 +85,9 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.QWEN3_MOE: Qwen3MoeForCausalLM,
     Architecture.OLMOE: OlmoeForCausalLM,
     Architecture.GLM4_MOE: Glm4MoeForCausalLM,
+    Architecture.GPT_OSS: GptOssForCausalLM,
+    Architecture.DEEPSEEK_V2: DeepseekV2ForCausalLM,
+    Architecture.DEEPSEEK_V3: DeepseekV3ForCausalLM,
     Architecture.GPT_NEOX: GPTNeoXForCausalLM,
     Architecture.PHI: PhiForCausalLM,
     Architecture.STARCODER2: Starcoder2ForCausalLM,

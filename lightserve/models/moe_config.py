@@ -8,6 +8,8 @@ from enum import StrEnum
 from lightserve.models.json_fields import JsonFields
 
 MAX_EXPERTS = 4096
+MXFP4_GROUP = 32
+"""Inputs that share a factor in that format."""
 
 
 class Scoring(StrEnum):
@@ -15,6 +17,17 @@ class Scoring(StrEnum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    CHOSEN = "chosen"
+    """Softmax over those of the chosen experts alone."""
+
+
+class Stacked(StrEnum):
+    """How a file has the experts of a layer that are in one tensor."""
+
+    PLAIN = "plain"
+    """Inputs before outputs, gates and ups by turns."""
+    MXFP4 = "mxfp4"
+    """Outputs before inputs, of which 32 share a power of two (OCP Microscaling, section 5.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +51,9 @@ class MoeConfig:
     num_groups: int = 1
     """Equal groups of experts; a divisor of `num_experts`."""
     num_chosen_groups: int = 1
-    """A token's experts are in the groups with the largest sums of their two best."""
+    """A token's experts are in the groups with the largest sums of their best."""
+    group_best: int = 2
+    """Of how many."""
     scale: float = 1.0
     """Of what the chosen experts add together."""
     shared_size: int = 0
@@ -48,8 +63,16 @@ class MoeConfig:
     has_shared_gate: bool = False
     """Whether what it adds is times a sigmoid."""
     module: str = "mlp"
-    """Name of the block in a layer; the router is its `gate`."""
+    """Name of the block in a layer."""
+    router: str = "gate"
+    """Name of the router in it."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    has_biases: bool = False
+    """Of the router and of all experts."""
+    clamp: tuple[float, float] | None = None
+    """Alpha and limit of gates as `ClampedGate` has them; None: SiLU."""
+    stacked: Stacked | None = None
+    """None: each expert has tensors of its own."""
 
 
 def parse_mixtral(fields: JsonFields, num_layers: int, intermediate_size: int) -> MoeConfig:

@@ -140,6 +140,11 @@ def parse_local_rope(config: JsonFields, *, default: float = DEFAULT_THETA) -> R
     return DefaultRope(theta=fields.number("rope_theta", default=theta, above=1.0))
 
 
+def has_rope(config: JsonFields) -> bool:
+    """Whether the file says anything of rotary embeddings beside their base."""
+    return _rope_object(config) is not None
+
+
 def _rope_object(config: JsonFields) -> JsonFields | None:
     for key in ("rope_scaling", "rope_parameters"):
         if config.has(key):

@@ -110,6 +110,18 @@ class SafetensorsReader:
         self._count(name, shape)
         return weight
 
+    def read_bytes(self, name: str, *, rows: Part) -> Tensor:
+        """Return some rows of a tensor of bytes, on the host."""
+        name = self._files.stored(name)
+        part = self._slice(_Source(self._files.file_of[name], name, rows, None))
+        self._count(name, self._shard(self._files.file_of[name]).get_slice(name).get_shape())
+        return part
+
+    def place_of(self, name: str) -> str:
+        """Return where a tensor is, for people."""
+        stored = self._files.stored(name)
+        return f"{self._files.file_of[stored]}: tensor {stored!r}"
+
     def _count(self, name: str, shape: Sequence[int]) -> None:
         if name not in self._counted:
             self._counted.add(name)

@@ -20,7 +20,8 @@ from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_model import STORED_NAMES, WEIGHTS_FILE, unpacked_root
 from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.models.moe_config import MoeConfig
+from lightserve.models.latent_config import LatentConfig
+from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
 from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -35,6 +36,8 @@ EMBEDDING_NORM = "model.embed_norm"
 POSITIONS = "model.embed_positions.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Of a tensor of experts in MXFP4: two numbers in a byte, and the factors of groups."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class WeightFiles:
 
         A plain weight, or what stands for it in the files' format.
         """
+        if stored.endswith((BLOCKS, SCALES)):
+            return {stored: StoredTensor((shape,), ("U8",))}
         module = self._module(stored)
         if module is None or self.form is None or len(shape) != 2:
             return {stored: StoredTensor((shape,), FLOAT_DTYPES)}
@@ -125,13 +130,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ignored wherever they occur.
     """
     hidden = config.hidden_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = _shared_tensors(config)
-    norms = dict.fromkeys(config.layer_norms, hidden)
-    if config.has_whole_qk_norm:
-        norms |= {"self_attn.q_norm": q_size, "self_attn.k_norm": kv_size}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    norms = _norms(config)
     for layer in range(config.num_layers):
         prefix, moe = f"model.layers.{layer}", config.moe
         linears = _attention_linears(config)
@@ -144,11 +144,28 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (out_size,)
+        if config.has_sinks:
+            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         for name, size in norms.items():
             shapes[f"{prefix}.{name}.weight"] = (size,)
             if config.has_layer_norm and config.has_norm_bias:
                 shapes[f"{prefix}.{name}.bias"] = (size,)
     return shapes
+
+
+def _norms(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of a layer's norms."""
+    norms = dict.fromkeys(config.layer_norms, config.hidden_size)
+    if config.has_whole_qk_norm:
+        norms["self_attn.q_norm"] = config.num_heads * config.head_dim
+        norms["self_attn.k_norm"] = config.num_kv_heads * config.head_dim
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    if (latent := config.latent) is not None:
+        norms["self_attn.kv_a_layernorm"] = latent.rank
+        if latent.query_rank is not None:
+            norms["self_attn.q_a_layernorm"] = latent.query_rank
+    return norms
 
 
 def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -175,6 +192,8 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
     """Return outputs, inputs and whether there is a bias of an attention's parts."""
     hidden = config.hidden_size
+    if config.latent is not None:
+        return _latent_linears(config, config.latent)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_output_bias)}
     if config.merged & {"qkv", "grouped_qkv"}:
@@ -183,6 +202,23 @@ def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
         for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             linears[f"self_attn.{name}_proj"] = (size, hidden, config.qkv_bias)
     return linears
+
+
+def _latent_linears(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int, bool]]:
+    """Return the same of an attention over latent vectors."""
+    hidden, heads, has_bias = config.hidden_size, config.num_heads, config.qkv_bias
+    query, linears = heads * latent.query_dim, {}
+    if latent.query_rank is None:
+        linears["self_attn.q_proj"] = (query, hidden, False)
+    else:
+        linears["self_attn.q_a_proj"] = (latent.query_rank, hidden, has_bias)
+        linears["self_attn.q_b_proj"] = (query, latent.query_rank, False)
+    values = heads * latent.value_dim
+    return linears | {
+        "self_attn.kv_a_proj_with_mqa": (latent.rank + latent.rope_dim, hidden, has_bias),
+        "self_attn.kv_b_proj": (heads * latent.plain_dim + values, latent.rank, False),
+        "self_attn.o_proj": (hidden, values, config.attention_output_bias),
+    }
 
 
 def _block_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
@@ -201,9 +237,13 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a block of experts."""
     gate, up, down = moe.projections
     inner = moe.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (moe.num_experts, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {f"{moe.router}.weight": (moe.num_experts, hidden)}
     if moe.has_choice_bias:
-        shapes[f"gate.{CHOICE_BIAS}"] = (moe.num_experts,)
+        shapes[f"{moe.router}.{CHOICE_BIAS}"] = (moe.num_experts,)
+    if moe.has_biases:
+        shapes[f"{moe.router}.bias"] = (moe.num_experts,)
+    if moe.stacked is not None:
+        return shapes | _stacked_tensors(moe, hidden)
     for expert in range(moe.num_experts):
         shapes |= {
             f"experts.{expert}.{gate}.weight": (inner, hidden),
@@ -218,6 +258,23 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{moe.shared_module}.down_proj.weight"] = (hidden, moe.shared_size)
     if moe.has_shared_gate:
         shapes[f"{SHARED_GATE}.weight"] = (1, hidden)
+    return shapes
+
+
+def _stacked_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that hold all experts of a layer, with their biases."""
+    num_experts = moe.num_experts
+    shapes: dict[str, tuple[int, ...]] = {}
+    sizes = {"gate_up_proj": (hidden, 2 * moe.intermediate_size)}
+    sizes["down_proj"] = (moe.intermediate_size, hidden)
+    for name, (num_inputs, num_outputs) in sizes.items():
+        if moe.stacked is Stacked.MXFP4:
+            groups = (num_experts, num_outputs, num_inputs // MXFP4_GROUP)
+            shapes[f"experts.{name}{BLOCKS}"] = (*groups, MXFP4_GROUP // 2)
+            shapes[f"experts.{name}{SCALES}"] = groups
+        else:
+            shapes[f"experts.{name}"] = (num_experts, num_inputs, num_outputs)
+        shapes[f"experts.{name}_bias"] = (num_experts, num_outputs)
     return shapes
 
 
@@ -272,6 +329,8 @@ def quantised_as(path: Path, config: ModelConfig) -> str | None:
     """Return what the model's weights are quantised as, for people; None: they are plain."""
     if config.weight_format is not None:
         return config.weight_format.name
+    if config.moe is not None and config.moe.stacked is Stacked.MXFP4:
+        return "mxfp4"
     if not (path / WEIGHTS_FILE).exists():
         return None
     kinds = {tensor.kind for tensor in read_gguf(path / WEIGHTS_FILE).tensors.values()}

@@ -164,6 +164,11 @@ def parse_weight_format(fields: JsonFields) -> WeightFormat | None:
     return _METHODS[method](own)
 
 
+def is_mxfp4(fields: JsonFields) -> bool:
+    """Whether config.json says that experts are of 4 bits as gpt-oss has them."""
+    return fields.has(KEY) and fields.child(KEY).string("quant_method") == "mxfp4"
+
+
 def _one_of(fields: JsonFields, key: str, known: tuple[str, ...], default: str | None) -> str:
     value = fields.string(key, default=default)
     if value not in known:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,8 +60,8 @@ class SpecialTokens:
 class Tokenizer:
     """A model's tokeniser. Thread-safe: nothing changes after construction."""
 
-    def __init__(self, model_dir: Path) -> None:
-        """Load it. Raises ModelLoadError naming file and key."""
+    def __init__(self, model_dir: Path, *, shown: Collection[str] = ()) -> None:
+        """Load it; special tokens in `shown` are text. Raises ModelLoadError: file and key."""
         path = find_tokenizer(model_dir)
         description = describe_tokenizer(path)
         self._tokenizer = _load(path, description)
@@ -79,7 +79,11 @@ class Tokenizer:
             "post_processor": max(added_ids, default=0),
         }
         """The largest id under each key of tokenizer.json that ids in prompts come from."""
-        special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        special_ids = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if token.special and token.content not in shown
+        )
         self._pieces = PieceTable(
             parse_decoder(path, description),
             piece_of=self._tokenizer.id_to_token,

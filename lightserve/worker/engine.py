@@ -273,6 +273,7 @@ def build_runner(
     torch_dtype: torch.dtype = getattr(torch, dtype)
     stored_as = quantised_as(path, model_config)
     method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
+    check_latents(config, model_config, kernels)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -365,6 +366,27 @@ def linear_method(
         return UnquantizedMethod(kernels)
     kernels = _native(f"--quantization {quantization}", kernels, dtype)
     return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
+
+
+def check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
+    """Check that a model of latent attention is served as it can be.
+
+    Raises:
+        ConfigError: these kernels, or 8 bits, do not go with it.
+    """
+    if model_config.latent is None:
+        return
+    name = model_config.architecture
+    if config.kv_dtype != "auto":
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype} does not go with {name}: what it keeps of a token has"
+            " parts of different sizes, which cannot share a factor"
+        )
+    if not kernels.takes_latents:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not go with {name}: --attention-backend torch does,"
+            " without --batch-invariant"
+        )
 
 
 def kv_dtype(config: ServeConfig, kernels: Kernels, dtype: str) -> str:

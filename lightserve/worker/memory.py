@@ -123,19 +123,22 @@ class KVPool:
         self.bytes_per_token = layout.bytes_per_token
         self.device = device
         self.tensors: list[Tensor] = []
-        """One per group, [2, num_layers, num_kv_heads, num_slots + 1, head_size], keys first."""
+        """One per group, [num_parts, num_layers, num_kv_heads, num_slots + 1, head_size], keys
+        first."""
         self.k: list[Tensor] = []
         """One view [num_slots + 1, num_kv_heads, head_size] per layer."""
         self.v: list[Tensor] = []
         for group in layout.groups:
-            shape = (2, group.num_layers, group.num_kv_heads, num_slots + 1, group.head_size)
+            sizes = (group.num_layers, group.num_kv_heads, num_slots + 1, group.head_size)
+            shape = (group.num_parts, *sizes)
             tensor = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             # Padding rows read the scratch slot: no garbage of before may become NaN.
             tensor.select(3, num_slots).zero_()
             self.tensors.append(tensor)
-            keys, values = tensor.transpose(2, 3).unbind(0)
-            self.k.extend(keys.unbind(0))
-            self.v.extend(values.unbind(0))
+            parts = tensor.transpose(2, 3).unbind(0)
+            self.k.extend(parts[0].unbind(0))
+            # Values of latent vectors are the first numbers of their keys.
+            self.v.extend(parts[-1][..., : group.value_dim].unbind(0))
 
     def touch(self, first_slot: int, end_slot: int) -> None:
         """Write into the memory of some slots, which hold nothing that counts, as steps would.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import ExpertKernels, KernelShapes
+from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import _comparisons, _Pair
 from lightserve.kernels.triton.kernels import TritonKernels
@@ -99,6 +100,30 @@ def test_triton(case: tuple[int, int, int, int, int], dtype: torch.dtype) -> Non
     assert error(result, one_by_one(*args)) <= LIMITS[dtype]
 
 
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_biases_and_clamped_gates(dtype: torch.dtype) -> None:
+    """Gates of gpt-oss; without them, or with biases of another expert, it is another result."""
+    x, chosen, weights, gate_up, down = inputs(CASES[2], dtype)
+    gate = ClampedGate(1.702, 1.5)
+    biases = ExpertBiases(torch.randn(gate_up.shape[:2]).to(dtype), torch.randn(5, 100).to(dtype))
+    truth = torch.zeros(x.shape)
+    for token, (expert, share) in enumerate(zip(chosen[:, 0].tolist(), weights[:, 0], strict=True)):
+        features = gate_up[expert].float() @ x[token].float() + biases.gate_up[expert].float()
+        gates, ups = features.chunk(2)
+        gates, ups = gates.clamp(max=1.5), ups.clamp(-1.5, 1.5)
+        gated = gates * torch.sigmoid(1.702 * gates) * (ups + 1.0)
+        truth[token] = share * (down[expert].float() @ gated + biases.down[expert].float())
+
+    def run(kernels: ExpertKernels, **options: Any) -> float:
+        return error(kernels.mix_experts(x, chosen, weights, gate_up, down, **options), truth)
+
+    for kernels in (ReferenceKernels(), TritonKernels()):
+        assert run(kernels, biases=biases, gate=gate) <= LIMITS[dtype]
+        others = ExpertBiases(biases.gate_up.roll(1, 0), biases.down)
+        for wrong in ({"biases": biases}, {"gate": gate}, {"biases": others, "gate": gate}):
+            assert run(kernels, **wrong) > 2 * LIMITS[dtype]
+
+
 def test_what_the_limits_show() -> None:
     """An expert too few, weights of other tokens, gates in place of ups."""
     x, chosen, weights, gate_up, down = inputs(CASES[5], torch.bfloat16)
@@ -133,10 +158,8 @@ def test_the_check_at_the_start() -> None:
     """It compares experts where a model has any, with kernels that multiply by several at once."""
 
     class Broken(TritonKernels):
-        def mix_experts(
-            self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-        ) -> Tensor:
-            return super().mix_experts(x, chosen.roll(1, dims=0), weights, gate_up, down)
+        def mix_experts(self, x: Tensor, chosen: Tensor, *args: Any, **options: Any) -> Tensor:
+            return super().mix_experts(x, chosen.roll(1, dims=0), *args, **options)
 
     limit = LIMITS[torch.bfloat16]
     for kernels, agrees in ((TritonKernels(), True), (Broken(), False)):

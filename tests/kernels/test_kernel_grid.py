@@ -32,7 +32,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
 from lightserve.kernels.device import DeviceTorchKernels
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Kernels, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
@@ -272,3 +272,34 @@ def test_rows_are_padded_to_few_numbers() -> None:
     assert len(numbers) == 24
     assert all(default.padded_rows(number) == number for number in numbers)
     assert all(0 <= default.padded_rows(n) - n < max(4, n / 4) for n in range(1, 5000))
+
+
+SINK_HEADS = [(4, 2, 32), (6, 1, 64), (16, 1, 16), (3, 3, 80)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_sinks_are_one_score_more(implementation: type[Kernels]) -> None:
+    """Beside the reference, in every way that contexts are cut; other sinks give other heads."""
+    dtypes = [torch.float32] if implementation in INVARIANT else [torch.float32, torch.bfloat16]
+    rows = [*ROWS["mixed"], (1, 1400), (20, 900)]
+    quick = implementation is TritonKernels  # interpreted: slow
+    for heads, window in list(itertools.product(SINK_HEADS, (None, 24)))[:: 3 if quick else 1]:
+        for dtype in dtypes:
+            batch = make_batch(rows, "scattered")
+            q, k_pool, v_pool = make_inputs(batch, heads, dtype)
+            sinks = torch.linspace(-3.0, 6.0, heads[0])
+            scale = heads[2] ** -0.5
+            truth = ReferenceKernels().attention(
+                *(part.float() for part in (q, k_pool, v_pool)),
+                batch,
+                scale=scale,
+                sliding_window=window,
+                score_mod=ScoreMod(sinks=sinks),
+            )
+            for order, is_right in ((sinks, True), (sinks.flip(0), False)):
+                mod = ScoreMod(sinks=order)
+                found = implementation().attention(
+                    q, k_pool, v_pool, batch, scale=scale, sliding_window=window, score_mod=mod
+                )
+                error = relative_error(found, truth)
+                assert (error <= kernel_grid.LIMITS[dtype]) is is_right, (heads, window, error)

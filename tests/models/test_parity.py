@@ -31,6 +31,7 @@ from support.tiny_models import (
 from torch import Tensor
 
 from lightserve.kernels.select import make_kernels, missing_core
+from lightserve.models.decoder import DecoderModel
 
 KERNELS = ("reference", "torch", *(() if missing_core() else ("native",)))
 BF16_LOGPROB = 0.3
@@ -140,6 +141,18 @@ def other_window(prepared: Prepared) -> ParityReport:
     )
 
 
+def swapped_sinks(prepared: Prepared) -> ParityReport:
+    """Each head has another's."""
+    kernels = make_kernels(prepared.kernels, batch_invariant=False)
+    loaded = load_tiny(prepared.path, torch.float32, kernels)
+    assert isinstance(loaded.model, DecoderModel)
+    for layer in loaded.model._layers:
+        mod = layer._attention._score_mod
+        assert mod is not None and mod.sinks is not None
+        mod.sinks.copy_(mod.sinks.flip(0))
+    return dataclasses.replace(prepared, loaded=loaded).report(chunk=None, alone=True)
+
+
 def run_changed(prepared: Prepared, **changes: object) -> ParityReport:
     kernels = make_kernels(prepared.kernels, batch_invariant=False)
     loaded = load_tiny(prepared.path, torch.float32, kernels, **changes)
@@ -147,7 +160,8 @@ def run_changed(prepared: Prepared, **changes: object) -> ParityReport:
 
 
 @pytest.mark.parametrize(
-    "damage", [swap_early_tokens, corrupt_one_slot, other_rope_base, other_window]
+    "damage",
+    [swap_early_tokens, corrupt_one_slot, other_rope_base, other_window, swapped_sinks],
 )
 def test_comparison_has_teeth(
     prepared: Prepared, damage: Callable[[Prepared], ParityReport]
@@ -156,6 +170,9 @@ def test_comparison_has_teeth(
         assert set(prepared.loaded.config.sliding_windows) == {None}
         return
     config = prepared.loaded.config
+    if damage is swapped_sinks and not config.has_sinks:
+        assert prepared.tiny.family != "GptOss"
+        return
     if damage is other_rope_base and len(config.unrotated_layers) == config.num_layers:
         assert config.position_offset is not None or config.alibi_slopes is not None
         return

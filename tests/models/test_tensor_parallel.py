@@ -38,6 +38,8 @@ FLOAT32_MODELS = (
     "gemma3",
     "qwen2-moe",
     "glm4-moe",
+    "deepseek-v2",  # one latent vector on every rank
+    "gpt-oss",  # biases of experts, which rank 0 alone may add, and sinks of each rank's heads
     "gpt-neox",
     "phi-mqa",  # biases of an output layer over a vocabulary of 201
     "opt",

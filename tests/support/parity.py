@@ -179,6 +179,7 @@ class ScatteredPool:
         is_int8 = dtype is torch.int8
         size = model.config.head_dim + (INT8_FACTOR_BYTES if is_int8 else 0)
         shape = (num_slots, num_kv_heads, size)
+        latent = model.config.latent
         # As a factor of 8-bit numbers, bytes of -1 are no number either.
         self.k, self.v = (
             [
@@ -187,6 +188,8 @@ class ScatteredPool:
             ]
             for _ in range(2)
         )
+        if latent is not None:
+            self.v = [pool[..., : latent.rank] for pool in self.k]
 
 
 class DirectDriver:

@@ -76,6 +76,12 @@ LLAMA3_ROPE = rope(
     original_max_position_embeddings=64,
 )
 PART_ROPE = rope("default", partial_rotary_factor=0.25, theta=1000.0)
+LATENT: Mapping[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
 YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
 
 TINY_MODELS = (
@@ -304,6 +310,99 @@ TINY_MODELS = (
         {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40},
     ),
     TinyModel(
+        "deepseek-v2",
+        "DeepseekV2",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            **rope(
+                "yarn",
+                theta=1000.0,
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.7,
+                mscale_all_dim=0.7,
+            ),
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "deepseek-v2-groups",
+        "DeepseekV2",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    TinyModel(
+        "deepseek-v3",
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "rope_interleave": False,
+        },
+    ),
+    TinyModel(
+        "gpt-oss",
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "sliding_window": 22,
+            "swiglu_limit": 1.5,
+            **rope(
+                "yarn",
+                theta=1000.0,
+                factor=4.0,
+                original_max_position_embeddings=64,
+                truncate=False,
+            ),
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "gpt-oss-mqa",
+        "GptOss",
+        {
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 31,
+            "attention_bias": False,
+            "swiglu_alpha": 1.2,
+        },
+    ),
+    TinyModel(
         "glm4-moe",
         "Glm4Moe",
         {
@@ -501,6 +600,8 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
 def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
     if noise.ndim == 1 and name.endswith("weight"):  # of a norm
         return 1.0 + 0.2 * noise
+    if name.endswith("sinks"):
+        return 1.0 + noise
     if name.endswith("bias"):
         return 0.3 * noise
     if any(

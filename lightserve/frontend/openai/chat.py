@@ -19,6 +19,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
 from lightserve.frontend.errors import OWN_NAMES, RequestFailed, renamed
+from lightserve.frontend.harmony import OPENING
 from lightserve.frontend.json_body import (
     BODY_BYTES_KEY,
     MAX_VALUES,
@@ -39,12 +40,11 @@ from lightserve.frontend.openai.logprobs import (
 )
 from lightserve.frontend.openai.messages import CacheMarks, Message
 from lightserve.frontend.openai.output_parser import (
-    END_OF_THINK,
-    THINK,
     MessageBuffer,
     OutputParser,
     ParserOptions,
 )
+from lightserve.frontend.openai.thinking import END_OF_THINK, THINK
 from lightserve.frontend.openai.tools import (
     ToolChoice,
     Tools,
@@ -464,13 +464,25 @@ def _parser_options(
     """Return what to look for in the output behind a prompt that ends like this."""
     # Templates of some models end with the tag that opens the reasoning; a constraint leaves no
     # room for any.
+    config = service.config
+    if config.reasoning_parser == "harmony" and not has_constraint:
+        return ParserOptions(
+            reasoning="harmony",
+            continues=not ending.rstrip().endswith(OPENING),
+            tool_format=config.tool_call_parser if tools.offered else "none",
+            tool_names=tools.names,
+            max_calls=None if tools.is_parallel else 1,
+        )
     begun = (body.messages[-1].content or "") if body.continue_final_message else ""
     is_thinking = begun.rfind(THINK) > begun.rfind(END_OF_THINK)
     return ParserOptions(
-        reasoning="none" if has_constraint else service.config.reasoning_parser,
+        reasoning="none" if has_constraint else config.reasoning_parser,
         starts_in_reasoning=is_thinking or ending.rstrip().endswith(THINK),
         continues=is_thinking and not begun.rstrip().endswith(THINK),
-        tool_format=service.config.tool_call_parser if tools.offered else "none",
+        # What a grammar asks for is JSON, and on no channel.
+        tool_format=config.tool_call_parser.replace("harmony", "llama3_json")
+        if tools.offered
+        else "none",
         tool_names=tools.names,
         max_calls=None if tools.is_parallel else 1,
     )

@@ -149,6 +149,8 @@ class Message(NoEffectModel):
             others["tool_call_id"] = self.tool_call_id
         if self.thoughts is not None:  # templates know it by either name
             others["reasoning"] = others["reasoning_content"] = self.thoughts
+            if self.tool_calls and not self.content:  # gpt-oss's by a third, and before calls alone
+                others["thinking"] = self.thoughts
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role, self.content or "", others)
 

@@ -87,7 +87,7 @@ class Operations:
         self.norm = function("norm", "plppfllpii")
         self.rotate = function("rotate", "ppplllllpplpplliplppfii")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
-        self.attention = function("attention", "plpplliplplllllffpipii")
+        self.attention = function("attention", "plpplliplplllllffppipii")
 
 
 class Drawing:

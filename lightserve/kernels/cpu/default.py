@@ -93,6 +93,7 @@ class TorchKernels:
     """See `Kernels`."""
 
     name = "torch"
+    takes_latents = True
     is_capturable = False
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
@@ -187,7 +188,7 @@ class TorchKernels:
             return modified_attention(q, k_pool, v_pool, plan, scale, mod=score_mod)
         if len(plan.decodes) == 1 and plan.decodes[0].tokens is None:
             return decode_attention(q, k_pool, v_pool, plan.decodes[0], scale)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v_pool.shape[2])
         for group in plan.decodes:
             out[group.tokens] = decode_attention(q[group.tokens], k_pool, v_pool, group, scale)
         for row in plan.prefills:
@@ -235,8 +236,9 @@ def decode_attention(
         # positions, so that each key is read once.
         k, v = (group.source.read(pool)[None] for pool in (k_pool, v_pool))
         grouped = q.view(1, num_kv_heads, -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
-    shape = (num_kv_heads, num_rows, group.source.length, head_dim)
+        heads = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
+        return heads.reshape(1, num_heads, -1)
+    shape = (num_kv_heads, num_rows, group.source.length, -1)
     # The query heads of a KV head stand in for query positions, so that each key is read once.
     heads = F.scaled_dot_product_attention(
         q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1),
@@ -245,7 +247,7 @@ def decode_attention(
         attn_mask=group.mask,
         scale=scale,
     )
-    return heads.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+    return heads.transpose(0, 1).reshape(num_rows, num_heads, -1)
 
 
 def _prefill(q: Tensor, k_pool: Tensor, v_pool: Tensor, row: PrefillRow, scale: float) -> Tensor:

@@ -44,6 +44,7 @@ class InvariantKernels(TorchKernels):
     """`TorchKernels` with linears, attention and activation of fixed shapes; float32 only."""
 
     name = "torch-batch-invariant"
+    takes_latents = False
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
@@ -217,7 +218,10 @@ def _attend(
     if mod.slopes is not None:
         by_head -= mod.slopes.view(num_kv_heads, 1, 1, size, 1) * group.distances
     by_head.masked_fill_(group.hidden, float("-inf"))
-    heads = torch.bmm(scores.softmax(dim=-1), gather(v_pool))
+    if mod.sinks is not None:
+        last = mod.sinks.view(num_kv_heads, 1, 1, size, 1).expand(-1, num_tiles, QUERY_TILE, -1, 1)
+        scores = torch.cat([scores, last.reshape(*scores.shape[:2], 1)], dim=-1)
+    heads = torch.bmm(scores.softmax(dim=-1)[..., :length], gather(v_pool))
     heads = heads.view(num_kv_heads, num_tiles, QUERY_TILE, size, head_dim)
     return heads.permute(1, 2, 0, 3, 4).reshape(q.shape)
 

@@ -444,6 +444,7 @@ class NativeKernels(TorchKernels):
             and pool_strides == v_pool.stride()
             and pool_strides[2] == 1
             and head_dim <= MAX_HEAD_DIM
+            and v_pool.shape[2] == k_pool.shape[2]  # no latent vectors
         )
         if operations is None or not is_plain:
             assert k_pool.dtype is not torch.int8, "torch knows no KV of 8 bits"
@@ -457,7 +458,7 @@ class NativeKernels(TorchKernels):
                 sliding_window=sliding_window,
                 score_mod=score_mod,
             )
-        soft_cap, slopes = score_mod or ScoreMod()
+        soft_cap, slopes, sinks = score_mod or ScoreMod()
         rows = _rows(batch)
         out = q.new_empty(num_tokens, num_heads, head_dim)
         if rows.count:
@@ -480,6 +481,7 @@ class NativeKernels(TorchKernels):
                 scale,
                 soft_cap or 0.0,
                 None if slopes is None else slopes.data_ptr(),
+                None if sinks is None else sinks.data_ptr(),
                 self._is_invariant,
                 out.data_ptr(),
                 self._level,
@@ -498,6 +500,7 @@ class InvariantNativeKernels(NativeKernels):
     """
 
     name = "native-batch-invariant"
+    takes_latents = False
     _is_invariant = True
 
     def _fall_back(self) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightserve.kernels.cpu.plan import AttentionPlan, DecodeGroup, PrefillRow
 from lightserve.kernels.interface import ScoreMod
-from lightserve.kernels.reference import modified
+from lightserve.kernels.reference import modified, weights_of
 
 QUERIES_AT_ONCE = 64
 """Of a prompt: all scores of so many queries are in memory."""
@@ -41,7 +41,7 @@ def _decodes(
     if group.mask is not None:
         seen = group.mask[0, :, 0]
     scores = modified(scores, mod, seen.sum(dim=1, keepdim=True) - 1 - columns)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    weights = weights_of(scores.masked_fill(~seen, float("-inf")), mod)
     heads = torch.einsum("hgbl,hbld->bhgd", weights.view(shape[0], -1, *shape[1:3]), v)
     return heads.reshape(q.shape).to(q.dtype)
 
@@ -62,7 +62,7 @@ def _prefill(
         scores = torch.einsum("nhgd,hld->hgnl", grouped, k).flatten(0, 1) * scale
         scores = modified(scores, mod, places[some] - columns)
         seen = columns <= places[some] if row.mask is None else row.mask[some]
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        weights = weights_of(scores.masked_fill(~seen, float("-inf")), mod)
         weights = weights.view(num_kv_heads, -1, *weights.shape[1:])
         out[some] = torch.einsum("hgnl,hld->nhgd", weights, v).flatten(1, 2).to(q.dtype)
     return out

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
 from lightserve.kernels.triton.configs import AttentionShape, DecodeConfig
-from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits, merge, walk
+from lightserve.kernels.triton.merge import (
+    MIN_DOT,
+    Parts,
+    make_parts,
+    max_splits,
+    merge,
+    sinks_of,
+    walk,
+)
 
 _ROW, _TOKEN, _BEGIN, _END, _LAST, _PART = (tl.constexpr(field) for field in range(6))
 _NUM_FIELDS = tl.constexpr(6)
@@ -106,9 +114,10 @@ def _schedule_kernel(
 @triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, table_ptr, items_ptr, num_parts_ptr, scale,
-    window, soft_cap, slopes_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
-    out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, GROUP: tl.constexpr,
+    window, soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h,
+    out_stride_t, out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -160,6 +169,10 @@ def _decode_kernel(
             SUM_LATE=True,
             WIDEN=WIDEN,
         )
+        if HAS_SINKS:  # of several parts, the merge counts them
+            total += tl.where(
+                part < 0, sinks_of(sinks_ptr, heads, stacked < GROUP, largest), 0.0
+            )
         acc = acc / total[:, None]
         if part < 0:
             offsets = token * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
@@ -268,6 +281,7 @@ def attend_decodes(
         window or 0,
         mod.soft_cap or 0.0,
         mod.slopes,
+        mod.sinks,
         *q.stride()[:2],
         *k_pool.stride()[:2],
         *out.stride()[:2],
@@ -276,6 +290,7 @@ def attend_decodes(
         HAS_WINDOW=window is not None,
         HAS_CAP=mod.soft_cap is not None,
         HAS_SLOPES=mod.slopes is not None,
+        HAS_SINKS=mod.sinks is not None,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
@@ -294,4 +309,5 @@ def attend_decodes(
             tokens=batch.cu_seqlens_q,
             indices=work.decode_rows,
             max_splits=work.max_splits,
+            sinks=mod.sinks,
         )

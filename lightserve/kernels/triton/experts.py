@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightserve.kernels.interface import ClampedGate, ExpertBiases
+
 BLOCK_P, BLOCK_N, BLOCK_K = 16, 64, 64
 """Pairs, outputs and inputs of a program's product; pairs are few, as decodes have them."""
 LARGE_BLOCK_P = 64
@@ -77,11 +79,14 @@ def _place(starts_ptr, block, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, 
 def _features_kernel(
     x_ptr,
     gate_up_ptr,
+    bias_ptr,
     out_ptr,
     order_ptr,
     starts_ptr,
     x_stride,
     size,
+    alpha,
+    limit,
     NUM_INPUTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -90,8 +95,10 @@ def _features_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
 ):
-    """silu(gate @ x) * (up @ x) of BLOCK_P pairs: out [P, size], by expert."""
+    """silu(gate @ x) * (up @ x), or a `ClampedGate`, of BLOCK_P pairs: out [P, size], by expert."""
     kind: tl.constexpr = out_ptr.dtype.element_ty
     expert, first, end = _place(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
@@ -122,7 +129,15 @@ def _features_kernel(
             up_part = up_part.to(tl.float32)
         gate = tl.dot(x, gate_part, gate, input_precision="ieee")
         up = tl.dot(x, up_part, up, input_precision="ieee")
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    if HAS_BIASES:
+        gate += tl.load(bias_ptr + rows, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + rows + size, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gated = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        gated = gate / (1.0 + tl.exp(-gate)) * up
     place = out_ptr + pairs[:, None] * size + outputs[None, :]
     tl.store(place, gated.to(kind), mask=is_pair[:, None] & is_output[None, :])
 
@@ -131,6 +146,7 @@ def _features_kernel(
 def _outputs_kernel(
     features_ptr,
     down_ptr,
+    bias_ptr,
     weights_ptr,
     out_ptr,
     order_ptr,
@@ -143,6 +159,7 @@ def _outputs_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
 ):
     """down @ features, times the pair's weight: out float32 [P, num_outputs], as chosen."""
     expert, first, end = _place(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
@@ -171,6 +188,8 @@ def _outputs_kernel(
             x = x.to(tl.float32)
             part = part.to(tl.float32)
         total = tl.dot(x, part, total, input_precision="ieee")
+    if HAS_BIASES:
+        total += tl.load(bias_ptr + rows, mask=is_output, other=0.0).to(tl.float32)[None, :]
     places = tl.load(order_ptr + pairs, mask=is_pair, other=0)
     weights = tl.load(weights_ptr + places, mask=is_pair, other=0.0)
     out = out_ptr + places[:, None] * num_outputs + outputs[None, :]
@@ -178,7 +197,14 @@ def _outputs_kernel(
 
 
 def mix_experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    biases: ExpertBiases | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """See `ExpertKernels.mix_experts`."""
     num_tokens, num_inputs = x.shape
@@ -196,16 +222,20 @@ def mix_experts(
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": BLOCK_K,
         "WIDEN": x.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
+        "HAS_BIASES": biases is not None,
         "num_warps": NUM_WARPS,
     }
+    first, second = biases or (None, None)
+    alpha, limit = gate or (0.0, 0.0)
     _features_kernel[(pairs.num_blocks, triton.cdiv(size, BLOCK_N))](
-        x, gate_up, features, pairs.order, pairs.starts, x.stride(0), size,
-        NUM_INPUTS=num_inputs, NUM_CHOSEN=pairs.num_chosen, enable_fp_fusion=True, **shared,
+        x, gate_up, first, features, pairs.order, pairs.starts, x.stride(0), size, alpha, limit,
+        NUM_INPUTS=num_inputs, NUM_CHOSEN=pairs.num_chosen, IS_CLAMPED=gate is not None,
+        enable_fp_fusion=True, **shared,
     )  # fmt: skip
     shape = (*chosen.shape, num_inputs)
     added = torch.empty(shape, dtype=torch.float32, device=x.device)
     _outputs_kernel[(pairs.num_blocks, triton.cdiv(num_inputs, BLOCK_N))](
-        features, down, weights.contiguous(), added, pairs.order, pairs.starts, num_inputs,
+        features, down, second, weights.contiguous(), added, pairs.order, pairs.starts, num_inputs,
         NUM_INPUTS=size, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     return added.sum(dim=1).to(x.dtype)

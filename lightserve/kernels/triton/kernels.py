@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
+from lightserve.kernels.interface import (
+    AttentionBatch,
+    ClampedGate,
+    ExpertBiases,
+    QKNorm,
+    ScoreMod,
+)
 from lightserve.kernels.triton import elementwise, experts
 from lightserve.kernels.triton.configs import AttentionConfigs, AttentionShape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
@@ -52,6 +58,7 @@ class TritonKernels:
     """See `Kernels`."""
 
     name = "triton"
+    takes_latents = False
     is_capturable = True
 
     def __init__(self, configs: AttentionConfigs | None = None) -> None:
@@ -72,10 +79,18 @@ class TritonKernels:
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def mix_experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
     ) -> Tensor:
         """See `ExpertKernels.mix_experts`."""
-        return experts.mix_experts(x, chosen, weights, gate_up, down)
+        return experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=gate)
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`: weights stay as they are."""

@@ -126,6 +126,13 @@ def walk(
 
 
 
+@triton.jit
+def sinks_of(sinks_ptr, heads, mask, largest):
+    """Return what the sinks of `heads` add to sums of weights, whose scores were `largest`."""
+    sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0)
+    return tl.exp2(sinks * _LOG2_E - largest)
+
+
 MAX_PARTS = 256
 """Most parts of a token over all KV heads: enough to fill a large GPU with one block of queries."""
 _MERGED_AT_ONCE = 8
@@ -164,9 +171,10 @@ def make_parts(num_parts: int, num_heads: int, head_dim: int, device: torch.devi
     do_not_specialize_on_alignment=["counts_ptr", "tokens_ptr", "indices_ptr", "firsts_ptr"],
 )
 def _merge_kernel(
-    values_ptr, lse_ptr, out_ptr, counts_ptr, tokens_ptr, indices_ptr, firsts_ptr, out_stride_t,
-    out_stride_h, NUM_HEADS: tl.constexpr, HAS_INDICES: tl.constexpr, HAS_FIRSTS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    values_ptr, lse_ptr, out_ptr, counts_ptr, tokens_ptr, indices_ptr, firsts_ptr, sinks_ptr,
+    out_stride_t, out_stride_h, NUM_HEADS: tl.constexpr, HAS_INDICES: tl.constexpr,
+    HAS_FIRSTS: tl.constexpr, HAS_SINKS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     # fmt: on
     """Weigh the parts of one token's head by their share of the softmax."""
@@ -188,6 +196,8 @@ def _merge_kernel(
     lse = tl.load(own_lse + splits * NUM_HEADS, mask=splits < num_parts, other=float("-inf"))
     largest = tl.max(lse, axis=0)
     total = tl.sum(tl.exp2(lse - largest), axis=0)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d < HEAD_DIM
@@ -216,6 +226,7 @@ def merge(
     indices: Tensor | None = None,
     firsts: Tensor | None = None,
     max_splits: int,
+    sinks: Tensor | None = None,
 ) -> None:
     """Merge the parts of `U` tokens into their rows of `out` [N, Hq, D].
 
@@ -228,6 +239,7 @@ def merge(
         firsts: int32 [U], first part of each token; without, token u's is u * max_splits, and
             tokens of one part are left alone: they have been written.
         max_splits: a power of two.
+        sinks: see `ScoreMod`.
     """
     num_heads, head_dim = out.shape[1:]
     _merge_kernel[len(counts), num_heads](
@@ -238,10 +250,12 @@ def merge(
         tokens,
         indices,
         firsts,
+        sinks,
         *out.stride()[:2],
         NUM_HEADS=num_heads,
         HAS_INDICES=indices is not None,
         HAS_FIRSTS=firsts is not None,
+        HAS_SINKS=sinks is not None,
         MAX_SPLITS=max_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
-from lightserve.kernels.triton.merge import MIN_DOT, merge, walk
+from lightserve.kernels.triton.merge import MIN_DOT, merge, sinks_of, walk
 from lightserve.kernels.triton.plan import ChunkWork
 
 
@@ -30,11 +30,11 @@ from lightserve.kernels.triton.plan import ChunkWork
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
     block_rows_ptr, block_starts_ptr, stretches_ptr, values_ptr, lse_ptr, scale, window,
-    soft_cap, slopes_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
-    out_stride_h, table_stride,
-    IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
+    out_stride_h, table_stride, IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Attend one block; with IS_CUT over one stretch of its context, see `CutWork`."""
@@ -69,9 +69,7 @@ def _prefill_kernel(
     if IS_CUT:
         begin = tl.load(stretches_ptr + block * 4)
         end = tl.load(stretches_ptr + block * 4 + 1)
-    slopes = 0.0
-    if HAS_SLOPES:
-        slopes = tl.load(slopes_ptr + heads)
+    slopes = tl.load(slopes_ptr + heads) if HAS_SLOPES else 0.0
     # fmt: off
     acc, largest, total = walk(
         q, first_position + stacked // GROUP, table_ptr + row * table_stride,
@@ -84,7 +82,6 @@ def _prefill_kernel(
         # A query sees nothing of a stretch that begins behind it.
         total = tl.where(total > 0.0, total, 1.0)
         largest += tl.log2(total)
-    acc = acc / total[:, None]
     # Read again, so that the compiler does not keep the places of the queries in registers, where
     # the loop needs them all.
     again = tl.load(block_starts_ptr + block, volatile=True)
@@ -94,6 +91,9 @@ def _prefill_kernel(
         first = again
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
+    if HAS_SINKS and not IS_CUT:
+        total += sinks_of(sinks_ptr, heads, exists, largest)
+    acc = acc / total[:, None]
     mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     if IS_CUT:
         parts = tl.load(stretches_ptr + block * 4 + 2)
@@ -143,6 +143,7 @@ def attend_chunks(
         window or 0,
         mod.soft_cap or 0.0,
         mod.slopes,
+        mod.sinks,
         *q.stride()[:2],
         *k_pool.stride()[:2],
         *out.stride()[:2],
@@ -151,6 +152,7 @@ def attend_chunks(
         HAS_WINDOW=window is not None,
         HAS_CAP=mod.soft_cap is not None,
         HAS_SLOPES=mod.slopes is not None,
+        HAS_SINKS=mod.sinks is not None,
         GROUP=group,
         TOKENS=config.tokens(group),
         HEAD_DIM=q.shape[2],
@@ -170,4 +172,5 @@ def attend_chunks(
             tokens=cuts.tokens,
             firsts=cuts.firsts,
             max_splits=cuts.max_splits,
+            sinks=mod.sinks,
         )

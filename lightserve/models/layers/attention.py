@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,19 @@ class AttentionInputs(NamedTuple):
         return self._replace(cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.sin))
 
 
+class Attention(Protocol):
+    """What stands in front of a layer's feed-forward block."""
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        """Load its weights."""
+
+    def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Write the new tokens' KV and attend; x [T, hidden] -> [T, features of all heads]."""
+
+    def project(self, heads: Tensor) -> Tensor:
+        """Return hidden states of any N of the tokens, [N, hidden]."""
+
+
 class SelfAttention:
     """Grouped-query attention with rotary positions, and a window where the layer has one.
 
@@ -53,7 +66,7 @@ class SelfAttention:
         self._num_heads, self._num_kv_heads, self._head_dim = q_part.size, kv_part.size, head_dim
         self._scale = config.attention_scale or head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
-        self._score_mod = _score_mod(context, q_part)
+        self._score_mod = _score_mod(context, prefix, q_part)
         q_rows, kv_rows = _features(q_part, head_dim), _features(kv_part, head_dim)
         parts = [
             (f"{prefix}.{name}_proj", rows)
@@ -141,15 +154,19 @@ class SelfAttention:
         return self._out(heads)
 
 
-def _score_mod(context: ModelContext, heads: Part) -> ScoreMod | None:
+def _score_mod(context: ModelContext, prefix: str, heads: Part) -> ScoreMod | None:
     """Return what is done to the scores of this rank's heads."""
-    config, slopes = context.config, None
+    config, reader = context.config, context.reader
+    slopes = sinks = None
     if config.alibi_slopes is not None:
         own = config.alibi_slopes[heads.start : heads.start + heads.size]
-        slopes = torch.tensor(own, dtype=torch.float32, device=context.reader.device)
-    if slopes is None and config.attention_soft_cap is None:
+        slopes = torch.tensor(own, dtype=torch.float32, device=reader.device)
+    if config.has_sinks:
+        sinks = torch.empty(heads.size, dtype=torch.float32, device=reader.device)
+        reader.read_into(sinks, f"{prefix}.sinks", rows=heads)
+    if slopes is None and sinks is None and config.attention_soft_cap is None:
         return None
-    return ScoreMod(config.attention_soft_cap, slopes)
+    return ScoreMod(config.attention_soft_cap, slopes, sinks)
 
 
 def _grouped_parts(
@@ -181,14 +198,22 @@ class NeighboursApart:
         rotated: frozenset[tuple[str, int]],
         head_dim: int,
         rotary_dim: int,
+        *,
+        first: int = 0,
     ) -> None:
-        """`rotated`: of parts whose outputs are heads that are rotated, module and first row."""
+        """`rotated`: of parts whose outputs are heads that are rotated, module and first row.
+
+        `first`: number of a head that is the first to be rotated.
+        """
         self.dtype, self.device = reader.dtype, reader.device
         self.has = reader.has
         self._reader = reader
         self._rotated = rotated
-        turned, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
-        self._order = torch.cat([turned[0::2], turned[1::2], rest]).to(self.device)
+        before, turned, rest = torch.arange(head_dim).split_with_sizes(
+            (first, rotary_dim, head_dim - first - rotary_dim)
+        )
+        order = torch.cat([before, turned[0::2], turned[1::2], rest])
+        self._order = order.to(self.device)
 
     def read_into(
         self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import ExpertKernels
+from lightserve.kernels.interface import (
+    ClampedGate,
+    ExpertBiases,
+    ExpertKernels,
+    clamped_gate,
+)
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
@@ -150,7 +155,7 @@ class ExpertMLP:
     """
 
     def __init__(self, context: ModelContext, prefix: str, moe: MoeConfig) -> None:
-        self._router = _Router(context, f"{prefix}.gate", moe)
+        self._router = _Router(context, f"{prefix}.{moe.router}", moe)
         names = [f"{prefix}.experts.{number}" for number in range(moe.num_experts)]
         self._experts = _experts(context, names, moe)
         self._tp = context.tp
@@ -177,7 +182,7 @@ class _Router:
     """Chooses experts, in float32, the same on every rank."""
 
     def __init__(self, context: ModelContext, name: str, moe: MoeConfig) -> None:
-        self._weight = _plain(context, name, moe.num_experts)
+        self._weight = _plain(context, name, moe.num_experts, has_bias=moe.has_biases)
         self._bias: Tensor | None = None
         if moe.has_choice_bias:
             device = context.reader.device
@@ -189,6 +194,9 @@ class _Router:
         """x [T, hidden] -> experts int64 [T, num_chosen], their weights, float32."""
         moe = self._moe
         products = self._weight.apply(x, dtype=torch.float32)
+        if moe.scoring is Scoring.CHOSEN:
+            best = products.topk(moe.num_chosen, dim=-1)
+            return best.indices, best.values.softmax(-1)
         scores = products.softmax(-1) if moe.scoring is Scoring.SOFTMAX else _sigmoid(products)
         ranks = scores if self._bias is None else scores + self._bias
         if moe.num_groups > 1:
@@ -203,18 +211,19 @@ class _Router:
         """Leave out experts [T, E] of groups that are not chosen."""
         moe = self._moe
         groups = ranks.view(len(ranks), moe.num_groups, moe.num_experts // moe.num_groups)
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(moe.num_chosen_groups, dim=-1).indices
+        sums = groups.topk(moe.group_best, dim=-1).values.sum(-1)
+        best = sums.topk(moe.num_chosen_groups, dim=-1).indices
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
         return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
 
 
-def _plain(context: ModelContext, name: str, num_outputs: int) -> Linear:
+def _plain(context: ModelContext, name: str, num_outputs: int, *, has_bias: bool = False) -> Linear:
     """Load a weight that is too small, and decides too much, to be rounded; whole on every rank."""
     shard = ModuleShard(
         name=name,
         rows=Part(0, num_outputs),
         columns=Part(0, context.config.hidden_size),
-        has_bias=False,
+        has_bias=has_bias,
     )
     return UnquantizedMethod(context.kernels).create(context.reader, [shard])
 
@@ -251,10 +260,39 @@ class _StackedExperts:
             reader.read_into(self._down[number], f"{name}.{down}.weight", columns=part)
         self._gate_up = gate_up.flatten(1, 2)
         self._kernels = kernels
+        self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
+        self._biases: ExpertBiases | None = None
+        if moe.has_biases:
+            self._biases = _biases(context, names, moe, part)
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `_Experts.mix`."""
-        return self._kernels.mix_experts(x, chosen, weights, self._gate_up, self._down)
+        return self._kernels.mix_experts(
+            x,
+            chosen,
+            weights,
+            self._gate_up,
+            self._down,
+            biases=self._biases,
+            gate=self._gate,
+        )
+
+
+def _biases(
+    context: ModelContext, names: Sequence[str], moe: MoeConfig, part: Part
+) -> ExpertBiases:
+    """Load the biases of all experts; those of outputs are rank 0's to add."""
+    reader, hidden = context.reader, context.config.hidden_size
+    gate, up, down = moe.projections
+    dtype, device = reader.dtype, reader.device
+    gate_up = torch.empty(len(names), 2, part.size, dtype=dtype, device=device)
+    outputs = torch.zeros(len(names), hidden, dtype=dtype, device=device)
+    for number, name in enumerate(names):
+        reader.read_into(gate_up[number, 0], f"{name}.{gate}.bias", rows=part)
+        reader.read_into(gate_up[number, 1], f"{name}.{up}.bias", rows=part)
+        if context.tp.rank == 0:
+            reader.read_into(outputs[number], f"{name}.{down}.bias")
+    return ExpertBiases(gate_up.flatten(1, 2), outputs)
 
 
 class _SeparateExperts:
@@ -267,16 +305,22 @@ class _SeparateExperts:
         method, reader, hidden = context.method, context.reader, context.config.hidden_size
         part = even_part(moe.intermediate_size, context.tp)
         inputs = Part(0, hidden)
+        adds_bias = moe.has_biases and context.tp.rank == 0
+        self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
 
-        def shard(name: str, rows: Part, columns: Part) -> ModuleShard:
-            return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
+        def shard(name: str, rows: Part, columns: Part, *, has_bias: bool) -> ModuleShard:
+            return ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
 
         gate, up, down = moe.projections
         self._gate_ups, self._downs = [], []
         for name in names:
-            pair = [shard(f"{name}.{half}", part, inputs) for half in (gate, up)]
-            self._gate_ups.append(method.create(reader, pair, is_gated=True))
-            self._downs.append(method.create(reader, [shard(f"{name}.{down}", inputs, part)]))
+            pair = [
+                shard(f"{name}.{half}", part, inputs, has_bias=moe.has_biases)
+                for half in (gate, up)
+            ]
+            self._gate_ups.append(method.create(reader, pair, is_gated=self._gate is None))
+            last = shard(f"{name}.{down}", inputs, part, has_bias=adds_bias)
+            self._downs.append(method.create(reader, [last]))
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `_Experts.mix`."""
@@ -291,6 +335,9 @@ class _SeparateExperts:
                 continue
             start, end = end, end + count
             rows = tokens[start:end]
-            added = self._downs[expert].apply(self._gate_ups[expert].apply(x[rows]))
+            features = self._gate_ups[expert].apply(x[rows])
+            if self._gate is not None:
+                features = clamped_gate(features, self._gate)
+            added = self._downs[expert].apply(features)
             out.index_add_(0, rows, added * shares[start:end])
         return out.to(x.dtype)

@@ -166,11 +166,12 @@ template <typename T> void attention(const Attention<T>&, int);
       int64_t head_stride, int32_t is_int8, const int32_t* table, int64_t table_stride,          \
       const int64_t* rows, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,            \
       int64_t head_dim, int64_t window, float scale, float soft_cap, const float* slopes,        \
-      int32_t is_invariant, T* out, int32_t level, int32_t num_threads) {                        \
+      const float* sinks, int32_t is_invariant, T* out, int32_t level,         \
+      int32_t num_threads) {                                                                     \
     const Pools pools{k_pool, v_pool, slot_stride, head_stride, is_int8 != 0};                   \
     const Attention<T> task{q,        token_stride, pools,        table,    table_stride, rows,  \
                             num_rows, num_heads,    num_kv_heads, head_dim, window,       scale, \
-                            out,      is_invariant != 0, soft_cap, slopes};                      \
+                            out,      is_invariant != 0, soft_cap, slopes, sinks};               \
     attention_##name(task, level, num_threads);                                                  \
   }
 

@@ -267,10 +267,12 @@ TARGET_AMX void add_values(const Room& room, int64_t size, float* sums, bool is_
 }
 
 TARGET_AMX void store_lanes(const Attention<bf16>& task, const Tile& tile, const float* sums,
-                            const float* total) {
+                            const float* best, const float* total) {
   for (int64_t lane = 0; lane < LANES; lane++) {
     if (tile.queries[lane] == -1) continue;
-    const __m512 scale = _mm512_set1_ps(1.0f / total[lane]);
+    // As in states, in powers of e.
+    const __m512 scale = _mm512_set1_ps(
+        share_of(task, tile.outputs[lane], best[lane] * 0.693147181f, total[lane]));
     bf16* out = task.out + tile.outputs[lane];
     for (int64_t d = 0; d < task.head_dim; d += 16) {
       const int64_t left = task.head_dim - d;
@@ -306,7 +308,8 @@ TARGET_AMX bool attend_piece(const Attention<bf16>& task, const Piece& piece, co
   _tile_release();
   if (piece.num_parts == 1) {
     for (int64_t t = 0; t < piece.num_tiles; t++)
-      store_lanes(task, tiles[t], room.sums + t * LANES * size, room.total + t * LANES);
+      store_lanes(task, tiles[t], room.sums + t * LANES * size, room.best + t * LANES,
+                  room.total + t * LANES);
     return true;
   }
   for (int64_t t = 0; t < piece.num_tiles; t++) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -227,6 +228,7 @@ struct Attention {
   // What is done to scores; see `ScoreMod`.
   float soft_cap = 0.0f;          // 0: none
   const float* slopes = nullptr;  // [num_heads], or null
+  const float* sinks = nullptr;   // [num_heads], or null
 
   bool modifies() const { return soft_cap > 0.0f || slopes != nullptr; }
 };
@@ -247,6 +249,15 @@ struct Piece {
   int64_t first_part;  // where the states of this context's pieces begin, -1: it is the only one
   int64_t part, num_parts;
 };
+
+// What a lane's weighted sum is multiplied by in the end: one over the sum of its weights, and of
+// its head's sink. `best` is what was taken off every score, e to the power of which is a weight.
+template <typename T>
+INLINE float share_of(const Attention<T>& task, int64_t output, float best, float total) {
+  if (task.sinks != nullptr)
+    total += std::exp(task.sinks[output / task.head_dim % task.num_heads] - best);
+  return 1.0f / total;
+}
 
 // State of a tile: largest score, sum of weights, then sums of weighted values, [2 + head][LANES].
 INLINE int64_t state_size(int64_t head_dim) { return (2 + head_dim) * LANES; }

@@ -359,7 +359,7 @@ TARGET static bool end_few(const Attention<T>& task, const Piece& piece, const T
   for (int lane = 0; lane < L && tile.queries[lane] != -1; lane++) {
     const float* sums = few.sums + lane * few.padded;
     if (piece.num_parts == 1) {
-      const float scale = 1.0f / few.total[lane];
+      const float scale = share_of(task, tile.outputs[lane], few.best[lane], few.total[lane]);
       FOR_VECTORS(offset, count, task.head_dim)
         store_some(task.out + tile.outputs[lane] + offset, load(sums + offset) * scale, count);
       continue;
@@ -422,7 +422,7 @@ template <typename T>
 TARGET void finish_lanes(const Attention<T>& task, const Tile& tile, const float* state) {
   for (int64_t lane = 0; lane < LANES; lane++) {
     if (tile.queries[lane] == -1) continue;
-    const float scale = 1.0f / state[LANES + lane];
+    const float scale = share_of(task, tile.outputs[lane], state[lane], state[LANES + lane]);
     T* out = task.out + tile.outputs[lane];
     FOR_VECTORS(offset, count, task.head_dim) {
       float line[W];

@@ -1,0 +1,163 @@
+"""DeepSeek-V2 and DeepSeek-V3: attention over a latent vector for each token, for all heads.
+
+    x ─ kv_a ─┬─ norm ─ latent [rank] ───────┐
+              └─ rotary [rope_dim] ──────────┴── what is kept of a token, key and value in one
+    query head: plain part · W_UK [plain_dim, rank], beside the rotated part
+    value head: (weighted latents) · W_UV [rank, value_dim]
+
+The products with W_UK and W_UV, both in `kv_b_proj`, are done on queries and on what attention
+gives: a token's keys and values are never written out. Ranks share the latent, and split the heads.
+
+Source: DeepSeek-V2 (DeepSeek-AI 2024), section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightserve.models.context import ModelContext
+from lightserve.models.decoder import DecoderLayer, DecoderModel
+from lightserve.models.layers.attention import AttentionInputs, NeighboursApart
+from lightserve.models.layers.linear import (
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    WeightReader,
+)
+from lightserve.models.parallel import Part, even_part
+
+NORM_EPS = 1e-6
+"""Of the norms within attention, whatever `rms_norm_eps` says."""
+
+
+class LatentAttention:
+    """See the module; the same calls as `SelfAttention`."""
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        config, reader, latent = context.config, context.reader, context.config.latent
+        assert latent is not None and config.attention_scale is not None
+        heads = even_part(config.num_heads, context.tp)
+        self._kernels, self._latent, self._num_heads = context.kernels, latent, heads.size
+        self._scale = config.attention_scale
+        norms = (context.kernels, reader)
+        self._query_norm: RMSNorm | None = None
+        source, in_size = f"{prefix}.q_proj", config.hidden_size
+        if latent.query_rank is not None:
+            self._query = self._linear(context, f"{prefix}.q_a_proj", Part(0, latent.query_rank))
+            self._query_norm = RMSNorm(
+                *norms, f"{prefix}.q_a_layernorm", size=latent.query_rank, eps=NORM_EPS
+            )
+            source, in_size = f"{prefix}.q_b_proj", latent.query_rank
+        rotated = NeighboursApart(
+            reader,
+            frozenset({(source, heads.start * latent.query_dim)}),
+            latent.query_dim,
+            latent.rope_dim,
+            first=latent.plain_dim,
+        )
+        self._query_heads = ColumnParallelLinear(
+            context.method,
+            rotated if config.rotates_neighbours else reader,
+            [(source, _features(heads, latent.query_dim))],
+            in_size=in_size,
+            has_bias=False,
+        )
+        self._kept = self._linear(
+            context, f"{prefix}.kv_a_proj_with_mqa", Part(0, latent.rank + latent.rope_dim)
+        )
+        self._norm = RMSNorm(*norms, f"{prefix}.kv_a_layernorm", size=latent.rank, eps=NORM_EPS)
+        self._to_latent, self._from_latent = self._absorbed(reader, f"{prefix}.kv_b_proj", heads)
+        self._out = RowParallelLinear(
+            context.method,
+            reader,
+            context.tp,
+            f"{prefix}.o_proj",
+            columns=_features(heads, latent.value_dim),
+            out_size=config.hidden_size,
+            has_bias=config.attention_output_bias,
+        )
+
+    def _linear(self, context: ModelContext, name: str, part: Part) -> ColumnParallelLinear:
+        """Load a map of hidden states that every rank has whole; its last outputs are rotated."""
+        config, latent = context.config, self._latent
+        reader: WeightReader = context.reader
+        if config.rotates_neighbours and part.size == latent.rank + latent.rope_dim:
+            rotated = frozenset({(name, 0)})
+            reader = NeighboursApart(reader, rotated, part.size, latent.rope_dim, first=latent.rank)
+        return ColumnParallelLinear(
+            context.method,
+            reader,
+            [(name, part)],
+            in_size=config.hidden_size,
+            has_bias=config.qkv_bias,
+        )
+
+    def _absorbed(self, reader: WeightReader, name: str, heads: Part) -> tuple[Tensor, Tensor]:
+        """Return W_UK [H, plain_dim, rank] and W_UV [H, rank, value_dim] of this rank's heads."""
+        latent = self._latent
+        size = latent.plain_dim + latent.value_dim
+        weight = torch.empty(
+            heads.size * size, latent.rank, dtype=reader.dtype, device=reader.device
+        )
+        reader.read_into(weight, f"{name}.weight", rows=_features(heads, size))
+        keys, values = weight.view(heads.size, size, latent.rank).split_with_sizes(
+            (latent.plain_dim, latent.value_dim), dim=1
+        )
+        return keys.contiguous(), values.transpose(1, 2).contiguous()
+
+    def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Write what is kept of the new tokens, and attend.
+
+        x [T, hidden], k_pool [S, 1, rank + rope_dim] (written), v_pool the first `rank` numbers of
+        it -> [T, Hq * value_dim].
+        """
+        latent, kernels, num_tokens = self._latent, self._kernels, x.shape[0]
+        source = x if self._query_norm is None else self._query_norm(self._query(x))
+        q = self._query_heads(source).view(num_tokens, self._num_heads, latent.query_dim)
+        kept = self._kept(x)
+        plain, turned = q.split_with_sizes((latent.plain_dim, latent.rope_dim), dim=-1)
+        own, key = kept.split_with_sizes((latent.rank, latent.rope_dim), dim=-1)
+        turned, key = kernels.rotary(
+            turned.contiguous(), key[:, None].contiguous(), inputs.cos, inputs.sin
+        )
+        row = torch.cat([self._norm(own)[:, None], key], dim=-1)
+        slots = inputs.batch.slot_mapping
+        kernels.write_kv(row, row, k_pool, k_pool, slots)
+        absorbed = torch.bmm(plain.transpose(0, 1), self._to_latent).transpose(0, 1)
+        heads = kernels.attention(
+            torch.cat([absorbed, turned], dim=-1),
+            k_pool,
+            v_pool,
+            inputs.batch,
+            scale=self._scale,
+            sliding_window=None,
+        )
+        values = torch.bmm(heads.transpose(0, 1), self._from_latent)
+        return values.transpose(0, 1).reshape(num_tokens, self._num_heads * latent.value_dim)
+
+    def project(self, heads: Tensor) -> Tensor:
+        """Return hidden states; heads [N, Hq * value_dim] -> [N, hidden]."""
+        return self._out(heads)
+
+
+def _features(heads: Part, size: int) -> Part:
+    return Part(heads.start * size, heads.size * size)
+
+
+class DeepseekLayer(DecoderLayer):
+    """A layer with latent attention."""
+
+    attention_type = LatentAttention
+
+
+class DeepseekV2ForCausalLM(DecoderModel):
+    """DeepSeek-V2 and DeepSeek-V2-Lite."""
+
+    layer_type = DeepseekLayer
+
+
+class DeepseekV3ForCausalLM(DecoderModel):
+    """DeepSeek-V3 and DeepSeek-R1, without their layers for several tokens at once."""
+
+    layer_type = DeepseekLayer

@@ -1,0 +1,151 @@
+"""gpt-oss: sinks in attention, and experts that a file has stacked in one tensor for each layer.
+
+All else is in the configuration (`gpt_oss_config`): windows by turns, YaRN, biases, clamped gates.
+Source: gpt-oss-120b & gpt-oss-20b Model Card (OpenAI 2025), sections 2.1 to 2.3.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightserve.errors import ModelLoadError
+from lightserve.models.context import ModelContext
+from lightserve.models.decoder import DecoderModel
+from lightserve.models.moe_config import MXFP4_GROUP, Stacked
+from lightserve.models.parallel import Part
+from lightserve.models.safetensors_reader import SafetensorsReader
+from lightserve.models.stored_weights import StoredWeight
+from lightserve.models.weight_copies import is_finite
+from lightserve.models.weight_files import BLOCKS, SCALES
+
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<half>gate|up|down)_proj\.(?P<kind>weight|bias)"
+)
+
+# MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): a number has a sign, two bits of exponent and
+# one of mantissa; 32 inputs share a power of two, whose exponent is a byte. Twice a number is an
+# integer up to 12: these products of 8-bit integers in groups are exact.
+
+_HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+_ZERO = 12
+_INTEGERS = torch.cat([_ZERO + _HALVES, _ZERO - _HALVES]).to(torch.uint8)
+"""Twice the number of each code, plus `_ZERO`."""
+_BIAS = 127
+_NAN = 255
+"""An exponent that stands for no number."""
+
+
+class GptOssForCausalLM(DecoderModel):
+    """The decoder with sinks."""
+
+    def __init__(self, context: ModelContext) -> None:
+        assert isinstance(context.reader, SafetensorsReader)
+        super().__init__(replace(context, reader=StackedExperts(context.reader, context)))
+
+
+class StackedExperts:
+    """A reader that gives each expert's parts by names of their own: `experts.3.up_proj.weight`.
+
+    gate_up_proj [experts, inputs, gates and ups by turns]    its bias without inputs
+    down_proj    [experts, inputs, outputs]
+
+    In MXFP4 outputs come before groups of inputs.
+    """
+
+    def __init__(self, reader: SafetensorsReader, context: ModelContext) -> None:
+        moe = context.config.moe
+        assert moe is not None
+        self.dtype, self.device = reader.dtype, reader.device
+        self.has = reader.has
+        self._reader = reader
+        self._is_packed = moe.stacked is Stacked.MXFP4
+        hidden, inner = context.config.hidden_size, moe.intermediate_size
+        self._shapes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
+        self._last: tuple[str, int, Tensor] | None = None
+        """The last tensor and expert: gates are read first, then ups."""
+
+    def read_into(
+        self, target: Tensor, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> None:
+        """See `WeightReader.read_into`."""
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            self._reader.read_into(target, name, rows=rows, columns=columns)
+            return
+        if (stored := self.read_stored(name, rows=rows, columns=columns)) is not None:
+            target.copy_(stored.numbers())
+            if not is_finite(target):
+                place = self._reader.place_of(_stacked(match) + SCALES)
+                raise ModelLoadError(f"{place} gives values beyond {self.dtype}")
+            return
+        whole = _half(self._expert(match), match)
+        for dimension, part in enumerate((rows, columns)):
+            if part is not None:
+                whole = whole.narrow(dimension, part.start, part.size)
+        target.copy_(whole)
+
+    def read_stored(
+        self, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> StoredWeight | None:
+        """See `WeightReader.read_stored`."""
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            return self._reader.read_stored(name, rows=rows, columns=columns)
+        if not self._is_packed or match["kind"] == "bias":
+            return None
+        stacked, own = _stacked(match), Part(int(match["number"]), 1)
+        blocks, scales = (
+            _half(self._reader.read_bytes(stacked + part, rows=own)[0], match)
+            for part in (BLOCKS, SCALES)
+        )
+        if rows is not None:
+            blocks, scales = (part.narrow(0, rows.start, rows.size) for part in (blocks, scales))
+        if bool((scales == _NAN).any()):
+            place = self._reader.place_of(stacked + SCALES)
+            raise ModelLoadError(f"{place} has values that are not finite")
+        return _weight(blocks, scales, columns)
+
+    def _expert(self, match: re.Match[str]) -> Tensor:
+        """Return one expert's part of a plain tensor, outputs before inputs."""
+        is_bias, number = match["kind"] == "bias", int(match["number"])
+        name = f"{_stacked(match)}_bias" if is_bias else _stacked(match)
+        if self._last is None or self._last[:2] != (name, number):
+            shape = self._shapes[_stacked(match).rpartition(".")[2]]
+            part = torch.empty(1, *shape[is_bias:], dtype=self.dtype, device=self.device)
+            self._reader.read_into(part, name, rows=Part(number, 1))
+            self._last = (name, number, part[0])
+        part = self._last[2]
+        return part if is_bias else part.T
+
+
+def _stacked(match: re.Match[str]) -> str:
+    """Return the name of the tensor that an expert's weight is in."""
+    return f"{match['experts']}.{'down' if match['half'] == 'down' else 'gate_up'}_proj"
+
+
+def _half(outputs: Tensor, match: re.Match[str]) -> Tensor:
+    """Return gates or ups of what has both by turns."""
+    return outputs if match["half"] == "down" else outputs[int(match["half"] == "up") :: 2]
+
+
+def _weight(blocks: Tensor, scales: Tensor, columns: Part | None) -> StoredWeight:
+    """Return a weight [M, K] of blocks uint8 [M, K / 32, 16] and scales uint8 [M, K / 32].
+
+    The lower half of a byte is the first of its two numbers.
+    """
+    codes = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(1)
+    part = columns or Part(0, codes.shape[1])
+    first, end = part.start // MXFP4_GROUP, -(-(part.start + part.size) // MXFP4_GROUP)
+    exponents = scales[:, first:end].int() - _BIAS - 1  # of halves
+    return StoredWeight(
+        values=_INTEGERS[codes.narrow(1, part.start, part.size).int()],
+        factors=torch.ldexp(torch.ones(exponents.shape), exponents),
+        zeros=torch.full(exponents.shape, _ZERO, dtype=torch.int16),
+        bits=8,
+        group_size=MXFP4_GROUP,
+        first_input=part.start % MXFP4_GROUP,
+    )

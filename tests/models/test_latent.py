@@ -1,0 +1,129 @@
+"""Latent attention: what is kept of a token, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.kernel_grid import LIMITS, ROWS, make_batch, make_inputs, relative_error
+from support.tiny_models import find_tiny_model, write_tiny_model
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError, ModelLoadError
+from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.invariant import InvariantKernels
+from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.device import DeviceTorchKernels
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.select import missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.models.base import kv_layout
+from lightserve.models.config import load_model_config
+from lightserve.worker.engine import check_latents
+from lightserve.worker.host_pool import DirectHostPool
+from lightserve.worker.memory import KVPool
+
+KERNELS = (TorchKernels, DeviceTorchKernels, *(() if missing_core() else (NativeKernels,)))
+LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "num_experts_per_tok": 6,
+    "torch_dtype": "bfloat16",
+}
+"""DeepSeek-V2-Lite, where it differs from the defaults."""
+
+
+def write_config(path: Path, **changes: object) -> Path:
+    (path / "config.json").write_text(json.dumps(LITE | changes))
+    return path
+
+
+def test_a_ninth_of_what_heads_would_take(tmp_path: Path) -> None:
+    config = load_model_config(write_config(tmp_path))
+    by_ranks = [kv_layout(config, tp_size=size, dtype="bfloat16") for size in (1, 2)]
+    assert [layout.bytes_per_token for layout in by_ranks] == [27 * (512 + 64) * 2] * 2
+    heads = 27 * 16 * (128 + 64 + 128) * 2
+    assert heads / by_ranks[0].bytes_per_token > 8.8
+
+
+def test_a_pool_has_each_vector_once_and_copies_are_whole(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("deepseek-v2"), tmp_path)
+    layout = kv_layout(load_model_config(path), tp_size=1, dtype="float32")
+    pool = KVPool(layout, 24, torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in pool.tensors) == 25 * layout.bytes_per_token
+    for keys, values in zip(pool.k, pool.v, strict=True):
+        assert keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
+        assert (keys.shape[2], values.shape[2]) == (40, 32)
+        keys.normal_()
+    before = [keys.clone() for keys in pool.k]
+    host = DirectHostPool(8, pool)
+    places = torch.tensor([3, 17, 5], dtype=torch.int32).numpy().tobytes()
+    on_host = torch.tensor([1, 6, 2], dtype=torch.int32).numpy().tobytes()
+    copies = SimpleNamespace(slots=places, host_slots=on_host)
+    host.save(copies)  # type: ignore[arg-type]
+    for keys in pool.k:
+        keys[[3, 5, 17]] = 0.0
+    host.load(copies)  # type: ignore[arg-type]
+    assert all(torch.equal(*pair) for pair in zip(pool.k, before, strict=True))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_fewer_numbers_than_keys(
+    implementation: type[TorchKernels], dtype: torch.dtype
+) -> None:
+    for rows in ("mixed", "decodes"):
+        batch = make_batch(ROWS[rows], "scattered")
+        q, pool, _ = make_inputs(batch, (4, 1, 40), dtype)
+
+        def attend(kernels: TorchKernels | ReferenceKernels, width: int) -> torch.Tensor:
+            values = pool[..., :width]  # noqa: B023
+            return kernels.attention(q, pool, values, batch, scale=0.2, sliding_window=None)  # noqa: B023
+
+        found = attend(implementation(), 32)
+        assert found.shape == (*q.shape[:2], 32)
+        truth = attend(ReferenceKernels(), 32)
+        assert relative_error(found, truth) <= LIMITS[dtype]
+        # They are those of whole keys, cut off.
+        whole = attend(ReferenceKernels(), 40)[..., :32]
+        assert relative_error(truth, whole) <= LIMITS[dtype]
+        assert relative_error(found.flip(1), truth) > 10 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method.*greedy or group_limited_greedy"),
+        ({"topk_method": "group_limited_greedy"}, "n_group.*is missing"),
+        ({"norm_topk_prob": True}, "norm_topk_prob"),
+        ({"scoring_func": "sigmoid"}, "scoring_func.*softmax"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"first_k_dense_replace": 27}, "first_k_dense_replace.*below 27"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim.*even"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_variants_that_are_refused(
+    changes: dict[str, object], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelLoadError, match=complaint):
+        load_model_config(write_config(tmp_path, **changes))
+
+
+def test_kernels_and_types_that_are_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    config, plain = load_model_config(path), ServeConfig(model=str(path))
+    check_latents(plain, config, TorchKernels())
+    for kernels in (TritonKernels(), InvariantKernels()):
+        with pytest.raises(ConfigError, match=f"the {kernels.name} kernels.*backend torch does"):
+            check_latents(plain, config, kernels)
+    with pytest.raises(ConfigError, match="--kv-dtype int8 does not go with DeepseekV2"):
+        check_latents(ServeConfig(model=str(path), kv_dtype="int8"), config, TorchKernels())
