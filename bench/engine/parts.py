@@ -13,7 +13,8 @@ python -m bench.engine.parts products [--threads 2] [--rows 1,8,32] [--rounds 7]
 python -m bench.engine.parts steps --model DIR [--threads 2] [--quantization int8] [--cpu-time]
     [--steps 1,32,p512,p512+1536]
     where a step's time goes: decodes, or a prompt's tokens behind as many of its own; ms by
-    operation of the native core, what is left for Python and torch, and page faults
+    operation of the native core, what is left for Python and torch, and page faults. Layers are
+    not recorded for that; `--recorded` gives only what a step takes as it is served
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import msgspec
 import torch
@@ -37,6 +38,7 @@ from lightserve.config import ServeConfig
 from lightserve.kernels.cpu.core import Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.interface import NotRecordableError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
@@ -325,6 +327,10 @@ def rows_of(step: str) -> list[Row]:
     return [(int(start or 0), int(count))]
 
 
+def _not_recorded(*_: object) -> NoReturn:
+    raise NotRecordableError("each operation is timed by itself")
+
+
 def steps() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -334,7 +340,10 @@ def steps() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--recorded", action="store_true")
     options = parser.parse_args()
+    if not options.recorded:
+        NativeKernels.record = _not_recorded  # type: ignore[method-assign]
     config = ServeConfig(
         model=options.model,
         num_threads=options.threads,
@@ -345,7 +354,7 @@ def steps() -> None:
     set_threads(config)
     timer = StepTimer(build_runner(config))
     clock: Callable[[], float] = time.thread_time if options.cpu_time else time.perf_counter
-    timed = timed_operations(clock)
+    timed = [] if options.recorded else timed_operations(clock)
     for step in options.steps.split(","):
         rows = rows_of(step)
         timer.prepare(rows)

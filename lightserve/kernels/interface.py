@@ -241,6 +241,40 @@ class ExpertKernels(Kernels, Protocol):
         """
 
 
+class PassInputs(NamedTuple):
+    """What the layers of one pass read beside weights and KV."""
+
+    x: Tensor
+    """[T, hidden], contiguous; may be overwritten."""
+    batch: AttentionBatch
+    tables: tuple[Tensor, ...]
+    """float32 [T, n] each, such as cos and sin of the tokens' positions."""
+    logit_rows: Tensor | None
+    """int64 [L], L > 0: the tokens that go on behind the last layer's attention; None: all."""
+
+
+class NotRecordableError(Exception):
+    """Some layers cannot be recorded; says what of them."""
+
+
+@runtime_checkable
+class RecordingKernels(Kernels, Protocol):
+    """Kernels that can note what layers ask of them, and do it again in one call."""
+
+    def record(
+        self, layers: Callable[[PassInputs], Tensor], like: PassInputs
+    ) -> Callable[[PassInputs], Tensor]:
+        """Return what does as `layers`, to the bit, for any numbers of rows.
+
+        All else is as in `like`: sizes, types, the stride of `req_to_slot`, and whether there are
+        `logit_rows`. Nothing is computed meanwhile, no KV is written.
+
+        Raises:
+            NotRecordableError: `layers` do what is no operation of these kernels, or another one
+                for another number of rows.
+        """
+
+
 class Int8Weight(NamedTuple):
     """A weight [M, K] of 8-bit integers, each output's times a factor of its own."""
 

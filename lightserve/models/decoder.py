@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import AttentionBatch, PassInputs
 from lightserve.models.base import KVTensors
+from lightserve.models.config import ModelConfig
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.attention import (
     Attention,
@@ -24,6 +25,7 @@ from lightserve.models.layers.attention import (
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import LMHead, Norm, VocabEmbedding, VocabWeight
 from lightserve.models.parallel import Part
+from lightserve.models.passes import Passes
 from lightserve.models.rope import RopeConfig
 from lightserve.models.weight_files import (
     EMBEDDING,
@@ -142,7 +144,9 @@ class DecoderModel:
             self._positions = _positions(context, config.position_offset)
         layer_type = ParallelLayer if config.is_parallel else self.layer_type
         self._layers = [layer_type(context, layer) for layer in range(config.num_layers)]
+        self._kinds = _kinds(config)
         self._norm = context.norm("model.norm", size=config.hidden_size)
+        self._passes = Passes(context.kernels, context.tp, self._through_layers)
         bias = head.read_bias(context.reader, LM_HEAD_BIAS) if config.lm_head_bias else None
         self._lm_head = LMHead(head, context.tp, context.method, bias=bias)
 
@@ -178,13 +182,19 @@ class DecoderModel:
             x = x + self._positions.index_select(0, batch.positions)
         if self._embedding_norm is not None:
             x = self._embedding_norm(x)
+        tables = self._tables(batch.positions)
+        return self._passes.run(PassInputs(x, batch, tables, logit_rows), kv)
+
+    def _through_layers(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
+        """Return what `hidden` does; inputs are its x, and cos and sin of each kind of layers."""
+        x, batch, tables, logit_rows = inputs
+        kinds = [AttentionInputs(batch, tables[i], tables[i + 1]) for i in range(0, len(tables), 2)]
         residual: Tensor | None = None
-        by_layer = self._inputs_by_layer(batch)
-        for layer, inputs in zip(self._layers[:-1], by_layer, strict=False):
-            heads, residual = layer.attend(x, residual, inputs, kv)
+        for layer, kind in zip(self._layers[:-1], self._kinds, strict=False):
+            heads, residual = layer.attend(x, residual, kinds[kind], kv)
             x, residual = layer.finish(heads, residual)
         last = self._layers[-1]
-        heads, residual = last.attend(x, residual, by_layer[-1], kv)
+        heads, residual = last.attend(x, residual, kinds[self._kinds[-1]], kv)
         if logit_rows is not None:
             if logit_rows.shape[0] == 0:
                 return x[:0]
@@ -194,21 +204,25 @@ class DecoderModel:
         hidden, _ = self._norm.add(x, residual)
         return hidden
 
-    def _inputs_by_layer(self, batch: AttentionBatch) -> list[AttentionInputs]:
-        """Return each layer's inputs: most models have the same for all."""
-        config = self.config
-        by_layer = [AttentionInputs(batch, *self._rotary.select(batch.positions))]
-        by_layer *= len(self._layers)
-        if config.unrotated_layers:
-            still = by_layer[0].unrotated()
-            for number in config.unrotated_layers:
-                by_layer[number] = still
+    def _tables(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return cos and sin of each kind of layers; `_kinds` says which is which."""
+        tables: tuple[Tensor, ...] = self._rotary.select(positions)
+        if self.config.unrotated_layers:
+            tables = (*tables, torch.ones_like(tables[0]), torch.zeros_like(tables[1]))
         if self._local_rotary is not None:
-            local = AttentionInputs(batch, *self._local_rotary.select(batch.positions))
-            for number, window in enumerate(config.sliding_windows):
-                if window is not None:
-                    by_layer[number] = local
-        return by_layer
+            tables = (*tables, *self._local_rotary.select(positions))
+        return tables
+
+
+def _kinds(config: ModelConfig) -> list[int]:
+    """Return for each layer which tables it has: rotary ones, none, or local ones."""
+    still, local = 1, 1 + bool(config.unrotated_layers)
+    kinds = [still if layer in config.unrotated_layers else 0 for layer in range(config.num_layers)]
+    if config.local_rope is not None:
+        for layer, window in enumerate(config.sliding_windows):
+            if window is not None:
+                kinds[layer] = local
+    return kinds
 
 
 def _rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).with_name("csrc")
 LIBRARY = Path(__file__).with_name("libcore.so")
@@ -61,12 +62,32 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+_TYPES = {"p": _POINTER, "l": _LONG, "n": _LONG, "i": _INT, "t": _INT, "f": _FLOAT}
+
+
+class Noted(NamedTuple):
+    """A function whose calls can be noted, to be made later by `core_run`."""
+
+    arguments: str
+    """See `_typed`."""
+    by_words: int
+    """Address of what calls it with words of 64 bits."""
+
+
 def _typed(function: Callable[..., int], arguments: str) -> Callable[..., int]:
-    """Tell ctypes the types: p for an address, l and i for integers of 64 and 32 bits, f."""
-    types = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
-    function.argtypes = [types[letter] for letter in arguments]  # type: ignore[attr-defined]
+    """Tell ctypes the types: p for an address, l and i for integers of 64 and 32 bits, f.
+
+    n is an l that counts rows (of tokens, of sequences), t an i that counts threads.
+    """
+    function.argtypes = [_TYPES[letter] for letter in arguments]  # type: ignore[attr-defined]
     function.restype = None  # type: ignore[attr-defined]
     return function
+
+
+def _noted(library: ctypes.CDLL, name: str, arguments: str) -> Noted:
+    address = ctypes.cast(getattr(library, f"{name}_by_words"), _POINTER).value
+    assert address is not None
+    return Noted(arguments, address)
 
 
 class Operations:
@@ -76,18 +97,23 @@ class Operations:
         def function(operation: str, arguments: str) -> Callable[..., int]:
             return _typed(getattr(library, f"core_{operation}_{name}"), arguments)
 
+        def noted(operation: str, arguments: str) -> Callable[..., int]:
+            self.noted[operation] = _noted(library, f"core_{operation}_{name}", arguments)
+            return function(operation, arguments)
+
+        self.noted: dict[str, Noted] = {}
         self.pack = function("pack", "pllipi")
         self.pack_int8 = function("pack_int8", "pllippi")
         self.quantize_groups = function("quantize_groups", "plllipppi")
-        self.linear = function("linear", "pllpppllllpipii")
+        self.linear = noted("linear", "plnpppllllpipit")
         self.rows = function("rows", "pllplpi")
         self.rows.restype = _INT  # type: ignore[attr-defined]
         self.rows_int8 = function("rows_int8", "ppllplpi")
         self.rows_int8.restype = _INT  # type: ignore[attr-defined]
-        self.norm = function("norm", "plppfllpii")
-        self.rotate = function("rotate", "ppplllllpplpplliplppfii")
+        self.norm = noted("norm", "plppfnlpit")
+        self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
-        self.attention = function("attention", "plpplliplplllllffppipii")
+        self.attention = noted("attention", "plpplliplpnllllffppipit")
 
 
 class Drawing:
@@ -108,6 +134,8 @@ class Core:
     f32: Operations
     bf16: Operations
     drawing: Drawing
+    gather: Noted
+    """Copies chosen rows."""
 
     def packed_size(
         self, num_outputs: int, num_inputs: int, *, is_bf16: bool, is_gated: bool
@@ -164,4 +192,7 @@ def load_core() -> Core:
     _typed(library.core_pack_groups, "plllpi")
     library.core_large_pages.argtypes = [_POINTER, _LONG]
     f32, bf16 = Operations(library, "f32"), Operations(library, "bf16")
-    return Core(library, level, f32, bf16, Drawing(library))
+    library.core_run.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER]
+    library.core_run.restype = _LONG
+    gather = _noted(library, "core_gather", "pnlpnp")
+    return Core(library, level, f32, bf16, Drawing(library), gather)

@@ -10,11 +10,10 @@ the core's panels: only `linear` can read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,7 +29,15 @@ from lightserve.kernels.cpu.core import (
     num_panels,
 )
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import AttentionBatch, GroupedWeight, Int8Weight, QKNorm, ScoreMod
+from lightserve.kernels.cpu.program import NotedOperations, Notes, record, row_numbers
+from lightserve.kernels.interface import (
+    AttentionBatch,
+    GroupedWeight,
+    Int8Weight,
+    PassInputs,
+    QKNorm,
+    ScoreMod,
+)
 
 MAX_HEAD_DIM = 512
 
@@ -57,6 +64,25 @@ class NativeKernels(TorchKernels):
         self._core = core or load_core()
         self._level = int(min(level or self._core.level, self._core.level))
         self._operations = {torch.float32: self._core.f32, torch.bfloat16: self._core.bf16}
+
+    def record(
+        self, layers: Callable[[PassInputs], Tensor], like: PassInputs
+    ) -> Callable[[PassInputs], Tensor]:
+        """See `RecordingKernels.record`."""
+        return record(self._core, layers, like, self._noting)
+
+    @contextmanager
+    def _noting(self, notes: Notes) -> Iterator[None]:
+        """Have operations noted meanwhile, not computed."""
+        operations = self._operations
+        self._operations = {
+            dtype: cast(Operations, NotedOperations(own, notes))
+            for dtype, own in operations.items()
+        }
+        try:
+            yield
+        finally:
+            self._operations = operations
 
     def _fall_back(self) -> None:
         """Be told that an operation is about to be torch's."""
@@ -459,9 +485,9 @@ class NativeKernels(TorchKernels):
                 score_mod=score_mod,
             )
         soft_cap, slopes, sinks = score_mod or ScoreMod()
-        rows = _rows(batch)
+        rows = row_numbers(batch)
         out = q.new_empty(num_tokens, num_heads, head_dim)
-        if rows.count:
+        if rows.num_rows:
             operations.attention(
                 q.data_ptr(),
                 token_stride,
@@ -473,7 +499,7 @@ class NativeKernels(TorchKernels):
                 batch.req_to_slot.data_ptr(),
                 batch.req_to_slot.stride(0),
                 rows.address,
-                rows.count,
+                rows.num_rows,
                 num_heads,
                 k_pool.shape[1],
                 head_dim,
@@ -522,32 +548,3 @@ def _checked(out: Tensor, indices: Tensor, is_good: int, num_rows: int) -> Tenso
         worst = int(indices.max() if indices.max() >= num_rows else indices.min())
         raise IndexError(f"row {worst} of a weight of {num_rows}")
     return out
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The rows of a batch as the core reads them."""
-
-    numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]]
-    """[count, 4]: row of the table, new tokens, context, first new token."""
-    address: int
-    count: int
-
-
-def _rows(batch: AttentionBatch) -> _Rows:
-    rows: _Rows | None = batch.prepared.get(_Rows)
-    if rows is None:
-        q_lens = np.array(batch.host_q_lens, dtype=np.int64)
-        table = np.stack(
-            [
-                np.array(batch.host_rows, dtype=np.int64),
-                q_lens,
-                np.array(batch.host_context_lens, dtype=np.int64),
-                np.cumsum(q_lens) - q_lens,
-            ],
-            axis=1,
-        )
-        numbers = np.ascontiguousarray(table[q_lens > 0])
-        rows = _Rows(numbers, numbers.ctypes.data, len(numbers))
-        batch.prepared[_Rows] = rows
-    return rows

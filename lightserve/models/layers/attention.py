@@ -32,10 +32,6 @@ class AttentionInputs(NamedTuple):
     """float32 [T, rotary_dim / 2]."""
     sin: Tensor
 
-    def unrotated(self) -> AttentionInputs:
-        """Return the same for layers that know no positions."""
-        return self._replace(cos=torch.ones_like(self.cos), sin=torch.zeros_like(self.sin))
-
 
 class Attention(Protocol):
     """What stands in front of a layer's feed-forward block."""

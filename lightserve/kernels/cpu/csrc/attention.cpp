@@ -146,6 +146,7 @@ template <typename T> void attention(const Attention<T>&, int);
     (level >= AVX512 ? avx512::norm<T> : avx2::norm<T>)(x, x_stride, residual, weight, eps,      \
                                                         num_rows, size, out, num_threads);       \
   }                                                                                              \
+  BY_WORDS(core_norm_##name)                                                                     \
   EXPORT int32_t core_rotate_##name(                                                             \
       T* q, const T* k, const T* v, int64_t token_stride, int64_t num_tokens, int64_t num_heads, \
       int64_t num_kv_heads, int64_t head_dim, const float* cos, const float* sin, int64_t half,  \
@@ -161,6 +162,7 @@ template <typename T> void attention(const Attention<T>&, int);
     (level >= AVX512 ? avx512::rotate<T> : avx2::rotate<T>)(task, num_threads);                  \
     return 1;                                                                                    \
   }                                                                                              \
+  BY_WORDS(core_rotate_##name)                                                                   \
   EXPORT void core_attention_##name(                                                             \
       const T* q, int64_t token_stride, void* k_pool, void* v_pool, int64_t slot_stride,         \
       int64_t head_stride, int32_t is_int8, const int32_t* table, int64_t table_stride,          \
@@ -173,7 +175,8 @@ template <typename T> void attention(const Attention<T>&, int);
                             num_rows, num_heads,    num_kv_heads, head_dim, window,       scale, \
                             out,      is_invariant != 0, soft_cap, slopes, sinks};               \
     attention_##name(task, level, num_threads);                                                  \
-  }
+  }                                                                                              \
+  BY_WORDS(core_attention_##name)
 
 static void attention_f32(const Attention<float>& task, int32_t level, int32_t num_threads) {
   (level >= AVX512 ? avx512::attention<float> : avx2::attention<float>)(task, num_threads);

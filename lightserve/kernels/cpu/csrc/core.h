@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -50,6 +51,43 @@ void parallel(int num_threads, int64_t num_chunks, Body&& body) {
       num_threads, num_chunks,
       [](void* context, Cursor& cursor) { (*static_cast<Plain*>(context))(cursor); }, &body);
 }
+
+// ---- calls that are noted and run later ----
+//
+// A function's arguments as words of 64 bits each: what Python gives ctypes, noted (see program.cpp).
+template <typename A>
+INLINE A from_word(int64_t word) {
+  if constexpr (std::is_pointer<A>::value) {
+    return reinterpret_cast<A>(word);
+  } else if constexpr (std::is_same<A, float>::value) {
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+  } else {
+    return static_cast<A>(word);
+  }
+}
+
+template <typename Result, typename... A, size_t... I>
+int64_t call_with(Result (*function)(A...), const int64_t* words, std::index_sequence<I...>) {
+  if constexpr (std::is_void<Result>::value) {
+    function(from_word<A>(words[I])...);
+    return 1;
+  } else {
+    return function(from_word<A>(words[I])...);
+  }
+}
+
+template <typename Result, typename... A>
+int64_t call_with(Result (*function)(A...), const int64_t* words) {
+  return call_with(function, words, std::index_sequence_for<A...>{});
+}
+
+// Exports what calls `function` with words; 0 means that it refused its arguments.
+#define BY_WORDS(function)                                     \
+  EXPORT int64_t function##_by_words(const int64_t* words) {   \
+    return call_with(function, words);                         \
+  }
 
 // Memory of this thread, aligned to a cache line, kept for its next call; `slot` says which.
 void* scratch(int slot, size_t num_bytes);

@@ -87,7 +87,8 @@ static void multiply(const LinearBf16& task, int32_t level, int num_threads) {
       task.weight = static_cast<const T*>(numbers);                                              \
       multiply(task, level, num_threads);                                                        \
     }                                                                                            \
-  }
+  }                                                                                              \
+  BY_WORDS(core_linear_##name)
 OPERATIONS(float, f32)
 OPERATIONS(bf16, bf16)
 

@@ -1,0 +1,434 @@
+"""A pass's operations, noted once and run by one call of the native core.
+
+The layers run once on tensors whose contents mean nothing. What they ask of the native kernels is
+noted instead of done: which function of the core, with which arguments. An argument is an address
+in a weight or a KV pool, which stays as it is; a place in what a pass is given or in a buffer that
+the layers made; a number of rows; the number of threads; or a number that never changes. So
+nothing is said twice about what a layer does, and the core computes what it would one by one.
+
+    noted     linear(x + 0, rows T, 0x7f..weight, …, buffer 3 + 0, threads)
+    run       places = [T, R, L, threads, address of x, …, addresses of buffers]: patch, call
+
+All that torch is asked for meanwhile goes through `Notes`: making tensors, looking at them in
+another shape, and choosing rows by `logit_rows`. Anything else ends the attempt, and a second one
+with other numbers of rows has to give the same notes, or a choice by the number of rows would stay
+what it was the first time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightserve.kernels.cpu.core import Core, Noted, Operations
+from lightserve.kernels.interface import AttentionBatch, NotRecordableError, PassInputs
+
+_TOKENS, _ROWS, _CHOSEN, _THREADS, _FIRST_INPUT = range(5)
+"""Places whose values count; those behind them are addresses: inputs, output, buffers."""
+_SIZES = ((67, 41, 23), (19, 7, 5))
+"""Tokens, rows, and tokens that go on of the passes that are noted: no two alike."""
+_ALIGNMENT = 64
+
+_ATEN = torch.ops.aten
+_MAKING = {_ATEN.empty.memory_format, _ATEN.new_empty.default}
+_VIEWING = {
+    _ATEN.view.default,
+    _ATEN._unsafe_view.default,
+    _ATEN._reshape_alias.default,
+    _ATEN.reshape.default,
+    _ATEN.contiguous.default,
+    _ATEN.alias.default,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.unsqueeze.default,
+    _ATEN.squeeze.dim,
+}
+
+
+class _Place(NamedTuple):
+    """An argument that differs from pass to pass: a place's value, and an offset."""
+
+    place: int
+    """One of the above, or `_FIRST_INPUT` and the number of a region."""
+    offset: int = 0
+
+
+class _Call(NamedTuple):
+    function: int
+    words: tuple[int | _Place, ...]
+    rows: int
+    """The place that counts its rows."""
+
+
+class _Region(NamedTuple):
+    """Memory of an input, or of a tensor that the layers made."""
+
+    number: int
+    start: int
+    end: int
+    counter: int
+    """The place that counts its rows."""
+    row_bytes: int
+
+
+class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What layers ask of the core and of torch."""
+
+    def __init__(self, core: Core, inputs: PassInputs, sizes: tuple[int, int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+        self.made: list[_Region] = []
+        self._core = core
+        self._counts = dict(zip(sizes, (_TOKENS, _ROWS, _CHOSEN), strict=True))
+        self._regions: list[_Region] = []
+        self._kept: list[object] = [inputs]
+        """So that no address is another one's later on."""
+        addresses = input_addresses(inputs)
+        self._chosen = addresses[0] if inputs.logit_rows is not None else None
+        for number, (address, num_bytes) in enumerate(_extents(inputs)):
+            self._add(_Region(number, address, address + num_bytes, _TOKENS, 0))
+        self._num_inputs = len(self._regions)
+
+    def note(self, noted: Noted, arguments: Sequence[Any]) -> int:
+        """Note a call; say that its arguments were good."""
+        words: list[int | _Place] = []
+        rows = _TOKENS
+        for letter, value in zip(noted.arguments, arguments, strict=True):
+            if letter == "n":
+                rows = self._count(value)
+                words.append(_Place(rows))
+            elif letter == "t":
+                words.append(_Place(_THREADS))
+            elif letter == "p":
+                words.append(self._word(value))
+            elif letter == "f":
+                words.append(struct.unpack("<q", struct.pack("<fi", value, 0))[0])
+            else:
+                words.append(int(value))
+        self.calls.append(_Call(noted.by_words, tuple(words), rows))
+        return 1
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        if func in _VIEWING:
+            return self._view(args[0], func(*args, **kwargs or {}))
+        if func in _MAKING:
+            return self._keep(func(*args, **kwargs or {}))
+        if func is _ATEN.index_select.default:
+            return self._gather(*args)
+        raise NotRecordableError(f"they ask torch for {func}")
+
+    def _view(self, source: Tensor, viewed: Any) -> Any:
+        """Return what shows `source` in another shape, and has to be no copy of it."""
+        own = source.untyped_storage().data_ptr()
+        for one in viewed if isinstance(viewed, (list, tuple)) else [viewed]:
+            if one.untyped_storage().data_ptr() != own:
+                raise NotRecordableError("they copy a tensor into another shape")
+        return viewed
+
+    def region_of(self, address: int) -> _Region | None:
+        """Return the region that has a byte at `address`."""
+        index = bisect_right(self._regions, address, key=lambda region: region.start) - 1
+        if index >= 0 and address < self._regions[index].end:
+            return self._regions[index]
+        return None
+
+    def _gather(self, source: Tensor, dim: int, index: Tensor) -> Tensor:
+        if dim != 0 or index.data_ptr() != self._chosen or not source.is_contiguous():
+            raise NotRecordableError("they look up rows by other than the wanted tokens")
+        out = self._keep(source.new_empty(len(index), *source.shape[1:]))
+        row_bytes = source.nbytes // len(source)
+        self.note(
+            self._core.gather,
+            (source.data_ptr(), len(source), row_bytes, self._chosen, len(index), out.data_ptr()),
+        )
+        return out
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Take a tensor that was made into the regions."""
+        if tensor.dim() == 0 or not tensor.is_contiguous() or not tensor.numel():
+            raise NotRecordableError(f"they make a tensor of shape {list(tensor.shape)}")
+        start, count = tensor.data_ptr(), self._count(len(tensor))
+        number = self._num_inputs + len(self.made)
+        row_bytes = tensor.nbytes // len(tensor)
+        region = _Region(number, start, start + tensor.nbytes, count, row_bytes)
+        self.made.append(region)
+        self._add(region)
+        self._kept.append(tensor)
+        return tensor
+
+    def _add(self, region: _Region) -> None:
+        if region.end > region.start:
+            index = bisect_right(self._regions, region.start, key=lambda other: other.start)
+            self._regions.insert(index, region)
+
+    def _count(self, value: int) -> int:
+        if value not in self._counts:
+            raise NotRecordableError(f"{value} rows are neither tokens nor sequences")
+        return self._counts[value]
+
+    def _word(self, address: int | None) -> int | _Place:
+        if address is None:
+            return 0
+        region = self.region_of(address)
+        if region is None:
+            return address
+        return _Place(_FIRST_INPUT + region.number, address - region.start)
+
+
+class NotedOperations:
+    """Stands for `Operations` while calls are noted."""
+
+    def __init__(self, operations: Operations, notes: Notes) -> None:
+        self._operations = operations
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        """Return what notes a call of the operation `name`."""
+        noted = self._operations.noted.get(name)
+        if noted is None:
+            raise NotRecordableError(f"they ask the core for {name!r}")
+        return lambda *arguments: self._notes.note(noted, arguments)
+
+
+class RowNumbers(NamedTuple):
+    """The rows of a batch as the core reads them."""
+
+    numbers: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    """[count, 4]: row of the table, new tokens, context, first new token."""
+    address: int
+    num_rows: int
+
+
+def row_numbers(batch: AttentionBatch) -> RowNumbers:
+    """Return a batch's rows that have new tokens."""
+    rows: RowNumbers | None = batch.prepared.get(RowNumbers)
+    if rows is None:
+        numbers = np.empty((len(batch.host_rows), 4), dtype=np.int64)
+        numbers[:, 0] = batch.host_rows
+        numbers[:, 1] = q_lens = np.array(batch.host_q_lens, dtype=np.int64)
+        numbers[:, 2] = batch.host_context_lens
+        numbers[:, 3] = np.cumsum(q_lens) - q_lens
+        if not q_lens.all():
+            numbers = numbers[q_lens > 0]
+        rows = RowNumbers(numbers, numbers.ctypes.data, len(numbers))
+        batch.prepared[RowNumbers] = rows
+    return rows
+
+
+def _input_tensors(inputs: PassInputs) -> Iterator[Tensor]:
+    """Return them in the order of their places; the rows' numbers stand behind them."""
+    batch = inputs.batch
+    if inputs.logit_rows is not None:
+        yield inputs.logit_rows
+    yield inputs.x
+    yield from inputs.tables
+    yield from (batch.positions, batch.slot_mapping, batch.req_to_slot)
+    yield from (batch.rows, batch.cu_seqlens_q, batch.context_lens)
+
+
+def input_addresses(inputs: PassInputs) -> list[int]:
+    """Return where a pass's inputs are."""
+    addresses = [tensor.data_ptr() for tensor in _input_tensors(inputs)]
+    return [*addresses, row_numbers(inputs.batch).address]
+
+
+def _extents(inputs: PassInputs) -> list[tuple[int, int]]:
+    """Return address and bytes of each."""
+    extents = [(tensor.data_ptr(), tensor.nbytes) for tensor in _input_tensors(inputs)]
+    rows = row_numbers(inputs.batch)
+    return [*extents, (rows.address, rows.numbers.nbytes)]
+
+
+def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
+    """Return inputs of other numbers of rows; only their addresses and shapes mean anything."""
+    num_tokens, num_rows, num_chosen = sizes
+    batch = like.batch
+
+    def vector(size: int, of: Tensor) -> Tensor:
+        return of.new_zeros(size)
+
+    last = num_tokens - num_rows + 1
+    return PassInputs(
+        like.x.new_zeros(num_tokens, like.x.shape[1]),
+        AttentionBatch(
+            positions=vector(num_tokens, batch.positions),
+            slot_mapping=vector(num_tokens, batch.slot_mapping),
+            req_to_slot=torch.empty_like(batch.req_to_slot),
+            rows=vector(num_rows, batch.rows),
+            cu_seqlens_q=vector(num_rows + 1, batch.cu_seqlens_q),
+            context_lens=vector(num_rows, batch.context_lens),
+            host_rows=[0] * num_rows,
+            host_q_lens=[1] * (num_rows - 1) + [last],
+            host_context_lens=[last] * num_rows,
+        ),
+        tuple(table.new_zeros(num_tokens, table.shape[1]) for table in like.tables),
+        None if like.logit_rows is None else like.logit_rows.new_zeros(num_chosen),
+    )
+
+
+class _Noted(NamedTuple):
+    """What two attempts have to agree on."""
+
+    calls: list[_Call]
+    buffers: list[tuple[int, int]]
+    """Place that counts the rows of each tensor that was made, and a row's bytes."""
+    output: int
+    """Which of them is returned."""
+    shape: tuple[int, ...]
+    """Of a row of it, …"""
+    dtype: torch.dtype
+    """… and its numbers' type."""
+
+
+@torch.inference_mode()
+def _note(
+    core: Core,
+    layers: Callable[[PassInputs], Tensor],
+    inputs: PassInputs,
+    sizes: tuple[int, int, int],
+    noting: Callable[[Notes], AbstractContextManager[None]],
+) -> _Noted:
+    notes = Notes(core, inputs, sizes)
+    with noting(notes), notes:
+        output = layers(inputs)
+    region = notes.region_of(output.data_ptr())
+    num_inputs = notes._num_inputs
+    if region is None or region.number < num_inputs or not output.is_contiguous():
+        raise NotRecordableError("they return what is no tensor of their own")
+    if output.nbytes != region.end - region.start:
+        raise NotRecordableError("they return a part of a tensor")
+    buffers = [(made.counter, made.row_bytes) for made in notes.made]
+    number = region.number - num_inputs
+    return _Noted(notes.calls, buffers, number, tuple(output.shape[1:]), output.dtype)
+
+
+class _Arena:
+    """Memory that buffers whose lives do not overlap have one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.row_bytes = 0
+        self.last_use = -1
+
+
+def _arenas(noted: _Noted, first_buffer: int) -> tuple[list[_Arena], dict[int, int]]:
+    """Return arenas, and which of them each buffer but the output has."""
+    lives: dict[int, list[int]] = {}
+    for number, call in enumerate(noted.calls):
+        for word in call.words:
+            if isinstance(word, _Place) and word.place >= first_buffer:
+                lives.setdefault(word.place - first_buffer, []).append(number)
+    arenas: list[_Arena] = []
+    arena_of: dict[int, int] = {}
+    for buffer, uses in sorted(lives.items(), key=lambda item: item[1][0]):
+        if buffer == noted.output:
+            continue
+        count, row_bytes = noted.buffers[buffer]
+        free = [a for a in arenas if a.count == count and a.last_use < uses[0]]
+        if not free:
+            free = [_Arena(count)]
+            arenas += free
+        arena = min(free, key=lambda a: abs(a.row_bytes - row_bytes))
+        arena.row_bytes = max(arena.row_bytes, row_bytes)
+        arena.last_use = uses[-1]
+        arena_of[buffer] = arenas.index(arena)
+    return arenas, arena_of
+
+
+class Program:
+    """The calls of a pass."""
+
+    def __init__(
+        self, core: Core, noted: _Noted, num_inputs: int, layers: Callable[[PassInputs], Tensor]
+    ) -> None:
+        self._layers = layers  # which own the weights and pools whose addresses are noted
+        first_buffer = _FIRST_INPUT + num_inputs
+        self._arenas, arena_of = _arenas(noted, first_buffer)
+        self._output = noted.buffers[noted.output][0], noted.shape, noted.dtype
+        place_of = {buffer: first_buffer + 1 + arena for buffer, arena in arena_of.items()}
+        place_of[noted.output] = first_buffer
+        calls, words, patches = list[tuple[int, int, int]](), list[int](), []
+        for call in noted.calls:
+            calls.append((call.function, len(words), call.rows))
+            for word in call.words:
+                if isinstance(word, _Place):
+                    place, offset = word
+                    place = place_of[place - first_buffer] if place >= first_buffer else place
+                    patches.append((len(words), place, offset))
+                words.append(0 if isinstance(word, _Place) else word)
+        self._calls, self._words = _numbers(calls), _numbers(words)
+        self._patches = _numbers(patches)
+        self._run = core.library.core_run
+        self._arguments = (
+            *(self._calls.ctypes.data, len(calls), self._words.ctypes.data),
+            *(self._patches.ctypes.data, len(patches)),
+        )
+        self._places = (ctypes.c_int64 * (first_buffer + 1 + len(self._arenas)))()
+
+    def __call__(self, inputs: PassInputs) -> Tensor:
+        """Run them; see `RecordingKernels.record`."""
+        x, rows = inputs.x, inputs.logit_rows
+        counts = (len(x), row_numbers(inputs.batch).num_rows, 0 if rows is None else len(rows))
+        count, shape, dtype = self._output
+        output = torch.empty(counts[count], *shape, dtype=dtype)
+        sizes = [
+            -(-arena.row_bytes * counts[arena.count] // _ALIGNMENT) * _ALIGNMENT
+            for arena in self._arenas
+        ]
+        memory = torch.empty(sum(sizes) + _ALIGNMENT, dtype=torch.uint8)
+        address = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        places = [*counts, torch.get_num_threads(), *input_addresses(inputs), output.data_ptr()]
+        for size in sizes:
+            places.append(address)
+            address += size
+        for number, place in enumerate(places):
+            self._places[number] = place
+        failed = self._run(*self._arguments, self._places)
+        if failed >= 0:
+            raise IndexError(_what_failed(inputs, failed))
+        return output
+
+
+def _numbers(values: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    unsigned = np.array(values, dtype=object)
+    return np.ascontiguousarray(unsigned.astype(np.int64))
+
+
+def _what_failed(inputs: PassInputs, call: int) -> str:
+    slots, chosen = inputs.batch.slot_mapping.tolist(), inputs.logit_rows
+    tokens = "all" if chosen is None else chosen.tolist()
+    return f"call {call} of the core: a slot of {slots} or a token of {tokens} is none"
+
+
+def record(
+    core: Core,
+    layers: Callable[[PassInputs], Tensor],
+    like: PassInputs,
+    noting: Callable[[Notes], AbstractContextManager[None]],
+) -> Program:
+    """See `RecordingKernels.record`; within `noting` the kernels ask notes in place of the core."""
+    examples = [_example(like, sizes) for sizes in _SIZES]
+    attempts = [
+        _note(core, layers, example, sizes, noting)
+        for example, sizes in zip(examples, _SIZES, strict=True)
+    ]
+    if attempts[0] != attempts[1]:
+        raise NotRecordableError("what they do depends on the number of rows")
+    return Program(core, attempts[0], len(input_addresses(like)), layers)
