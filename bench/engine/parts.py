@@ -343,7 +343,7 @@ def steps() -> None:
     parser.add_argument("--recorded", action="store_true")
     options = parser.parse_args()
     if not options.recorded:
-        NativeKernels.record = _not_recorded  # type: ignore[method-assign]
+        NativeKernels.record = _not_recorded  # type: ignore[method-assign, assignment]
     config = ServeConfig(
         model=options.model,
         num_threads=options.threads,
