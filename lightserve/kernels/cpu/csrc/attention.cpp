@@ -182,8 +182,9 @@ static void attention_f32(const Attention<float>& task, int32_t level, int32_t n
   (level >= AVX512 ? avx512::attention<float> : avx2::attention<float>)(task, num_threads);
 }
 static void attention_bf16(const Attention<bf16>& task, int32_t level, int32_t num_threads) {
-  // With AMX, scores never leave its units as they are.
-  if (level >= AMX && !task.modifies()) return attention_amx(task, num_threads);
+  // Scores that are modified stay in vectors of float32.
+  if (level >= AVX512_BF16 && !task.modifies())
+    return (level >= AMX ? attention_amx : attention_dots)(task, num_threads);
   (level >= AVX512 ? avx512::attention<bf16> : avx2::attention<bf16>)(task, num_threads);
 }
 

@@ -246,6 +246,7 @@ struct Rotation {
 // The query heads that share a KV head, of all new tokens of a row, are its lanes, 16 of which are
 // a tile. A piece of work is up to MAX_TILES tiles over some keys of one KV head. A context is cut
 // into several pieces where a row has few lanes; where depends on its length alone.
+constexpr int64_t FEW_LANES = 8;  // of a piece, where vectors go along a head's numbers in place of lanes
 constexpr int64_t LANES = 16, KEY_BLOCK = 64, MAX_TILES = 8, KEYS_OF_PIECE = 512;
 
 template <typename T>
@@ -315,3 +316,4 @@ void run_attention(const Attention<T>& task, int num_threads,
                    bool (*attend)(const Attention<T>&, const Piece&, const Tile*, float*),
                    void (*finish)(const Attention<T>&, const Tile&, const float*));
 void attention_amx(const Attention<bf16>& task, int num_threads);
+void attention_dots(const Attention<bf16>& task, int num_threads);

@@ -192,7 +192,6 @@ TARGET static bool attend_piece(const Attention<T>& task, const Piece& piece, co
 //
 // Where a piece has so few lanes that most of a tile would be empty, as decodes have, vectors go along
 // a head's numbers and along keys in place of lanes.
-constexpr int64_t FEW_LANES = 8;
 
 // Returns vector i's total in place i.
 TARGET INLINE F totals_of(F (&sums)[W]) {
@@ -405,7 +404,7 @@ TARGET static bool attend_few(const Attention<T>& task, const Piece& piece, cons
 }
 
 template <typename T>
-TARGET static bool attend(const Attention<T>& task, const Piece& piece, const Tile* tiles,
+TARGET bool attend(const Attention<T>& task, const Piece& piece, const Tile* tiles,
                           float* states) {
   int64_t lanes = 0;
   while (lanes < LANES && tiles[0].queries[lanes] != -1) lanes++;
@@ -440,6 +439,7 @@ void attention(const Attention<T>& task, int num_threads) {
 
 #define INSTANCES(T)                                    \
   template void attention<T>(const Attention<T>&, int); \
+  template bool attend<T>(const Attention<T>&, const Piece&, const Tile*, float*); \
   template void finish_lanes<T>(const Attention<T>&, const Tile&, const float*);
 INSTANCES(float)
 INSTANCES(bf16)

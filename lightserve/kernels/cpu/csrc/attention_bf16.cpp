@@ -1,4 +1,4 @@
-// Attention of bfloat16 by AMX tiles.
+// Attention of bfloat16 by AMX tiles, or by AVX512's dot products.
 //
 // Scores stand as [keys][lanes]: what softmax does to a lane is then done to vectors. With 16 lanes
 // per tile and 64 keys at once:
@@ -11,6 +11,7 @@
 #include "tiles.h"
 
 namespace avx512 {
+template <typename T> bool attend(const Attention<T>&, const Piece&, const Tile*, float*);
 template <typename T> void finish_lanes(const Attention<T>&, const Tile&, const float*);
 }
 
@@ -19,7 +20,7 @@ namespace {
 constexpr float NOTHING = -1e30f;  // the score of a key that is not seen: its weight is zero
 
 // Two to the power of x <= 0, with a relative error below 1e-5: it is rounded to bfloat16.
-TARGET_AMX INLINE __m512 exp2_of(__m512 x) {
+TARGET_BF16 INLINE __m512 exp2_of(__m512 x) {
   const __m512 whole = _mm512_roundscale_ps(x, 0);
   const __m512 rest = _mm512_sub_ps(x, whole);
   __m512 sum = _mm512_set1_ps(9.6181291e-3f);
@@ -30,7 +31,7 @@ TARGET_AMX INLINE __m512 exp2_of(__m512 x) {
   return _mm512_scalef_ps(sum, whole);
 }
 
-TARGET_AMX INLINE void transpose(__m512i* r) {
+TARGET_BF16 INLINE void transpose(__m512i* r) {
   __m512i t[16];
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -68,7 +69,7 @@ struct Room {
   float* total;   // [tiles][LANES]
 };
 
-TARGET_AMX Room make_room(int64_t num_tiles, int64_t size) {
+TARGET_BF16 Room make_room(int64_t num_tiles, int64_t size) {
   const int64_t queries = num_tiles * LANES * size * 2, block = KEY_BLOCK * size * 2;
   const int64_t sums = num_tiles * LANES * size * 4, lanes = num_tiles * LANES * 4;
   char* start = static_cast<char*>(scratch(
@@ -95,7 +96,7 @@ TARGET_AMX Room make_room(int64_t num_tiles, int64_t size) {
   return room;
 }
 
-TARGET_AMX void put_queries(const Attention<bf16>& task, const Tile& tile, int64_t size,
+TARGET_BF16 void put_queries(const Attention<bf16>& task, const Tile& tile, int64_t size,
                             bf16* queries) {
   for (int64_t d = 0; d < size; d += 32) {
     const int64_t left = task.head_dim - d;
@@ -111,7 +112,7 @@ TARGET_AMX void put_queries(const Attention<bf16>& task, const Tile& tile, int64
 }
 
 // 32 numbers of a head from `d` on, as many as the mask has.
-TARGET_AMX INLINE __m512i numbers_at(const Pools& pools, const void* pool, int64_t place,
+TARGET_BF16 INLINE __m512i numbers_at(const Pools& pools, const void* pool, int64_t place,
                                      int64_t head_dim, int64_t d, __mmask32 mask) {
   if (!pools.is_int8)
     return _mm512_maskz_loadu_epi16(mask, static_cast<const bf16*>(pool) + place + d);
@@ -126,7 +127,7 @@ TARGET_AMX INLINE __m512i numbers_at(const Pools& pools, const void* pool, int64
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale));
 }
 
-TARGET_AMX void put_keys_and_values(const Attention<bf16>& task, const Piece& piece,
+TARGET_BF16 void put_keys_and_values(const Attention<bf16>& task, const Piece& piece,
                                     int64_t first_key, int64_t num_keys, int64_t size,
                                     const Room& room) {
   const int32_t* slots = task.table + piece.table_row * task.table_stride + first_key;
@@ -159,32 +160,10 @@ TARGET_AMX void put_keys_and_values(const Attention<bf16>& task, const Piece& pi
   }
 }
 
-TARGET_AMX void score(const bf16* queries, const Room& room, int64_t size) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t d = 0; d < size; d += 32) {
-    _tile_loadd(4, queries + d * LANES, 64);
-    _tile_loadd(5, room.keys + d, size * 2);
-    _tile_dpbf16ps(0, 5, 4);
-    _tile_loadd(6, room.keys + 16 * size + d, size * 2);
-    _tile_dpbf16ps(1, 6, 4);
-    _tile_loadd(7, room.keys + 32 * size + d, size * 2);
-    _tile_dpbf16ps(2, 7, 4);
-    _tile_loadd(5, room.keys + 48 * size + d, size * 2);
-    _tile_dpbf16ps(3, 5, 4);
-  }
-  _tile_stored(0, room.scores, 64);
-  _tile_stored(1, room.scores + 256, 64);
-  _tile_stored(2, room.scores + 512, 64);
-  _tile_stored(3, room.scores + 768, 64);
-}
-
 // Turns scores into weights; returns the factor of what was summed before, and whether it is not 1.
 // `is_full`: all lanes see all keys of the block.
 template <bool is_full>
-TARGET_AMX bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, float scale,
+TARGET_BF16 bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, float scale,
                        const Room& room, float* best_of, float* total_of, __m512* factor) {
   const __m512i last = _mm512_loadu_si512(tile.last_key);
   const __m512i first = _mm512_loadu_si512(tile.first_key);
@@ -236,38 +215,125 @@ TARGET_AMX bool soften(const Tile& tile, int64_t first_key, int64_t num_keys, fl
   return _mm512_cmp_ps_mask(*factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
 }
 
-TARGET_AMX void add_values(const Room& room, int64_t size, float* sums, bool is_scaled,
-                           __m512 factor) {
-  if (is_scaled) {
-    alignas(64) float factors[LANES];
-    _mm512_store_ps(factors, factor);
-    for (int64_t part = 0; part < size / 16; part++)
-      for (int64_t lane = 0; lane < LANES; lane++) {
-        float* line = sums + part * 256 + lane * 16;
-        _mm512_store_ps(line, _mm512_mul_ps(_mm512_load_ps(line), _mm512_set1_ps(factors[lane])));
-      }
-  }
-  _tile_loadd(6, room.weights, 64);
-  _tile_loadd(7, room.weights + 512, 64);
-  const bf16* values = room.values;
-  for (int64_t part = 0; part < size / 16; part += 2) {
-    _tile_loadd(0, sums + part * 256, 64);
-    _tile_loadd(4, values + part * 512, 64);
-    _tile_dpbf16ps(0, 6, 4);
-    _tile_loadd(1, sums + part * 256 + 256, 64);
-    _tile_loadd(5, values + part * 512 + 512, 64);
-    _tile_dpbf16ps(1, 6, 5);
-    _tile_loadd(4, values + (size / 16 + part) * 512, 64);
-    _tile_dpbf16ps(0, 7, 4);
-    _tile_loadd(5, values + (size / 16 + part) * 512 + 512, 64);
-    _tile_dpbf16ps(1, 7, 5);
-    _tile_stored(0, sums + part * 256, 64);
-    _tile_stored(1, sums + part * 256 + 256, 64);
-  }
+TARGET_BF16 void scale_sums(int64_t size, float* sums, __m512 factor) {
+  alignas(64) float factors[LANES];
+  _mm512_store_ps(factors, factor);
+  for (int64_t part = 0; part < size / 16; part++)
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      float* line = sums + part * 256 + lane * 16;
+      _mm512_store_ps(line, _mm512_mul_ps(_mm512_load_ps(line), _mm512_set1_ps(factors[lane])));
+    }
 }
 
-TARGET_AMX void store_lanes(const Attention<bf16>& task, const Tile& tile, const float* sums,
-                            const float* best, const float* total) {
+// What multiplies: scores of one tile of queries, and weighted values added to its sums.
+
+struct Tiles {
+  TARGET_AMX static void begin() { configure_tiles(); }
+  TARGET_AMX static void end() { _tile_release(); }
+
+  TARGET_AMX static void score(const bf16* queries, const Room& room, int64_t size) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < size; d += 32) {
+      _tile_loadd(4, queries + d * LANES, 64);
+      _tile_loadd(5, room.keys + d, size * 2);
+      _tile_dpbf16ps(0, 5, 4);
+      _tile_loadd(6, room.keys + 16 * size + d, size * 2);
+      _tile_dpbf16ps(1, 6, 4);
+      _tile_loadd(7, room.keys + 32 * size + d, size * 2);
+      _tile_dpbf16ps(2, 7, 4);
+      _tile_loadd(5, room.keys + 48 * size + d, size * 2);
+      _tile_dpbf16ps(3, 5, 4);
+    }
+    _tile_stored(0, room.scores, 64);
+    _tile_stored(1, room.scores + 256, 64);
+    _tile_stored(2, room.scores + 512, 64);
+    _tile_stored(3, room.scores + 768, 64);
+  }
+
+  TARGET_AMX static void add_values(const Room& room, int64_t size, float* sums, bool is_scaled,
+                             __m512 factor) {
+    if (is_scaled) scale_sums(size, sums, factor);
+    _tile_loadd(6, room.weights, 64);
+    _tile_loadd(7, room.weights + 512, 64);
+    const bf16* values = room.values;
+    for (int64_t part = 0; part < size / 16; part += 2) {
+      _tile_loadd(0, sums + part * 256, 64);
+      _tile_loadd(4, values + part * 512, 64);
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_loadd(1, sums + part * 256 + 256, 64);
+      _tile_loadd(5, values + part * 512 + 512, 64);
+      _tile_dpbf16ps(1, 6, 5);
+      _tile_loadd(4, values + (size / 16 + part) * 512, 64);
+      _tile_dpbf16ps(0, 7, 4);
+      _tile_loadd(5, values + (size / 16 + part) * 512 + 512, 64);
+      _tile_dpbf16ps(1, 7, 5);
+      _tile_stored(0, sums + part * 256, 64);
+      _tile_stored(1, sums + part * 256 + 256, 64);
+    }
+  }
+};
+
+struct Dots {
+  static void begin() {}
+  static void end() {}
+
+  TARGET_BF16 INLINE __m512bh pair_at(const bf16* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+
+  TARGET_BF16 static void score(const bf16* queries, const Room& room, int64_t size) {
+    constexpr int KEYS = 16;
+    for (int64_t key = 0; key < KEY_BLOCK; key += KEYS) {
+      const bf16* keys = room.keys + key * size;
+      __m512 sums[KEYS];
+      for (auto& sum : sums) sum = _mm512_setzero_ps();
+      for (int64_t d = 0; d < size; d += 2) {
+        const __m512bh query = (__m512bh)_mm512_load_si512(queries + d * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; i++)
+          sums[i] = _mm512_dpbf16_ps(sums[i], query, pair_at(keys + i * size + d));
+      }
+      for (int i = 0; i < KEYS; i++) _mm512_store_ps(room.scores + (key + i) * LANES, sums[i]);
+    }
+  }
+
+  TARGET_BF16 static void add_values(const Room& room, int64_t size, float* sums, bool is_scaled,
+                                     __m512 factor) {
+    constexpr int SOME = 8;  // lanes, each with 32 numbers of a head
+    if (is_scaled) scale_sums(size, sums, factor);
+    for (int64_t part = 0; part < size / 16; part += 2)
+      for (int64_t lane = 0; lane < LANES; lane += SOME) {
+        float* own = sums + part * 256 + lane * 16;
+        __m512 totals[SOME][2];
+        for (int i = 0; i < SOME; i++)
+          for (int j = 0; j < 2; j++) totals[i][j] = _mm512_load_ps(own + j * 256 + i * 16);
+        for (int64_t half = 0; half < KEY_BLOCK / 32; half++) {
+          const bf16* values = room.values + (half * (size / 16) + part) * 512;
+          const bf16* weights = room.weights + half * 512 + lane * 32;
+          for (int64_t pair = 0; pair < 16; pair++, values += 32, weights += 2) {
+            const __m512bh low = (__m512bh)_mm512_load_si512(values);
+            const __m512bh high = (__m512bh)_mm512_load_si512(values + 512);
+#pragma GCC unroll 8
+            for (int i = 0; i < SOME; i++) {
+              const __m512bh weight = pair_at(weights + i * 32);
+              totals[i][0] = _mm512_dpbf16_ps(totals[i][0], low, weight);
+              totals[i][1] = _mm512_dpbf16_ps(totals[i][1], high, weight);
+            }
+          }
+        }
+        for (int i = 0; i < SOME; i++)
+          for (int j = 0; j < 2; j++) _mm512_store_ps(own + j * 256 + i * 16, totals[i][j]);
+      }
+  }
+};
+
+TARGET_BF16 void store_lanes(const Attention<bf16>& task, const Tile& tile, const float* sums,
+                             const float* best, const float* total) {
   for (int64_t lane = 0; lane < LANES; lane++) {
     if (tile.queries[lane] == -1) continue;
     // As in states, in powers of e.
@@ -283,29 +349,30 @@ TARGET_AMX void store_lanes(const Attention<bf16>& task, const Tile& tile, const
   }
 }
 
-TARGET_AMX bool attend_piece(const Attention<bf16>& task, const Piece& piece, const Tile* tiles,
+template <typename Unit>
+TARGET_BF16 bool attend_piece(const Attention<bf16>& task, const Piece& piece, const Tile* tiles,
                              float* states) {
   const int64_t size = padded_inputs(task.head_dim);
   const Room room = make_room(piece.num_tiles, size);
   for (int64_t t = 0; t < piece.num_tiles; t++)
     put_queries(task, tiles[t], size, room.queries + t * LANES * size);
-  configure_tiles();
+  Unit::begin();
   for (int64_t key = piece.first_key; key < piece.end_key; key += KEY_BLOCK) {
     const int64_t num_keys = smaller(KEY_BLOCK, piece.end_key - key);
     put_keys_and_values(task, piece, key, num_keys, size, room);
     for (int64_t t = 0; t < piece.num_tiles; t++) {
       if (key > tiles[t].end || key + num_keys <= tiles[t].begin) continue;
-      score(room.queries + t * LANES * size, room, size);
+      Unit::score(room.queries + t * LANES * size, room, size);
       __m512 factor;
       const bool is_full = num_keys == KEY_BLOCK && key >= tiles[t].begin_of_all &&
                            key + KEY_BLOCK - 1 <= tiles[t].end_of_all;
       const bool is_scaled = (is_full ? soften<true> : soften<false>)(
           tiles[t], key, num_keys, task.scale, room, room.best + t * LANES,
           room.total + t * LANES, &factor);
-      add_values(room, size, room.sums + t * LANES * size, is_scaled, factor);
+      Unit::add_values(room, size, room.sums + t * LANES * size, is_scaled, factor);
     }
   }
-  _tile_release();
+  Unit::end();
   if (piece.num_parts == 1) {
     for (int64_t t = 0; t < piece.num_tiles; t++)
       store_lanes(task, tiles[t], room.sums + t * LANES * size, room.best + t * LANES,
@@ -325,8 +392,20 @@ TARGET_AMX bool attend_piece(const Attention<bf16>& task, const Piece& piece, co
   return false;
 }
 
+// Few lanes, as decodes have them, would leave most of a tile empty.
+bool attend_by_dots(const Attention<bf16>& task, const Piece& piece, const Tile* tiles,
+                    float* states) {
+  const bool are_few = piece.num_tiles == 1 && tiles[0].queries[FEW_LANES] == -1;
+  return are_few ? avx512::attend(task, piece, tiles, states)
+                 : attend_piece<Dots>(task, piece, tiles, states);
+}
+
 }  // namespace
 
 void attention_amx(const Attention<bf16>& task, int num_threads) {
-  run_attention<bf16>(task, num_threads, attend_piece, avx512::finish_lanes<bf16>);
+  run_attention<bf16>(task, num_threads, attend_piece<Tiles>, avx512::finish_lanes<bf16>);
+}
+
+void attention_dots(const Attention<bf16>& task, int num_threads) {
+  run_attention<bf16>(task, num_threads, attend_by_dots, avx512::finish_lanes<bf16>);
 }
