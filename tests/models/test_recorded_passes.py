@@ -113,7 +113,8 @@ def random(
     kernels = InvariantNativeKernels() if invariant else NativeKernels()
     config = tiny_config(sliding_windows=(None, 8))
     dtype = torch.float32 if invariant else torch.bfloat16
-    own = None if method is None else method(kernels)
+    # With kernels of its own, whose calls have to be noted as well.
+    own = None if method is None else method(NativeKernels())
     model = random_model(kernels, config, context_len=CONTEXT_LEN, dtype=dtype, method=own)
     return LoadedModel(model, config, dtype, num_kv_heads=2)
 

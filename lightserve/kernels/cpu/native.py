@@ -10,9 +10,8 @@ the core's panels: only `linear` can read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias, cast
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from lightserve.kernels.cpu.core import (
     num_panels,
 )
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.cpu.program import NotedOperations, Notes, record, row_numbers
+from lightserve.kernels.cpu.program import record, row_numbers
 from lightserve.kernels.interface import (
     AttentionBatch,
     GroupedWeight,
@@ -69,20 +68,7 @@ class NativeKernels(TorchKernels):
         self, layers: Callable[[PassInputs], Tensor], like: PassInputs
     ) -> Callable[[PassInputs], Tensor]:
         """See `RecordingKernels.record`."""
-        return record(self._core, layers, like, self._noting)
-
-    @contextmanager
-    def _noting(self, notes: Notes) -> Iterator[None]:
-        """Have operations noted meanwhile, not computed."""
-        operations = self._operations
-        self._operations = {
-            dtype: cast(Operations, NotedOperations(own, notes))
-            for dtype, own in operations.items()
-        }
-        try:
-            yield
-        finally:
-            self._operations = operations
+        return record(self._core, layers, like)
 
     def _fall_back(self) -> None:
         """Be told that an operation is about to be torch's."""

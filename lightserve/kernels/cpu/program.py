@@ -21,7 +21,8 @@ import ctypes
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightserve.kernels.cpu.core import Core, Noted, Operations
+from lightserve.kernels.cpu.core import Core, Noted
 from lightserve.kernels.interface import AttentionBatch, NotRecordableError, PassInputs
 
 _TOKENS, _ROWS, _CHOSEN, _THREADS, _FIRST_INPUT = range(5)
@@ -192,19 +193,36 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Place(_FIRST_INPUT + region.number, address - region.start)
 
 
-class NotedOperations:
-    """Stands for `Operations` while calls are noted."""
+_one_at_a_time = Lock()
 
-    def __init__(self, operations: Operations, notes: Notes) -> None:
-        self._operations = operations
-        self._notes = notes
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        """Return what notes a call of the operation `name`."""
-        noted = self._operations.noted.get(name)
-        if noted is None:
-            raise NotRecordableError(f"they ask the core for {name!r}")
-        return lambda *arguments: self._notes.note(noted, arguments)
+@contextmanager
+def _noting(core: Core, notes: Notes) -> Iterator[None]:
+    """Have this thread's calls of the core noted meanwhile, whichever kernels make them."""
+    own = get_ident()
+
+    def instead(name: str, call: Callable[..., int], noted: Noted | None) -> Callable[..., int]:
+        def function(*arguments: Any) -> int:
+            if get_ident() != own:
+                return call(*arguments)
+            if noted is None:
+                raise NotRecordableError(f"they ask the core for {name!r}")
+            return notes.note(noted, arguments)
+
+        return function
+
+    with _one_at_a_time:
+        before = [(operations, dict(vars(operations))) for operations in (core.f32, core.bf16)]
+        try:
+            for operations, functions in before:
+                for name, call in functions.items():
+                    if callable(call):
+                        noted = operations.noted.get(name)
+                        setattr(operations, name, instead(name, call, noted))
+            yield
+        finally:
+            for operations, functions in before:
+                vars(operations).update(functions)
 
 
 class RowNumbers(NamedTuple):
@@ -303,10 +321,9 @@ def _note(
     layers: Callable[[PassInputs], Tensor],
     inputs: PassInputs,
     sizes: tuple[int, int, int],
-    noting: Callable[[Notes], AbstractContextManager[None]],
 ) -> _Noted:
     notes = Notes(core, inputs, sizes)
-    with noting(notes), notes:
+    with _noting(core, notes), notes:
         output = layers(inputs)
     region = notes.region_of(output.data_ptr())
     num_inputs = notes._num_inputs
@@ -417,17 +434,11 @@ def _what_failed(inputs: PassInputs, call: int) -> str:
     return f"call {call} of the core: a slot of {slots} or a token of {tokens} is none"
 
 
-def record(
-    core: Core,
-    layers: Callable[[PassInputs], Tensor],
-    like: PassInputs,
-    noting: Callable[[Notes], AbstractContextManager[None]],
-) -> Program:
-    """See `RecordingKernels.record`; within `noting` the kernels ask notes in place of the core."""
+def record(core: Core, layers: Callable[[PassInputs], Tensor], like: PassInputs) -> Program:
+    """See `RecordingKernels.record`."""
     examples = [_example(like, sizes) for sizes in _SIZES]
     attempts = [
-        _note(core, layers, example, sizes, noting)
-        for example, sizes in zip(examples, _SIZES, strict=True)
+        _note(core, layers, example, sizes) for example, sizes in zip(examples, _SIZES, strict=True)
     ]
     if attempts[0] != attempts[1]:
         raise NotRecordableError("what they do depends on the number of rows")
