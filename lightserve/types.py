@@ -92,6 +92,17 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class RequestOutput(IntEnum):
+    """What a request is computed for."""
+
+    TOKENS = 0
+    VECTOR = 1
+    """The hidden state of the prompt's last token, of length 1; its one token means nothing."""
+    WHOLE_VECTOR = 2
+    """The vector of a prompt whose tokens see each other: computed in one step, by an encoder,
+    without KV of other prompts."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is drawn, and what is to be told about it.
 

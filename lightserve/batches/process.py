@@ -26,6 +26,7 @@ from lightserve.frontend.errors import ErrorDetail, RequestFailed, error_body
 from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
+from lightserve.frontend.openai.embeddings import embeddings_router
 from lightserve.frontend.openai.responses import responses_router
 from lightserve.frontend.process import Control, Frontend, make_routes
 from lightserve.frontend.request_options import MAX_SECONDS
@@ -93,6 +94,7 @@ class InnerRoutes:
             [
                 completions_router(service),
                 chat_router(service),
+                embeddings_router(service),
                 responses_router(service, is_for_lines=True),
             ],
         )

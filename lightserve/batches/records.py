@@ -33,7 +33,7 @@ DEFAULT_TTL_S = 30 * DAY_S
 MIN_TTL_S, MAX_TTL_S = 3600, 30 * DAY_S
 MIN_WINDOW_S, MAX_WINDOW_S = 60, 30 * DAY_S
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["in_progress", "completed", "expired", "cancelled"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OVER = ("completed", "expired", "cancelled", "failed")
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 TIMEOUT_S = 600.0
 """An upload of a large file takes a while, and so does a batch of many lines."""
 

@@ -84,6 +84,13 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " alone).",
         choices=("auto", "int8"),
     )
+    pooling: str = option(
+        "auto",
+        "How prompts become vectors (/v1/embeddings): auto goes by the model's files, as Sentence"
+        " Transformers writes them; cls, mean and last (an encoder's first token, all, or the last;"
+        " a decoder has last alone).",
+        choices=("auto", "cls", "mean", "last"),
+    )
     max_model_len: int = option(
         0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
     )

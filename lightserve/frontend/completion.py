@@ -82,6 +82,8 @@ class Completion:
         """About as many as an answer that is kept has in memory, so far."""
         self.prompt_logprobs = LogprobColumns()
         """Of the prompt's tokens 1 …; complete with the first text, if asked for."""
+        self.vector = b""
+        """float32, of a request for it; there with the end."""
         self.first_token_s: float | None = None
         """Monotonic."""
         self.finish_reason: FinishReason | None = None
@@ -175,6 +177,10 @@ class Completion:
         if news.prompt_logprobs is not None:
             self.prompt_logprobs.extend(news.prompt_logprobs)
             self.num_bytes += news.prompt_logprobs.num_bytes
+        if news.vector:
+            self.vector = news.vector
+            self.num_bytes += len(news.vector)
+            self._metrics.on_tokens(0, now_s)
         self._num_cached_tokens += news.num_cached_tokens
         self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
         if news.token_ids and self.first_token_s is None:

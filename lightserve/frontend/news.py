@@ -23,6 +23,7 @@ from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.types import (
     SLO,
     FinishReason,
+    RequestOutput,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Delta:
     num_cached_tokens: int = 0
     scheduled_slo: SLO | None = None
     """As in `RequestDelta`."""
+    vector: bytes = b""
     num_read: int = 0
     """Of the tokens, by `next_part`."""
 
@@ -121,6 +123,7 @@ class LiveRequest:
         """Of the prompt's log-probabilities, those that have not come."""
         if self._num_prompt_logprobs is not None:
             self._num_prompt_left = num_prompt_tokens - 1
+        self._wants_vector = request.output is not RequestOutput.TOKENS
         self._has_tokens = False
         self.on_unread: Callable[[], None] | None = None
         """Called when the reader falls behind."""
@@ -218,7 +221,8 @@ class LiveRequest:
 
     def append_token(self, token_id: int) -> None:
         """Merge a token that comes alone; none after the end. Raises ProtocolError as `append`."""
-        if self._num_logprobs is not None or self._num_prompt_left or token_id < 0:
+        is_odd = self._wants_vector or token_id < 0
+        if self._num_logprobs is not None or self._num_prompt_left or is_odd:
             self.append(RequestDelta(self.request_id, [token_id]))
         elif not self.is_over:
             is_first, self._has_tokens = not self._has_tokens, True
@@ -242,6 +246,7 @@ class LiveRequest:
             pending.prompt_logprobs = _with(pending.prompt_logprobs, delta.prompt_logprobs)
         pending.num_cached_tokens += delta.num_cached_tokens
         pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
+        pending.vector = delta.vector or pending.vector
         if delta.error is not None:
             self._failure = from_router(
                 delta.error,
@@ -275,6 +280,8 @@ class LiveRequest:
         if self._num_prompt_logprobs is not None:
             _check_logprobs(delta.prompt_logprobs, self._num_prompt_logprobs)
             self._num_prompt_left -= len(delta.prompt_logprobs)
+        if bool(delta.vector) != (self._wants_vector and bool(delta.token_ids)):
+            raise ProtocolError(f"{len(delta.vector)} bytes of a vector")
         self._has_tokens |= bool(delta.token_ids)
         if self._num_prompt_left < 0 or (self._has_tokens and self._num_prompt_left):
             raise ProtocolError("another number of log-probabilities than the prompt has tokens")

@@ -40,6 +40,7 @@ from lightserve.frontend.openai.batches import (
 )
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openai.embeddings import EmbeddingRequest
 from lightserve.frontend.openai.files import (
     FILE_QUERY,
     UPLOAD_FORM,
@@ -79,6 +80,21 @@ class UsageObject(StrictModel):
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingObject(StrictModel):
+    """The vector of one input, of length 1; as base64 its numbers are float32, little-endian."""
+
+    object: Literal["embedding"]
+    index: int = Field(ge=0)
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(StrictModel):
+    """Tokens of all inputs, with their special ones."""
+
+    prompt_tokens: int = Field(ge=1)
+    total_tokens: int = Field(ge=1)
 
 
 class CompletionLogprobsObject(StrictModel):
@@ -188,6 +204,17 @@ class ChatCompletion(StrictModel):
     usage: UsageObject
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    slo: RaisedSLOObject | None = None
+
+
+class EmbeddingList(StrictModel):
+    """Vectors of all inputs, in their order."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+    service_tier: Tier
     slo: RaisedSLOObject | None = None
 
 
@@ -312,6 +339,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         request=ChatRequest,
         answers=ChatCompletion,
         content=_STREAMS_TOO,
+        errors=(404, *_BODY_ERRORS),
+        takes_targets=True,
+    ),
+    ("post", "/v1/embeddings"): Operation(
+        request=EmbeddingRequest,
+        answers=EmbeddingList,
         errors=(404, *_BODY_ERRORS),
         takes_targets=True,
     ),

@@ -23,6 +23,7 @@ INLINE_SIZE = 2048
 """Characters, or bytes of token ids."""
 NUM_ENDING_TOKENS = 16
 """Of a conversation, in which the tag of reasoning may be."""
+_SHORT = "a"
 BYTES_PER_ID = 8
 """Of a list, without the numbers themselves, of which most are shared."""
 
@@ -109,6 +110,60 @@ class PromptEncoder:
         self._check_count(token_ids, param)  # before they wait: they hold more than their texts
         check = functools.partial(self.check_ids, token_ids, param=param)
         return await self.run(check, size=BYTES_PER_ID * len(token_ids))
+
+    async def encode_input(
+        self, given: str | Sequence[int], *, param: str, most: int, keep: int | None
+    ) -> array[int]:
+        """Return the ids of what a vector is wanted of, with the special tokens of a text.
+
+        Args:
+            given: a text, or ids as they are.
+            param: what errors call it.
+            most: so many tokens at most.
+            keep: so many at the beginning are kept, of a text with the special tokens at its end.
+
+        Raises:
+            InvalidRequest: empty, not Unicode, too long, or beyond the vocabulary.
+            RequestFailed: too much is waiting.
+        """
+
+        def check(token_ids: Sequence[int]) -> array[int]:
+            if len(token_ids) > most:
+                raise InvalidRequest(
+                    f"This model's maximum context length is {most} tokens: {param} has"
+                    f" {len(token_ids)} (truncate_prompt_tokens would shorten it)",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+            return self._in_vocabulary(token_ids, param)
+
+        def encode() -> array[int]:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+            if keep is not None and len(token_ids) > keep:
+                ending = self._ending[: keep - 1]
+                token_ids = [*token_ids[: keep - len(ending)], *ending]
+            return check(token_ids)
+
+        if not given:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        if isinstance(given, str):
+            text = given
+            _num_bytes(text, param)  # as long as a body may be: encoders' tokenisers drop blanks
+            return await self.run(encode, size=len(text))
+        if keep is None and len(given) > most:
+            return check(given)  # before it waits
+        return await self.run(
+            functools.partial(check, given[:keep]), size=BYTES_PER_ID * len(given)
+        )
+
+    @functools.cached_property
+    def _ending(self) -> list[int]:
+        """What the tokeniser puts behind every text."""
+        empty, short = (
+            self._tokenizer.encode(text, add_special_tokens=True) for text in ("", _SHORT)
+        )
+        num_before = _common_len(empty, short)
+        return empty[num_before:]
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises RequestFailed: too many texts are waiting."""
@@ -209,6 +264,9 @@ class PromptEncoder:
             InvalidRequest: none, too many for any output to follow, or outside the vocabulary.
         """
         self._check_count(token_ids, param)
+        return self._in_vocabulary(token_ids, param)
+
+    def _in_vocabulary(self, token_ids: Sequence[int], param: str) -> array[int]:
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._vocab_size:
             raise InvalidRequest(
@@ -235,12 +293,7 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_text(self, text: str, param: str) -> None:
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError:
-            raise InvalidRequest(
-                f"{param} holds half of a surrogate pair, which is not Unicode text", param=param
-            ) from None
+        num_bytes = _num_bytes(text, param)
         if num_bytes > self._max_text_bytes:
             raise InvalidRequest(
                 f"This model's maximum context length is {self._max_model_len} tokens, which hold"
@@ -261,6 +314,16 @@ class PromptEncoder:
 
     async def _in_thread(self, work: Callable[[], T], size: int) -> T:
         return await self._backlog.in_thread(self._threads, work, size)
+
+
+def _num_bytes(text: str, param: str) -> int:
+    """Return how long a text is in UTF-8. Raises InvalidRequest: it is none."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{param} holds half of a surrogate pair, which is not Unicode text", param=param
+        ) from None
 
 
 def _last(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:

@@ -500,7 +500,7 @@ class OutputOptions:
     stop_token_ids: frozenset[int] = frozenset()
     """Of the tokens that end the output, those that do so only because the request says it."""
     discards_output: bool = False
-    """Only the prompt's log-probabilities are wanted: the one token that is drawn is dropped."""
+    """What is wanted is of the prompt: the one token that is drawn is dropped."""
 
 
 Prepared = tuple[Submit, OutputOptions]

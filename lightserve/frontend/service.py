@@ -37,6 +37,7 @@ from lightserve.metrics.catalogue import (
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.requests import FrontendMetrics
 from lightserve.models.config import load_model_config, resolve_context_len
+from lightserve.models.pooling import Embedding, load_embedding
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer, check_vocabulary
 
@@ -168,6 +169,8 @@ class ServedModel:
     max_model_len: int
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
+    embedding: Embedding | None = None
+    """How it makes vectors of prompts; None: it does not."""
 
 
 class Turns:
@@ -321,6 +324,27 @@ class Service:
                 status=404,
             )
 
+    def check_generates(self) -> None:
+        """Check that the model has tokens generated. Raises InvalidRequest."""
+        if self.model.embedding is not None and self.model.embedding.embeds_only:
+            raise InvalidRequest(
+                f"the model {show(self.model.names[0])} makes vectors of texts alone: this server"
+                " answers /v1/embeddings",
+                param="model",
+                code="model_embeds_only",
+            )
+
+    def embedding(self) -> Embedding:
+        """Return how the model makes vectors. Raises InvalidRequest: it does not."""
+        if self.model.embedding is None:
+            raise InvalidRequest(
+                f"the model {show(self.model.names[0])} makes no vectors: its files name no"
+                f" pooling ({flag_name('pooling')} last takes the last token's)",
+                param="model",
+                code="model_does_not_embed",
+            )
+        return self.model.embedding
+
     @property
     def context_len(self) -> int:
         """Longest sequence that can be served; the model's own while no workers are ready."""
@@ -399,6 +423,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
+        embedding=load_embedding(model_dir, model_config, config.pooling),
         sampling_defaults=(
             read_sampling_defaults(model_dir, vocab_size=vocab_size)
             if config.generation_config == "auto"

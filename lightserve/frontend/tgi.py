@@ -345,6 +345,7 @@ def tgi_router(service: Service) -> APIRouter:
 
 async def _prepare(service: Service, body: GenerateRequest, level: ServiceLevel) -> list[Prepared]:
     """Encode and resolve. Raises InvalidRequest, RequestFailed."""
+    service.check_generates()
     parameters = body.parameters or GenerateParameters()
     stops = parameters.stop or parameters.stop_sequences or ()
     prompt_token_ids = await service.encoder.encode_text(

@@ -39,6 +39,7 @@ from lightserve.types import (
     FrontendId,
     RequestClass,
     RequestId,
+    RequestOutput,
     SamplingParams,
     StepId,
 )
@@ -113,6 +114,8 @@ class Submit(Message, frozen=True):
     constraint: Constraint | None = None
     names: tuple[str, ...] = ()
     """What the client knows it by: the answer's id, its X-Request-Id. For the decision log."""
+    output: RequestOutput = RequestOutput.TOKENS
+    """With a vector, `max_tokens` is 1."""
 
 
 class Progress(NamedTuple):
@@ -210,6 +213,8 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     of its targets to what an idle server can do."""
     max_tokens: int = 0
     """With TOO_LARGE: how many tokens prompt and output may have together."""
+    vector: bytes = b""
+    """float32 [hidden_size], with the one token of a request for a vector."""
 
 
 class TokenDelta(Message, frozen=True):

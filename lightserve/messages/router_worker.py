@@ -38,7 +38,7 @@ from lightserve.messages.common import (
     pack_int32,
     unpack_int32,
 )
-from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.types import RequestOutput, RowId, SamplingParams, StepId
 
 
 class WorkerHello(Message, frozen=True):
@@ -78,6 +78,8 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     """What its output must satisfy; output in `segments` does so already."""
     is_real_time: bool = False
     """Whether its constraint goes before those of others where these have to wait."""
+    output: RequestOutput = RequestOutput.TOKENS
+    """Where it is a vector, this is what its sample brings, with a token that means nothing."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):
@@ -208,6 +210,8 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """One for each of `token_ids`, if the sequence's `num_logprobs` is not None."""
     prompt_logprobs: list[TokenLogprob] = []
     """With PROMPT_LOGPROBS: of prompt tokens start+1 … start+num_tokens, those that exist."""
+    vector: bytes = b""
+    """float32 [hidden_size] of length 1, where the sequence's `output` is one."""
 
 
 NO_TOKEN = -1

@@ -47,3 +47,16 @@ class Architecture(StrEnum):
     INTERNLM2 = "InternLM2ForCausalLM"
     CHATGLM = "ChatGLMModel"
     CHATGLM_WHOLE = "ChatGLMForConditionalGeneration"
+    BERT = "BertModel"
+    ROBERTA = "RobertaModel"
+    XLM_ROBERTA = "XLMRobertaModel"
+    NOMIC_BERT = "NomicBertModel"
+
+
+HEADLESS = {
+    "LlamaModel": Architecture.LLAMA,
+    "MistralModel": Architecture.MISTRAL,
+    "Qwen2Model": Architecture.QWEN2,
+    "Qwen3Model": Architecture.QWEN3,
+}
+"""Decoders that are saved without their LM head, for vectors of prompts."""

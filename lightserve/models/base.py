@@ -99,9 +99,12 @@ class KVLayout:
 
 
 def kv_layout(config: ModelConfig, *, tp_size: int, dtype: str) -> KVLayout:
-    """Return the layout of each rank's KV pool; `dtype` is a key of DTYPE_BYTES."""
+    """Return the layout of each rank's KV pool; `dtype` is a key of DTYPE_BYTES.
+
+    An encoder keeps none: its tokens take no memory of the pool.
+    """
     group = KVGroup(
-        num_layers=config.num_layers,
+        num_layers=0 if config.is_encoder else config.num_layers,
         num_kv_heads=max(1, config.num_kv_heads // tp_size),
         head_dim=config.head_dim,
         dtype=dtype,

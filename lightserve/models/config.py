@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
-from lightserve.models.architectures import Architecture
+from lightserve.models.architectures import HEADLESS, Architecture
+from lightserve.models.encoder_config import parse_bert, parse_nomic_bert, parse_roberta
 from lightserve.models.gpt_oss_config import parse_gpt_oss
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig, parse_deepseek_v2, parse_deepseek_v3
@@ -56,6 +57,8 @@ from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight
 from lightserve.models.windows import sliding_windows, unrotated_layers
 
 CONFIG_FILE = "config.json"
+MODULES_FILE = "modules.json"
+"""Of Sentence Transformers: what follows the transformer, to make a vector of a prompt."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -98,6 +101,10 @@ _PLAIN = {
     Architecture.INTERNLM2: parse_internlm2,
     Architecture.CHATGLM: parse_chatglm,
     Architecture.CHATGLM_WHOLE: parse_chatglm,
+    Architecture.BERT: parse_bert,
+    Architecture.ROBERTA: parse_roberta,
+    Architecture.XLM_ROBERTA: parse_roberta,
+    Architecture.NOMIC_BERT: parse_nomic_bert,
 }
 
 
@@ -131,6 +138,12 @@ class ModelConfig:
     """Sizes and switches of one model, of whatever family; all checked against each other."""
 
     architecture: Architecture
+    is_encoder: bool = False
+    """Whether a prompt's tokens see all others: it is computed whole, and has no KV."""
+    num_token_types: int = 0
+    """Of an encoder, rows of the table whose first all tokens have."""
+    is_headless: bool = False
+    """Whether a decoder is for vectors of prompts alone, and needs no LM head of its own."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -239,6 +252,7 @@ def load_model_config(path: Path) -> ModelConfig:
     weight_format = None
     if architecture is not Architecture.GPT_OSS or not is_mxfp4(fields):
         weight_format = parse_weight_format(fields)
+    is_headless = fields.array("architectures")[0] in HEADLESS or (path / MODULES_FILE).is_file()
     if architecture in _TEXT_PARTS:
         part = _TEXT_PARTS[architecture]
         architecture, fields = part.architecture, _text_fields(fields, part)
@@ -293,7 +307,9 @@ def load_model_config(path: Path) -> ModelConfig:
         qk_norm=architecture in (Architecture.QWEN3, Architecture.GEMMA3, Architecture.QWEN3_MOE)
         or (is_glm_moe and fields.boolean("use_qk_norm", default=False)),
         rotary_share=rotary_dim,
-        tie_word_embeddings=fields.boolean(
+        is_headless=is_headless,
+        tie_word_embeddings=is_headless
+        or fields.boolean(
             "tie_word_embeddings", default=is_gemma or architecture is Architecture.SMOLLM3
         ),
         sliding_windows=sliding_windows(fields, architecture, num_layers),
@@ -475,11 +491,11 @@ def check_tp(config: ModelConfig, tp: int) -> None:
 
 def _architecture(fields: JsonFields) -> Architecture:
     names = fields.array("architectures")
-    known = ", ".join(Architecture)
+    known = ", ".join([*Architecture, *HEADLESS])
     if len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", f"must name one architecture, got {names!r}")
     try:
-        return Architecture(names[0])
+        return HEADLESS.get(names[0]) or Architecture(names[0])
     except ValueError:
         raise fields.error("architectures", f"names {names[0]!r}; supported are {known}") from None
 

@@ -128,10 +128,10 @@ class DecoderModel:
         config = context.config
         self.config = config
         self.context_len = context.context_len
-        self._rotary = _rotary_table(context, config.rope)
+        self._rotary = rotary_table(context, config.rope)
         self._local_rotary = None
         if config.local_rope is not None:
-            self._local_rotary = _rotary_table(context, config.local_rope)
+            self._local_rotary = rotary_table(context, config.local_rope)
         embedding, head = _vocab_weights(context)
         if config.has_normalised_head:
             head.normalise()
@@ -225,7 +225,8 @@ def _kinds(config: ModelConfig) -> list[int]:
     return kinds
 
 
-def _rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
+def rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
+    """Return the rotary embedding of the served context."""
     config = context.config
     table = frequencies(
         rope,

@@ -22,20 +22,32 @@ MAX_INT = 2**31 - 1
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises ModelLoadError naming the file."""
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object, got {_describe(value)}")
+    return value
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the list of JSON objects in `path`. Raises ModelLoadError naming the file."""
+    value = _read_json(path)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ModelLoadError(f"{path}: must hold a list of JSON objects, got {_describe(value)}")
+    return value
+
+
+def _read_json(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: {size} bytes, more than {MAX_JSON_BYTES}")
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path}: no such file") from error
     except OSError as error:
         raise ModelLoadError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: must hold a JSON object, got {_describe(value)}")
-    return value
 
 
 class JsonFields:

@@ -19,6 +19,7 @@ from lightserve.models.config import ModelConfig, check_tp
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
 from lightserve.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from lightserve.models.encoder import EncoderModel
 from lightserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from lightserve.models.gguf_reader import GgufReader
 from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
@@ -63,7 +64,7 @@ from lightserve.progress import Advance, progress
 
 # The closed mapping from architecture names to model classes. No name is ever imported by text.
 
-MODELS: dict[Architecture, type[DecoderModel]] = {
+MODELS: dict[Architecture, type[DecoderModel | EncoderModel]] = {
     Architecture.LLAMA: LlamaForCausalLM,
     Architecture.MISTRAL: MistralForCausalLM,
     Architecture.MISTRAL3_WHOLE: MistralForCausalLM,
@@ -103,6 +104,10 @@ MODELS: dict[Architecture, type[DecoderModel]] = {
     Architecture.INTERNLM2: InternLM2ForCausalLM,
     Architecture.CHATGLM: ChatGLMModel,
     Architecture.CHATGLM_WHOLE: ChatGLMModel,
+    Architecture.BERT: EncoderModel,
+    Architecture.ROBERTA: EncoderModel,
+    Architecture.XLM_ROBERTA: EncoderModel,
+    Architecture.NOMIC_BERT: EncoderModel,
 }
 
 

@@ -34,6 +34,7 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD, LM_HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 EMBEDDING_NORM = "model.embed_norm"
 POSITIONS = "model.embed_positions.weight"
+TOKEN_TYPES = "model.embed_types.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -182,6 +183,8 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.position_offset is not None:
         num_positions = config.max_position_embeddings + config.position_offset
         shapes[POSITIONS] = (num_positions, hidden)
+    if config.is_encoder:
+        shapes[TOKEN_TYPES] = (config.num_token_types, hidden)
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     if config.lm_head_bias:
@@ -341,6 +344,7 @@ def quantised_as(path: Path, config: ModelConfig) -> str | None:
 
 _PREFIXES = (
     (("transformer.", ""),),
+    (("model.", ""),),
     (("model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
     (("model.", "model.language_model."),),
 )

@@ -109,6 +109,7 @@ def _sequence(request: Request, row: RowId) -> AddSequence:
         sorted(request.eos_token_ids),
         request.constraint,
         is_real_time=request.request_class is RT,
+        output=request.output,
     )
 
 

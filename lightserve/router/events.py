@@ -103,10 +103,13 @@ class DeltaBatch:
         token_ids: list[int],
         reason: FinishReason | None,
         logprobs: list[TokenLogprob],
+        *,
+        vector: bytes = b"",
     ) -> None:
         """Confirmed tokens that are not among its output yet, perhaps the last ones.
 
-        `logprobs` has one entry for each, or none; those of more tokens are cut off.
+        `logprobs` has one entry for each, or none; those of more tokens are cut off. `vector` comes
+        with the one token of a request for it.
         """
         frontend_id, request_id = request.key
         if not request.output_token_ids:
@@ -117,6 +120,7 @@ class DeltaBatch:
                 num_cached_tokens=request.num_cached_tokens or 0,
                 logprobs=logprobs[: len(token_ids)],
                 scheduled_slo=request.scheduled_slo,
+                vector=vector,
             )
         elif logprobs:
             delta = RequestDelta(request_id, token_ids, reason, logprobs=logprobs[: len(token_ids)])

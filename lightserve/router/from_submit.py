@@ -137,7 +137,7 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
             raise ProtocolError(f"request {submit.request_id}: {name} beyond the vocabulary")
     ranges = {
         "length of the prompt": (len(prompt), 1, MAX_INT32),
-        "max_tokens": (submit.max_tokens, 1, MAX_INT32),
+        "max_tokens": (submit.max_tokens, 1, 1 if submit.output else MAX_INT32),
         "batch": (submit.batch, 0, 2**63 - 1),
         "priority": (submit.priority, -MAX_INT32, MAX_INT32),
         "client": (len(submit.client.key), 0, MAX_CLIENT_CHARS),
@@ -303,6 +303,7 @@ def request_of(
         batch=submit.batch,
         prediction_key=(submit.request_class, submit.prediction_key),
         constraint=parameters.constraint,
+        output=submit.output,
         prefix_salt=submit.prefix_salt,
         num_retained_tokens=submit.num_retained_tokens,
         retention_s=submit.retention_s,

@@ -30,7 +30,7 @@ from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep
 from lightserve.router.step_cost import CopyCost, StepCost, StepGuard, StepShape
-from lightserve.types import StepId
+from lightserve.types import RequestOutput, StepId
 
 MAX_STEPS_IN_FLIGHT = 2
 MIN_LEAD_S = 1e-3
@@ -270,6 +270,9 @@ def _check_other(request: Request, row: PlanRow | None, other: RowResult, num_sa
         raise ProtocolError(f"a token of row {other.row} that is none")
     if other.error is not None:
         return
+    is_for_vector = request.output is not RequestOutput.TOKENS
+    if bool(other.vector) != (is_for_vector and bool(token_ids)):
+        raise ProtocolError(f"{len(other.vector)} bytes of a vector of row {other.row}")
     wants_logprobs = request.sampling.num_logprobs is not None
     if len(other.logprobs) != (len(token_ids) if wants_logprobs else 0):
         raise ProtocolError(f"{len(other.logprobs)} log-probabilities of row {other.row}")

@@ -478,9 +478,9 @@ def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
 
     Those beyond what it found, in the prompt of a running request that is not shared yet; 0 where
     that is too little to wait for: a best-effort request waits, a real-time one does not. A request
-    that wants the log-probabilities of its prompt computes all of it: it has nothing to wait for.
+    that has to compute all of its prompt has nothing to wait for.
     """
-    if request.sampling.num_prompt_logprobs is not None:
+    if not request.takes_prefixes:
         return 0
     best = 0
     for other in prefilling:

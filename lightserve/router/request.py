@@ -45,6 +45,7 @@ from lightserve.types import (
     FinishReason,
     RequestClass,
     RequestKey,
+    RequestOutput,
     RowId,
     SamplingParams,
 )
@@ -131,6 +132,7 @@ class Request:
     constraint: Constraint | None = None
     awaits_grammar: bool = False
     """Whether the workers may still be compiling its constraint: no token since it (re)started."""
+    output: RequestOutput = RequestOutput.TOKENS
     prefix_salt: str = ""
     num_retained_tokens: int = 0
     """So many at the beginning of the prompt are to stay longer in the prefix cache."""
@@ -343,6 +345,16 @@ class Request:
         if num_generated >= self._stop_at or (self.awaits_grammar and num_inflight):
             return 0  # or the sample in flight may give no token
         return self.num_prompt_tokens + num_generated - self.next_position
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step has to compute its prompt, without KV of others and for no others."""
+        return self.output is RequestOutput.WHOLE_VECTOR
+
+    @property
+    def takes_prefixes(self) -> bool:
+        """Whether KV that is there need not be computed: not where all tokens are looked at."""
+        return self.sampling.num_prompt_logprobs is None and not self.is_whole
 
     @property
     def wants_prompt_logprobs(self) -> bool:

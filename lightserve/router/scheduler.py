@@ -73,7 +73,7 @@ from lightserve.router.step import (
     WaitUntil,
     each_scheduled,
 )
-from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RowId
+from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RequestOutput, RowId
 
 
 class Scheduler:
@@ -237,6 +237,8 @@ class Scheduler:
     def _most_tokens(self, request: Request) -> int:
         """Return how many tokens a request can ever have, prompt and output together."""
         max_model_len = self._config.max_model_len
+        if request.output is not RequestOutput.TOKENS:
+            max_model_len += 1  # its token has no place
         most = min(max_model_len, most_tokens_in_plans(request, max_model_len))
         # The last token's KV is never written.
         return most if self._kv is None else min(most, self._kv.num_slots + 1)
@@ -423,7 +425,7 @@ class Scheduler:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
                 self._kv.retain(request, now_s)
             token_ids, reason = until_end(request, result.token_ids)
-            deltas.add_tokens(request, token_ids, reason, result.logprobs)
+            deltas.add_tokens(request, token_ids, reason, result.logprobs, vector=result.vector)
             request.add_output(token_ids)
             if token_ids:
                 self._rows.on_tokens(request, len(token_ids), now_s)
@@ -444,7 +446,9 @@ class Scheduler:
         self._end(request)
 
     def _learn_length(self, request: Request, num_tokens: int) -> None:
-        """Learn how long an output became."""
+        """Learn how long an output became, where there is one."""
+        if request.output is not RequestOutput.TOKENS:
+            return
         self._config.lengths.record(num_tokens, request.prediction_key)
         self._waits.note_length(request, num_tokens)
 

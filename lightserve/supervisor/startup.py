@@ -19,6 +19,7 @@ from lightserve.errors import ConfigError, ModelLoadError, StartupError
 from lightserve.logs import LineWriter, one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.gguf_model import unpack
+from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import check_digests, check_weights
 from lightserve.supervisor.spawn import num_submitters
 from lightserve.tokenization.description import find_tokenizer
@@ -195,6 +196,9 @@ def check_model(config: ServeConfig) -> None:
     path = Path(config.model)
     model = load_model_config(path)
     resolve_context_len(config.max_model_len, model)
+    load_embedding(path, model, config.pooling)
+    if model.is_encoder and config.kv_dtype != "auto":
+        raise ConfigError(f"--kv-dtype {config.kv_dtype}: {model.architecture.value} keeps no KV")
     if config.chat_template:
         _check_chat_template(Path(config.chat_template))
     if config.profile not in ("auto", "off"):

@@ -56,6 +56,10 @@ def parse_decoder(path: Path, tokenizer: dict[str, Any]) -> PieceDecoder:
     kind = fields.string("type")
     if kind == "ByteLevel":
         return _byte_level()
+    if kind == "WordPiece":
+        return _word_piece(
+            fields.string("prefix", default="##"), cleans_up=fields.boolean("cleanup", default=True)
+        )
     steps = [fields]
     if kind == "Sequence":
         steps = [
@@ -98,6 +102,39 @@ def _joined_by_blanks() -> PieceDecoder:
         first_piece_to_bytes=str.encode,
         num_stripped=0,
         stripped=b"",
+    )
+
+
+_CLOSE_UP = {
+    " .": ".",
+    " ?": "?",
+    " !": "!",
+    " ,": ",",
+    " ' ": "'",
+    " n't": "n't",
+    " 'm": "'m",
+    " do not": " don't",
+    " 's": "'s",
+    " 've": "'ve",
+    " 're": "'re",
+}
+"""What `cleanup` of the `tokenizers` library replaces in each piece, in this order."""
+
+
+def _word_piece(prefix: str, *, cleans_up: bool) -> PieceDecoder:
+    """Return BERT's: pieces with a prefix go on with a word, others begin one behind a blank."""
+
+    def close_up(text: str) -> bytes:
+        for pattern, content in _CLOSE_UP.items() if cleans_up else ():
+            text = text.replace(pattern, content)
+        return text.encode()
+
+    def to_bytes(piece: str) -> bytes:
+        goes_on = piece.startswith(prefix)
+        return close_up(piece[len(prefix) :] if goes_on else f" {piece}")
+
+    return PieceDecoder(
+        piece_to_bytes=to_bytes, first_piece_to_bytes=close_up, num_stripped=0, stripped=b""
     )
 
 

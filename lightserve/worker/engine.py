@@ -37,6 +37,7 @@ from lightserve.models.layers.linear import (
 )
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
+from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import quantised_as
 from lightserve.progress import progress
 from lightserve.structured import model_vocabulary
@@ -73,18 +74,23 @@ from lightserve.worker.warm_up import largest_steps, warm_up
 # Whether this worker runs decodes as CUDA graphs, and their capture at the start.
 
 
-def graph_sizes(config: ServeConfig, kernels: Kernels, device: torch.device) -> tuple[int, ...]:
+def graph_sizes(
+    config: ServeConfig, kernels: Kernels, device: torch.device, *, has_decodes: bool = True
+) -> tuple[int, ...]:
     """Return the numbers of rows to capture graphs for; none where there are to be no graphs.
+
+    `has_decodes`: whether the model generates; an encoder does not.
 
     Raises:
         ConfigError: options of graphs are given, and nothing here has a use for them.
     """
-    can_capture = device.type == "cuda" and kernels.is_capturable
+    can_capture = device.type == "cuda" and kernels.is_capturable and has_decodes
     if not can_capture:
         for flag in config.given_graph_flags:
+            got = f"{device.type} and {kernels.name}" if has_decodes else "an encoder"
             raise ConfigError(
-                f"{flag} needs a GPU and --attention-backend triton,"
-                f" got {device.type} and {kernels.name}"
+                f"{flag} needs a GPU and --attention-backend triton, and a model that generates,"
+                f" got {got}"
             )
     if not can_capture or config.cuda_graphs == "off":
         return ()
@@ -211,11 +217,14 @@ def measure_gpu(
     Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool.
     """
     statistics = CudaStatistics(pool.device)
+    most = config.max_tokens_of_step(pool.device.type)
+    if model.config.is_encoder:  # a prompt that is longer is a step of its own
+        most = max(most, model.context_len)
     plans = largest_steps(
-        max_num_batched_tokens=config.max_tokens_of_step(pool.device.type),
+        max_num_batched_tokens=most,
         max_num_seqs=config.max_num_seqs,
         context_len=model.context_len,
-        num_kv_tokens=statistics.total() // pool.bytes_per_token,
+        num_kv_tokens=statistics.total() // max(1, pool.bytes_per_token),
     )
 
     def graph_bytes(tables: DecodeTables) -> int:
@@ -260,16 +269,14 @@ def build_runner(
     Raises:
         ModelLoadError, ConfigError, StartupError: one line for the operator.
     """
-    tp = tp or SingleRank()
-    path = Path(config.model)
+    tp, path = tp or SingleRank(), Path(config.model)
     model_config = load_model_config(path)
-    device = device_of_rank(config, tp.rank)
+    device = _device(config, tp.rank)
     dtype = _dtype(config, model_config, device, is_said=tp.rank == 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    invariant = config.batch_invariant
-    kernels = make_kernels(config.attention_backend, batch_invariant=invariant, device=device)
-    sizes = graph_sizes(config, kernels, device)
+    backend, invariant = config.attention_backend, config.batch_invariant
+    kernels = make_kernels(backend, batch_invariant=invariant, device=device)
+    sizes = graph_sizes(config, kernels, device, has_decodes=not model_config.is_encoder)
+    embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     stored_as = quantised_as(path, model_config)
     method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
@@ -303,6 +310,7 @@ def build_runner(
             max_num_seqs=config.max_num_seqs,
             incarnation=incarnation,
             constraints=constraints,
+            pooling=embedding.kind if embedding and embedding.is_whole else None,
         )
 
     def measure(pool: KVPool) -> DeviceMemory:
@@ -319,7 +327,7 @@ def build_runner(
         pool.num_slots,
         host_pool.num_slots,
     )
-    if tp.rank == 0 and device.type == "cpu" and config.attention_backend == "auto":
+    if tp.rank == 0 and device.type == "cpu" and backend == "auto":
         _tell_of_slower_kernels(kernels, torch_dtype)
     runner = make_runner(pool, host_pool)
     # In this order: a capture begins by giving back the memory that steps have got ready.
@@ -332,6 +340,14 @@ def _unlike_the_model(config: ServeConfig, dtype: str, kv_type: str) -> str:
     """Return how weights and KV are kept where that is not as numbers of `dtype`."""
     weights = "" if config.quantization == "none" else f" with {config.quantization} weights"
     return weights + ("" if kv_type == dtype else f" and {kv_type} KV")
+
+
+def _device(config: ServeConfig, rank: int) -> torch.device:
+    """Return where a rank computes; on GPUs it is torch's own choice from now on."""
+    device = device_of_rank(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def _check(

@@ -165,6 +165,8 @@ AUTO_LOCKED_BYTES = 16 * 2**30
 """Most host memory that is locked for a GPU unless asked for: it takes seconds, and the system can
 do nothing else with it."""
 MIN_SLOTS = 16
+SLOTS_WITHOUT_KV = 65_536
+"""Of a model that keeps no keys and values: tokens of prompts that may be under way."""
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
@@ -204,7 +206,7 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
                 f"--kv-memory {config.kv_memory} for {num_ranks} rank(s) is more than the"
                 f" {free_bytes / 2**20:.0f} MiB that are free"
             )
-    num_slots = budget // layout.bytes_per_token
+    num_slots = _slots_within(budget, layout)
     if config.max_kv_tokens:
         num_slots = min(num_slots, config.max_kv_tokens)
     if num_slots < MIN_SLOTS:
@@ -213,6 +215,11 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
             f" {MIN_SLOTS} are needed: raise --kv-memory or --max-kv-tokens"
         )
     return num_slots
+
+
+def _slots_within(budget: int, layout: KVLayout) -> int:
+    """Return how many tokens a budget of bytes holds."""
+    return budget // layout.bytes_per_token if layout.bytes_per_token else SLOTS_WITHOUT_KV
 
 
 def num_host_slots(
@@ -235,7 +242,7 @@ def num_host_slots(
     Raises:
         ConfigError: --host-kv-memory is more than is free beside the KV pool.
     """
-    if config.preemption == "recompute":
+    if config.preemption == "recompute" or not layout.bytes_per_token:
         return 0  # nothing is ever copied there
     pool_bytes = num_slots * layout.bytes_per_token
     num_ranks = len(config.local_ranks)
@@ -353,7 +360,7 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
         asked = f"--kv-memory {config.kv_memory}"
         limit = memory.total - memory.total // KEPT_FREE
         budget = parse_memory(config.kv_memory, "--kv-memory")
-    num_slots = budget // layout.bytes_per_token - 1
+    num_slots = _slots_within(budget, layout) - 1
     if config.max_kv_tokens:
         num_slots = min(num_slots, config.max_kv_tokens)
     needed = (num_slots + 1) * layout.bytes_per_token
@@ -376,6 +383,8 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
 def num_staged_slots(config: ServeConfig, layout: KVLayout, *, total_bytes: int) -> int:
     """Return how many tokens on their way to the host the GPU has staging memory for."""
     if config.preemption == "recompute" or config.host_kv_memory == "0":
+        return 0
+    if not layout.bytes_per_token:
         return 0
     return max(1, min(MAX_STAGED_TOKENS, total_bytes // STAGING_SHARE // layout.bytes_per_token))
 

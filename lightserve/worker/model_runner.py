@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,8 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.models.base import Model
 from lightserve.models.parallel import TensorParallel
-from lightserve.types import RowId
+from lightserve.models.pooling import Pooling
+from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue, Mark
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
@@ -44,6 +45,7 @@ from lightserve.worker.sampling.sampler import (
     to_token_logprobs,
 )
 from lightserve.worker.tables import PromptSpan, SamplingTable, SequenceTable, StepInputs
+from lightserve.worker.vectors import Vectors, pooled, row_vectors
 
 # A step between `launch` and `finish`: what was put into the queue, and what will come of it.
 #
@@ -80,6 +82,8 @@ class Drawn:
     logprob_indices: Sequence[int] = ()
     num_logprobs: Sequence[int] = ()
     """… and how many of the most probable tokens each of them wants."""
+    vectors: Vectors | None = None
+    """Of those of `rows` that are there for one."""
 
     def others(self) -> dict[int, _Token | None]:
         """Return by index what came of the rows that have more to say than a token.
@@ -94,6 +98,9 @@ class Drawn:
         if self.is_finite is not None and not self.is_finite.numpy().all():
             for index in (~self.is_finite.numpy()).nonzero()[0].tolist():
                 found[index] = _Token(NO_TOKEN, self._error(index), None)
+        for index, vector in () if self.vectors is None else self.vectors.items():
+            error = None if np.isfinite(vector).all() else RowError.NON_FINITE_LOGITS
+            found[index] = _Token(0, error, None, vector.tobytes())
         found.update(dict.fromkeys(self.unready))
         return found
 
@@ -179,6 +186,7 @@ class _Token(NamedTuple):
     error: RowError | None
     """Why the token means nothing."""
     logprob: TokenLogprob | None
+    vector: bytes = b""
 
 
 def _row_result(row: RowId, token: _Token | None, prompt: PromptLogprobs | None) -> RowResult:
@@ -191,7 +199,13 @@ def _row_result(row: RowId, token: _Token | None, prompt: PromptLogprobs | None)
     if token is None:
         return RowResult(row, [], prompt_logprobs=prompt_logprobs)
     logprobs = [] if token.logprob is None else [token.logprob]
-    return RowResult(row, [token.token_id], logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return RowResult(
+        row,
+        [token.token_id],
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        vector=token.vector,
+    )
 
 
 class _Passed(NamedTuple):
@@ -201,6 +215,8 @@ class _Passed(NamedTuple):
     """[L, vocab] of the rows that sample, of `logits_dtype`; None beyond rank 0."""
     prompt_hidden: Tensor
     """[sum of n, hidden_size] of the prompt spans' tokens, one span after the other."""
+    vectors: Vectors | None = None
+    """Of the rows that are there for one, on the device; no tokens are drawn where all are."""
 
 
 class ModelRunner:
@@ -217,6 +233,7 @@ class ModelRunner:
         max_num_seqs: int,
         incarnation: int = 0,
         constraints: RowConstraints | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """Make the tables.
 
@@ -229,6 +246,7 @@ class ModelRunner:
             max_num_seqs: rows of the tables.
             incarnation: of the worker group, see `StepResult`.
             constraints: enforces those of the sequences; rank 0 alone has it.
+            pooling: of an encoder, all of whose rows are whole prompts.
         """
         self._model = model
         self._pool = pool
@@ -245,6 +263,9 @@ class ModelRunner:
             self._known_counts = KnownCounts(max_num_seqs, vocab_size, queue.device)
         self._incarnation = incarnation
         self._constraints = constraints
+        self._pooling = pooling
+        self._vector_rows: set[RowId] = set()
+        """Rows that are there for a vector."""
         self._graphs: DecodeGraphs | None = None
         self._free_since = queue.mark()
 
@@ -339,7 +360,7 @@ class ModelRunner:
             before_sampling()
             begun_s += time.perf_counter() - waits_since_s
             masks = self._begin_masks(plan, inputs)
-        drawn = self._sample(inputs, passed.logits, masks)
+        drawn = self._sample(inputs, passed, masks)
         prompts = self._prompt_logprobs(inputs.prompt_spans, passed.prompt_hidden)
         self._free_since = end = self._queue.mark()
         constraints = self._constraints
@@ -395,6 +416,9 @@ class ModelRunner:
 
     def _begin_sampling(self, plan: StepPlan) -> None:
         """Take in how a plan's new sequences are sampled."""
+        for sequence in plan.sequences:
+            is_for_vector = sequence.output is not RequestOutput.TOKENS
+            (self._vector_rows.add if is_for_vector else self._vector_rows.discard)(sequence.row)
         rows = self._sampling.update(plan.sequences)
         if rows and self._known_counts is not None:
             self._known_counts.begin(self._queue.upload([np.array(rows, dtype=np.int64)])[0])
@@ -410,17 +434,52 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> _Passed:
         """Run the model: as a graph where there is one for the step."""
+        if self._pooling is not None:
+            return self._encode(inputs, self._pooling)
         tensors, graphs = inputs.tensors, self._graphs
-        if graphs is not None and inputs.is_plain_decode and graphs.covers(len(inputs.host_rows)):
+        indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
+        is_covered = graphs is not None and graphs.covers(len(inputs.host_rows))
+        if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
             logits = graphs.logits(tensors.rows, tensors.positions)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
         hidden = self._model.hidden(
             self._table.input_ids(inputs), self._table.batch(inputs), self._pool, tensors.logit_rows
         )
         num_sampled = len(inputs.sampled_rows)
-        return _Passed(self._model.logits(hidden[:num_sampled]), hidden[num_sampled:])
+        prompt_hidden = hidden[num_sampled:]
+        if not indices:
+            return _Passed(self._model.logits(hidden[:num_sampled]), prompt_hidden)
+        vectors = row_vectors(indices, hidden[indices])
+        if len(indices) == num_sampled:
+            return _Passed(None, prompt_hidden, vectors)
+        return _Passed(self._model.logits(hidden[:num_sampled]), prompt_hidden, vectors)
+
+    def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
+        """Run an encoder, each of whose rows is a prompt as a whole."""
+        hidden = self._model.hidden(
+            self._table.input_ids(inputs), self._table.batch(inputs), self._pool, None
+        )
+        places = {row: place for place, row in enumerate(inputs.host_rows)}
+        rows = [places[row] for row in inputs.sampled_rows]
+        vectors = None
+        if rows:
+            own = pooled(hidden, inputs.host_q_lens, rows, pooling)
+            vectors = row_vectors(range(len(rows)), own)
+        return _Passed(None, hidden[:0], vectors)
 
     def _sample(
+        self, inputs: StepInputs, passed: _Passed, masks: Callable[[], StepMasks] | None
+    ) -> Drawn:
+        """Draw the tokens of a step; those of rows that are there for a vector mean nothing."""
+        rows, vectors = inputs.sampled_rows, passed.vectors
+        if vectors is None:
+            return self._draw(inputs, passed.logits, masks)
+        vectors = vectors.on_host(self._queue)
+        if len(vectors.indices) == len(rows):
+            return Drawn(rows, torch.zeros(len(rows), dtype=torch.int64), vectors=vectors)
+        return replace(self._draw(inputs, passed.logits, masks), vectors=vectors)
+
+    def _draw(
         self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None
     ) -> Drawn:
         """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
@@ -464,7 +523,7 @@ class ModelRunner:
         `hidden` [sum of n, hidden_size] is that of all spans, one after the other.
         """
         found: dict[RowId, PromptLogprobs] = {}
-        if not spans:
+        if not spans or self._pooling is not None:
             return found
         for span, own in zip(
             spans, torch.split(hidden, [len(s.next_ids) for s in spans]), strict=True

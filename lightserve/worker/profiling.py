@@ -188,7 +188,7 @@ class StepTimer:
         runner = self._runner
         if runner.device.type != "cpu":
             return runner.num_kv_slots
-        most = min(runner.num_kv_slots, max(1, TOUCHED_BYTES // runner.kv_bytes_per_token))
+        most = min(runner.num_kv_slots, max(1, TOUCHED_BYTES // max(1, runner.kv_bytes_per_token)))
         num_slots = min(most, num_wanted)
         if num_slots > self._num_touched:
             runner.touch_kv(self._num_touched, num_slots)

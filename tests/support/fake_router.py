@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.channels import Codec
@@ -49,6 +50,8 @@ from lightserve.types import FinishReason, RequestClass, SamplingParams
 
 BOOT_ID = "boot"
 CODEC: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
+VECTOR = np.eye(1, 256, dtype=np.float32).tobytes()
+"""Of the bundled model's size."""
 Answer = Callable[[Submit], list[RequestDelta]]
 
 
@@ -122,6 +125,7 @@ def says(token_ids: list[int], finish: FinishReason = FinishReason.STOP) -> Answ
                 end if number == len(tokens) - 1 else None,
                 logprobs=made_logprobs(submit.sampling.num_logprobs, number),
                 prompt_logprobs=[] if number else made_prompt_logprobs(submit),
+                vector=VECTOR if submit.output else b"",
             )
             for number, token in enumerate(tokens)
         ]

@@ -401,6 +401,7 @@ class CommonFields(RequestFields):
     def check(self, service: Service) -> None:
         """Check what types cannot. Raises InvalidRequest."""
         service.check_model(self.model)
+        service.check_generates()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         options = self.stream_options

@@ -108,13 +108,14 @@ def _prompts_of(value: Any) -> Any:
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of token ids, got {show(value)}")
     if not any(isinstance(item, str | list) for item in value):
-        return [_ids_of(value)]
+        return [ids_of(value)]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"must have at most {MAX_PROMPTS} prompts, got {len(value)}")
-    return [item if isinstance(item, str) else _ids_of(item) for item in value]
+    return [item if isinstance(item, str) else ids_of(item) for item in value]
 
 
-def _ids_of(value: Any) -> list[int]:
+def ids_of(value: Any) -> list[int]:
+    """Return a list of token ids. Raises ValueError: it is none."""
     if not isinstance(value, list):
         raise ValueError(f"must hold strings or lists of token ids, got {show(value)}")
     token_ids: list[int] = whole_numbers(value)

@@ -160,12 +160,12 @@ class KVStore:
         """Note on a waiting request how much of it has KV, and what starting it takes besides.
 
         The last known token is always computed: its logits are needed. A request that wants the
-        log-probabilities of its prompt computes all of it, once. Returns the request.
+        log-probabilities or the vector of its prompt computes all of it, once. Returns the request.
         """
         num_held = request.num_held_tokens
         num_there, num_pinned = num_held, 0
         request.hit = None
-        if self._tree is not None and request.sampling.num_prompt_logprobs is None:
+        if self._tree is not None and request.takes_prefixes:
             known = request.expected if request.lease is None else request.lease.node
             tokens = request.known_token_ids()[:-1]
             hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
@@ -250,7 +250,7 @@ class KVStore:
 
     def _learn(self, request: Request, num_tokens: int) -> None:
         """Put the first `num_tokens` into the tree, unless more of them than held are there."""
-        if self._tree is None:
+        if self._tree is None or request.is_whole:
             return
         assert request.lease is not None and request.slots is not None
         start = request.lease.num_tokens

@@ -245,9 +245,9 @@ class StepBudget:
             rest = min(rest, self._num_positions_left)
             if rest == 0:
                 return Reason.TOKENS
-        if phase.num_tokens:
+        if phase.num_tokens and not request.is_whole:
             return Scheduled(request, phase.num_tokens)
-        if phase.is_whole:
+        if phase.is_whole or request.is_whole:
             is_in = self.is_empty or self.num_tokens_in_time(request, rest) == rest
             return Scheduled(request, rest) if is_in else self._run_out()
         loads = num_loaded_by(request) > 0

@@ -498,7 +498,7 @@ BATCH = {"endpoint": ENDPOINT, "completion_window": "24h"}
         ({"completion_window": "59s"}, 'got "59s"'),
         ({"completion_window": "31d"}, 'got "31d"'),
         ({"completion_window": 5}, "completion_window must be a string, got 5"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint must be"),
+        ({"endpoint": "/v1/audio"}, "endpoint must be"),
         ({"metadata": {"a": "x" * 513}}, "at most 512 characters, got 513"),
         ({"more": 1}, "more is not supported"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "at least 3600"),

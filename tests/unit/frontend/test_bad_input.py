@@ -43,6 +43,7 @@ from lightserve.frontend.openai import batches, files, responses, responses_writ
 from lightserve.frontend.openai.batches import BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
+from lightserve.frontend.openai.embeddings import EmbeddingRequest
 from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.openapi import OPERATIONS
 from lightserve.frontend.tgi import GenerateRequest
@@ -63,6 +64,7 @@ GENERATE: dict[str, Any] = {"inputs": "hi", "parameters": {}}
 ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, COMPLETION),
     "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/embeddings": (EmbeddingRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
     "/v1/responses": (ResponsesRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
     "/v1/messages": (MessagesRequest, CHAT),
     "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES),
@@ -282,7 +284,7 @@ BODIES: dict[str, bytes] = {
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies(name: str) -> None:
     async def scenario() -> None:
-        async with frontend(says([5, 2])) as setup:
+        async with frontend(says([5, 2]), pooling="last") as setup:
             for path in ROUTES:
                 response = await setup.post(path, BODIES[name])
                 assert_clean(response)
@@ -402,7 +404,7 @@ FIELDS = sorted({name for model, _ in ROUTES.values() for name in model.model_fi
 
 def _run(case: Any) -> None:
     async def scenario() -> None:
-        async with frontend(says([5, 2]), max_model_len=CONTEXT) as setup:
+        async with frontend(says([5, 2]), max_model_len=CONTEXT, pooling="last") as setup:
             await case(setup)
 
     asyncio.run(scenario())

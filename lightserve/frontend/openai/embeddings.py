@@ -1,0 +1,245 @@
+"""POST /v1/embeddings: vectors of texts, best-effort unless asked for otherwise."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request
+from msgspec.json import encode
+from pydantic import BeforeValidator, Field
+from starlette.responses import Response
+
+from lightserve.config.fields import flag_name
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.columns import json_array, json_object
+from lightserve.frontend.completion import Choices, TextDelta, raised_slo
+from lightserve.frontend.errors import RequestFailed
+from lightserve.frontend.json_body import Integer, show
+from lightserve.frontend.middleware import ARRIVAL_KEY
+from lightserve.frontend.openai.common import Key, NoEffectModel, NumKept
+from lightserve.frontend.openai.completions import ids_of
+from lightserve.frontend.request_options import (
+    OutputOptions,
+    Prepared,
+    Priority,
+    Seconds,
+    ServiceLevel,
+    SLOFields,
+    new_submit,
+    resolve_service_level,
+    with_objective,
+)
+from lightserve.frontend.response import (
+    KEEP_ALIVE,
+    CompletionResponse,
+    error_event,
+    new_request_id,
+)
+from lightserve.frontend.service import Service
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.models.pooling import Embedding
+from lightserve.types import RequestClass, RequestOutput, SamplingParams
+
+MAX_INPUTS = 2048
+NUMBERS_PER_ITEM = 4
+"""Of vectors, as many weigh as much as a token of an answer (--max-answer-items)."""
+
+Input = str | list[int]
+
+
+def _inputs_of(value: Any) -> Any:
+    """Reduce every accepted form of `input` to a list of texts and lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"must be a string or a list of token ids, got {show(value)}")
+    if not any(isinstance(item, str | list) for item in value):
+        return [ids_of(value)]
+    if len(value) > MAX_INPUTS:
+        raise ValueError(f"must have at most {MAX_INPUTS} inputs, got {len(value)}")
+    return [item if isinstance(item, str) else ids_of(item) for item in value]
+
+
+_GivenInput = str | list[int] | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS)]
+"""What `_inputs_of` takes."""
+
+
+class EmbeddingRequest(NoEffectModel):
+    """The body; null is the same as absent."""
+
+    model: str
+    input: Annotated[list[Any], BeforeValidator(_inputs_of, json_schema_input_type=_GivenInput)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    truncate_prompt_tokens: NumKept | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    slo: SLOFields | None = None
+    priority: Priority | None = None
+    timeout: Seconds | None = None
+    user: Key | None = None
+
+    @property
+    def request_class(self) -> RequestClass:
+        """The kind of traffic: best-effort but for the tiers that say otherwise."""
+        is_real_time = self.service_tier in ("default", "priority")
+        return RequestClass.RT if is_real_time else RequestClass.BE
+
+    @property
+    def used_tier(self) -> str:
+        """The tier that the response states."""
+        return "flex" if self.service_tier in (None, "auto") else str(self.service_tier)
+
+    def check(self, service: Service) -> Embedding:
+        """Check what types cannot; return how vectors are made. Raises InvalidRequest."""
+        service.check_model(self.model)
+        embedding = service.embedding()
+        size = embedding.size if self.dimensions is None else self.dimensions
+        if not embedding.can_have(size):
+            known = ", ".join(map(str, sorted({*embedding.sizes, embedding.size})[-8:]))
+            raise InvalidRequest(
+                f"dimensions must be one of this model's ({known}), got {str(size)[:64]}",
+                param="dimensions",
+            )
+        limit = service.config.max_answer_items * NUMBERS_PER_ITEM
+        if len(self.input) * size > limit:
+            raise InvalidRequest(
+                f"the answer must have at most {limit} numbers ({NUMBERS_PER_ITEM} times"
+                f" {flag_name('max_answer_items')}), got {len(self.input)} inputs times {size}",
+                param="input",
+                code="answer_too_large",
+            )
+        return embedding
+
+    def service_level(self, service: Service, request: Request) -> ServiceLevel:
+        """Return how it is to be served. Raises InvalidRequest."""
+        return resolve_service_level(
+            request.headers,
+            service.config,
+            arrival_s=request.scope[ARRIVAL_KEY],
+            request_class=self.request_class,
+            slo=self.slo,
+            priority=self.priority,
+            timeout_s=self.timeout,
+        )
+
+
+class EmbeddingWriter:
+    """OpenAI's list of embeddings; it is never streamed."""
+
+    keep_alive = KEEP_ALIVE
+    keeps_streamed = False
+    wants_pieces = False
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        self.request_id = new_request_id("embd")
+        self._request = request
+
+    def opening(self) -> bytes:
+        """See `ResponseWriter`."""
+        return b""
+
+    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterable[bytes]:
+        """See `ResponseWriter`."""
+        return ()
+
+    def closing(self, choices: Choices) -> bytes:
+        """See `ResponseWriter`."""
+        return b""
+
+    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
+        """See `ResponseWriter`."""
+        return error_event(failure)
+
+    def keep(self, index: int, delta: TextDelta) -> None:
+        """See `ResponseWriter`; the completions keep their vectors."""
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the list."""
+        num_tokens = choices.usage.prompt_tokens
+        answer = {
+            "object": "list",
+            "data": json_array(
+                self._object(index, completion.vector)
+                for index, completion in enumerate(choices.completions)
+            ),
+            "model": self._request.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "service_tier": self._request.used_tier,
+        }
+        if (slo := raised_slo(choices.completions)) is not None:
+            answer["slo"] = slo
+        return json_object(answer)
+
+    def _object(self, index: int, data: bytes) -> Iterator[bytes]:
+        vector = np.frombuffer(data, dtype="<f4")
+        if self._request.dimensions is not None:
+            vector = shortened(vector, self._request.dimensions)
+        value: list[float] | str
+        if self._request.encoding_format == "base64":
+            value = base64.b64encode(vector.tobytes()).decode()
+        else:
+            value = vector.tolist()
+        yield encode({"object": "embedding", "index": index, "embedding": value})
+
+
+def shortened(vector: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
+    """Return the first numbers of a vector, of length 1 again."""
+    cut = vector[:size].astype(np.float64)
+    length = float(np.linalg.norm(cut))
+    return (cut / length if length > 0.0 else cut).astype(np.float32)
+
+
+def embeddings_router(service: Service) -> APIRouter:
+    """Return the route."""
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def create_embeddings(request: Request) -> Response:
+        """Return the vectors of one or several texts."""
+        body = await service.bodies.read(request, EmbeddingRequest)
+        body = with_objective(body, request.headers, service.config.objectives)
+        embedding = body.check(service)
+        level = body.service_level(service, request)
+
+        async def prepare() -> list[Prepared]:
+            return await _requests(service, body, embedding, level)
+
+        return CompletionResponse(
+            service, EmbeddingWriter(body), prepare, level, stream=False, per_prompt=1
+        )
+
+    return router
+
+
+async def _requests(
+    service: Service, body: EmbeddingRequest, embedding: Embedding, level: ServiceLevel
+) -> list[Prepared]:
+    """Encode each input. Raises InvalidRequest, RequestFailed."""
+    most = min(service.context_len, embedding.max_tokens or service.context_len)
+    asked = body.truncate_prompt_tokens
+    keep = None if asked is None else min(most, asked if asked > 0 else most)
+    is_alone = len(body.input) == 1
+    requests: list[Prepared] = []
+    for number, given in enumerate(body.input):
+        param = "input" if is_alone else f"input[{number}]"
+        token_ids = await service.encoder.encode_input(given, param=param, most=most, keep=keep)
+        submit = new_submit(
+            TokenSegment(token_ids=pack_int32(token_ids)),
+            max_tokens=1,
+            eos_token_ids=[],
+            sampling=SamplingParams(temperature=0.0),
+            request_class=level.request_class,
+            slo=level.slo,
+            priority=level.priority,
+            prediction_key=body.user or "",
+            output=RequestOutput.WHOLE_VECTOR if embedding.is_whole else RequestOutput.VECTOR,
+        )
+        options = OutputOptions(
+            prompt_token_ids=token_ids, arrival_s=level.arrival_s, discards_output=True
+        )
+        requests.append((submit, options))
+    return requests

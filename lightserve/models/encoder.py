@@ -1,0 +1,121 @@
+"""Encoders of the BERT class: each token sees all others of its prompt, which is computed whole.
+
+Devlin et al., 2019, sections 3 and A.2; with rotary positions and gates as Nomic Embed (Nussbaum et
+al., 2024, section 3). No KV is kept, and there is no LM head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightserve.kernels.interface import AttentionBatch
+from lightserve.models.base import KVTensors
+from lightserve.models.context import ModelContext
+from lightserve.models.decoder import rotary_table
+from lightserve.models.layers.attention import AttentionInputs, SelfAttention
+from lightserve.models.layers.feed_forward import feed_forward
+from lightserve.models.layers.linear import VocabEmbedding, VocabWeight
+from lightserve.models.parallel import Part
+from lightserve.models.weight_files import EMBEDDING, POSITIONS, TOKEN_TYPES
+
+
+class EncoderAttention(SelfAttention):
+    """Attention of each row's new tokens, which are all that it has, to each other."""
+
+    def attend(self, x: Tensor, inputs: AttentionInputs, *, is_rotated: bool) -> Tensor:
+        """x [T, hidden] -> [T, Hq * D]."""
+        num_tokens, sizes = x.shape[0], (self._q_size, self._kv_size, self._kv_size)
+        q, k, v = (
+            part.reshape(num_tokens, -1, self._head_dim)
+            for part in self._qkv(x).split_with_sizes(sizes, dim=-1)
+        )
+        if is_rotated:
+            q, k = self._kernels.rotary(q, k, inputs.cos, inputs.sin)
+        out = torch.empty_like(q)
+        start = 0
+        # One prompt after the other: what is beside it does not change a bit of it.
+        for length in inputs.batch.host_q_lens:
+            own = slice(start, start + length)
+            own_q, own_k, own_v = (part[own].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+            mixed = functional.scaled_dot_product_attention(own_q, own_k, own_v, scale=self._scale)
+            out[own] = mixed.squeeze(0).transpose(0, 1)
+            start += length
+        return out.flatten(1)
+
+
+class EncoderLayer:
+    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+
+    def __init__(self, context: ModelContext, layer: int) -> None:
+        prefix, config = f"model.layers.{layer}", context.config
+        self._is_rotated = layer not in config.unrotated_layers
+        self._attention = EncoderAttention(context, f"{prefix}.self_attn", layer=layer)
+        self._mlp = feed_forward(context, layer)
+        self._attention_norm, self._mlp_norm = (
+            context.norm(f"{prefix}.{name}", size=config.hidden_size) for name in config.layer_norms
+        )
+
+    def __call__(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        heads = self._attention.attend(x, inputs, is_rotated=self._is_rotated)
+        x, _ = self._attention_norm.add(self._attention.project(heads), x)
+        x, _ = self._mlp_norm.add(self._mlp(x), x)
+        return x
+
+
+class EncoderModel:
+    """Embeddings of words, positions and the first type, their norm, and layers."""
+
+    def __init__(self, context: ModelContext) -> None:
+        config, reader = context.config, context.reader
+        self.config = config
+        self.context_len = context.context_len
+        self._rotary = rotary_table(context, config.rope)
+        words = VocabWeight(
+            reader,
+            context.tp,
+            EMBEDDING,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+        )
+        self._words = VocabEmbedding(words, context.tp)
+        self._positions: Tensor | None = None
+        if config.position_offset is not None:
+            rows = Part(config.position_offset, self.context_len)
+            self._positions = self._read(context, POSITIONS, rows)
+        self._type = self._read(context, TOKEN_TYPES, Part(0, 1))
+        self._norm = context.norm("model.norm", size=config.hidden_size)
+        self._layers = [EncoderLayer(context, layer) for layer in range(config.num_layers)]
+
+    @staticmethod
+    def _read(context: ModelContext, name: str, rows: Part) -> Tensor:
+        """Return rows of a table, [rows.size, hidden], whole on every rank."""
+        reader, size = context.reader, context.config.hidden_size
+        table = torch.empty(rows.size, size, dtype=reader.dtype, device=reader.device)
+        reader.read_into(table, name, rows=rows)
+        return table
+
+    def forward(
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor
+    ) -> Tensor | None:
+        """Return None: there are no logits."""
+        return None
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Return None: there are none."""
+        return None
+
+    def hidden(
+        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
+    ) -> Tensor:
+        """See `Model.hidden`; every row's new tokens are all of its prompt. `kv` is not used."""
+        x = self._words(input_ids) + self._type
+        if self._positions is not None:
+            x = x + self._positions.index_select(0, batch.positions)
+        x = self._norm(x)
+        inputs = AttentionInputs(batch, *self._rotary.select(batch.positions))
+        for layer in self._layers:
+            x = layer(x, inputs)
+        return x if logit_rows is None else x.index_select(0, logit_rows)

@@ -1,0 +1,170 @@
+"""Encoders of the BERT class, as fields of `ModelConfig`. Torch-free.
+
+BERT, RoBERTa and XLM-RoBERTa (bge, e5, gte), Nomic Embed. Norms stand behind the sums, and each
+token sees all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightserve.models.json_fields import JsonFields
+from lightserve.models.plain_config import MAX_LAYERS, Activation
+from lightserve.models.rope import DEFAULT_THETA, DefaultRope
+
+_ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+_NORMS = ("attention_norm", "mlp_norm")
+"""Each behind its block."""
+
+
+def parse_bert(fields: JsonFields) -> dict[str, Any]:
+    """Return BERT: learned positions from 0 on."""
+    return _bert(fields, position_offset=0)
+
+
+def parse_roberta(fields: JsonFields) -> dict[str, Any]:
+    """Return RoBERTa: positions are counted from behind the number of the padding token."""
+    offset = fields.integer("pad_token_id", default=1, low=0) + 1
+    return _bert(fields, position_offset=offset)
+
+
+def _bert(fields: JsonFields, *, position_offset: int) -> dict[str, Any]:
+    for key in ("is_decoder", "add_cross_attention"):
+        if fields.boolean(key, default=False):
+            raise fields.error(key, "must be false")
+    if (kind := fields.string("position_embedding_type", default="absolute")) != "absolute":
+        raise fields.error("position_embedding_type", f"must be 'absolute', got {kind!r}")
+    name = fields.string("hidden_act", default="gelu")
+    if name not in _ACTIVATIONS:
+        raise fields.error("hidden_act", f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+    num_positions = fields.integer("max_position_embeddings", default=512)
+    if num_positions <= position_offset:
+        raise fields.error("max_position_embeddings", f"must be above {position_offset}")
+    sizes = _sizes(
+        fields,
+        hidden=fields.integer("hidden_size"),
+        num_heads=fields.integer("num_attention_heads"),
+        num_layers=fields.integer("num_hidden_layers", high=MAX_LAYERS),
+        hidden_key="hidden_size",
+    )
+    return {
+        **sizes,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "max_position_embeddings": num_positions - position_offset,
+        "position_offset": position_offset,
+        "rope": DefaultRope(theta=DEFAULT_THETA),
+        "unrotated_layers": frozenset(range(sizes["num_layers"])),
+        "rms_norm_eps": fields.number("layer_norm_eps", default=1e-12),
+        "activation": _ACTIVATIONS[name],
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "stored_names": (
+            ("model.embed_tokens", "embeddings.word_embeddings"),
+            ("model.embed_positions", "embeddings.position_embeddings"),
+            ("model.embed_types", "embeddings.token_type_embeddings"),
+            ("model.norm", "embeddings.LayerNorm"),
+            ("model.layers.", "encoder.layer."),
+            ("self_attn.q_proj", "attention.self.query"),
+            ("self_attn.k_proj", "attention.self.key"),
+            ("self_attn.v_proj", "attention.self.value"),
+            ("self_attn.o_proj", "attention.output.dense"),
+            ("attention_norm", "attention.output.LayerNorm"),
+            ("mlp_norm", "output.LayerNorm"),
+            ("mlp.up_proj", "intermediate.dense"),
+            ("mlp.down_proj", "output.dense"),
+        ),
+    }
+
+
+_NOMIC_KEYS = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
+"""What transformers calls a key, and what the model's own files do."""
+
+
+def parse_nomic_bert(fields: JsonFields) -> dict[str, Any]:
+    """Return Nomic Embed: rotary positions, gated blocks, no biases but those of norms."""
+    own = fields.has("n_embd")
+    keys = {name: other if own else name for name, other in _NOMIC_KEYS.items()}
+    for key in ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm"):
+        if fields.boolean(key, default=False):
+            raise fields.error(key, "must be false")
+    for key in ("rotary_scaling_factor", "rotary_emb_scale_base"):
+        if fields.has(key):
+            raise fields.error(key, "must be null")
+    if fields.number("rotary_emb_fraction", default=1.0) != 1.0:
+        raise fields.error("rotary_emb_fraction", "must be 1")
+    known = ("swiglu", "silu")
+    if (name := fields.string(keys["hidden_act"], default="silu")) not in known:
+        raise fields.error(keys["hidden_act"], f"must be one of {', '.join(known)}, got {name!r}")
+    hidden = fields.integer(keys["hidden_size"])
+    theta = fields.number("rotary_emb_base", default=1000.0, above=1.0)
+    if fields.has("rope_parameters"):
+        rope = fields.child("rope_parameters")
+        if (kind := rope.string("rope_type", default="default")) != "default":
+            raise rope.error("rope_type", f"must be 'default', got {kind!r}")
+        theta = rope.number("rope_theta", default=theta, above=1.0)
+    return {
+        **_sizes(
+            fields,
+            hidden=hidden,
+            num_heads=fields.integer(keys["num_attention_heads"]),
+            num_layers=fields.integer(keys["num_hidden_layers"], high=MAX_LAYERS),
+            hidden_key=keys["hidden_size"],
+        ),
+        "intermediate_size": fields.integer(keys["intermediate_size"], default=4 * hidden),
+        "max_position_embeddings": fields.integer(keys["max_position_embeddings"], default=2048),
+        "rope": DefaultRope(theta=theta),
+        "rms_norm_eps": fields.number(keys["layer_norm_eps"], default=1e-12),
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": False,
+        "merged": frozenset({"qkv"}),
+        "stored_names": (
+            ("model.embed_tokens", "embeddings.word_embeddings"),
+            ("model.embed_types", "embeddings.token_type_embeddings"),
+            ("model.norm", "emb_ln"),
+            ("model.layers.", "encoder.layers."),
+            ("self_attn.qkv_proj", "attn.Wqkv"),
+            ("self_attn.o_proj", "attn.out_proj"),
+            ("attention_norm", "norm1"),
+            ("mlp_norm", "norm2"),
+            ("mlp.gate_proj", "mlp.fc12"),
+            ("mlp.up_proj", "mlp.fc11"),
+            ("mlp.down_proj", "mlp.fc2"),
+        ),
+    }
+
+
+def _sizes(
+    fields: JsonFields, *, hidden: int, num_heads: int, num_layers: int, hidden_key: str
+) -> dict[str, Any]:
+    if hidden % num_heads or hidden // num_heads % 2:
+        raise fields.error(hidden_key, f"must be {num_heads} times an even number, got {hidden}")
+    return {
+        "is_encoder": True,
+        "vocab_size": fields.integer("vocab_size"),
+        "num_token_types": fields.integer("type_vocab_size", default=2),
+        "hidden_size": hidden,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": hidden // num_heads,
+        "has_layer_norm": True,
+        "layer_norms": _NORMS,
+        "qk_norm": False,
+        "tie_word_embeddings": True,
+        "sliding_windows": (None,) * num_layers,
+    }

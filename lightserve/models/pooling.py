@@ -1,0 +1,148 @@
+"""Whether a model's files, or --pooling, have it make vectors of prompts, and how. Torch-free.
+
+The files are those of Sentence Transformers (Reimers and Gurevych, 2019): `modules.json` lists what
+follows the transformer, and the folder of its pooling has a `config.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+
+from lightserve.errors import ConfigError, ModelLoadError
+from lightserve.models.config import CONFIG_FILE, MODULES_FILE, ModelConfig
+from lightserve.models.json_fields import JsonFields, read_json_object, read_json_objects
+
+LIMITS_FILE = "sentence_bert_config.json"
+
+
+class Pooling(StrEnum):
+    """How the hidden states of a prompt's tokens become one."""
+
+    CLS = "cls"
+    """That of the first token."""
+    MEAN = "mean"
+    LAST = "last"
+    """That of the last token."""
+
+
+_MODES = {
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+}
+_MODE_NAMES = {"cls": Pooling.CLS, "mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
+"""In newer files, one key with a name."""
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """How a model makes vectors of prompts."""
+
+    kind: Pooling
+    size: int
+    """Numbers of a vector."""
+    is_whole: bool
+    """Whether one step computes a prompt as a whole: its tokens see each other."""
+    embeds_only: bool
+    """Whether the model is for nothing else."""
+    max_tokens: int | None = None
+    """Of a prompt, where the files allow fewer than the model's context."""
+    sizes: tuple[int, ...] = ()
+    """What vectors may be cut to."""
+
+    def can_have(self, size: int) -> bool:
+        """Whether vectors may have so many numbers."""
+        return size == self.size or size in self.sizes
+
+
+def load_embedding(path: Path, config: ModelConfig, asked: str) -> Embedding | None:
+    """Return how the model in directory `path` embeds; None: it does not.
+
+    Args:
+        path: of a model whose configuration is `config`.
+        config: what `load_model_config` returned.
+        asked: --pooling; auto goes by the model's files.
+
+    Raises:
+        ModelLoadError: its files ask for what is not supported; names file and key.
+        ConfigError: --pooling does not go with the model, or it needs one.
+    """
+    modules = path / MODULES_FILE
+    if asked != "auto":
+        kind = Pooling(asked)
+    elif modules.is_file():
+        kind = _pooling_of(path, modules)
+    elif config.is_encoder or config.is_headless:
+        kinds = ", ".join(Pooling) if config.is_encoder else Pooling.LAST.value
+        raise ConfigError(
+            f"{modules}: no such file: --pooling has to say how the model makes vectors: {kinds}"
+        )
+    else:
+        return None
+    if not config.is_encoder and kind is not Pooling.LAST:
+        raise ConfigError(
+            f"pooling must be last for {config.architecture.value}, whose tokens see those before"
+            f" them alone, got {kind.value}" + (f" ({modules})" if asked == "auto" else "")
+        )
+    fields = JsonFields(path / CONFIG_FILE, read_json_object(path / CONFIG_FILE))
+    return Embedding(
+        kind=kind,
+        size=config.hidden_size,
+        is_whole=config.is_encoder,
+        embeds_only=config.is_encoder or config.is_headless,
+        max_tokens=_max_tokens(path),
+        sizes=_sizes(fields, config.hidden_size),
+    )
+
+
+def _pooling_of(path: Path, modules: Path) -> Pooling:
+    """Return what `modules.json` and the folder that it names say."""
+    folder = None
+    for number, entry in enumerate(read_json_objects(modules)):
+        fields = JsonFields(modules, entry, prefix=f"{number}.")
+        kind = fields.string("type").rpartition(".")[2]
+        if kind not in _KNOWN_MODULES:
+            known = ", ".join(_KNOWN_MODULES)
+            raise fields.error("type", f"names {kind!r}; supported are {known}")
+        if kind == "Pooling":
+            folder = PurePosixPath(fields.string("path"))
+            if folder.is_absolute() or ".." in folder.parts:
+                raise fields.error("path", "must name a folder of the model directory")
+    if folder is None:
+        raise ModelLoadError(f"{modules}: has no module of the type Pooling")
+    file = path / folder / CONFIG_FILE
+    fields = JsonFields(file, read_json_object(file))
+    if fields.has("pooling_mode"):
+        mode = fields.string("pooling_mode")
+        if mode not in _MODE_NAMES:
+            names = ", ".join(_MODE_NAMES)
+            raise fields.error("pooling_mode", f"must be one of {names}, got {mode!r}")
+        return _MODE_NAMES[mode]
+    chosen = [key for key, value in fields.items() if key.startswith("pooling_mode_") and value]
+    if len(chosen) != 1 or chosen[0] not in _MODES:
+        raise ModelLoadError(
+            f"{file}: must have one of {', '.join(_MODES)} true, and no other, got {chosen}"
+        )
+    return _MODES[chosen[0]]
+
+
+def _max_tokens(path: Path) -> int | None:
+    file = path / LIMITS_FILE
+    if not file.is_file():
+        return None
+    fields = JsonFields(file, read_json_object(file))
+    return fields.integer("max_seq_length") if fields.has("max_seq_length") else None
+
+
+def _sizes(fields: JsonFields, size: int) -> tuple[int, ...]:
+    """Return the sizes that a model was trained for (Matryoshka, Kusupati et al., 2022)."""
+    if fields.has("matryoshka_dimensions"):
+        sizes = fields.array("matryoshka_dimensions")
+        if not all(type(each) is int and 0 < each <= size for each in sizes):
+            raise fields.error("matryoshka_dimensions", f"must be integers from 1 to {size}")
+        return tuple(sizes)
+    is_any = fields.boolean("is_matryoshka", default=False)
+    return tuple(range(1, size + 1)) if is_any else ()
