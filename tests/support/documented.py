@@ -48,7 +48,7 @@ RULES = (
     Rule(r"^python -m bench\.gpu --rehearse", NOT_RUN, "minutes; test_gpu_check runs a part"),
     Rule(r"--model Qwen/", NOT_RUN, "downloads a model"),
     Rule(r"^smg launch", NOT_RUN, "needs sglang-router"),
-    Rule(r"--nnodes", OPTIONS, "needs several machines; test_nodes has two on one"),
+    Rule(r"--nnodes", OPTIONS, "needs several machines; test_two_nodes has two on one"),
     Rule(r"lightserve convert DIR", NOT_RUN, "needs pickled weights; test_convert has some"),
     Rule(r"postgresql://", NOT_RUN, "needs a database; test_batches has servers on one"),
     Rule(r"^make (check|test|test-long|fmt)\b", NOT_RUN, "is what runs this, or changes files"),
