@@ -11,7 +11,6 @@ from click.core import ParameterSource
 from lightserve.cli.options import SectionCommand, config_options, preset_option
 from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.file import merge, read_config_file
-from lightserve.extras import need_packages
 
 
 @click.command("serve", cls=SectionCommand, sections=SECTIONS)
@@ -38,8 +37,6 @@ def command(
     }
     effective = merge(values, given=given, from_file=from_file, preset=preset)
     config = ServeConfig(**effective.values)
-    if config.otlp_endpoint:
-        need_packages(("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     from lightserve.supervisor.loop import serve  # noqa: PLC0415 - not needed for --help
 
     return serve(config, origins=effective.origins)

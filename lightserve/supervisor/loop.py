@@ -22,6 +22,7 @@ from lightserve.config import ServeConfig
 from lightserve.config.fields import is_postgres
 from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
+from lightserve.extras import need_packages
 from lightserve.http_access import read_api_keys
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.nodes import NodeOrder, NodeReport
@@ -182,6 +183,8 @@ def _serve(
     node_key = read_node_key(Path(config.node_key_file)) if config.nnodes > 1 else b""
     if config.ssl_certfile:
         server_context(config.ssl_certfile, config.ssl_keyfile)
+    if config.otlp_endpoint:
+        need_packages(("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     check_threads(config)
     with ExitStack() as stack:
         listener = stack.enter_context(bind_port(config))

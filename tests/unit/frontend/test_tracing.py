@@ -17,9 +17,9 @@ from support.span_collector import SpanCollector, span_collector, values
 
 from lightserve import extras
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.cli.serve import need_packages
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.extras import need_packages
 from lightserve.frontend import tracing
 from lightserve.frontend.tracing import RequestTracer, SpanQueue
 from lightserve.messages.frontend_router import (
