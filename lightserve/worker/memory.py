@@ -138,7 +138,8 @@ class KVPool:
             parts = tensor.transpose(2, 3).unbind(0)
             self.k.extend(parts[0].unbind(0))
             # Values of latent vectors are the first numbers of their keys.
-            self.v.extend(parts[-1][..., : group.value_dim].unbind(0))
+            size = group.head_size if group.value_dim is None else group.value_dim
+            self.v.extend(parts[-1].narrow(-1, 0, size).unbind(0))
 
     def touch(self, first_slot: int, end_slot: int) -> None:
         """Write into the memory of some slots, which hold nothing that counts, as steps would.
