@@ -291,18 +291,46 @@ StopStrings = Annotated[
 ]
 
 
-class RequestFields(NoEffectModel):
-    """Fields of everything that has tokens generated; null is the same as absent."""
+class ServedFields(NoEffectModel):
+    """Fields of everything that is computed; null is the same as absent."""
 
+    default_tier: ClassVar[str] = "default"
     model: str
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    stream: bool | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     slo: SLOFields | None = None
     priority: Priority | None = None
     timeout: Seconds | None = None
     user: Key | None = None
+
+    @property
+    def used_tier(self) -> str:
+        """The tier that the response states."""
+        return self.default_tier if self.service_tier in (None, "auto") else str(self.service_tier)
+
+    @property
+    def request_class(self) -> RequestClass:
+        """The kind of traffic: `flex` is best-effort, everything else real-time."""
+        return RequestClass.BE if self.used_tier == "flex" else RequestClass.RT
+
+    def service_level(self, service: Service, request: Request) -> ServiceLevel:
+        """Return how it is to be served. Raises InvalidRequest."""
+        return resolve_service_level(
+            request.headers,
+            service.config,
+            arrival_s=request.scope[ARRIVAL_KEY],
+            request_class=self.request_class,
+            slo=self.slo,
+            priority=self.priority,
+            timeout_s=self.timeout,
+        )
+
+
+class RequestFields(ServedFields):
+    """Fields of everything that has tokens generated."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
@@ -367,28 +395,6 @@ class CommonFields(RequestFields):
     def keeps_prompts(self) -> bool:
         """Whether prompts are to stay longer in the prefix cache as a whole."""
         return self.prompt_cache_retention == "24h"
-
-    @property
-    def request_class(self) -> RequestClass:
-        """The kind of traffic: `flex` is best-effort, everything else real-time."""
-        return RequestClass.BE if self.service_tier == "flex" else RequestClass.RT
-
-    @property
-    def used_tier(self) -> str:
-        """The tier that the response states."""
-        return "default" if self.service_tier in (None, "auto") else str(self.service_tier)
-
-    def service_level(self, service: Service, request: Request) -> ServiceLevel:
-        """Return how it is to be served. Raises InvalidRequest."""
-        return resolve_service_level(
-            request.headers,
-            service.config,
-            arrival_s=request.scope[ARRIVAL_KEY],
-            request_class=self.request_class,
-            slo=self.slo,
-            priority=self.priority,
-            timeout_s=self.timeout,
-        )
 
     @property
     def usage_chunks(self) -> UsageChunks:

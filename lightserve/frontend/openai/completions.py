@@ -102,19 +102,26 @@ Prompt = str | list[int]
 
 
 def _prompts_of(value: Any) -> Any:
-    """Reduce every accepted form of `prompt` to a list of texts and lists of ids."""
+    return texts_or_ids(value, most=MAX_PROMPTS, name="prompts")
+
+
+def texts_or_ids(value: Any, *, most: int, name: str) -> list[Any]:
+    """Reduce a text, a list of ids, or a list of both to the last of these.
+
+    Raises ValueError: it is none, or has more than `most` of what it calls `name`.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise ValueError(f"must be a string or a list of token ids, got {show(value)}")
     if not any(isinstance(item, str | list) for item in value):
-        return [ids_of(value)]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"must have at most {MAX_PROMPTS} prompts, got {len(value)}")
-    return [item if isinstance(item, str) else ids_of(item) for item in value]
+        return [_ids_of(value)]
+    if len(value) > most:
+        raise ValueError(f"must have at most {most} {name}, got {len(value)}")
+    return [item if isinstance(item, str) else _ids_of(item) for item in value]
 
 
-def ids_of(value: Any) -> list[int]:
+def _ids_of(value: Any) -> list[int]:
     """Return a list of token ids. Raises ValueError: it is none."""
     if not isinstance(value, list):
         raise ValueError(f"must hold strings or lists of token ids, got {show(value)}")

@@ -18,19 +18,14 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.json_body import Integer, show
-from lightserve.frontend.middleware import ARRIVAL_KEY
-from lightserve.frontend.openai.common import Key, NoEffectModel, NumKept
-from lightserve.frontend.openai.completions import ids_of
+from lightserve.frontend.json_body import Integer
+from lightserve.frontend.openai.common import NumKept, ServedFields
+from lightserve.frontend.openai.completions import texts_or_ids
 from lightserve.frontend.request_options import (
     OutputOptions,
     Prepared,
-    Priority,
-    Seconds,
     ServiceLevel,
-    SLOFields,
     new_submit,
-    resolve_service_level,
     with_objective,
 )
 from lightserve.frontend.response import (
@@ -42,7 +37,7 @@ from lightserve.frontend.response import (
 from lightserve.frontend.service import Service
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.models.pooling import Embedding
-from lightserve.types import RequestClass, RequestOutput, SamplingParams
+from lightserve.types import RequestOutput, SamplingParams
 
 MAX_INPUTS = 2048
 NUMBERS_PER_ITEM = 4
@@ -52,46 +47,21 @@ Input = str | list[int]
 
 
 def _inputs_of(value: Any) -> Any:
-    """Reduce every accepted form of `input` to a list of texts and lists of ids."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of token ids, got {show(value)}")
-    if not any(isinstance(item, str | list) for item in value):
-        return [ids_of(value)]
-    if len(value) > MAX_INPUTS:
-        raise ValueError(f"must have at most {MAX_INPUTS} inputs, got {len(value)}")
-    return [item if isinstance(item, str) else ids_of(item) for item in value]
+    return texts_or_ids(value, most=MAX_INPUTS, name="inputs")
 
 
 _GivenInput = str | list[int] | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS)]
 """What `_inputs_of` takes."""
 
 
-class EmbeddingRequest(NoEffectModel):
-    """The body; null is the same as absent."""
+class EmbeddingRequest(ServedFields):
+    """The body: `input` is a text, a list of token ids, or a list of these."""
 
-    model: str
+    default_tier = "flex"
     input: Annotated[list[Any], BeforeValidator(_inputs_of, json_schema_input_type=_GivenInput)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
     truncate_prompt_tokens: NumKept | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    slo: SLOFields | None = None
-    priority: Priority | None = None
-    timeout: Seconds | None = None
-    user: Key | None = None
-
-    @property
-    def request_class(self) -> RequestClass:
-        """The kind of traffic: best-effort but for the tiers that say otherwise."""
-        is_real_time = self.service_tier in ("default", "priority")
-        return RequestClass.RT if is_real_time else RequestClass.BE
-
-    @property
-    def used_tier(self) -> str:
-        """The tier that the response states."""
-        return "flex" if self.service_tier in (None, "auto") else str(self.service_tier)
 
     def check(self, service: Service) -> Embedding:
         """Check what types cannot; return how vectors are made. Raises InvalidRequest."""
@@ -113,18 +83,6 @@ class EmbeddingRequest(NoEffectModel):
                 code="answer_too_large",
             )
         return embedding
-
-    def service_level(self, service: Service, request: Request) -> ServiceLevel:
-        """Return how it is to be served. Raises InvalidRequest."""
-        return resolve_service_level(
-            request.headers,
-            service.config,
-            arrival_s=request.scope[ARRIVAL_KEY],
-            request_class=self.request_class,
-            slo=self.slo,
-            priority=self.priority,
-            timeout_s=self.timeout,
-        )
 
 
 class EmbeddingWriter:
