@@ -56,9 +56,13 @@ def test_config_and_names_agree_with_transformers(tiny: TinyModel, tmp_path: Pat
     assert ours.num_layers == theirs.num_hidden_layers
     if tiny.family == "Falcon":
         assert ours.num_kv_heads in (1, theirs.num_kv_heads)
+    elif ours.latent is not None:
+        assert ours.num_kv_heads == 1
     elif tiny.family not in WITHOUT_KV_HEADS:
         assert ours.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None)
+    if ours.latent is not None:
+        head_dim = theirs.kv_lora_rank + theirs.qk_rope_head_dim
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     if len(ours.unrotated_layers) < ours.num_layers:
         parameters = theirs.rope_parameters

@@ -193,17 +193,17 @@ def accepted_in_bfloat16(report: ParityReport) -> bool:
 )
 def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> None:
     prepared = prepare(tiny, tmp_path, torch.bfloat16, kernels)
+    largest = 0.0
     for chunk, alone in ((None, True), (16, False)):
         report = prepared.report(chunk=chunk, alone=alone)
+        largest = max(largest, report.max_logprob_delta)
         if tiny.chooses_experts:
             assert report.num_different <= REROUTED_SHARE * report.num_positions, report
         else:
             assert accepted_in_bfloat16(report), report
         assert report.num_excused <= 0.05 * report.num_positions, report
     damaged = swap_early_tokens(prepared)
-    assert not accepted_in_bfloat16(damaged), damaged
-    if tiny.chooses_experts:
-        assert damaged.num_different > REROUTED_SHARE * damaged.num_positions, damaged
+    assert damaged.max_logprob_delta > 2.0 * largest, (damaged, largest)
 
 
 def test_bfloat16_is_close_to_transformers_in_bfloat16(tmp_path: Path) -> None:

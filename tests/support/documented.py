@@ -49,7 +49,6 @@ RULES = (
     Rule(r"--model Qwen/", NOT_RUN, "downloads a model"),
     Rule(r"^smg launch", NOT_RUN, "needs sglang-router"),
     Rule(r"--nnodes", OPTIONS, "needs several machines; test_two_nodes has two on one"),
-    Rule(r"lightserve convert DIR", NOT_RUN, "needs pickled weights; test_convert has some"),
     Rule(r"postgresql://", NOT_RUN, "needs a database; test_batches has servers on one"),
     Rule(r"^make (check|test|test-long|fmt)\b", NOT_RUN, "is what runs this, or changes files"),
     Rule(r"^prometheus ", NOT_RUN, "runs until it is stopped; promtool reads the same files"),
