@@ -202,6 +202,8 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
         else:
             assert accepted_in_bfloat16(report), report
         assert report.num_excused <= 0.05 * report.num_positions, report
+    if tiny.chooses_experts:
+        return  # rounding sends tokens elsewhere, which hides more than a swap: float32 shows that
     damaged = swap_early_tokens(prepared)
     assert damaged.max_logprob_delta > 2.0 * largest, (damaged, largest)
 
