@@ -154,7 +154,8 @@ def run(place: Place, block: Block, treatments: set[Treatment], *, only_check: b
         "LIGHTSERVE_ONLY_CHECK": "1" if only_check else "",
         "OMP_NUM_THREADS": "1",
     }
-    environment.pop("MAKEFLAGS", None)
+    for name in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "CLIENTS", "PORT", "ARGS"):
+        environment.pop(name, None)  # those of the `make test` that runs this
     done = subprocess.run(
         ["bash", "-c", "\n".join(lines)],
         input="Where is Mira?\n",  # a question for `make chat`
