@@ -437,7 +437,9 @@ class ModelRunner:
         if self._pooling is not None:
             return self._encode(inputs, self._pooling)
         tensors, graphs = inputs.tensors, self._graphs
-        indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
+        indices: list[int] = []
+        if self._vector_rows:  # where none ever came, no step looks for them
+            indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
         is_covered = graphs is not None and graphs.covers(len(inputs.host_rows))
         if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
             logits = graphs.logits(tensors.rows, tensors.positions)
