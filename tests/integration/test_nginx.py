@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import http.server
 import re
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
-from support.processes import PATIENCE_S, wait_for
+from support.nginx import CONFIG, NGINX, running_nginx
+from support.processes import PATIENCE_S
 
 from lightserve.frontend.middleware import MAX_UPLOAD_BYTES
 
-CONFIG = Path(__file__).resolve().parents[2] / "docker" / "nginx.conf"
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 BODY = b'{"prompt": "hello"}'
 
@@ -98,36 +94,17 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    assert NGINX is not None
     fleet = Fleet(replicas=[Replica(f"replica-{number}") for number in (1, 2, 3)])
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port = probe.getsockname()[1]
-    text = CONFIG.read_text()
-    for replica in fleet.replicas:
-        text = text.replace(f"{replica.name}:8000", f"127.0.0.1:{replica.server_port}")
-    text = text.replace("/tmp/", f"{tmp_path}/").replace("listen 8080", f"listen 127.0.0.1:{port}")
+    ports = [replica.server_port for replica in fleet.replicas]
     # So that each test sees all replicas, whatever the one before did to them.
-    text = text.replace("fail_timeout=2s", "fail_timeout=1s")
-    (tmp_path / "nginx.conf").write_text("daemon off;\n" + text)
-    process = subprocess.Popen([NGINX, "-c", str(tmp_path / "nginx.conf")], stderr=subprocess.PIPE)
-    fleet.url = f"http://127.0.0.1:{port}"
+    forgets = ("fail_timeout=2s", "fail_timeout=1s")
     try:
-        wait_for(lambda: _answers(port), "nginx")
-        yield fleet
+        with running_nginx(tmp_path, ports, forgets) as fleet.url:
+            yield fleet
     finally:
-        process.terminate()
-        process.communicate(timeout=PATIENCE_S)
         for replica in fleet.replicas:
             replica.shutdown()
             replica.server_close()
-
-
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def test_a_replica_that_cannot_be_reached_is_passed_over(fleet: Fleet) -> None:
