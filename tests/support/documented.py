@@ -11,6 +11,8 @@ from pathlib import Path
 from shutil import which
 from typing import NamedTuple
 
+from support import postgres
+
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(sh|bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _UNNAMED = re.compile(r"^```\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -24,7 +26,7 @@ class Treatment(Enum):
     RUN = "run"
     SLOW = "run by make test-long alone"
     CHECKED = "its options checked by make test, run by make test-long"
-    OPTIONS = "its options checked, no more"
+    OPTIONS = "what it is told checked, no more"
     NOT_RUN = "not run"
 
 
@@ -37,20 +39,22 @@ class Rule(NamedTuple):
 
 
 RUN, SLOW, CHECKED, OPTIONS, NOT_RUN = Treatment
+POSTGRES = postgres.missing()
 
 RULES = (
-    Rule(r"(^|\s)docker (compose|build|run)\b", NOT_RUN, "needs a container engine"),
-    Rule(r"^kubectl ", NOT_RUN, "needs a cluster; the files are held to Kubernetes' schemas"),
-    Rule(r"\bpip install\b", NOT_RUN, "installs from a package index"),
-    Rule(r"^(PIP_EXTRA_INDEX_URL|make serve TORCH)=", NOT_RUN, "installs from a package index"),
-    Rule(r"^make gpu-wheels", NOT_RUN, "downloads from a package index"),
-    Rule(r"^make gpu-check|^python3 -m bench\.gpu|python3 -m bench\.gpu", NOT_RUN, "needs a GPU"),
+    Rule(r"(^|\s)docker run\b", NOT_RUN, "needs a container engine"),
+    Rule(r"(^|\s)docker (compose|build)\b", OPTIONS, "a container engine"),
+    Rule(r"^kubectl ", OPTIONS, "a cluster; the files are held to Kubernetes' schemas as well"),
+    Rule(r"^make serve TORCH=|^PIP_EXTRA_INDEX_URL=", OPTIONS, "installs from a package index"),
+    Rule(r"^pip install\b", OPTIONS, "installs from a package index"),
+    Rule(r"python3 -m pip install --no-index", NOT_RUN, "needs wheels"),
+    Rule(r"^make gpu-(wheels|check)", OPTIONS, "a package index, a GPU"),
+    Rule(r"python3 -m bench\.gpu", NOT_RUN, "needs a GPU"),
     Rule(r"^python -m bench\.gpu --rehearse", NOT_RUN, "minutes; test_gpu_check runs a part"),
-    Rule(r"--model Qwen/", NOT_RUN, "downloads a model"),
     Rule(r"^smg launch", NOT_RUN, "needs sglang-router"),
-    Rule(r"--nnodes", OPTIONS, "needs several machines; test_two_nodes has two on one"),
-    Rule(r"postgresql://", NOT_RUN, "needs a database; test_batches has servers on one"),
-    Rule(r"^make (check|test|test-long|fmt)\b", NOT_RUN, "is what runs this, or changes files"),
+    Rule(r"--nnodes", OPTIONS, "several machines; test_two_nodes has two on one"),
+    Rule(r"postgresql://", OPTIONS if POSTGRES else CHECKED, POSTGRES or ""),
+    Rule(r"^make (check|test|test-long|fmt)\b", OPTIONS, "is what runs this, or changes files"),
     Rule(r"^prometheus ", NOT_RUN, "runs until it is stopped; promtool reads the same files"),
     Rule(r"^promtool ", RUN if which("promtool") else NOT_RUN, "needs promtool"),
     Rule(r"lightserve (simulate|plan) ", SLOW, "seconds of computing"),
