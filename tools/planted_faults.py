@@ -265,7 +265,19 @@ FRONTEND = [
         "unit/frontend/test_backlog.py",
     ),
     fault(
-        "frontend/openai/output_parser.py",
+        "frontend/openai/call_text.py",
+        "self._content(self._raw.getvalue() + scanner.raw[:-1])",
+        "self._content(scanner.raw[:-1])",
+        "unit/frontend/test_call_formats.py",
+    ),
+    fault(
+        "frontend/openai/call_text.py",
+        "for mark in marks if text.startswith(mark)), key=len,",
+        "for mark in marks if text.startswith(mark)), key=lambda mark: -len(mark),",
+        "unit/frontend/test_call_formats.py",
+    ),
+    fault(
+        "frontend/openai/thinking.py",
         "lengths = range(min(len(text), len(mark) - 1), 0, -1)",
         "lengths = range(min(len(text), len(mark) - 2), 0, -1)",
         "unit/frontend/test_tools.py",

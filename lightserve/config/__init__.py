@@ -34,6 +34,7 @@ from lightserve.config.options import (
 )
 from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
+from lightserve.model_formats import CALL_FORMATS, REASONING_FORMATS
 
 DEFAULT_DECISION_LOG_SIZE = "4GiB"
 LIVES_FOR_SPANS = 1000
@@ -139,16 +140,15 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " no others. Otherwise they may, as JSON Schema has it.",
     )
     tool_call_parser: str = option(
-        "none",
-        "How the model writes tool calls: <tool_call> tags (hermes, Qwen), JSON (llama3_json), or"
-        " messages to functions (harmony, gpt-oss).",
-        choices=("none", "hermes", "llama3_json", "harmony"),
+        "auto",
+        "How the model writes tool calls. auto: as its chat template shows. See docs/api.md.",
+        choices=("auto", "none", *CALL_FORMATS),
     )
     reasoning_parser: str = option(
-        "none",
-        "What the model writes between <think> tags (think), or on the channel for analysis"
-        " (harmony, gpt-oss), becomes reasoning_content.",
-        choices=("none", "think", "harmony"),
+        "auto",
+        "How the model writes reasoning, which becomes reasoning_content. auto: as its chat"
+        " template shows. See docs/api.md.",
+        choices=("auto", "none", *REASONING_FORMATS),
     )
     start_timeout_s: float = option(
         600.0, "A child that is not ready after this time is a failed start.", low=1.0
@@ -239,7 +239,7 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         for spec in dataclasses.fields(self):
             check_limits(spec, getattr(self, spec.name))
         self._check_kernels()
-        if self.tool_call_parser == "harmony" and self.reasoning_parser != "harmony":
+        if self.tool_call_parser == "harmony" and self.reasoning_parser not in ("harmony", "auto"):
             raise ConfigError("--tool-call-parser harmony needs --reasoning-parser harmony")
         if self.max_model_len == 1:
             raise ConfigError(

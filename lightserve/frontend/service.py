@@ -36,6 +36,7 @@ from lightserve.metrics.catalogue import (
 )
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.requests import FrontendMetrics
+from lightserve.model_formats import HARMONY, ModelFormats, choose_formats
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.models.pooling import Embedding, load_embedding
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
@@ -282,6 +283,8 @@ class Service:
 
     config: ServeConfig
     model: ServedModel
+    formats: ModelFormats
+    """How the model writes reasoning and tool calls."""
     bodies: BodyReader
     encoder: PromptEncoder
     constraints: ConstraintChecker
@@ -409,10 +412,15 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     model_dir = Path(config.model)
     model_config = load_model_config(model_dir)
     vocab_size = model_config.vocab_size
-    shown = MARKS if config.reasoning_parser == "harmony" else ()
+    source = find_chat_template(model_dir, config.chat_template)
+    formats = choose_formats(
+        None if source is None else source.text,
+        tools=config.tool_call_parser,
+        reasoning=config.reasoning_parser,
+    )
+    shown = MARKS if formats.reasoning == HARMONY else formats.marks
     tokenizer = Tokenizer(model_dir, shown=shown)
     check_vocabulary(model_dir, tokenizer, vocab_size=vocab_size)
-    source = find_chat_template(model_dir, config.chat_template)
     names = tokenizer.special_tokens.names
     template = None if source is None else ChatTemplate(source, special_tokens=names)
     max_model_len = resolve_context_len(config.max_model_len, model_config)
@@ -435,6 +443,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     return Service(
         config=config,
         model=model,
+        formats=formats,
         bodies=BodyReader(max_depth=config.max_json_depth),
         encoder=encoder,
         constraints=ConstraintChecker(),

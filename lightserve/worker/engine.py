@@ -21,6 +21,7 @@ from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.self_check import LIMITS, check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
+from lightserve.model_formats import choose_formats
 from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout
 from lightserve.models.config import (
     ModelConfig,
@@ -41,6 +42,7 @@ from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import quantised_as
 from lightserve.progress import progress
 from lightserve.structured import model_vocabulary
+from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.description import tokenizer_file
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.worker.constraints import RowConstraints
@@ -298,7 +300,7 @@ def build_runner(
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
     _check(kernels, shapes, device, method=method, kv_type=kv_type)
     layout = kv_layout(model_config, tp_size=tp.size, dtype=kv_type)
-    constraints = None if tp.rank else _row_constraints(path, model_config.vocab_size, device)
+    constraints = None if tp.rank else _row_constraints(config, model_config.vocab_size, device)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
         return ModelRunner(
@@ -488,15 +490,23 @@ def _dtype(
 
 
 def _row_constraints(
-    model_dir: Path, vocab_size: int, device: torch.device
+    config: ServeConfig, vocab_size: int, device: torch.device
 ) -> RowConstraints | None:
     """Return what enforces constraints, None where frontends refuse them all.
 
     Loaded at the start, as no step may wait for it: a second for a vocabulary of 150,000 tokens.
     """
+    model_dir = Path(config.model)
     if tokenizer_file(model_dir) is None:
         return None  # no frontend can start either
-    tokenizer = Tokenizer(model_dir)
+    source = find_chat_template(model_dir, config.chat_template)
+    formats = choose_formats(
+        None if source is None else source.text,
+        tools=config.tool_call_parser,
+        reasoning=config.reasoning_parser,
+    )
+    # Calls that a grammar asks for begin with the model's own tokens, not with their letters.
+    tokenizer = Tokenizer(model_dir, shown=formats.marks)
     if not tokenizer.eos_token_ids:
         return None  # an output could never end where its grammar does
     vocabulary = model_vocabulary(tokenizer, vocab_size)

@@ -33,6 +33,7 @@ from lightserve.frontend.request_options import (
 )
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import Schema
+from lightserve.model_formats import NONE
 
 VERSION_HEADER = "anthropic-version"
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -306,7 +307,7 @@ class CountTokensRequest(StrictModel):
             if switch in service.encoder.template.option_names:
                 return {"chat_template_kwargs": {switch: is_on}}
         # Adaptive: the model thinks as much as it does by itself.
-        if not is_on and service.config.reasoning_parser != "none":
+        if not is_on and service.formats.reasoning != NONE:
             raise InvalidRequest(
                 "thinking.type cannot be disabled: the model's chat template has no"
                 f" {' or '.join(THINKING_SWITCHES)}",

@@ -44,7 +44,7 @@ from lightserve.frontend.openai.output_parser import (
     OutputParser,
     ParserOptions,
 )
-from lightserve.frontend.openai.thinking import END_OF_THINK, THINK
+from lightserve.frontend.openai.thinking import ends_inside
 from lightserve.frontend.openai.tools import (
     ToolChoice,
     Tools,
@@ -68,6 +68,7 @@ from lightserve.frontend.response import (
     new_request_id,
 )
 from lightserve.frontend.service import AnswerSize, Service
+from lightserve.model_formats import HARMONY, NONE, REASONING_FORMATS
 from lightserve.tokenization.chat_template import (
     ChatMessage,
     ChatTemplate,
@@ -224,7 +225,7 @@ class ChatRequest(CommonFields):
             self.tools,
             self.tool_choice,
             is_parallel=self.parallel_tool_calls is not False,
-            tool_format=service.config.tool_call_parser,
+            tool_format=service.formats.tools,
         )
 
 
@@ -462,29 +463,27 @@ def _parser_options(
     service: Service, body: ChatRequest, tools: ToolUse, ending: str, *, has_constraint: bool
 ) -> ParserOptions:
     """Return what to look for in the output behind a prompt that ends like this."""
-    # Templates of some models end with the tag that opens the reasoning; a constraint leaves no
-    # room for any.
-    config = service.config
-    if config.reasoning_parser == "harmony" and not has_constraint:
-        return ParserOptions(
-            reasoning="harmony",
-            continues=not ending.rstrip().endswith(OPENING),
-            tool_format=config.tool_call_parser if tools.offered else "none",
-            tool_names=tools.names,
-            max_calls=None if tools.is_parallel else 1,
-        )
-    begun = (body.messages[-1].content or "") if body.continue_final_message else ""
-    is_thinking = begun.rfind(THINK) > begun.rfind(END_OF_THINK)
-    return ParserOptions(
-        reasoning="none" if has_constraint else config.reasoning_parser,
-        starts_in_reasoning=is_thinking or ending.rstrip().endswith(THINK),
-        continues=is_thinking and not begun.rstrip().endswith(THINK),
-        # What a grammar asks for is JSON, and on no channel.
-        tool_format=config.tool_call_parser.replace("harmony", "llama3_json")
-        if tools.offered
-        else "none",
+    formats = service.formats
+    tool_format = formats.enforced_tools if has_constraint else formats.tools
+    options = ParserOptions(
+        # A constraint leaves no room for any.
+        reasoning=NONE if has_constraint else formats.reasoning,
+        tool_format=tool_format if tools.offered else NONE,
         tool_names=tools.names,
+        text_arguments=tools.text_arguments,
         max_calls=None if tools.is_parallel else 1,
+    )
+    if options.reasoning == NONE:
+        return options
+    if options.reasoning == HARMONY:
+        return options._replace(continues=not ending.rstrip().endswith(OPENING))
+    form = REASONING_FORMATS[options.reasoning]
+    begun = (body.messages[-1].content or "") if body.continue_final_message else ""
+    is_thinking = ends_inside(begun, form)
+    # Templates of some models end with the tag that opens the reasoning.
+    return options._replace(
+        starts_in_reasoning=is_thinking or ending.rstrip().endswith(form.openings),
+        continues=is_thinking and not begun.rstrip().endswith(form.openings),
     )
 
 
@@ -516,7 +515,8 @@ async def _prepare(
         num_logprobs=num_logprobs if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
     )
-    spec = await service.encoder.run(functools.partial(tools.spec, service.config), size=size)
+    written = functools.partial(tools.spec, service.config, service.formats.enforced_tools)
+    spec = await service.encoder.run(written, size=size)
     constraint = await body.resolve_constraint(service, spec)
     if tools.offered and constraint is not None and not tools.required:
         raise InvalidRequest(

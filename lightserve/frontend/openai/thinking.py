@@ -1,38 +1,51 @@
-"""Reasoning that a model writes before its answer, told apart from it by `<think>` tags."""
+"""Reasoning that a model writes before its answer, told apart from it by the tags of its format."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-THINK, END_OF_THINK = "<think>", "</think>"
+from lightserve.model_formats import ReasoningFormat
 
 Emit = Callable[[str], None]
+
+
+class Found(NamedTuple):
+    """A mark in a text."""
+
+    mark: str
+    after: str
 
 
 class Until:
     """Passes text on up to a mark; holds back what may be its beginning, and blanks before it."""
 
-    def __init__(self, mark: str, emit: Emit) -> None:
-        self._mark = mark
+    def __init__(self, marks: Sequence[str], emit: Emit) -> None:
+        """Without marks, everything is passed on at once."""
+        self._marks = marks
         self._emit = emit
         self._held = ""
         self._blanks = io.StringIO()
         """Before what is held; while nothing is, they are not looked at again with each more."""
 
-    def push(self, text: str) -> str | None:
-        """Take in text; return what follows the mark once it is there."""
+    def push(self, text: str) -> Found | None:
+        """Take in text; return the first mark and what follows it once it is there."""
+        if not self._marks:
+            self._emit(text)
+            return None
         if not self._held and text.isspace():
             self._blanks.write(text)
             return None
         held = self._blanks.getvalue() + self._held + text
         self._blanks = io.StringIO()
-        before, mark, after = held.partition(self._mark)
-        if mark:
+        places = [(place, mark) for mark in self._marks if (place := held.find(mark)) >= 0]
+        if places:
+            place, mark = min(places)
             self._held = ""
-            self._emit(before.rstrip())
-            return after
-        before = held[: len(held) - _beginning(held, self._mark)]
+            self._emit(held[:place].rstrip())
+            return Found(mark, held[place + len(mark) :])
+        before = held[: len(held) - max(_beginning(held, mark) for mark in self._marks)]
         shown = before.rstrip()
         self._emit(shown)
         self._blanks.write(before[len(shown) :])
@@ -40,7 +53,7 @@ class Until:
         return None
 
     def finish(self) -> None:
-        """The mark does not come."""
+        """No mark comes."""
         self._emit(self._blanks.getvalue() + self._held)
         self._held, self._blanks = "", io.StringIO()
 
@@ -51,13 +64,54 @@ def _beginning(text: str, mark: str) -> int:
     return next((n for n in lengths if mark.startswith(text[-n:])), 0)
 
 
+class Unwrapped:
+    """Passes an answer on without the tags that may stand around it."""
+
+    def __init__(self, tags: tuple[str, str], emit: Emit) -> None:
+        self._opening, ending = tags
+        self._emit = emit
+        self._start: str | None = ""
+        """What may be the first tag; None: it is known."""
+        self._until = Until((ending,), emit)
+        self._is_over = False
+
+    def push(self, text: str) -> None:
+        """Take in text, without blanks at its beginning."""
+        if self._start is not None:
+            self._start += text
+            if len(self._start) < len(self._opening) and self._opening.startswith(self._start):
+                return
+            text, self._start = self._start.removeprefix(self._opening), None
+        if self._is_over:
+            self._emit(text)
+        elif (found := self._until.push(text)) is not None:
+            self._is_over = True
+            self._emit(found.after)
+
+    def finish(self) -> None:
+        """Pass on what was held back."""
+        if self._start is not None:
+            self._emit(self._start)
+        elif not self._is_over:
+            self._until.finish()
+
+
 class ThinkText:
     """`<think>` reasoning `</think>` content; without the first tag, all is content."""
 
     def __init__(
-        self, reasoning: Emit, content: Emit, *, is_inside: bool, continues: bool = False
+        self,
+        form: ReasoningFormat,
+        reasoning: Emit,
+        content: Emit,
+        *,
+        is_inside: bool,
+        continues: bool = False,
     ) -> None:
         """`continues`: the text had begun before, so that blanks in front belong to it."""
+        self._openings = form.openings
+        self._answer = None if form.answer is None else Unwrapped(form.answer, content)
+        """Behind reasoning."""
         self._content = content
         self._start = "" if not is_inside else None
         """What may be the first tag, before it is known; None: it is known."""
@@ -65,7 +119,7 @@ class ThinkText:
         """Before that."""
         self._is_inside = is_inside
         self._drops_blanks = not continues
-        self._until = Until(END_OF_THINK, reasoning)
+        self._until = Until(form.endings, reasoning)
 
     def push(self, text: str) -> None:
         """Take in text."""
@@ -73,12 +127,14 @@ class ThinkText:
             stripped = text if self._start else text.lstrip()
             self._blanks.write(text[: len(text) - len(stripped)])
             self._start += stripped
-            if len(self._start) < len(THINK) and THINK.startswith(self._start):
+            start = self._start
+            if any(len(start) < len(tag) and tag.startswith(start) for tag in self._openings):
                 return
-            start, self._start = self._start, None
-            if start.startswith(THINK):
+            self._start = None
+            tag = next((tag for tag in self._openings if start.startswith(tag)), None)
+            if tag is not None:
                 self._is_inside = True
-                text = start.removeprefix(THINK)
+                text = start.removeprefix(tag)
             else:
                 self._drops_blanks = False
                 text = self._blanks.getvalue() + start
@@ -91,10 +147,12 @@ class ThinkText:
         if self._drops_blanks:
             text = text.lstrip()
             self._drops_blanks = not text
-        after = self._until.push(text)
-        if after is not None:
+        found = self._until.push(text)
+        if found is not None:
             self._is_inside, self._drops_blanks = False, True
-            self._pass_on(after)
+            if self._answer is not None:
+                self._content = self._answer.push
+            self._pass_on(found.after)
 
     def _pass_on(self, text: str) -> None:
         if self._drops_blanks:
@@ -109,3 +167,11 @@ class ThinkText:
             self._content(self._blanks.getvalue() + self._start)
         elif self._is_inside:
             self._until.finish()
+        elif self._answer is not None:
+            self._answer.finish()
+
+
+def ends_inside(text: str, form: ReasoningFormat) -> bool:
+    """Whether a text that goes on has begun reasoning and not ended it."""
+    begun = max((text.rfind(tag) for tag in form.openings), default=-1)
+    return begun > max((text.rfind(tag) for tag in form.endings), default=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, Tag
@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field, Tag
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
-from lightserve.frontend.openai.output_parser import END_OF_TOOL_CALL, TOOL_CALL
 from lightserve.frontend.structured_output import ConstraintSpec, check_num_values
 from lightserve.messages.common import GrammarConstraint
+from lightserve.model_formats import CALL_FORMATS, NONE
 from lightserve.structured import MAX_GRAMMAR_BYTES, WHITESPACE, closed
 
 MAX_TOOLS = 128
@@ -118,8 +118,18 @@ class ToolUse(NamedTuple):
         """The tools as chat templates know them."""
         return [tool.described() for tool in self.offered] or None
 
-    def spec(self, config: ServeConfig) -> ConstraintSpec | None:
-        """Return the grammar of the calls that are required."""
+    @property
+    def text_arguments(self) -> frozenset[tuple[str, str]]:
+        """Tool and argument of those that are strings, whatever they look like."""
+        return frozenset(
+            (tool.function.name, name)
+            for tool in self.offered
+            for name, schema in _properties(tool.function.parameters)
+            if _is_text(schema)
+        )
+
+    def spec(self, config: ServeConfig, tool_format: str) -> ConstraintSpec | None:
+        """Return the grammar of the calls that are required, as this format writes them."""
         if not self.required:
             return None
         schemas = [_object_schema(tool) for tool in self.required]
@@ -129,7 +139,7 @@ class ToolUse(NamedTuple):
         most = MAX_CALLS if self.is_parallel else 1
         names = [tool.function.name for tool in self.required]
         calls = list(zip(names, schemas, strict=True))
-        return _grammar_of_calls(calls, config.tool_call_parser, most), "tools"
+        return _grammar_of_calls(calls, tool_format, most), "tools"
 
 
 def resolve_tools(
@@ -159,9 +169,10 @@ def resolve_tools(
         )
     if not tools or choice == "none":
         return ToolUse()
-    if tool_format == "none":
+    if tool_format == NONE:
         raise InvalidRequest(
-            "tools need a server with --tool-call-parser; this one has none",
+            "tools need a server with --tool-call-parser; this one has none, and the model's chat"
+            " template shows none",
             param="tools",
             code="unsupported_value",
         )
@@ -177,18 +188,35 @@ def _grammar_of_calls(
 
     Each schema is the root of its own: $ref works.
     """
-    is_hermes = tool_format == "hermes"
-    opening, closing = (f"{TOOL_CALL}\n", f"\n{END_OF_TOOL_CALL}") if is_hermes else ("", "")
-    key, separator = ("arguments", "\n") if is_hermes else ("parameters", "; ")
-    lines = [
-        f"start: call ({_quoted(separator)} call){{0,{most - 1}}}" if most > 1 else "start: call"
-    ]
+    written = CALL_FORMATS[tool_format].written
+    assert written is not None, tool_format
+    further = f"({_quoted(written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
+    parts = (_quoted(written.start), "call", further, _quoted(written.end))
+    lines = ["start: " + " ".join(part for part in parts if part not in ("", '""'))]
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(calls))))
     for number, (name, schema) in enumerate(calls):
-        before = _quoted(f'{opening}{{"name": {json.dumps(name)}, "{key}": ')
-        lines.append(f"call_{number}: {before} arguments_{number} {_quoted('}' + closing)}")
+        before = _quoted(f"{written.before}{name}{written.between}")
+        after = _quoted(written.after) if written.after else ""
+        lines.append(f"call_{number}: {before} arguments_{number} {after}")
         lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
     return GrammarConstraint(grammar="\n".join(lines))
+
+
+def _properties(schema: dict[str, Any] | None) -> Iterable[tuple[str, Any]]:
+    properties = (schema or {}).get("properties")
+    return properties.items() if isinstance(properties, dict) else ()
+
+
+def _is_text(schema: object) -> bool:
+    """Whether nothing but strings, and perhaps null, is of a schema."""
+    if not isinstance(schema, dict):
+        return False
+    kinds = schema.get("type")
+    if isinstance(kinds, list):
+        return "string" in kinds and set(map(str, kinds)) <= {"string", "null"}
+    choices = schema.get("enum")
+    is_choice = isinstance(choices, list) and all(isinstance(one, str) for one in choices)
+    return kinds == "string" or (kinds is None and is_choice)
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:

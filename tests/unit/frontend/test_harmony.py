@@ -146,4 +146,6 @@ def test_marks_are_special_tokens_that_are_part_of_a_text(tmp_path: Path) -> Non
 
 def test_calls_need_the_channels() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser harmony needs"):
-        ServeConfig(model=str(BUNDLED_MODEL_DIR), tool_call_parser="harmony")
+        ServeConfig(
+            model=str(BUNDLED_MODEL_DIR), tool_call_parser="harmony", reasoning_parser="think"
+        )

@@ -275,11 +275,11 @@ def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
         schema = {"type": "object", "properties": {"x" * 10_000: schema}}
     spec, peaks, threads = ToolUse.spec, [], []
 
-    def measured_spec(use: ToolUse, config: ServeConfig) -> ConstraintSpec | None:
+    def measured_spec(use: ToolUse, config: ServeConfig, name: str) -> ConstraintSpec | None:
         threads.append(threading.current_thread())
         tracemalloc.start()
         try:
-            return spec(use, config)
+            return spec(use, config, name)
         finally:
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()

@@ -1,0 +1,362 @@
+"""Tool calls and reasoning as families of models write them: read however they are cut, written by
+grammars, and found by the chat templates of their repositories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_router import frontend, says
+
+from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.config import ServeConfig
+from lightserve.frontend.columns import json_object
+from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
+from lightserve.frontend.openai.tools import Tool, ToolUse
+from lightserve.messages.common import GrammarConstraint
+from lightserve.model_formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    ModelFormats,
+    choose_formats,
+)
+from lightserve.structured import byte_vocabulary, compile_matcher, model_vocabulary
+from lightserve.tokenization.tokenizer import Tokenizer
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+ADD_ALL = {"type": "function", "function": {"name": "add_all"}}
+TOOLS = [Tool.model_validate(ADD), Tool.model_validate(ADD_ALL)]
+USE = ToolUse(TOOLS, TOOLS)
+BAR, LOW = "\uff5c", "\u2581"
+
+
+def deepseek(text: str) -> str:
+    """Write [[tool calls begin]] as DeepSeek's token."""
+    parts = text.split("[[")
+    tokens = (part.partition("]]") for part in parts[1:])
+    return parts[0] + "".join(f"<{BAR}{w.replace(' ', LOW)}{BAR}>{rest}" for w, _, rest in tokens)
+
+
+DEEPSEEK_CALL = deepseek(
+    '[[tool call begin]]function[[tool sep]]add\n```json\n{"a": 1, "b": "x}"}\n```[[tool call end]]'
+)
+# By format: what opens calls, one call as its model writes it, what is between two, what ends them.
+ONE = '{"name": "add", "arguments": {"a": 1, "b": "x}"}}'
+SHAPES: dict[str, tuple[str, str, str, str]] = {
+    "hermes": ("", f"<tool_call>\n{ONE}\n</tool_call>", "\n", ""),
+    "mistral": ("[TOOL_CALLS] [", ONE, ", ", "]"),
+    "mistral_args": ("", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x}"}', "", ""),
+    "granite": ("<|tool_call|>[", ONE, ", ", "]"),
+    "phi4_mini": ("<|tool_call|>[", ONE, ", ", "]<|/tool_call|>"),
+    "internlm": ("", f"<|action_start|><|plugin|>\n{ONE}<|action_end|>", "", ""),
+    "deepseek_v3": (
+        deepseek("[[tool calls begin]]"),
+        DEEPSEEK_CALL,
+        "\n",
+        deepseek("[[tool calls end]]"),
+    ),
+    "deepseek_v31": (
+        deepseek("[[tool calls begin]]"),
+        deepseek('[[tool call begin]]add[[tool sep]]{"a": 1, "b": "x}"}[[tool call end]]'),
+        "",
+        deepseek("[[tool calls end]]"),
+    ),
+    "glm45": (
+        "",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>x}</arg_value>\n</tool_call>",
+        "\n",
+        "",
+    ),
+    "qwen3_coder": (
+        "",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx}\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "\n",
+        "",
+    ),
+    "olmo3": ("<function_calls>\n", "add(a=1, b='x}')", "\n", "\n</function_calls>"),
+    "pythonic": ("[", "add(a=1, b='x}')", ", ", "]"),
+    "llama3_json": ("", '{"name": "add", "parameters": {"a": 1, "b": "x}"}}', "; ", ""),
+    "glm4": ("", 'add\n{"a": 1, "b": "x}"}', "\n", ""),
+}
+AT_START = {name for name, form in CALL_FORMATS.items() if form.at_start}
+CALLED = ("add", {"a": 1, "b": "x}"})
+
+
+def parse(
+    text: str, tools: str = "none", *, cut: bool = False, **options: Any
+) -> tuple[Any, str | None, list[tuple[str, str]]]:
+    parser = OutputParser(
+        ParserOptions(
+            tool_format=tools,
+            tool_names=USE.names,
+            text_arguments=USE.text_arguments,
+            **options,
+        )
+    )
+    message = MessageBuffer()
+    for piece in text if cut else [text]:
+        message.extend(parser.push(piece))
+    message.extend(parser.finish())
+    fields: dict[str, Any] = json.loads(b"".join(json_object(message.fields())))
+    calls = [call["function"] for call in fields.get("tool_calls", ())]
+    pairs = [(call["name"], call["arguments"]) for call in calls]
+    return fields.get("reasoning_content"), fields["content"], pairs
+
+
+def read(text: str, tools: str, **options: Any) -> tuple[str | None, list[Any]]:
+    """Content and calls; the same however the text is cut."""
+    whole, cut = (parse(text, tools, cut=cut, **options) for cut in (False, True))
+    assert whole == cut
+    return whole[1], [(name, json.loads(arguments or "null")) for name, arguments in whole[2]]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_calls_are_read(name: str) -> None:
+    start, call, separator, end = SHAPES[name]
+    one = f"{start}{call}{end}"
+    assert read(one, name) == (None, [CALLED])
+    assert read(f"{start}{call}{separator}{call}{end}\n", name) == (None, [CALLED] * 2)
+    if name not in AT_START:
+        assert read(f"So.\n{one}\nDone.", name) == ("So.Done.", [CALLED])
+        assert read(f"So {one[:3]} and", name) == (f"So {one[:3]} and", [])
+    elif name != "glm4":
+        assert read(f"So.\n{one}", name) == (f"So.\n{one}", [])
+    # Of a call that is cut off, what came stays told; all else is content.
+    for length in range(1, len(one)):
+        content, calls = parse(one[:length], name, cut=True)[1:]
+        assert calls or one[:length].strip() == (content or "").strip()
+        assert calls == [] or calls[0][0] == "add"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_no_call_of_a_known_tool_is_content(name: str) -> None:
+    start, call, _, end = SHAPES[name]
+    for wrong in (call.replace("add", "rm"), call.replace("add", "ad"), call.replace("add", "")):
+        assert read(f"{start}{wrong}{end}", name) == (f"{start}{wrong}{end}", [])
+    longer = call.replace("add", "add_all")
+    assert [name for name, _ in read(f"{start}{longer}{end}", name)[1]] == ["add_all"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("mistral", f"[TOOL_CALLS][{ONE}]", None, [CALLED]),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]a1b2[ARGS]{"a": 1}', None, [("add", {"a": 1})]),
+        ("mistral_args", f"[TOOL_CALLS] [{ONE}]", None, [CALLED]),
+        ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+        ("granite", f"<tool_call>[{ONE}]", None, [CALLED]),
+        ("phi4_mini", f"functools[{ONE}]", None, [CALLED]),
+        ("glm45", "<tool_call>add\n</tool_call>", None, [("add", {})]),
+        # As the schema says, or as it looks: a string of digits, an object, a word.
+        (
+            "glm45",
+            "<tool_call>add_all<arg_key>b</arg_key><arg_value>7</arg_value></tool_call>",
+            None,
+            [("add_all", {"b": 7})],
+        ),
+        (
+            "glm45",
+            "<tool_call>add<arg_key>b</arg_key><arg_value>7</arg_value><arg_key>a</arg_key>"
+            '<arg_value>{"x": [1]}</arg_value></tool_call>',
+            None,
+            [("add", {"b": "7", "a": {"x": [1]}})],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add><parameter=a>True</parameter><parameter=b>\n1\n\n2\n"
+            "</parameter></function></tool_call>",
+            None,
+            [("add", {"a": True, "b": "1\n\n2"})],
+        ),
+        (
+            "glm45",
+            "<tool_call>add\n<b>no</b></tool_call>",
+            "<tool_call>add\n<b>no</b></tool_call>",
+            [],
+        ),
+        (
+            "pythonic",
+            '[add(a=[1, -2.5, (3,)], b="it\'s \\"so\\"\\n", c={"k": None, "l": true,}), add()]',
+            None,
+            [
+                ("add", {"a": [1, -2.5, [3]], "b": 'it\'s "so"\n', "c": {"k": None, "l": True}}),
+                ("add", {}),
+            ],
+        ),
+        ("pythonic", "[add(1)]", "[add(1)]", []),
+        ("pythonic", "[add(a=b)]", "[add(a=b)]", []),
+        ("pythonic", "[1, 2]", "[1, 2]", []),
+        ("olmo3", "<function_calls>\nopen('x')\n", "<function_calls>\nopen('x')\n", []),
+        ("glm4", 'I see.<|assistant|>add\n{"a": 1}', "I see.", [("add", {"a": 1})]),
+        ("glm4", "add\nmore", "add\nmore", []),
+        ("llama3_json", f"<|python_tag|>{ONE}", None, [CALLED]),
+        (
+            "deepseek_v31",
+            deepseek("[[tool calls begin]][[tool call begin]]add[[tool sep]]no"),
+            deepseek("[[tool calls begin]][[tool call begin]]add[[tool sep]]no"),
+            [],
+        ),
+        # A call behind what was none.
+        ("hermes", f"<tool_call><tool_call>{ONE}</tool_call>", None, [CALLED]),
+        ("hermes", f'<tool_call>{{"x"<tool_call>{ONE}</tool_call>', '<tool_call>{"x"', [CALLED]),
+    ],
+)
+def test_variants(name: str, text: str, content: str | None, calls: list[Any]) -> None:
+    assert read(text, name) == (content, calls)
+
+
+def test_ids_are_as_templates_take_them() -> None:
+    for name, length in (("mistral", 9), ("hermes", 29)):
+        start, call, _, end = SHAPES[name]
+        parser = OutputParser(ParserOptions(tool_format=name, tool_names=USE.names))
+        deltas = parser.push(start + call + end) + parser.finish()
+        assert len(deltas[0]["tool_calls"][0]["id"]) == length
+
+
+@pytest.mark.parametrize("name", [name for name, form in CALL_FORMATS.items() if form.written])
+def test_grammars_write_what_is_read(name: str) -> None:
+    config = ServeConfig(model=str(BUNDLED_MODEL_DIR))
+    spec = USE.spec(config, name)
+    assert spec is not None and isinstance(spec[0], GrammarConstraint)
+    matcher = compile_matcher(spec[0], byte_vocabulary())
+
+    def accepts(text: str) -> bool:
+        own, data = matcher.deep_copy(), list(text.encode())
+        return own.try_consume_tokens(data) == len(data) and own.is_accepting()
+
+    start, call, separator, end = SHAPES[name]
+    many = separator.join([call] * 16)
+    assert accepts(f"{start}{call}{end}") and accepts(f"{start}{many}{end}")
+    assert not accepts(f"{start}{many}{separator}{call}{end}")
+    for wrong in ("", "So.", call.replace("1", '"1"'), call.replace("add", "rm")):
+        assert not accepts(f"{start}{wrong}{end}" if wrong else "")
+    single = compile_matcher(spec_of_one(config, name), byte_vocabulary())
+    data = list(f"{start}{call}{end}".encode())
+    assert single.try_consume_tokens(data) == len(data) and single.is_stopped()
+
+
+def spec_of_one(config: ServeConfig, name: str) -> GrammarConstraint:
+    spec = ToolUse(TOOLS, TOOLS[:1], is_parallel=False).spec(config, name)
+    assert spec is not None and isinstance(spec[0], GrammarConstraint)
+    return spec[0]
+
+
+def test_other_formats_are_written_as_json() -> None:
+    for name, form in CALL_FORMATS.items():
+        assert ModelFormats(name).enforced_tools == (name if form.written else "llama3_json")
+
+
+def test_a_grammar_begins_with_the_model_s_own_token(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((BUNDLED_MODEL_DIR / name).read_bytes())
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    token_id = len(described["model"]["vocab"]) + len(described["added_tokens"])
+    like = described["added_tokens"][-1]
+    described["added_tokens"].append({**like, "id": token_id, "content": "[TOOL_CALLS]"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    grammar = spec_of_one(ServeConfig(model=str(BUNDLED_MODEL_DIR)), "mistral")
+    for marks, is_allowed in ((ModelFormats("mistral").marks, True), ((), False)):
+        tokenizer = Tokenizer(tmp_path, shown=marks)
+        token_id = tokenizer.id_of("[TOOL_CALLS]") or 0
+        matcher = compile_matcher(grammar, model_vocabulary(tokenizer, token_id + 1))
+        assert (matcher.try_consume_tokens([token_id]) == 1) is is_allowed
+        assert (tokenizer.decode([token_id]) == "[TOOL_CALLS]") is is_allowed
+
+
+REASONED = [
+    ("mistral", "[THINK]Hm. [b]\n[/THINK]\nYes.", "Hm. [b]", "Yes."),
+    (
+        "granite",
+        "Here is my thought process:\n\nHm.\n\nHere is my response:\n\nYes.",
+        "Hm.",
+        "Yes.",
+    ),
+    ("granite", "<think>Hm.</think>\n\n<response>Yes.</response>", "Hm.", "Yes."),
+    ("granite", "<think>Hm.</think><resp", "Hm.", "<resp"),
+    ("granite", "<think>Hm.</think>Yes <b>.</respo", "Hm.", "Yes <b>.</respo"),
+    ("granite", "Here it is.", None, "Here it is."),
+    ("think", "\n<think>Hm.</think>\nYes. <response>", "Hm.", "Yes. <response>"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning", "content"), REASONED)
+def test_reasoning(name: str, text: str, reasoning: str | None, content: str) -> None:
+    for cut in (False, True):
+        assert parse(text, reasoning=name, cut=cut)[:2] == (reasoning, content)
+
+
+# What the chat templates of some repositories have, by what it is found as.
+TEMPLATES = [
+    ("{{ messages[0].content }}", "none", "none"),
+    ("<|im_start|>…<tool_call>…</tool_call>", "hermes", "none"),
+    ("…<tool_call>…<think>\n\n</think>", "hermes", "think"),
+    ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder", "none"),
+    ("[gMASK]<sop>…<|observation|><tool_call>{name}\n<arg_key>…<think></think>", "glm45", "think"),
+    ("[gMASK]<sop>…<|observation|>", "glm4", "none"),
+    ("[AVAILABLE_TOOLS]…[TOOL_CALLS] [", "mistral", "none"),
+    ("[THINK]…[TOOL_CALLS]…[ARGS]", "mistral_args", "mistral"),
+    (deepseek("[[tool calls begin]]…```json…</think>"), "deepseek_v3", "think"),
+    (deepseek("[[tool calls begin]]…[[tool sep]]…</think>"), "deepseek_v31", "think"),
+    ("<|start_of_role|>…<|tool_call|>…Here is my thought process:", "granite", "granite"),
+    ("<|start_of_role|>…<|tool_call|>…<think></think><response>", "granite", "granite"),
+    ("<|system|>…<|tool|>…<|/tool|>", "phi4_mini", "none"),
+    ("<|action_start|><|plugin|>", "internlm", "none"),
+    ("<function_calls>…<think>", "olmo3", "think"),
+    ('ipython … {"name": function name, "parameters": …', "llama3_json", "none"),
+    ("[func_name1(params_name1=params_value1…", "pythonic", "none"),
+    ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
+    ("<start_of_turn>model", "none", "none"),
+]
+
+
+def test_formats_are_those_of_the_chat_template() -> None:
+    assert choose_formats(None) == ModelFormats()
+    for template, tools, reasoning in TEMPLATES:
+        assert choose_formats(template) == (tools, reasoning), template
+    told = choose_formats("…<tool_call>…</think>", tools="none", reasoning="granite")
+    assert told == ("none", "granite")
+    assert choose_formats(TEMPLATES[-2][0], reasoning="none") == ("none", "none")
+    assert choose_formats(None, tools="harmony") == ("harmony", "harmony")
+    found = {name for _, *names in TEMPLATES for name in names}
+    assert found == {*CALL_FORMATS, *REASONING_FORMATS, "none"}
+
+
+def test_a_server_reads_what_its_template_shows(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{# [TOOL_CALLS] [ARGS] [THINK] #}{{ messages[0].content }}")
+    tokenizer = Tokenizer(BUNDLED_MODEL_DIR)
+    text = '[THINK]Hm.[/THINK][TOOL_CALLS]add[ARGS]{"a": 1}'
+    ids = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
+    user = {"role": "user", "content": "hi"}
+    body = {"model": BUNDLED_MODEL_NAME, "messages": [user], "tools": [ADD]}
+
+    async def scenario() -> None:
+        async with frontend(says(ids), chat_template=str(path)) as setup:
+            answer = (await setup.post("/v1/chat/completions", body)).json()["choices"][0]
+            message = answer["message"]
+            assert message["reasoning_content"] == "Hm."
+            function = message["tool_calls"][0]["function"]
+            assert function == {"name": "add", "arguments": '{"a": 1}'}
+            required = {**body, "tool_choice": "required"}
+            await setup.post("/v1/chat/completions", required)
+            constraint = setup.router.submits[-1].constraint
+            assert isinstance(constraint, GrammarConstraint)
+            assert "[TOOL_CALLS]add[ARGS]" in constraint.grammar
+
+    asyncio.run(scenario())
