@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
+import pydantic
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
@@ -48,6 +50,7 @@ class Objects:
                 self._store: Any = from_url(url)
                 return
             self._directory = None
+            _check_environment()
             endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT", "")
             self._store = from_url(
                 url,
@@ -121,6 +124,26 @@ class Objects:
         except _Missing:
             return False
         return True
+
+
+def _check_environment() -> None:
+    """Look at what addresses are made of: `obstore` panics where that is no address."""
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        if not re.fullmatch("[A-Za-z0-9-]*", value := os.environ.get(name, "")):
+            raise StoreError(f"{name} is no region: {value!r}")
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL"):
+        if (value := os.environ.get(name, "")) and (reason := _why_no_url(value)):
+            raise StoreError(f"{name} is no URL: {value!r}: {reason}")
+
+
+def _why_no_url(text: str) -> str:
+    if not re.fullmatch("[!-~]+", text):
+        return "it has characters that do not belong there"
+    try:
+        pydantic.TypeAdapter(pydantic.HttpUrl).validate_python(text)
+    except pydantic.ValidationError as error:
+        return str(error.errors()[0]["msg"])
+    return ""
 
 
 def _sync(directory: Path, path: str) -> None:

@@ -25,8 +25,10 @@ from support import documented
 from support.documented import ROOT, RULES, Block, Treatment, pages, unnamed
 from support.gguf_files import tokens_of, write_gguf
 from support.live_server import LiveServer, live_server
+from support.object_store import BUCKET, fake_s3
 from support.postgres import PostgresServer
 from support.processes import PATIENCE_S, wait_for
+from support.tiny_encoders import TINY_ENCODERS, write_tiny_encoder
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 
@@ -117,6 +119,8 @@ def place(run_parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (cached / "snapshots" / "0").symlink_to(BUNDLED_MODEL_DIR)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0")
+    (root / "encoder").mkdir()
+    write_tiny_encoder(TINY_ENCODERS[0], root / "encoder")
     (root / "pickled").mkdir()
     torch.save({"weight": torch.ones(2)}, root / "pickled" / "pytorch_model.bin")
     sums = {"model.safetensors": _sha256(BUNDLED_MODEL_DIR / "model.safetensors")}
@@ -131,7 +135,14 @@ def place(run_parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             postgres = PostgresServer()
             stack.callback(postgres.close)
             database = postgres.database("lightserve")
+        keys = stack.enter_context(fake_s3()).environment.items()
         printed = {
+            "AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… AWS_REGION=…": " ".join(
+                f"{name}={value}" for name, value in keys
+            ),
+            "s3://bucket/": f"s3://{BUCKET}/",
+            "/path/to/bge-small-en-v1.5": str(root / "encoder"),
+            "/path/to/Qwen3-0.6B": str(root / "DIR"),
             "postgresql://lightserve@db.example/lightserve": database,
             "http://127.0.0.1:8000": server.url,
             "chatcmpl-4f6d0c0b8f1e4c5c9d7d3b1f5a7e2c90": _have_a_log(

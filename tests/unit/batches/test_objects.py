@@ -380,6 +380,20 @@ def test_what_cannot_be_used_is_said_in_one_line_at_the_start(
     prepare(location).close()  # the store is not held by one that could not start
 
 
+@pytest.mark.parametrize("place_of_files", ["s3"], indirect=True)
+def test_an_environment_that_is_no_address_is_named(
+    tmp_path: Path, place_of_files: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = ["…", "http://a b", "http://[x", "http://[:::]", "http://a:99999", "http://:9", "a"]
+    cases = [("AWS_ENDPOINT_URL", text) for text in wrong] + [("AWS_REGION", "…")]
+    for name, text in cases:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, text)
+            with pytest.raises(StartupError, match=f"{name} is no ") as error:
+                prepare(str(tmp_path / "store"), place_of_files.url)
+        assert text in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_store_is_not_started_without_its_objects(tmp_path: Path, place_of_files: Place) -> None:
     async def upload() -> None:
         async with serving(tmp_path, file_store=place_of_files.url) as setup:
