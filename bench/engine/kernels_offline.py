@@ -173,6 +173,25 @@ def attention_case(
     )
 
 
+def attend_latents(num_heads: int, rows: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Launch attention over latents of DeepSeek-V2: 512 numbers, and 64 that are rotated."""
+    batch = attention_batch(rows)
+    pool = meta(1, 100_001, 576, dtype=dtype).transpose(0, 1)
+    q = meta(len(batch.positions), num_heads, 576, dtype=dtype)
+    configs, values = AttentionConfigs(), pool[..., :512]
+    attention(q, pool, values, batch, configs=configs, scale=0.07, sliding_window=None)
+
+
+def latent_case(num_heads: int, rows: str) -> Case:
+    """Return a batch with so many query heads over latents."""
+    return Case(
+        f"attention over latents, {num_heads} heads, {rows}",
+        partial(attend_latents, num_heads, rows),
+        wide_loads="prefill|decode|merge",
+        resident="decode",
+    )
+
+
 def norm(width: int) -> None:
     """Normalise, alone and with a residual."""
     elementwise.rms_norm(meta(256, width), meta(width), 1e-5)
@@ -304,6 +323,7 @@ CASES: list[Case] = [
         )
         for rows in ("mixed", "cut")
     ),
+    *(latent_case(heads, rows) for heads in (16, 8, 128) for rows in ("mixed", "cut")),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
     *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),

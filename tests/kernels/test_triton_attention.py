@@ -35,8 +35,10 @@ from lightserve.kernels.triton.configs import (
     AttentionConfigs,
     AttentionShape,
     PrefillConfig,
+    attention_shape,
     default_prefill,
     num_prefill_programs,
+    prefill_bytes,
 )
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.merge import MASKED, max_splits, walk
@@ -377,3 +379,15 @@ def test_programs_at_once_and_most_parts() -> None:
     assert max_splits(512, num_kv_heads=1, max_len=131_073) == 256
     assert max_splits(512, num_kv_heads=8, max_len=600) == 2
     assert max_splits(512, num_kv_heads=300, max_len=9000) == 1
+    # 128 heads over latents: 256 KiB each.
+    assert max_splits(512, num_kv_heads=8, max_len=131_073, part_size=128 * 512) == 16
+
+
+def test_latents_are_shared_by_blocks_of_heads_and_fit_every_gpu() -> None:
+    for num_heads, group in ((16, 16), (8, 8), (128, 16), (24, 12), (17, 1)):
+        shape = attention_shape(num_heads, 1, 576, torch.bfloat16, has_window=False, value_dim=512)
+        assert (shape.group, shape.head_dim, shape.turned_dim) == (group, 512, 64)
+        assert shape.token_bytes == 2 * 576
+        for gpu in GPUS.values():
+            config = default_prefill(shape, gpu)
+            assert prefill_bytes(config, shape) <= gpu.shared_bytes and config.num_warps == 8

@@ -32,6 +32,8 @@ CASES = [
     ("qwen3", torch.bfloat16),
     ("gemma2", torch.float32),
     ("bloom-6-heads", torch.bfloat16),
+    ("deepseek-v2", torch.float32),
+    ("deepseek-v3", torch.float32),
 ]
 
 

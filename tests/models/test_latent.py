@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.kernel_grid import LIMITS, ROWS, make_batch, make_inputs, relative_error
+from support.kernel_grid import LIMITS, ROWS, Poisoned, make_batch, make_inputs, relative_error
 from support.tiny_models import find_tiny_model, write_tiny_model
 
 from lightserve.config import ServeConfig
@@ -17,6 +17,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.device import DeviceTorchKernels
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
@@ -26,7 +27,12 @@ from lightserve.worker.engine import check_latents
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 
-KERNELS = (TorchKernels, DeviceTorchKernels, *(() if missing_core() else (NativeKernels,)))
+KERNELS = (
+    TorchKernels,
+    DeviceTorchKernels,
+    *(() if missing_core() else (NativeKernels,)),
+    TritonKernels,
+)
 LITE = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "vocab_size": 102400,
@@ -78,17 +84,22 @@ def test_a_pool_has_each_vector_once_and_copies_are_whole(tmp_path: Path) -> Non
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_of_fewer_numbers_than_keys(
-    implementation: type[TorchKernels], dtype: torch.dtype
+    implementation: type[Kernels], dtype: torch.dtype
 ) -> None:
-    for rows in ("mixed", "decodes"):
-        batch = make_batch(ROWS[rows], "scattered")
-        q, pool, _ = make_inputs(batch, (4, 1, 40), dtype)
+    """In slots from both ends of the pool, where those of no row hold NaN; contexts cut and not."""
+    cases = [("mixed", "scattered", 4), ("decodes", "reversed", 4)]
+    if implementation is TritonKernels:  # several blocks of heads, one that is not full, chunks
+        cases += [("short chunks, long contexts", "reversed", 24), ("decodes", "scattered", 17)]
+    for rows, layout, num_heads in cases:
+        batch = make_batch(ROWS[rows], layout)
+        q, pool, _ = make_inputs(batch, (num_heads, 1, 40), dtype)
 
-        def attend(kernels: TorchKernels | ReferenceKernels, width: int) -> torch.Tensor:
+        def attend(kernels: Kernels, width: int) -> torch.Tensor:
             values = pool[..., :width]  # noqa: B023
             return kernels.attention(q, pool, values, batch, scale=0.2, sliding_window=None)  # noqa: B023
 
-        found = attend(implementation(), 32)
+        with Poisoned():
+            found = attend(implementation(), 32)
         assert found.shape == (*q.shape[:2], 32)
         truth = attend(ReferenceKernels(), 32)
         assert relative_error(found, truth) <= LIMITS[dtype]
@@ -122,8 +133,8 @@ def test_kernels_and_types_that_are_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     config, plain = load_model_config(path), ServeConfig(model=str(path))
     check_latents(plain, config, TorchKernels())
-    for kernels in (TritonKernels(), InvariantKernels()):
-        with pytest.raises(ConfigError, match=f"the {kernels.name} kernels.*backend torch does"):
-            check_latents(plain, config, kernels)
+    check_latents(plain, config, TritonKernels())
+    with pytest.raises(ConfigError, match=r"the torch-batch-invariant kernels.*backend torch does"):
+        check_latents(plain, config, InvariantKernels())
     with pytest.raises(ConfigError, match="--kv-dtype int8 does not go with DeepseekV2"):
         check_latents(ServeConfig(model=str(path), kv_dtype="int8"), config, TorchKernels())

@@ -54,11 +54,45 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     has_window: bool
+    turned_dim: int = 0
+    """Of latents, which are keys and values in one: `head_dim` numbers of a key are its value, and
+    so many stand behind them. KV heads are blocks of query heads then, which share one."""
 
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, in one layer."""
+        numbers = 2 * self.num_kv_heads * self.head_dim
+        if self.turned_dim:
+            numbers = self.head_dim + self.turned_dim
+        return numbers * self.dtype.itemsize
+
+
+LATENT_HEADS = 16
+"""Most query heads that a program takes over latents."""
+
+
+def attention_shape(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    has_window: bool,
+    value_dim: int,
+) -> AttentionShape:
+    """Return the shape of a rank's attention; values shorter than keys are latents'."""
+    if value_dim == head_dim:
+        return AttentionShape(num_heads, num_kv_heads, head_dim, dtype, has_window)
+    assert num_kv_heads == 1, "heads share latents"
+    group = max(size for size in range(1, LATENT_HEADS + 1) if num_heads % size == 0)
+    return AttentionShape(
+        num_heads, num_heads // group, value_dim, dtype, has_window, head_dim - value_dim
+    )
 
 
 class ChunkClass(StrEnum):
@@ -151,6 +185,8 @@ def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:
     if gpu.capability == 0:
         return PrefillConfig(64, 64, 4, 2, 128)
     if shape.dtype == torch.float32:  # for tests: no matrix products on tensor cores
+        if shape.turned_dim:
+            return PrefillConfig(16, 16, 4, 1)
         return PrefillConfig(32, 32 if padded_dim(shape) <= 128 else 16, 4, 1)
     return next(
         (
@@ -164,6 +200,8 @@ def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:
 
 def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
     """Return built-in configurations, best first."""
+    if shape.turned_dim:
+        return [*LATENT_PREFILLS.get(gpu.capability, ()), PrefillConfig(32, 32, 8, 2)]
     has_wgmma = gpu.capability == 90
     width = padded_dim(shape)
     if width <= 64:
@@ -201,7 +239,11 @@ def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
     if gpu.capability == 0:
         return DecodeConfig(64, 4, 2, 1, 128)
     if shape.dtype == torch.float32:
-        return DecodeConfig(16, 4, 1, 4, 256)
+        return DecodeConfig(16, 4, 1, 1 if shape.turned_dim else 4, 256)
+    if shape.turned_dim:
+        if gpu.capability in (90, 100) and shape.group < LATENT_HEADS:
+            return DecodeConfig(64, 8, 3, 1, 512)  # two of the smaller ones have too many registers
+        return LATENT_DECODES.get(gpu.capability, DecodeConfig(64, 8, 2, 1, 512))
     block_n = max(16, 8192 // max(64, padded_dim(shape)))
     for num_stages in (3, 2):
         if programs_per_sm(block_n, 4, num_stages, shape, gpu):
@@ -238,8 +280,21 @@ def num_prefill_programs(config: PrefillConfig, shape: AttentionShape, gpu: Gpu)
 
 def prefill_bytes(config: PrefillConfig, shape: AttentionShape) -> int:
     """Return about how much shared memory a prefill program takes."""
-    tokens = config.block_m + 2 * config.num_stages * config.block_n
-    return tokens * padded_dim(shape) * shape.dtype.itemsize
+    width = (padded_dim(shape) + shape.turned_dim) * shape.dtype.itemsize
+    if shape.turned_dim:
+        return (config.block_m + max(1, config.num_stages - 1) * config.block_n) * width
+    return (config.block_m + 2 * config.num_stages * config.block_n) * width
+
+
+LATENT_DECODES = {
+    80: DecodeConfig(16, 4, 3, 2, 512),
+    90: DecodeConfig(32, 8, 3, 2, 512),
+    100: DecodeConfig(32, 8, 3, 2, 512),
+}
+"""Over latents, by compute capability. Sums of 16 heads, of 512 numbers each, and their queries
+take half of all registers, or more."""
+LATENT_PREFILLS = {80: (PrefillConfig(64, 32, 8, 2),), 100: (PrefillConfig(64, 32, 8, 3),)}
+"""The same for several new tokens, best first."""
 
 
 def padded_dim(shape: AttentionShape) -> int:

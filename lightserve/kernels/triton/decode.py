@@ -25,6 +25,7 @@ from lightserve.kernels.triton.configs import AttentionShape, DecodeConfig
 from lightserve.kernels.triton.merge import (
     MIN_DOT,
     Parts,
+    load_part,
     make_parts,
     max_splits,
     merge,
@@ -118,8 +119,8 @@ def _decode_kernel(
     out_stride_t, out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     stacked = tl.arange(0, BLOCK_Q)
@@ -136,15 +137,19 @@ def _decode_kernel(
         last = tl.load(item + _LAST)
         part = tl.load(item + _PART)
         heads = kv_head * GROUP + stacked
-        q_offsets = token * q_stride_t + heads[:, None] * q_stride_h + offs_d[None, :]
-        q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
-        if WIDEN:
-            q = q.to(tl.float32)
+        q_places = q_ptr + token * q_stride_t + heads[:, None] * q_stride_h
+        q = load_part(q_places, stacked < GROUP, 0, HEAD_DIM, BLOCK_D, WIDEN)
+        q_turned = q
+        if TURNED_DIM:
+            q_turned = load_part(
+                q_places, stacked < GROUP, HEAD_DIM, TURNED_DIM, BLOCK_T, WIDEN
+            )
         slopes = 0.0
         if HAS_SLOPES:
             slopes = tl.load(slopes_ptr + heads, mask=stacked < GROUP, other=0.0)
         acc, largest, total = walk(
             q,
+            q_turned,
             tl.zeros([BLOCK_Q], dtype=tl.int32) + last,
             table_ptr + row * table_stride,
             k_ptr + kv_head * kv_stride_h,
@@ -163,8 +168,10 @@ def _decode_kernel(
             HAS_CAP,
             HAS_SLOPES,
             HEAD_DIM,
+            TURNED_DIM,
             BLOCK_Q,
             BLOCK_D,
+            BLOCK_T,
             BLOCK_N,
             SUM_LATE=True,
             WIDEN=WIDEN,
@@ -217,7 +224,12 @@ def schedule_decodes(
     """
     num_decodes = len(batch.rows) if decode_rows is None else len(decode_rows)
     max_len = batch.req_to_slot.shape[1]
-    splits = max_splits(config.split_len, num_kv_heads=shape.num_kv_heads, max_len=max_len)
+    splits = max_splits(
+        config.split_len,
+        num_kv_heads=shape.num_kv_heads,
+        max_len=max_len,
+        part_size=shape.num_heads * shape.head_dim,
+    )
     size = num_decodes * splits
     device = batch.rows.device
     work = DecodeWork(
@@ -264,7 +276,7 @@ def attend_decodes(
 
     `scale_log2` turns scores into exponents of 2.
     """
-    num_heads, head_dim = q.shape[1:]
+    num_heads, head_dim = out.shape[1:]
     num_kv_heads = k_pool.shape[1]
     config = work.config
     _decode_kernel[work.num_programs,](
@@ -293,8 +305,10 @@ def attend_decodes(
         HAS_SINKS=mod.sinks is not None,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
+        TURNED_DIM=q.shape[2] - head_dim,
         BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        BLOCK_T=max(MIN_DOT, triton.next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,

@@ -16,7 +16,7 @@ from lightserve.kernels.interface import (
     ScoreMod,
 )
 from lightserve.kernels.triton import elementwise, experts
-from lightserve.kernels.triton.configs import AttentionConfigs, AttentionShape, gpu_of
+from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
 from lightserve.kernels.triton.merge import LOG2_E
 from lightserve.kernels.triton.plan import attention_work
@@ -36,15 +36,27 @@ def attention(
     sliding_window: int | None,
     score_mod: ScoreMod | None = None,
 ) -> Tensor:
-    """See `Kernels.attention`; both pools must lie in memory in the same way."""
+    """See `Kernels.attention`; both pools must lie in memory in the same way.
+
+    Values that are shorter than keys must be the first numbers of these.
+    """
     assert q.stride(2) == k_pool.stride(2) == 1, "head_dim is not contiguous"
     assert k_pool.stride() == v_pool.stride(), "one offset serves both pools"
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_heads, value_dim = q.shape[1], v_pool.shape[2]
+    out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
     if not len(q):
         return out
-    shape = AttentionShape(
-        q.shape[1], k_pool.shape[1], q.shape[2], q.dtype, sliding_window is not None
+    shape = attention_shape(
+        num_heads,
+        k_pool.shape[1],
+        q.shape[2],
+        q.dtype,
+        has_window=sliding_window is not None,
+        value_dim=value_dim,
     )
+    if shape.turned_dim:
+        assert k_pool.data_ptr() == v_pool.data_ptr(), "values are not those of the keys"
+        k_pool = k_pool.expand(-1, shape.num_kv_heads, -1)
     work = attention_work(batch, shape, sliding_window, configs, gpu_of(q.device))
     options = (scale * LOG2_E, sliding_window, score_mod or ScoreMod())
     for chunks in work.chunks:
@@ -58,7 +70,7 @@ class TritonKernels:
     """See `Kernels`."""
 
     name = "triton"
-    takes_latents = False
+    takes_latents = True
     is_capturable = True
 
     def __init__(self, configs: AttentionConfigs | None = None) -> None:

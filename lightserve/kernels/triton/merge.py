@@ -56,13 +56,28 @@ def _modified(
     return scores
 
 
+@triton.jit
+def load_part(
+    places, exists, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Return numbers FIRST … FIRST + SIZE - 1 of heads at `places` [N, 1], [N, BLOCK]."""
+    offsets = tl.arange(0, BLOCK)
+    mask = exists[:, None] & (offsets < SIZE)[None, :]
+    part = tl.load(places + FIRST + offsets[None, :], mask=mask, other=0.0)
+    if WIDEN:
+        part = part.to(tl.float32)
+    return part
+
+
 # fmt: off
 @triton.jit
 def walk(
-    q, q_positions, table, k_pool, v_pool, kv_stride, begin, end, seen_end, edge_end, last, scale,
-    window, soft_cap, slopes, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SUM_LATE: tl.constexpr, WIDEN: tl.constexpr,
+    q, q_turned, q_positions, table, k_pool, v_pool, kv_stride, begin, end, seen_end, edge_end,
+    last, scale, window, soft_cap, slopes, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUM_LATE: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Attend positions begin … end-1: q [BLOCK_Q, BLOCK_D] -> (acc, largest score, sum).
@@ -71,6 +86,9 @@ def walk(
     beyond it the walk reads that one again, hidden by the mask, as every query's own position is
     at most `last`. Scores are counted in units of `scale`, which is positive. With HAS_CAP and
     HAS_SLOPES, `soft_cap` and `slopes` [BLOCK_Q] are those of a `ScoreMod`.
+
+    With TURNED_DIM, keys are latents: HEAD_DIM numbers that are their values, too, read once, and
+    behind them TURNED_DIM ones, whose queries are `q_turned` [BLOCK_Q, BLOCK_T].
 
     SUM_LATE keeps the sums of each column of a block apart until the end: no exchange between
     warps in every block, for BLOCK_Q x BLOCK_N numbers in registers.
@@ -86,19 +104,23 @@ def walk(
     slots = tl.load(table + tl.minimum(begin + offs_n, last))
     for start in range(begin, end, BLOCK_N):
         positions = start + offs_n
-        offsets = slots.to(tl.int64)[:, None] * kv_stride + offs_d[None, :]
+        places = slots.to(tl.int64)[:, None] * kv_stride
+        offsets = places + offs_d[None, :]
         slots = tl.load(table + tl.minimum(positions + BLOCK_N, last))
         if HEAD_DIM == BLOCK_D:
             k = tl.load(k_pool + offsets)
-            v = tl.load(v_pool + offsets)
+            v = k if TURNED_DIM else tl.load(v_pool + offsets)
         else:
             d_mask = (offs_d < HEAD_DIM)[None, :]
             k = tl.load(k_pool + offsets, mask=d_mask, other=0.0)
-            v = tl.load(v_pool + offsets, mask=d_mask, other=0.0)
+            v = k if TURNED_DIM else tl.load(v_pool + offsets, mask=d_mask, other=0.0)
         if WIDEN:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
+        if TURNED_DIM:
+            turned = load_part(k_pool + places, offs_n >= 0, HEAD_DIM, TURNED_DIM, BLOCK_T, WIDEN)
+            scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision=precision)
         if HAS_CAP or HAS_SLOPES:
             scores = _modified(
                 scores, q_positions, positions, scale, soft_cap, slopes, HAS_CAP, HAS_SLOPES
@@ -135,15 +157,20 @@ def sinks_of(sinks_ptr, heads, mask, largest):
 
 MAX_PARTS = 256
 """Most parts of a token over all KV heads: enough to fill a large GPU with one block of queries."""
+MAX_PART_NUMBERS = 1 << 20
+"""Most numbers of a token's parts: there is room for those of all decodes at once."""
 _MERGED_AT_ONCE = 8
 
 
-def max_splits(split_len: int, *, num_kv_heads: int, max_len: int) -> int:
+def max_splits(
+    split_len: int, *, num_kv_heads: int, max_len: int, part_size: int = 1
+) -> int:
     """Return into how many parts `max_len` positions are cut at most, a power of two.
 
-    `split_len` is the shortest stretch that is worth a part.
+    `split_len` is the shortest stretch that is worth a part, which has `part_size` numbers.
     """
-    wanted = min(MAX_PARTS // num_kv_heads, -(-max_len // split_len))
+    most = min(MAX_PARTS // num_kv_heads, MAX_PART_NUMBERS // part_size)
+    wanted = min(most, -(-max_len // split_len))
     return triton.next_power_of_2(max(1, wanted))
 
 

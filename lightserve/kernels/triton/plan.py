@@ -251,7 +251,10 @@ def _plan(
     config = configs.prefill(shape, gpu, chunk_class(whole_lens, context_lens, shape, gpu))
     blocks = _longest_first(whole_lens, context_lens, config.tokens(shape.group))
     splits = max_splits(
-        short.split_len, num_kv_heads=shape.num_kv_heads, max_len=batch.req_to_slot.shape[1]
+        short.split_len,
+        num_kv_heads=shape.num_kv_heads,
+        max_len=batch.req_to_slot.shape[1],
+        part_size=shape.num_heads * shape.head_dim,
     )
     cuts = None
     if long_rows.size:

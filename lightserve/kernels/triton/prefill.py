@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
-from lightserve.kernels.triton.merge import MIN_DOT, merge, sinks_of, walk
+from lightserve.kernels.triton.merge import MIN_DOT, load_part, merge, sinks_of, walk
 from lightserve.kernels.triton.plan import ChunkWork
 
 
@@ -33,8 +33,9 @@ def _prefill_kernel(
     soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
     out_stride_h, table_stride, IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Attend one block; with IS_CUT over one stretch of its context, see `CutWork`."""
@@ -52,17 +53,16 @@ def _prefill_kernel(
     heads = kv_head * GROUP + stacked % GROUP
     offs_d = tl.arange(0, BLOCK_D)
     exists = (stacked < TOKENS * GROUP) & (tokens < q_len)
-    mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     token_rows = (q_start + tokens).to(tl.int64)
-    q_offsets = token_rows[:, None] * q_stride_t + heads[:, None] * q_stride_h + offs_d[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
-    if WIDEN:
-        q = q.to(tl.float32)
+    q_places = q_ptr + token_rows[:, None] * q_stride_t + heads[:, None] * q_stride_h
+    q = load_part(q_places, exists, 0, HEAD_DIM, BLOCK_D, WIDEN)
+    q_turned = q
+    if TURNED_DIM:
+        q_turned = load_part(q_places, exists, HEAD_DIM, TURNED_DIM, BLOCK_T, WIDEN)
 
     first_position = context_len - q_len + first
     end = tl.minimum(context_len, first_position + TOKENS)
-    begin = 0
-    edge_end = 0
+    begin, edge_end = 0, 0
     if HAS_WINDOW:
         begin = tl.maximum(0, first_position - window + 1) // BLOCK_N * BLOCK_N
         edge_end = end - window
@@ -72,10 +72,11 @@ def _prefill_kernel(
     slopes = tl.load(slopes_ptr + heads) if HAS_SLOPES else 0.0
     # fmt: off
     acc, largest, total = walk(
-        q, first_position + stacked // GROUP, table_ptr + row * table_stride,
+        q, q_turned, first_position + stacked // GROUP, table_ptr + row * table_stride,
         k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
         first_position + 1, edge_end, context_len - 1, scale, window, soft_cap, slopes,
-        HAS_WINDOW, HAS_CAP, HAS_SLOPES, HEAD_DIM, BLOCK_Q, BLOCK_D, BLOCK_N, False, WIDEN,
+        HAS_WINDOW, HAS_CAP, HAS_SLOPES, HEAD_DIM, TURNED_DIM, BLOCK_Q, BLOCK_D, BLOCK_T, BLOCK_N,
+        False, WIDEN,
     )
     # fmt: on
     if IS_CUT:
@@ -123,7 +124,7 @@ def attend_chunks(
 
     `scale_log2` turns scores into exponents of 2.
     """
-    group = q.shape[1] // k_pool.shape[1]
+    group, head_dim = q.shape[1] // k_pool.shape[1], out.shape[2]
     config, cuts = work.config, work.cuts
     _prefill_kernel[len(work.rows), k_pool.shape[1]](
         q,
@@ -155,9 +156,11 @@ def attend_chunks(
         HAS_SINKS=mod.sinks is not None,
         GROUP=group,
         TOKENS=config.tokens(group),
-        HEAD_DIM=q.shape[2],
+        HEAD_DIM=head_dim,
+        TURNED_DIM=q.shape[2] - head_dim,
         BLOCK_Q=max(config.block_m, triton.next_power_of_2(group)),
-        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(q.shape[2])),
+        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        BLOCK_T=max(MIN_DOT, triton.next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,

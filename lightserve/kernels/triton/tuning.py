@@ -35,6 +35,7 @@ from lightserve.kernels.triton.configs import (
     DecodeConfig,
     Gpu,
     PrefillConfig,
+    attention_shape,
     decode_config,
     default_decode,
     default_prefill,
@@ -44,6 +45,7 @@ from lightserve.kernels.triton.configs import (
     programs_per_sm,
 )
 from lightserve.kernels.triton.kernels import attention
+from lightserve.kernels.triton.merge import MIN_DOT
 
 # Measured configurations of kernels, kept beside the profiles of step times (versioned JSON).
 #
@@ -168,7 +170,8 @@ class Work:
         kind = "decode" if self.chunks is None else f"prefill {self.chunks}"
         dtype = str(shape.dtype).removeprefix("torch.")
         window = f" window {self.window}" if self.window else ""
-        return f"{kind} {shape.num_heads}/{shape.num_kv_heads}x{shape.head_dim} {dtype}{window}"
+        dim = f"{shape.head_dim}+{shape.turned_dim}" if shape.turned_dim else f"{shape.head_dim}"
+        return f"{kind} {shape.num_heads}/{shape.num_kv_heads}x{dim} {dtype}{window}"
 
 
 def tuned_configs(
@@ -206,12 +209,13 @@ def works(shapes: KernelShapes) -> list[Work]:
     """Return a model's kinds of work, the first window for all layers that have one."""
     found = []
     for window in {window is None: window for window in shapes.sliding_windows}.values():
-        shape = AttentionShape(
+        shape = attention_shape(
             shapes.num_heads,
             shapes.num_kv_heads,
             shapes.head_dim,
             shapes.dtype,
-            window is not None,
+            has_window=window is not None,
+            value_dim=shapes.value_dim or shapes.head_dim,
         )
         found += [Work(shape, window, chunks) for chunks in (None, *ChunkClass)]
     return found
@@ -268,6 +272,9 @@ def default_config(work: Work, gpu: Gpu) -> Config:
 def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
     """Yield what may be faster than the built-in configuration and fits."""
     shape = work.shape
+    if shape.turned_dim:
+        yield from _latent_candidates(work, gpu)
+        return
     if work.chunks is None:
         base = default_decode(shape, gpu)
         blocks = [
@@ -291,11 +298,26 @@ def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
             yield config
 
 
+def _latent_candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
+    """Yield the same for latents."""
+    if work.chunks is None:
+        for block_n, num_warps, num_stages, per_sm in (
+            (32, 4, 2, 2), (32, 4, 3, 2), (32, 8, 2, 2), (32, 8, 3, 2), (64, 8, 2, 1),
+            (64, 8, 3, 1),
+        ):  # fmt: skip
+            config = PrefillConfig(MIN_DOT, block_n, num_warps, num_stages - 1)
+            if per_sm * prefill_bytes(config, work.shape) <= gpu.shared_bytes:
+                yield DecodeConfig(block_n, num_warps, num_stages, per_sm, 512)
+        return
+    for config in (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 16, 8, 2)):
+        if prefill_bytes(config, work.shape) <= gpu.shared_bytes:
+            yield config
+
+
 def scenes(work: Work, context_len: int) -> list[Scene]:
     """Return what is measured: rows that fit into `MAX_POOL_BYTES` and `context_len`."""
     shape = work.shape
-    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-    max_tokens = MAX_POOL_BYTES // token_bytes
+    max_tokens = MAX_POOL_BYTES // shape.token_bytes
     if work.chunks is None:
         found = [
             ((1, min(context, context_len, max_tokens // rows)),) * rows
@@ -326,8 +348,14 @@ class Scenery:
             return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
 
         self._work = work
-        self._q = normal(num_new, shape.num_heads, shape.head_dim)
-        self._pools = normal(2, shape.num_kv_heads, num_slots, shape.head_dim).transpose(1, 2)
+        key_dim = shape.head_dim + shape.turned_dim
+        self._q = normal(num_new, shape.num_heads, key_dim)
+        if shape.turned_dim:
+            latents = normal(1, num_slots, key_dim).transpose(0, 1)
+            self._pools = (latents, latents[..., : shape.head_dim])
+        else:
+            pools = normal(2, shape.num_kv_heads, num_slots, key_dim).transpose(1, 2)
+            self._pools = (pools[0], pools[1])
         self._batch = _batch(scene, device, width)
 
     def call(self, config: Config) -> Call:
@@ -343,7 +371,7 @@ class Scenery:
             self._pools[1],
             batch,
             configs=configs,
-            scale=work.shape.head_dim**-0.5,
+            scale=self._q.shape[2] ** -0.5,
             sliding_window=work.window,
         )
 
