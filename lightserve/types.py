@@ -39,6 +39,8 @@ class RequestClass(StrEnum):
     RT = "rt"
     BE = "be"
 
+    __hash__ = str.__hash__  # a member is a key in many loops, and `Enum`'s own is a call in Python
+
 
 RT, BE = RequestClass.RT, RequestClass.BE
 """For loops over requests: to Python 3.11 looking a member up by its class is a call."""

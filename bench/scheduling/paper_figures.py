@@ -30,6 +30,8 @@ COLUMNS = {
     "tokens": "tokens/s",
     "be": "BE/s",
     "be_tokens": "BE tokens/s",
+    "be_of_bound": "% of bound",
+    "be_bound": "bound",
     "be_cached": "BE cached %",
     "evicted": "evicted %",
     "step_tokens": "tokens/step",
@@ -39,7 +41,8 @@ COLUMNS = {
     "e2e": "late ones' end p99, s",
 }
 """Figures by name, and what tables call them: shares are of real-time requests if nothing else is
-said; gaps are TPOT or the largest gap, whichever is kept less; evicted: times per request."""
+said; gaps are TPOT or the largest gap, whichever is kept less; evicted: times per request; bound:
+see `paper_bounds`."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -119,7 +122,8 @@ class Figure(NamedTuple):
 
 def over_seeds(cells: Sequence[Cell]) -> dict[str, Figure]:
     """Return the figures of one system."""
-    values = {name: [cell.figures[name] for cell in cells] for name in COLUMNS}
+    names = [name for name in COLUMNS if name in cells[0].figures]
+    values = {name: [cell.figures[name] for cell in cells] for name in names}
     return {
         name: Figure(fmean(of_one), stdev(of_one) if len(of_one) > 1 else 0.0)
         for name, of_one in values.items()

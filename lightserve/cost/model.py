@@ -129,6 +129,25 @@ class StepModel:
             + c.per_chunk_pair_s * shape.chunk_pairs
         )
 
+    def seconds_of_parts(self, shape: StepShape) -> tuple[float, float, float]:
+        """Return `seconds`, `seconds_of_decodes` and `seconds_of_chunks`, the same to the bit."""
+        c = self.coefficients
+        num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context = shape
+        floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
+        decodes_s = c.per_decode_s * num_decodes
+        chunks_s = c.per_chunk_s * num_chunks
+        decode_context_s = c.per_decode_context_s * decode_context
+        chunk_context_s = c.per_chunk_context_s * chunk_context
+        pairs_s = c.per_chunk_pair_s * chunk_pairs
+        whole_s = floor_s + per_new_s * max(0.0, num_new - knee) + decodes_s + chunks_s
+        of_decodes_s = floor_s + per_new_s * max(0.0, num_decodes - knee) + decodes_s
+        of_chunks_s = floor_s + per_new_s * max(0.0, num_new - num_decodes - knee) + chunks_s
+        return (
+            whole_s + decode_context_s + chunk_context_s + pairs_s,
+            of_decodes_s + decode_context_s,
+            of_chunks_s + chunk_context_s + pairs_s,
+        )
+
     def work(self, shape: StepShape) -> float:
         """Return what a shape adds to a step that is beyond the knee already, in seconds."""
         c = self.coefficients

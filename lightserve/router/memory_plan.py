@@ -19,7 +19,6 @@ and takes from other classes alone.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -82,6 +81,8 @@ class MemoryPlan:
         self._kv, self._tails = kv, Tails(kv)
         self._num_reserved = num_reserved
         self._list_holders = holders
+        self._found_holders: Sequence[Request] | None = None
+        self._found_best_effort: int | None = None
         self._ranks: dict[Request, int] | None = None
         self._is_class_aware = is_class_aware
         self._num_left = kv.num_available
@@ -250,18 +251,23 @@ class MemoryPlan:
                 self._num_slots_of[request] = self._kv.cost(request, num_tokens)
         self._whole = []
 
-    @functools.cached_property
+    @property
     def _holders(self) -> Sequence[Request]:
-        return self._list_holders()
+        if self._found_holders is None:
+            self._found_holders = self._list_holders()
+        return self._found_holders
 
-    @functools.cached_property
+    @property
     def _first_best_effort(self) -> int:
         """Where classes count, the rank of the first best-effort holder."""
-        if not self._is_class_aware:
-            return len(self._holders)
-        return bisect.bisect_left(
-            self._holders, True, key=lambda holder: holder.request_class is BE
-        )
+        if self._found_best_effort is None:
+            holders = self._holders
+            self._found_best_effort = (
+                bisect.bisect_left(holders, True, key=lambda holder: holder.request_class is BE)
+                if self._is_class_aware
+                else len(holders)
+            )
+        return self._found_best_effort
 
     def _place_waiting(self, part: Scheduled | Loading) -> Reason | None:
         """Add the part of a request that has no row; None, or why it does not fit."""

@@ -376,6 +376,7 @@ class _LookedUp:
         self._running = running
         self._tree = kv.tree if by_sharing else None
         self._noted: set[Request] = set()
+        self._found_prefilling: list[Request] | None = None
 
     def __iter__(self) -> Iterator[Request]:
         return map(self._look_up, self._waiting)
@@ -406,7 +407,7 @@ class _LookedUp:
 
         A best-effort request does where these come by what they share; a real-time one does not.
         """
-        return self._tree is not None and bool(prefix_in_flight(request, self._prefilling))
+        return self._tree is not None and bool(prefix_in_flight(request, self._prefilling()))
 
     def _look_up(self, request: Request) -> Request:
         """Note it once: nothing changes while a step is planned."""
@@ -414,11 +415,13 @@ class _LookedUp:
             self._noted.add(self._kv.look_up(request))
         return request
 
-    @functools.cached_property
     def _prefilling(self) -> list[Request]:
-        table, rows = self._running.table, self._running.rows
-        prefilling = table.of(rows[~table.is_plain[rows]])
-        return [request for request in prefilling if not request.is_prompt_shared]
+        """Return those that compute a prompt which is not in the tree yet."""
+        if self._found_prefilling is None:
+            table, rows = self._running.table, self._running.rows
+            prefilling = table.of(rows[~table.is_plain[rows]])
+            self._found_prefilling = [r for r in prefilling if not r.is_prompt_shared]
+        return self._found_prefilling
 
 
 class _Only:

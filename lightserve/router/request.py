@@ -201,6 +201,8 @@ class Request:
         cells["num_prompt"][row] = self.num_prompt_tokens
         cells["num_output"][row] = len(self.output_token_ids)
         cells["max_tokens"][row] = self.max_tokens
+        cells["admission_limit"][row] = self.admission_limit
+        cells["arrival_number"][row] = self.arrival_number
         for name in ("inflight_tokens", "inflight_samples", "inflight_steps"):
             cells[name][row] = 0
         cells["frontend_id"][row], cells["request_id"][row] = self.key

@@ -10,7 +10,6 @@ Rows are int64 arrays of row numbers, in order of admission.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from array import array
@@ -53,6 +52,8 @@ _COUNTS = (
     "num_missed",
     "request_id",
     "frontend_id",
+    "admission_limit",
+    "arrival_number",
 )
 _TIMES = (
     *("due_s", "by_mean_s", "last_s", "tpot_s", "mtpot_s", "soonest_s", "debt_s", "reserve_s"),
@@ -105,6 +106,9 @@ class RequestTable:
     """Those of them that were late."""
     request_id: Rows
     frontend_id: Rows
+    admission_limit: Rows
+    """Output tokens that admission believes it can reach."""
+    arrival_number: Rows
     due_s: FloatArray
     """These are `TokenDeadlines`' state, on the router's clock."""
     by_mean_s: FloatArray
@@ -384,13 +388,17 @@ class DueTimes:
     def __init__(self, table: RequestTable, start_s: float) -> None:
         self._table = table
         self._start_s = start_s
+        self._residuals: Residuals | None = None
+        """Found when they are first asked for."""
         self.of_jobs: dict[Request, float] = {}
         """Prompts of urgent jobs, which have no deadline for their first token."""
 
-    @functools.cached_property
+    @property
     def residuals(self) -> Residuals:
         """Those of the requests that run, but for `of_jobs`."""
-        return self._table.residuals(self._start_s)
+        if self._residuals is None:
+            self._residuals = self._table.residuals(self._start_s)
+        return self._residuals
 
     def of(self, request: Request) -> float:
         """Return when a request's next token is due.

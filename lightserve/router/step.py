@@ -139,6 +139,8 @@ class Reason(StrEnum):
     """It has nothing to compute: its frontend is to catch up with its output first, or its last
     token is in flight, or another request is just computing its prefix."""
 
+    __hash__ = str.__hash__  # see `RequestClass`
+
 
 Skipped = tuple[Request, Reason]
 """A request that was considered and left out."""

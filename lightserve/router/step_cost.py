@@ -101,6 +101,8 @@ class StepKind(StrEnum):
     MIXED = "mixed"
     PREFILL = "prefill"
 
+    __hash__ = str.__hash__  # see `RequestClass`
+
 
 DECODE, MIXED, PREFILL = StepKind.DECODE, StepKind.MIXED, StepKind.PREFILL
 """For what is asked often, see `types.RT`."""
@@ -166,6 +168,8 @@ class StepCost:
     _ratios: dict[StepKind, _Ratio] = field(
         default_factory=lambda: {kind: _Ratio() for kind in StepKind}
     )
+    _means: dict[StepKind, float] = field(default_factory=lambda: dict.fromkeys(StepKind, 1.0))
+    """Of observed over modelled time by kind, `_all` for those not seen."""
     _guard: float | None = None
     """Of all kinds; None: to be computed anew."""
 
@@ -207,12 +211,15 @@ class StepCost:
         model = self._model
         if model is None or shape.num_new == 0:
             return 0.0
-        kind = kind_of(shape)
-        time_s = self._ratio(kind).mean * model.seconds(shape)
-        if kind is not MIXED:
-            return time_s
-        decode_s = self._ratio(DECODE).mean * model.seconds_of_decodes(shape)
-        prefill_s = self._ratio(PREFILL).mean * model.seconds_of_chunks(shape)
+        means = self._means
+        if shape.num_chunks == 0:
+            return means[DECODE] * model.seconds(shape)
+        if shape.num_decodes == 0:
+            return means[PREFILL] * model.seconds(shape)
+        # Asked some forty times for each plan: so of all three at once, and no call for each.
+        whole_s, decodes_s, chunks_s = model.seconds_of_parts(shape)
+        time_s, decode_s = means[MIXED] * whole_s, means[DECODE] * decodes_s
+        prefill_s = means[PREFILL] * chunks_s
         return max(time_s, decode_s, prefill_s)
 
     def work(self, shape: StepShape) -> float:
@@ -290,11 +297,15 @@ class StepCost:
         ratio = seconds / max(self._model.seconds(shape), 1e-9)
         self._all.observe(ratio)
         self._ratios[kind_of(shape)].observe(ratio)
-        self._guard = None
+        self._note_ratios()
 
     def _forget_ratios(self) -> None:
         self._all = _Ratio()
         self._ratios = {kind: _Ratio() for kind in StepKind}
+        self._note_ratios()
+
+    def _note_ratios(self) -> None:
+        self._means = {kind: self._ratio(kind).mean for kind in self._ratios}
         self._guard = None
 
     def _fit(self) -> None:

@@ -10,7 +10,6 @@ as rarely as their own risk says, and best-effort ones absorb the rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -56,24 +55,21 @@ class ClasswiseRound:
         request_class = request.request_class
         is_newcomer = request_class is BE and request.num_requeues == 0
         num_brought = 0
-        if is_newcomer and self._be_room is not None:
+        be_room = self._pool.be_room() if is_newcomer else None
+        if be_room is not None:
             num_brought = request.num_known_tokens - self._best_effort().num_held_of(request)
-            if self._be_room - self._num_brought < num_brought:
+            if be_room - self._num_brought < num_brought:
                 return False
         if not self._round_of(request_class).admit(request):
             return False
         self._counted.append(request)
-        if is_newcomer and self._be_room is not None:
+        if be_room is not None:
             self._num_brought += num_brought
             self._best_effort().add(request)
         self.forecast_peak = self._rounds[request_class].forecast_peak
         if request_class is RT:  # best-effort ones have to be forecast again
             self._rounds.pop(BE, None)
         return True
-
-    @functools.cached_property
-    def _be_room(self) -> int | None:
-        return self._pool.be_room()
 
     def _best_effort(self) -> SharedPrefixes:
         """Return what those of the class read together, which takes room once."""

@@ -11,7 +11,6 @@ to hold.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -45,17 +44,33 @@ def nums_generated(requests: Sequence[Request]) -> IntArray:
 
 def _progress(requests: Sequence[Request]) -> tuple[IntArray, IntArray]:
     """Return how many prompt tokens requests have, and how many they have generated, int64 [n]."""
-    rows = [request.row for request in requests]
-    if rows and None not in rows:
-        cells = requests[0].cells
-        assert cells is not None
-        names = ("num_prompt", "num_output", "inflight_samples")
-        index = np.array(rows)
-        prompts, confirmed, inflight = (np.frombuffer(cells[n], np.int64)[index] for n in names)
+    names = ("num_prompt", "num_output", "inflight_samples")
+    if columns := columns_of(requests, names):
+        prompts, confirmed, inflight = columns
         return prompts, confirmed + inflight
     prompts = np.array([request.num_prompt_tokens for request in requests], dtype=np.int64)
     numbers = [len(r.output_token_ids) + r.num_inflight_samples for r in requests]
     return prompts, np.array(numbers, dtype=np.int64)
+
+
+def columns_of(requests: Sequence[Request], names: Sequence[str]) -> list[IntArray]:
+    """Return columns of the table, int64 [n] each; none if some have no row."""
+    rows = [request.row for request in requests]
+    if not rows or None in rows:
+        return []
+    cells = requests[0].cells
+    assert cells is not None
+    index = np.array(rows)
+    return [np.frombuffer(cells[name], np.int64)[index] for name in names]
+
+
+def _most_tokens_of_all(requests: Sequence[Request]) -> int:
+    """Return the sum of `_most_tokens`."""
+    columns = columns_of(requests, ("num_prompt", "admission_limit", "num_output"))
+    if not columns:
+        return sum(map(_most_tokens, requests))
+    prompts, limits, confirmed = columns
+    return int(prompts.sum() + np.maximum(limits, confirmed + 1).sum())
 
 
 def _most_tokens(request: Request) -> int:
@@ -95,6 +110,8 @@ class PeakRound:
         self._is_capped = is_capped
         self._memory: FutureMemory | None = None
         """None until the limits of all might not have room together."""
+        self._most_of_live: int | None = None
+        """Tokens that all can come to hold, by their limits; None: not summed up yet."""
         self._shared = SharedPrefixes(self._live)
         self._rest: IntArray = np.empty((0, 0), dtype=np.int64)
         """What live requests are still to generate, [n, num_futures]."""
@@ -113,6 +130,8 @@ class PeakRound:
     def admit(self, request: Request) -> bool:
         """Admit if the peak with this request is acceptable, or if it would be alone."""
         if self._memory is None and self._is_capped:
+            if self._most_of_live is None:
+                self._most_of_live = _most_tokens_of_all(self._live)
             most = self._most_of_live + _most_tokens(request)
             if most <= self._limit:
                 self._live.append(request)
@@ -141,10 +160,6 @@ class PeakRound:
         self._held_for.clear()
         self.forecast_peak = peak
         return True
-
-    @functools.cached_property
-    def _most_of_live(self) -> int:
-        return sum(map(_most_tokens, self._live))
 
     def _forecast(self) -> FutureMemory:
         prompts, generated = _progress(self._live)

@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import PeakAdmission, PeakRound
+from lightserve.router.admission.peak import PeakAdmission, PeakRound, columns_of
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import LengthArray, OutputLengths, UniformArray
 from lightserve.router.request import Request
@@ -80,8 +80,11 @@ class RiskAdmission(PeakAdmission):
         Drawn from P(l | l > generated), int64 [n]; a request that has reached its limit gets that.
         Depends on the seed, the requests' numbers of arrival and the tables of the history alone.
         """
-        limits = np.array([request.admission_limit for request in requests], dtype=np.int64)
-        numbers = np.array([request.arrival_number for request in requests], dtype=np.int64)
+        if columns := columns_of(requests, ("admission_limit", "arrival_number")):
+            limits, numbers = columns
+        else:
+            limits = np.array([request.admission_limit for request in requests], dtype=np.int64)
+            numbers = np.array([request.arrival_number for request in requests], dtype=np.int64)
         uniforms = self._tilt()[numbers % _NUM_ROWS]
         keys = [request.prediction_key for request in requests]
         return self._lengths.sample(np.minimum(generated, limits - 1), limits, uniforms, keys)

@@ -33,19 +33,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.messages.common import Int32Array
+from lightserve.router.kv.growing_rows import NOWHERE, GrowingRows, IndexArray, UInt16Array
 from lightserve.types import BE, RT, RequestClass
-
-UInt16Array = npt.NDArray[np.uint16]
-IndexArray = npt.NDArray[np.int64]
 
 MAX_BLOCK_SIZE = 16
 
 _FEW_BLOCKS, _FEW_SLOTS = 4, 32
 """Up to here a loop is faster than numpy."""
-
-
-NOWHERE = -1
-"""Stands for the block or the place of a sequence that does not grow."""
 
 
 class BlockSlotPool:
@@ -189,9 +183,20 @@ class BlockSlotPool:
         is_next, others = places != NOWHERE, np.flatnonzero(places == NOWHERE)
         slots, taken = np.empty(len(rows), np.int32), np.empty(len(others), np.int32)
         slots[is_next] = self._take_places(blocks[is_next], places[is_next])
-        self._take(self._shares(rows[others]), taken)
+        self._take_one_each(rows[others], taken)
         slots[others] = taken
         return slots
+
+    def _take_one_each(self, rows: IndexArray, slots: Int32Array) -> None:
+        """Fill `slots` with one for each row: as `_take`, stretches of one class at a time."""
+        is_high = self._rows.is_high.take(rows)
+        owners = [self._rows.owners[row] for row in rows.tolist()]
+        stops = (np.flatnonzero(np.diff(is_high)) + 1).tolist()
+        start = 0
+        for stop in [*stops, len(owners)]:
+            end = self._be if is_high[start] else self._rt
+            slots[start:stop] = end.take_one_each(owners[start:stop], self._empty)
+            start = stop
 
     def _take_places(self, blocks: IndexArray, places: IndexArray) -> Int32Array:
         """Take a free place of each block, int64 [n] both; returns their slots."""
@@ -208,29 +213,14 @@ class BlockSlotPool:
         self, shares: Sequence[tuple[Hashable, RequestClass, int]], slots: Int32Array
     ) -> None:
         """Fill `slots`, share by share, in the order of search."""
-        masks, full, empty, size = self._masks, self._full, self._empty, self.block_size
-        rt, be, real_time = self._rt, self._be, RT
-        places = slots.data  # faster than numpy for single slots
         start = 0
         for owner, request_class, count in shares:
-            end = rt if request_class is real_time else be
+            end = self._rt if request_class is RT else self._be
             stop = start + count
             if count != 1 or self._is_exclusive:
                 self._fill(owner, end, slots, start, stop)
-                start = stop
-                continue
-            block = end.block_of.get(owner)
-            if block is not None and (free := masks[block] ^ full):  # the usual decode
-                place = (free & -free if end.is_low else free).bit_length() - 1
-                masks[block] |= 1 << place
-                places[start] = block * size + place
-            elif empty:
-                block = empty.pop()
-                masks[block] = end.first_bit
-                places[start] = block * size + end.first_place
-                end.grow(owner, block)
             else:
-                places[start] = end.take_scattered(owner)
+                slots[start] = end.take_one_each([owner], self._empty)[0]
             start = stop
 
     def _take_everything(
@@ -354,63 +344,9 @@ class BlockSlotPool:
         for end in (self._rt, self._be):
             end.check_integrity()
             assert not set(end.owner_of) & set(empty), "a sequence grows in an empty block"
-        self._rows.check_integrity(self._rt, self._be)
+        self._rows.check_integrity(self._rt.block_of, self._be.block_of)
         if self._is_exclusive:
             assert not set(self._rt.owner_of) & set(self._be.owner_of), "a block has two owners"
-
-
-class GrowingRows:
-    """Where the sequences of running requests grow, as columns by their rows."""
-
-    def __init__(self, block_size: int) -> None:
-        self.blocks: IndexArray = np.empty(0, dtype=np.int64)
-        """int64 [rows]; `NOWHERE`: in no block."""
-        self.is_high: IndexArray = np.empty(0, dtype=np.int64)
-        """1 for those that grow from the high end, int64 [rows]."""
-        self.owners: list[Hashable] = []
-        self._row_of: dict[Hashable, int] = {}
-        free = np.arange((1 << block_size) - 1, -1, -1)  # of each mask, which slots are not taken
-        lowest, highest = np.frexp(free & -free)[1] - 1, np.frexp(free)[1] - 1
-        # Of two that grow in one block with a single free slot only the first may have it.
-        is_one = free & (free - 1) == 0
-        places = [np.where(is_one, NOWHERE, one) for one in (lowest, highest)]
-        self._places: IndexArray = np.concatenate(places).astype(np.int64)
-        """The next place by end and mask."""
-        self._num_masks = len(free)
-
-    def next_places(self, rows: IndexArray, masks: UInt16Array) -> IndexArray:
-        """Return the next place in each row's block, int64 [n]; `NOWHERE`: perhaps none is free."""
-        blocks = self.blocks.take(rows)
-        places = self._places.take(self.is_high.take(rows) * self._num_masks + masks)
-        return places if blocks.min() != NOWHERE else np.where(blocks == NOWHERE, NOWHERE, places)
-
-    def bind(self, row: int, owner: Hashable, block: int, *, is_low: bool) -> None:
-        """Give a row to a sequence that grows in a block."""
-        if (num_more := row + 1 - len(self.owners)) > 0:
-            self.blocks = np.append(self.blocks, np.full(num_more, NOWHERE))
-            self.is_high = np.append(self.is_high, np.zeros(num_more, np.int64))
-            self.owners += [None] * num_more
-        self.unbind(self.owners[row])
-        self.unbind(owner)
-        self.owners[row], self._row_of[owner] = owner, row
-        self.blocks[row], self.is_high[row] = block, not is_low
-
-    def unbind(self, owner: Hashable) -> None:
-        """Know a sequence by no row, if it had one."""
-        if (row := self._row_of.pop(owner, None)) is not None:
-            self.owners[row] = None
-            self.blocks[row] = NOWHERE
-
-    def note(self, owner: Hashable, block: int) -> None:
-        """Note where a sequence grows now."""
-        if (row := self._row_of.get(owner)) is not None:
-            self.blocks[row] = block
-
-    def check_integrity(self, low: BlockEnd, high: BlockEnd) -> None:
-        """Assert that the columns say what the ends do."""
-        for owner, row in self._row_of.items():
-            block_of = (high if self.is_high[row] else low).block_of
-            assert self.owners[row] is owner and self.blocks[row] == block_of.get(owner, NOWHERE)
 
 
 class BlockEnd:
@@ -506,15 +442,40 @@ class BlockEnd:
             if self._masks[block] != self._full:  # so this was the last one
                 self._put_back(owner, block)
 
-    def take_scattered(self, owner: Hashable) -> int:
-        """Take one slot, of a block that is not empty; one must be free."""
-        block = self._best_block()
-        free = self._masks[block] ^ self._full
-        bit = free & -free if self.is_low else 1 << free.bit_length() - 1
-        self._masks[block] |= bit
-        if free != bit:
-            self._put_back(owner, block)
-        return block * self._size + bit.bit_length() - 1
+    def take_one_each(self, owners: Sequence[Hashable], empty: array[int]) -> list[int]:
+        """Take one slot for each owner, in the order of search; enough must be free.
+
+        `empty` are the pool's empty blocks. In full pools nearly every decode of every step comes
+        through here, so all is in one loop: the block that grows, an empty one, the best other.
+        """
+        masks, full, size, is_low = self._masks, self._full, self._size, self.is_low
+        block_of, is_grown = self.block_of, self._is_grown
+        taken: list[int] = []
+        for owner in owners:
+            block = block_of.get(owner, NOWHERE)
+            if block != NOWHERE and (free := masks[block] ^ full):
+                place = (free & -free if is_low else free).bit_length() - 1
+                masks[block] |= 1 << place
+                taken.append(block * size + place)
+                continue
+            if empty:
+                block = empty.pop()
+                masks[block] = self.first_bit
+                taken.append(block * size + self.first_place)
+                self.grow(owner, block)
+                continue
+            block = self._best_block()
+            free = masks[block] ^ full
+            place = (free & -free if is_low else free).bit_length() - 1
+            free ^= 1 << place
+            masks[block] = free ^ full
+            taken.append(block * size + place)
+            if free:
+                if not is_grown[block]:
+                    self.grow(owner, block)
+                assert self._buckets is not None
+                self._buckets[free.bit_count()].append(block)
+        return taken
 
     def _put_back(self, owner: Hashable, block: int) -> None:
         """Let `owner` grow in a block of which it has got a slot, if none does there."""
@@ -555,18 +516,20 @@ class BlockEnd:
         if self._buckets is None:
             self._buckets = self._bucketed(*self._ranked())
         buckets, masks, full, is_grown = self._buckets, self._masks, self._full, self._is_grown
+        size, most = self._size, len(self._buckets) - 1
         while True:
-            bucket = buckets[-1]
+            bucket = buckets[most]
             while bucket:
                 block = bucket.pop()
                 rank = (masks[block] ^ full).bit_count()  # `_rank`, for speed
                 if rank and not is_grown[block]:
-                    rank += self._size
-                if rank == len(buckets) - 1:
+                    rank += size
+                if rank == most:
                     return block
                 if rank:
                     buckets[rank].append(block)
             buckets.pop()
+            most -= 1
 
     def _bucketed(self, blocks: Int32Array, ranks: npt.NDArray[np.uint8]) -> list[list[int]]:
         """Return the buckets of these blocks, which come by rising rank."""

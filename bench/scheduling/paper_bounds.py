@@ -1,0 +1,156 @@
+"""How many best-effort tokens a workload leaves room for at most, whatever decides.
+
+True lengths are known, load is even, and no memory is lost between requests. In the mean over a
+long time let s steps begin a second, and x best-effort requests end a second:
+
+    time       s * constant + tokens * per token + what is read  <= 1
+               s * floor + what is read                          <= 1
+    memory     (r * o * h + x * O * H) / s  <= M       (Little's law: one token of each a step)
+    deadlines  s >= 1 / (gap that real-time requests allow)
+
+where r real-time requests come a second, with o (best-effort ones: O) decodes each that hold h (H)
+slots in the mean. More steps need less memory and more time: so s is the least that memory and
+deadlines allow, and x the largest with which time is enough, found by halving. What bursts, the
+end of a batch that the next one waits for and unknown lengths cost is not taken off: so what is
+near the bound cannot be much better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightserve.sim.hybrid import Clients, HybridConfig, HybridRun
+from lightserve.sim.traffic import BLOCK_TOKENS, parse_block_ids, read_trace
+from lightserve.sim.worker import VirtualHardware
+from lightserve.types import BE, RT
+
+IntArray = npt.NDArray[np.int64]
+NUM_DRAWN = 4000
+"""Requests that are drawn without end: so many make their mean."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """Of the requests of a class, per request."""
+
+    prompt_tokens: float
+    """That have to be computed: what others have computed before is left out."""
+    prompt_pairs: float
+    """Of a token that is computed and one that it reads."""
+    output_tokens: float
+    decodes: float
+    """Steps after the one with the first token."""
+    context: float
+    """Tokens that these read, summed."""
+    held: float
+    """Slots of its own, summed over these steps."""
+
+
+def means_of(prompts: IntArray, outputs: IntArray, shared: IntArray) -> Means:
+    """Return the means of requests, int64 [n] each; `shared`: of the prompt, computed before."""
+    own, decodes = prompts - shared, np.maximum(0, outputs - 1)
+    return Means(
+        prompt_tokens=float(own.mean()),
+        prompt_pairs=float((own * shared + own * own / 2).mean()),
+        output_tokens=float(outputs.mean()),
+        decodes=float(decodes.mean()),
+        context=float((decodes * (prompts + outputs / 2)).mean()),
+        held=float((decodes * (own + outputs / 2)).mean()),
+    )
+
+
+def most_requests(
+    hardware: VirtualHardware,
+    num_slots: int,
+    real_time: tuple[float, Means] | None,
+    best_effort: Means,
+    gap_s: float,
+) -> float:
+    """Return how many best-effort requests can end a second; see the module.
+
+    Args:
+        hardware: what steps take.
+        num_slots: size of the pool.
+        real_time: how many come a second, and their means; None: none come.
+        best_effort: their means.
+        gap_s: between two tokens of a real-time request, at most.
+    """
+
+    def is_feasible(x: float) -> bool:
+        parts = [(x, best_effort), *([real_time] if real_time else [])]
+        tokens = sum(rate * (of.prompt_tokens + of.decodes) for rate, of in parts)
+        reading_s = sum(
+            rate * hardware.per_decode_context_s * of.context
+            + rate * hardware.per_chunk_context_s * of.prompt_pairs
+            for rate, of in parts
+        )
+        num_steps = sum(rate * of.held for rate, of in parts) / num_slots
+        if real_time:
+            num_steps = max(num_steps, 1.0 / gap_s)
+        linear_s = num_steps * hardware.constant_s + tokens * hardware.per_new_token_s
+        return max(linear_s, num_steps * hardware.floor_s) + reading_s <= 1.0
+
+    low, high = 0.0, 1.0
+    while is_feasible(high):
+        high *= 2.0
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_feasible(middle) else (low, middle)
+    return low
+
+
+def best_effort_bound(config: HybridConfig) -> float | None:
+    """Return the best-effort output tokens a second that a run leaves room for; None: none come."""
+    if config.be is None:
+        return None
+    hardware = config.hardware
+    assert isinstance(hardware, VirtualHardware), "of others the parts of a step are not known"
+    clients = HybridRun(config).clients
+    real_time = None
+    if RT in clients:
+        rate_rps = len(clients[RT].num_prompt_tokens) / config.duration_s
+        real_time = rate_rps, _means_of_sent(clients[RT])
+    best_effort = _best_effort(config, clients[BE])
+    gaps = [gap for gap in (config.targets.tpot_s, config.targets.mtpot_s) if gap is not None]
+    num_ended = most_requests(
+        hardware, config.capacity_tokens, real_time, best_effort, min(gaps, default=np.inf)
+    )
+    return num_ended * best_effort.output_tokens
+
+
+def _means_of_sent(clients: Clients) -> Means:
+    prompts = np.array(clients.num_prompt_tokens)
+    return means_of(prompts, np.array(clients.num_output_tokens), np.zeros_like(prompts))
+
+
+def _best_effort(config: HybridConfig, clients: Clients) -> Means:
+    if config.be_lengths is not None:  # drawn without end
+        jobs = [job for _, job in islice(clients.traffic.jobs(np.random.default_rng(0)), NUM_DRAWN)]
+        prompts = np.array([len(job.prompt_token_ids) for job in jobs])
+        outputs = np.array([job.num_output_tokens for job in jobs])
+        return means_of(prompts, outputs, np.zeros_like(prompts))
+    assert config.be is not None
+    trace = read_trace(Path(config.be))
+    shared = np.zeros_like(trace.prompt_tokens)
+    if trace.block_ids is not None:
+        shared = shared_tokens([parse_block_ids(ids) for ids in trace.block_ids])
+    return means_of(trace.prompt_tokens, trace.output_tokens, shared)
+
+
+def shared_tokens(blocks: Sequence[Sequence[int]]) -> IntArray:
+    """Return how many tokens of each prompt need not be computed, int64 [n], in the best order.
+
+    A block is computed once, and its share falls on all that read it.
+    """
+    num_readers: dict[int, int] = {}
+    for ids in blocks:
+        for block in ids:
+            num_readers[block] = num_readers.get(block, 0) + 1
+    saved = [sum(1.0 - 1.0 / num_readers[block] for block in ids) for ids in blocks]
+    return np.array([round(BLOCK_TOKENS * of_one) for of_one in saved], dtype=np.int64)
