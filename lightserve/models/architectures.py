@@ -10,6 +10,7 @@ class Architecture(StrEnum):
 
     LLAMA = "LlamaForCausalLM"
     MISTRAL = "MistralForCausalLM"
+    MINISTRAL3 = "Ministral3ForCausalLM"
     MISTRAL3_WHOLE = "Mistral3ForConditionalGeneration"
     QWEN2 = "Qwen2ForCausalLM"
     QWEN3 = "Qwen3ForCausalLM"

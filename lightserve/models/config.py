@@ -47,9 +47,11 @@ from lightserve.models.rope import (
     DEFAULT_THETA,
     DynamicRope,
     LinearRope,
+    QueryGrowth,
     RopeConfig,
     YarnRope,
     parse_local_rope,
+    parse_query_growth,
     parse_rope,
     parse_rotary_dim,
 )
@@ -118,18 +120,23 @@ class _TextPart(NamedTuple):
 
 
 _TEXT_PARTS = {
-    Architecture.GEMMA3_WHOLE: _TextPart(
-        Architecture.GEMMA3,
-        "gemma3_text",
-        {
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-6,
-        },
+    Architecture.GEMMA3_WHOLE: (
+        _TextPart(
+            Architecture.GEMMA3,
+            "gemma3_text",
+            {
+                "vocab_size": 262_208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-6,
+            },
+        ),
     ),
-    Architecture.MISTRAL3_WHOLE: _TextPart(Architecture.MISTRAL, "mistral", {}),
+    Architecture.MISTRAL3_WHOLE: (
+        _TextPart(Architecture.MISTRAL, "mistral", {}),
+        _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
+    ),
 }
 
 
@@ -173,6 +180,8 @@ class ModelConfig:
     """Of layers with a window; None: the same."""
     rotates_neighbours: bool = False
     """Whether the file has a rotated pair as dimensions 2i and 2i + 1, not half a head apart."""
+    query_growth: QueryGrowth | None = None
+    """None: queries are the same at every position but for their rotation."""
     unrotated_layers: frozenset[int] = frozenset()
     merged: frozenset[str] = frozenset()
     """Products that the file has as one tensor: `qkv`, `gate_up`, or `grouped_qkv`, where each KV
@@ -254,8 +263,7 @@ def load_model_config(path: Path) -> ModelConfig:
         weight_format = parse_weight_format(fields)
     is_headless = fields.array("architectures")[0] in HEADLESS or (path / MODULES_FILE).is_file()
     if architecture in _TEXT_PARTS:
-        part = _TEXT_PARTS[architecture]
-        architecture, fields = part.architecture, _text_fields(fields, part)
+        architecture, fields = _text_part(fields, _TEXT_PARTS[architecture])
     if architecture in _PLAIN:
         own = _PLAIN[architecture](fields)
         return ModelConfig(
@@ -307,6 +315,9 @@ def load_model_config(path: Path) -> ModelConfig:
         qk_norm=architecture in (Architecture.QWEN3, Architecture.GEMMA3, Architecture.QWEN3_MOE)
         or (is_glm_moe and fields.boolean("use_qk_norm", default=False)),
         rotary_share=rotary_dim,
+        query_growth=parse_query_growth(fields, max_position_embeddings)
+        if architecture is Architecture.MINISTRAL3
+        else None,
         is_headless=is_headless,
         tie_word_embeddings=is_headless
         or fields.boolean(
@@ -320,16 +331,19 @@ def load_model_config(path: Path) -> ModelConfig:
     )
 
 
-def _text_fields(fields: JsonFields, part: _TextPart) -> JsonFields:
+def _text_part(fields: JsonFields, parts: tuple[_TextPart, ...]) -> tuple[Architecture, JsonFields]:
     """Return what the file says about the text part, with the whole model's type of numbers."""
     text = fields.child("text_config")
-    if (kind := text.string("model_type", default=part.model_type)) != part.model_type:
-        raise text.error("model_type", f"must be {part.model_type!r}, got {kind!r}")
+    kind = text.string("model_type", default=parts[0].model_type)
+    part = next((part for part in parts if part.model_type == kind), None)
+    if part is None:
+        known = " or ".join(repr(part.model_type) for part in parts)
+        raise text.error("model_type", f"must be {known}, got {kind!r}")
     values: dict[str, Any] = {**part.defaults}
     if (dtype := _dtype(fields)) is not None:
         values["dtype"] = dtype
     stated = {key: value for key, value in text.items() if value is not None or key not in values}
-    return JsonFields(fields.path, values | stated, prefix="text_config.")
+    return part.architecture, JsonFields(fields.path, values | stated, prefix="text_config.")
 
 
 def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:
@@ -523,7 +537,7 @@ def _head_dim(
         head_dim = fields.integer("head_dim")
     elif architecture in _GEMMA:
         head_dim = 256
-    elif architecture is Architecture.QWEN3 or architecture in _GLM:
+    elif architecture in (Architecture.QWEN3, Architecture.MINISTRAL3, *_GLM):
         head_dim = 128  # what transformers takes when their config is silent
     elif hidden_size % num_heads:
         raise fields.error("hidden_size", f"must divide by num_attention_heads {num_heads}")

@@ -27,7 +27,7 @@ from lightserve.models.gpt_oss import GptOssForCausalLM
 from lightserve.models.granite import GraniteForCausalLM
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.llama import LlamaForCausalLM
-from lightserve.models.mistral import MistralForCausalLM
+from lightserve.models.mistral import Ministral3ForCausalLM, MistralForCausalLM
 from lightserve.models.moe import (
     Glm4MoeForCausalLM,
     MixtralForCausalLM,
@@ -67,6 +67,7 @@ from lightserve.progress import Advance, progress
 MODELS: dict[Architecture, type[DecoderModel | EncoderModel]] = {
     Architecture.LLAMA: LlamaForCausalLM,
     Architecture.MISTRAL: MistralForCausalLM,
+    Architecture.MINISTRAL3: Ministral3ForCausalLM,
     Architecture.MISTRAL3_WHOLE: MistralForCausalLM,
     Architecture.QWEN2: Qwen2ForCausalLM,
     Architecture.QWEN3: Qwen3ForCausalLM,

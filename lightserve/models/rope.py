@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightserve.models.json_fields import JsonFields
 
@@ -138,6 +138,24 @@ def parse_local_rope(config: JsonFields, *, default: float = DEFAULT_THETA) -> R
     if (kind := fields.string("rope_type", default="default")) != "default":
         raise fields.error("rope_type", f"must be default, got {kind!r}")
     return DefaultRope(theta=fields.number("rope_theta", default=theta, above=1.0))
+
+
+class QueryGrowth(NamedTuple):
+    """By how much queries grow with their position: 1 + beta * log(1 + position // length)."""
+
+    beta: float
+    length: int
+
+
+def parse_query_growth(config: JsonFields, max_position_embeddings: int) -> QueryGrowth | None:
+    """Return how queries grow in Ministral 3, as in Llama 4. Raises ModelLoadError naming a key."""
+    fields = _rope_object(config)
+    if fields is None:
+        raise config.error("rope_parameters", "is missing")
+    beta = fields.optional_number("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    return QueryGrowth(beta, _original_length(config, fields, max_position_embeddings))
 
 
 def has_rope(config: JsonFields) -> bool:

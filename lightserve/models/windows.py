@@ -17,10 +17,18 @@ _WITH_SWITCH = (
 _SAME_WINDOW = (
     Architecture.PHI3,
     Architecture.MISTRAL,
+    Architecture.MINISTRAL3,
     Architecture.MIXTRAL,
     Architecture.QWEN3_MOE,
 )
 """Families of which all layers have a window, or none."""
+_NO_DEFAULT = (
+    Architecture.PHI3,
+    Architecture.SMOLLM3,
+    Architecture.MIXTRAL,
+    Architecture.MINISTRAL3,
+)
+"""Families without a window where the file names no size."""
 _WITHOUT_WINDOW = (
     Architecture.LLAMA,
     Architecture.GRANITE,
@@ -43,7 +51,7 @@ def sliding_windows(
     if architecture in _WITH_SWITCH and not fields.boolean("use_sliding_window", default=False):
         return everything
     window = None
-    if architecture in (Architecture.PHI3, Architecture.SMOLLM3, Architecture.MIXTRAL):
+    if architecture in _NO_DEFAULT:
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     elif not fields.is_null("sliding_window"):
         window = fields.integer("sliding_window", default=4096)

@@ -106,6 +106,23 @@ TINY_MODELS = (
         {"sliding_window": 33, "num_key_value_heads": 1, "num_attention_heads": 8},
     ),
     TinyModel("mistral-full", "Mistral", {"sliding_window": None, "head_dim": 32}),
+    TinyModel(
+        "ministral3",
+        "Ministral3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            **rope(
+                "yarn",
+                theta=1000.0,
+                factor=4.0,
+                original_max_position_embeddings=24,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.4,
+            ),
+        },
+    ),
     TinyModel("qwen2", "Qwen2"),
     TinyModel(
         "qwen2-yarn-tied-legacy",

@@ -110,6 +110,10 @@ class SelfAttention:
         """Normalise all heads together; here they are not. q [T, Hq * D], k [T, Hkv * D]."""
         return q, k
 
+    def grown(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Return queries [T, Hq, D] as they are at their positions [T]; here they do not change."""
+        return q
+
     def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Write the new tokens' KV and attend.
 
@@ -134,6 +138,7 @@ class SelfAttention:
             slot_mapping=inputs.batch.slot_mapping,
             qk_norm=self._qk_norm,
         )
+        q = self.grown(q, inputs.batch.positions)
         heads = kernels.attention(
             q,
             k_pool,
