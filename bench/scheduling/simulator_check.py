@@ -1,12 +1,19 @@
 """The simulator against the live server: `python -m bench.scheduling.simulator_check`.
 
-300 rows of a trace, scaled, at 0.6 of what the simulated server can do, and all at once. The
-simulator knows of the machine: a profile (`lightserve profile`), measured first, and three
-constants, printed with the result. Of single requests on the idle server: what a TTFT has besides
-its steps (HTTP, tokens, links), and what passes between two steps. Of 100 other rows, all at once:
-how many times as long steps take as the profile says while client and frontend work beside them.
-Of the three live runs the mean counts; the spread is theirs. Bars: throughput and mean TTFT within
-10 %, p90 of TTFT within 20 %.
+300 rows of a trace, scaled, at 0.6 of what the simulated server can do, and all at once. Each live
+run writes a decision log, and the same requests are simulated again with what that log says of the
+machine, step by step (`lightserve.sim.whatif`): what differs then is not its speed, which changes
+from minute to minute, but the simulator. What a TTFT has besides (HTTP, tokens, links) is measured
+under the same load before, on 100 other rows. Bars: throughput and mean TTFT within 10 %, p90 of
+TTFT within 20 %, of the mean of the live runs.
+
+A second table takes the difference apart, from what clients saw to what a profile alone predicts:
+
+    client      as the load client saw it
+    router      from the log: without HTTP, tokens, links
+    replayed    the same requests, each step as long as the log's, one after the other
+    even        each step as long as a formula fitted to the log says
+    profiled    each step as long as `lightserve profile` said before, gaps as in the log's mean
 """
 
 from __future__ import annotations
@@ -16,22 +23,24 @@ import csv
 import dataclasses
 import gzip
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from bench.serving.server import Server, load, load_average, pinned_server, write_profile
 from bench.table import print_head, print_row
-from lightserve.cost.model import StepShape
-from lightserve.loadtest.result import RequestRow, Run
+from lightserve.cost.model import StepModel
+from lightserve.decisions.replaying import DecisionLogReader
+from lightserve.loadtest.result import RequestRow
 from lightserve.loadtest.workload import load_trace
+from lightserve.messages.common import StepCoefficients
 from lightserve.sim.hybrid import HybridConfig, HybridRun
 from lightserve.sim.report import Targets
+from lightserve.sim.whatif import Clients, Recording, Settings, read_recording
 from lightserve.sim.worker import ProfiledHardware
 
 FloatArray = npt.NDArray[np.float64]
@@ -42,10 +51,20 @@ NUM_ROWS, NUM_OTHER_ROWS = 300, 100
 LENGTH_SCALE, MAX_PROMPT, MAX_OUTPUT = 0.3, 1024, 256
 KV_TOKENS = 60_000
 LOAD = 0.6
-POLICIES = ("chunked", "unified")
 TARGETS_MS = {"ttft": 1000.0, "tpot": 100.0, "mtpot": 400.0}
 """Those of all requests; `unified` plans by them."""
 BARS = {"tokens/s": 0.10, "TTFT mean": 0.10, "TTFT p90": 0.20}
+TERMS = ("client", "router", "replayed", "even", "profiled")
+"""See the module."""
+
+
+class Case(NamedTuple):
+    """What is played."""
+
+    name: str
+    policy: str
+    path: Path
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -103,70 +122,37 @@ class Outcome:
         }
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the simulator is told."""
-
-    hardware: ProfiledHardware
-    outside_s: float = 0.0
-    """Of a TTFT, outside of steps."""
-    factor: float = 1.0
-    """Of the times in the profile; `hardware` has it."""
-
-    def slowed(self, factor: float) -> Machine:
-        """Return the same machine, its steps so many times as long."""
-        cost = self.hardware.step_cost
-        times = {
-            name: factor * getattr(cost, name)
-            for name in cost.__struct_fields__
-            if name.endswith("_s")
-        }
-        slow = dataclasses.replace(
-            self.hardware,
-            step_cost=msgspec.structs.replace(cost, **times),
-            per_step_s=factor * self.hardware.per_step_s,
-        )
-        return Machine(slow, self.outside_s, self.factor * factor)
-
-
-def simulated(path: Path, policy: str, machine: Machine) -> Outcome:
-    """Run the simulator."""
+def work_seconds(path: Path, hardware: ProfiledHardware) -> float:
+    """Return how long a simulated server needs for a trace."""
     config = HybridConfig(
         rt=str(path),
         rt_max_tokens=None,
         duration_s=3600.0,
         margin_s=0.0,
         capacity_tokens=KV_TOKENS,
-        policy=policy,
+        policy="chunked",
         serve_options={"max_num_seqs": 256},
         targets=Targets(*(limit / 1e3 for limit in TARGETS_MS.values())),
-        hardware=machine.hardware,
+        hardware=hardware,
     )
     run = HybridRun(config)
     run.advance(config.duration_s)
-    seen = list(run.simulation.outcomes.values())
-    assert all(one.finish_reason is not None for one in seen)
-    last_s = max(one.token_times_s[-1] for one in seen)
-    length_s = last_s - seen[0].arrival_s + machine.outside_s
-    ttft_s = np.array([one.token_times_s[0] - one.arrival_s for one in seen]) + machine.outside_s
-    num_tokens = sum(len(one.token_times_s) for one in seen)
-    return Outcome(num_tokens / length_s, length_s, ttft_s)
+    return max(one.token_times_s[-1] for one in run.simulation.outcomes.values())
 
 
-def live(server: Server, path: Path) -> tuple[Outcome, Run]:
+def live(server: Server, path: Path, num_rows: int) -> Outcome:
     """Run the load client."""
     targets = ",".join(f"{name}={limit:g}ms" for name, limit in TARGETS_MS.items())
     run = load(
         server,
-        *("--trace", str(path), "--num-requests", str(NUM_ROWS), "--save-requests"),
+        *("--trace", str(path), "--num-requests", str(num_rows), "--save-requests"),
         *("--targets", targets, "--send-targets"),
     )
     rows = run.requests
     assert not any(row.error for row in rows), run.classes["rt"].errors
     length_s = max(_end_s(row) for row in rows) - rows[0].intended_s
     num_tokens = sum(row.output_tokens or 0 for row in rows)
-    ttft_s = np.array([_ttft_s(row) for row in rows])
-    return Outcome(num_tokens / length_s, length_s, ttft_s), run
+    return Outcome(num_tokens / length_s, length_s, np.array([_ttft_s(row) for row in rows]))
 
 
 def _end_s(row: RequestRow) -> float:
@@ -179,103 +165,121 @@ def _ttft_s(row: RequestRow) -> float:
     return row.first_s - row.intended_s
 
 
-def calibrated(server: Server, hardware: ProfiledHardware, others: Path) -> Machine:
-    """Return the machine, its constants measured; `others` is a trace of other requests."""
-    outside_s, between_s = idle_constants(server, hardware)
-    machine = Machine(dataclasses.replace(hardware, per_step_s=between_s), outside_s)
-    outcome, _ = live(server, others)
-    return machine.slowed(outcome.length_s / simulated(others, "chunked", machine).length_s)
+def replayed(log: Path, profile: StepCoefficients, num_rows: int) -> dict[str, Outcome]:
+    """Return what the last requests of a log came to, by the names of `TERMS` but for the first."""
+    recording = read_recording(DecisionLogReader(log))
+    gap_s = float(np.mean([step.gap_s for step in recording.steps]))
+    return {
+        "router": _of_clients(recording.clients(), num_rows),
+        "replayed": _of_clients(recording.simulate(Settings()), num_rows),
+        "even": _of_clients(_even(recording, recording.step_cost, gap_s), num_rows),
+        "profiled": _of_clients(_even(recording, profile, gap_s), num_rows),
+    }
 
 
-def idle_constants(server: Server, hardware: ProfiledHardware) -> tuple[float, float]:
-    """Return seconds outside of steps per TTFT, and between two steps: medians, one at a time."""
-    run = load(
-        server,
-        *("--concurrency", "1", "--num-requests", "30", "--save-requests"),
-        *("--prompt-tokens", "32:480", "--output-tokens", "64"),
-    )
-    outside, between = [], []
-    for row in run.requests:
-        assert row.prompt_tokens is not None and row.output_tokens is not None
-        prompt, output = row.prompt_tokens, row.output_tokens
-        decode = StepShape().plus(prompt + output // 2, 1)
-        per_token_s = (_end_s(row) - row.intended_s - _ttft_s(row)) / (output - 1)
-        outside.append(_ttft_s(row) - hardware.step_seconds(StepShape().plus(0, prompt)))
-        between.append(per_token_s - hardware.step_seconds(decode))
-    return max(0.0, float(np.median(outside))), max(0.0, float(np.median(between)))
+def _even(recording: Recording, cost: StepCoefficients, gap_s: float) -> Clients:
+    """Simulate with steps that take what a formula says, and a gap before each."""
+    model = StepModel(cost)
+    steps = [
+        step._replace(exec_s=model.seconds(step.shape), gap_s=gap_s) for step in recording.steps
+    ]
+    return dataclasses.replace(recording, step_cost=cost, steps=steps).simulate(Settings())
 
 
-def print_line(name: str, expected: Outcome, seen: Sequence[Outcome]) -> bool:
+def _of_clients(clients: Clients, num_rows: int) -> Outcome:
+    """Return what the last that came came to: those before are the load client's own trials."""
+    seen = sorted(clients.seen.values(), key=lambda each: each.arrival_s)[-num_rows:]
+    length_s = max(each.token_times_s[-1] for each in seen) - seen[0].arrival_s
+    ttft_s = np.array([each.token_times_s[0] - each.arrival_s for each in seen])
+    return Outcome(sum(len(each.token_times_s) for each in seen) / length_s, length_s, ttft_s)
+
+
+def print_bars(name: str, runs: Sequence[Mapping[str, Outcome]], outside_s: float) -> bool:
     """Print a line per figure; returns whether all are within their bars."""
     is_near = True
     for figure, bar in BARS.items():
-        values = [outcome.figures[figure] for outcome in seen]
-        mean, predicted = float(np.mean(values)), expected.figures[figure]
+        seen = [run["client"].figures[figure] for run in runs]
+        added = 0.0 if figure == "tokens/s" else 1e3 * outside_s
+        told = [run["replayed"].figures[figure] + added for run in runs]
+        mean, predicted = float(np.mean(seen)), float(np.mean(told))
         off = predicted / mean - 1
         is_near &= abs(off) <= bar
         unit = "" if figure == "tokens/s" else ", ms"
-        spread = (max(values) - min(values)) / mean
-        runs = " / ".join(f"{value:.0f}" for value in values)
+        spread = (max(seen) - min(seen)) / mean
+        each = " / ".join(f"{value:.0f}" for value in seen)
         print_row(
-            *(name, f"{figure}{unit}", f"{predicted:.0f}", f"{mean:.0f}", runs),
+            *(name, f"{figure}{unit}", f"{predicted:.0f}", f"{mean:.0f}", each),
             *(f"{spread:.0%}", f"{off:+.1%}", f"{bar:.0%}"),
         )
     return is_near
 
 
+def print_terms(name: str, runs: Sequence[Mapping[str, Outcome]]) -> None:
+    """Print a line per figure: what each of `TERMS` says, means over runs."""
+    for figure in BARS:
+        means = [np.mean([run[term].figures[figure] for run in runs]) for term in TERMS]
+        print_row(name, figure, *(f"{mean:.1f}" for mean in means))
+
+
+def played(
+    case: Case, folder: Path, options: Sequence[str], profile: StepCoefficients
+) -> dict[str, Outcome]:
+    """Play one case on a server of its own; return what `TERMS` say of it."""
+    log = folder / "decisions.jsonl"
+    log.unlink(missing_ok=True)
+    with pinned_server([*options, "--policy", case.policy, "--decision-log", str(log)]) as server:
+        client = live(server, case.path, case.num_rows)
+    return {"client": client} | replayed(log, profile, case.num_rows)
+
+
 def main() -> None:
-    """Print the table; exit code 1 if a bar is missed."""
+    """Print the tables; exit code 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--profile-seconds", type=float, default=30.0)
+    parser.add_argument("--profile-seconds", type=float, default=20.0)
     args = parser.parse_args()
     requests = scaled_trace(0, NUM_ROWS)
     others = scaled_trace(NUM_ROWS, NUM_OTHER_ROWS)
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        profile = Path(directory) / "profile.json"
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        profile = folder / "profile.json"
         write_profile(profile, [], seconds=args.profile_seconds)
-        common = ["--profile", str(profile), "--max-kv-tokens", str(KV_TOKENS)]
-        servers = {
-            policy: stack.enter_context(pinned_server([*common, "--policy", policy]))
-            for policy in POLICIES
-        }
+        options = ["--profile", str(profile), "--max-kv-tokens", str(KV_TOKENS)]
         hardware = ProfiledHardware.read(profile)
         other, at_once, stretched = (
-            Path(directory) / f"{name}.csv.gz" for name in ("other", "at_once", "stretched")
+            folder / f"{name}.csv.gz" for name in ("other", "at_once", "stretched")
         )
-        others.at(np.zeros(NUM_OTHER_ROWS)).write(other)
         requests.at(np.zeros(NUM_ROWS)).write(at_once)
-        machine = calibrated(servers["chunked"], hardware, other)
-        work_s = simulated(at_once, "chunked", machine).length_s
-        times_s = requests.times_s * (work_s / LOAD / requests.times_s[-1])
+        times_s = requests.times_s * (work_seconds(at_once, hardware) / LOAD / requests.times_s[-1])
         requests.at(times_s).write(stretched)
-        cases = {
-            f"chunked, at {LOAD:g}": ("chunked", stretched),
-            "chunked, all at once": ("chunked", at_once),
-            f"unified, at {LOAD:g}": ("unified", stretched),
-        }
-        seen: dict[str, list[Outcome]] = {name: [] for name in cases}
-        cpu: list[float] = []
-        for _ in range(args.runs):
-            for name, (policy, path) in cases.items():
-                outcome, run = live(servers[policy], path)
-                seen[name].append(outcome)
-                cpu.append(run.client.cpu_share)
-        print(
-            f"{NUM_ROWS} rows of {TRACE}, lengths times {LENGTH_SCALE:g}: prompts of"
-            f" {requests.prompt_tokens.mean():.0f}, outputs of {requests.output_tokens.mean():.0f}"
-            f" tokens in the mean, over {times_s[-1]:.0f} s. Outside of steps"
-            f" {1e3 * machine.outside_s:.1f} ms per TTFT, between steps"
-            f" {1e3 * machine.hardware.per_step_s:.2f} ms, steps {machine.factor:.2f} times as"
-            f" long as profiled; client's CPU {np.mean(cpu):.0%}; load average {load_average()}\n"
+        rate = NUM_OTHER_ROWS / NUM_ROWS * times_s[-1] / others.times_s[-1]
+        others.at(others.times_s * rate).write(other)
+        trial = played(
+            Case("trial", "chunked", other, NUM_OTHER_ROWS), folder, options, hardware.step_cost
         )
-        heads = ["policy, load", "figure", "simulated", "live mean", "live runs", "spread"]
-        heads += ["off by", "bar"]
-        print_head(*heads)
-        near = [
-            print_line(name, simulated(path, policy, machine), seen[name])
-            for name, (policy, path) in cases.items()
+        outside_s = float(np.mean(trial["client"].ttft_s) - np.mean(trial["router"].ttft_s))
+        cases = [
+            Case(f"chunked, at {LOAD:g}", "chunked", stretched, NUM_ROWS),
+            Case("chunked, all at once", "chunked", at_once, NUM_ROWS),
+            Case(f"unified, at {LOAD:g}", "unified", stretched, NUM_ROWS),
         ]
+        runs: dict[str, list[dict[str, Outcome]]] = {case.name: [] for case in cases}
+        for _ in range(args.runs):
+            for case in cases:
+                runs[case.name].append(played(case, folder, options, hardware.step_cost))
+    print(
+        f"{NUM_ROWS} rows of {TRACE}, lengths times {LENGTH_SCALE:g}: prompts of"
+        f" {requests.prompt_tokens.mean():.0f}, outputs of {requests.output_tokens.mean():.0f}"
+        f" tokens in the mean, over {times_s[-1]:.0f} s. Outside of the router"
+        f" {1e3 * outside_s:.1f} ms per TTFT; load average {load_average()}\n"
+    )
+    heads = ["policy, load", "figure", "simulated", "live mean", "live runs", "spread"]
+    print_head(*heads, "off by", "bar")
+    near = [print_bars(name, of, outside_s) for name, of in runs.items()]
+    print()
+    print_head("policy, load", "figure", *TERMS)
+    for name, of in runs.items():
+        print_terms(name, of)
     raise SystemExit(not all(near))
 
 

@@ -58,9 +58,8 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 )
 @click.option(
     "--hardware",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Profile of a worker, as lightserve profile writes it.  [default: an A100 with"
-    " Llama-2-7B]",
+    help="Profile of a worker, as lightserve profile writes it, or MODEL@GPUxN: docs/simulate.md."
+    "  [default: an A100 with Llama-2-7B]",
 )
 @click.option(
     "--plot",
@@ -87,7 +86,7 @@ def command(trace: Path, *, plot: Path | None, as_json: bool, **asked: Any) -> i
         check_picture(plot, "--plot")
     rows, hardware = read_rows(trace)
     if asked["hardware"] is not None:
-        hardware = sim.ProfiledHardware.read(asked["hardware"])
+        hardware = sim.read_hardware(asked["hardware"])
     config = PlanConfig(
         rows=rows,
         attainment=asked["attainment"] / 100,

@@ -117,9 +117,8 @@ _OPTIONS = (
     ),
     click.option(
         "--hardware",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="Profile of a worker, as lightserve profile writes it: step times are those, and"
-        " the router knows it.  [default: an A100 with Llama-2-7B]",
+        help="Profile of a worker, as lightserve profile writes it: step times are those, and the"
+        " router knows it; or MODEL@GPUxN: docs/simulate.md.  [default: an A100 with Llama-2-7B]",
     ),
     click.option(
         "--step-noise",
@@ -228,7 +227,7 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     names = {spec.name for spec in dataclasses.fields(sim.HybridConfig)} & set(values)
     chosen = {name: values[name] for name in names - {"hardware"}}
     if values["hardware"] is not None:
-        chosen["hardware"] = sim.ProfiledHardware.read(values["hardware"])
+        chosen["hardware"] = sim.read_hardware(values["hardware"])
     config = sim.HybridConfig(
         **chosen,
         targets=sim.Targets(*_targets_of(values)),

@@ -3,6 +3,7 @@
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.offline import SimulationConfig, make_workload, run
 from lightserve.sim.report import HybridReport, Report, Targets
+from lightserve.sim.virtual_gpus import read_hardware
 from lightserve.sim.worker import ProfiledHardware
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "SimulationConfig",
     "Targets",
     "make_workload",
+    "read_hardware",
     "run",
     "run_hybrid",
 ]

@@ -3,8 +3,7 @@
 The log is replayed, which says how long outputs are, what each step was, and what clients saw. A
 formula of step times is fitted to the steps that really ran; then the same requests come, at the
 same times or faster, to the same core with other settings, on workers that take as long as that
-formula says, times what the real steps took of it, one after the other: a machine that others kept
-busy for a while is busy again.
+formula says and as the real steps were off from it at that time (`logged_hardware`).
 
 Arrivals stay as they were, but for a class of which as many requests were there all the time: its
 clients waited for an answer before they asked again, and so they do here (`_Loop`). Outputs keep
@@ -14,7 +13,6 @@ their lengths; requests that clients gave up are given up after the same time, a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ import numpy as np
 
 from lightserve.config import ServeConfig
 from lightserve.config.scheduling import ADMISSION_OF_OPTION, POLICIES_OF_OPTION
-from lightserve.cost.model import StepModel, StepSample, StepShape, fit
+from lightserve.cost.model import StepSample, StepShape, fit
 from lightserve.decisions.records import (
     DECIDING_OPTIONS,
     Decision,
@@ -45,9 +43,10 @@ from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, Outgoing
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
+from lightserve.sim.logged_hardware import LoggedHardware, LoggedStep
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.sim.worker import EOS_TOKEN_ID, LengthWorker, ProfiledHardware, VirtualWorker
+from lightserve.sim.worker import EOS_TOKEN_ID, LengthWorker, VirtualWorker
 from lightserve.types import (
     FinishReason,
     FrontendId,
@@ -98,41 +97,6 @@ class Asked:
         return self.token_times_s[-1] if is_over else self.gone_s
 
 
-class LoggedHardware(ProfiledHardware):
-    """Workers that are off from a formula of their step times as those of the log were."""
-
-    def __init__(
-        self,
-        step_cost: StepCoefficients,
-        samples: Sequence[LoggedStep],
-        *,
-        overlaps_copies: bool,
-        speed: float = 1.0,
-    ) -> None:
-        """`speed`: times as fast as those of the log."""
-        super().__init__(step_cost, kv_bytes_per_token=0, overlaps_copies=overlaps_copies)
-        self._speed = speed
-        model = StepModel(step_cost)
-        self._turns = itertools.cycle(
-            [(each.exec_s / model.seconds(each.shape), each.gap_s) for each in samples]
-        )
-
-    def step_seconds(self, shape: StepShape) -> float:
-        """Return the seconds of the next step, and of the gap before it."""
-        ratio, gap_s = next(self._turns)
-        return (gap_s + ratio * super().step_seconds(shape)) / self._speed
-
-
-class LoggedStep(NamedTuple):
-    """A step that ran."""
-
-    shape: StepShape
-    exec_s: float
-    """Without its copies."""
-    gap_s: float
-    """Between the end of the step before and its start, where its plan was there; otherwise 0."""
-
-
 class Settings(NamedTuple):
     """What is to be other than it was."""
 
@@ -176,6 +140,8 @@ class Recording:
     workers: WorkersStarted
     step_cost: StepCoefficients
     """Fitted to the steps."""
+    known_cost: StepCoefficients
+    """What the router was told of them, or, where it was told nothing, what was fitted."""
     steps: list[LoggedStep]
     start_s: float
     end_s: float
@@ -228,6 +194,7 @@ class Recording:
             self.steps,
             overlaps_copies=self.workers.overlaps_copies,
             speed=settings.speed,
+            clock=lambda: simulation.now_s,
         )
         lengths = LengthWorker(
             max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
@@ -240,7 +207,7 @@ class Recording:
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
-            step_cost=_times(self.step_cost, 1 / settings.speed),
+            step_cost=_times(self.known_cost, 1 / settings.speed),
             overlaps_copies=self.workers.overlaps_copies,
             frontend=traffic.on_news,
             hears_tokens=False,
@@ -461,6 +428,8 @@ class _Taker:
         self.workers: WorkersStarted | None = None
         self.step_cost: StepCoefficients | None = None
         self.steps: list[LoggedStep] = []
+        self.start_s = 0.0
+        """When the first request came."""
         self._shapes: dict[StepId, tuple[StepShape, float]] = {}
         self._last_result_s = float("-inf")
 
@@ -481,6 +450,7 @@ class _Taker:
             case StepTimesWereMeasured(step_cost=step_cost):
                 self.step_cost = step_cost
             case MessageReceived(frontend_id=frontend_id, message=Submit() as submit):
+                self.start_s = self.start_s or record.now_s
                 key = RequestKey(frontend_id, submit.request_id)
                 self.requests[key] = Asked(submit, record.now_s)
             case MessageReceived(frontend_id=frontend_id, message=Abort(request_id=request_id)):
@@ -503,7 +473,9 @@ class _Taker:
         shape, committed_s = self._shapes.pop(result.step_id, (None, 0.0))
         if shape is not None and result.exec_s > result.copy_s:
             gap_s = result.idle_s if committed_s < self._last_result_s else 0.0
-            self.steps.append(LoggedStep(shape, result.exec_s - result.copy_s, gap_s))
+            start_s = now_s - result.exec_s - self.start_s
+            exec_s = result.exec_s - result.copy_s
+            self.steps.append(LoggedStep(shape, exec_s, gap_s, start_s))
         self._last_result_s = now_s
 
     def _note_news(self, news: list[Outgoing], now_s: float) -> None:
@@ -536,7 +508,7 @@ def read_recording(reader: DecisionLogReader) -> Recording:
             workers that were replaced.
     """
     taker = _Taker(reader)
-    start_s = end_s = 0.0
+    end_s = 0.0
     for number, record in reader.lines():
         if isinstance(record, Decision):
             if not taker.decide(record):
@@ -549,23 +521,23 @@ def read_recording(reader: DecisionLogReader) -> Recording:
                 " of workers is needed"
             )
         end_s = record.now_s
-        if isinstance(record, MessageReceived) and isinstance(record.message, Submit):
-            start_s = start_s or record.now_s
         taker.feed(record)
     if len(taker.steps) < MIN_STEPS or taker.workers is None:
         raise DecisionLogError(
             f"{reader.path}: at least {MIN_STEPS} steps are needed to know what they take, got"
             f" {len(taker.steps)}"
         )
+    fitted = taker.fitted()
     return Recording(
         config=dict(reader.header.config),
         max_model_len=reader.header.max_model_len,
         seed=reader.header.seed,
         requests=taker.requests,
         workers=taker.workers,
-        step_cost=taker.fitted(),
+        step_cost=fitted,
+        known_cost=taker.step_cost or fitted,
         steps=taker.steps,
-        start_s=start_s,
+        start_s=taker.start_s,
         end_s=end_s,
     )
 

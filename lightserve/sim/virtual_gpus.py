@@ -1,0 +1,127 @@
+"""Virtual hardware by name: a model's shape on a number of GPUs of a kind, as `--hardware`.
+
+    MODEL@GPU      opt-13b@a100-80g
+    MODEL@GPUxN    qwen2.5-14b@a100-40gx2: tensor parallelism over N of them
+
+Roofline with shares of the peak that make Llama-2-7B on one A100-80G what was fitted to public
+profiles of it (`worker.A100_LLAMA2_7B`): each share stands for its kernels, and is taken to be the
+same for other shapes. With P parameters of two bytes, L layers of width H, K bytes of KV for a
+token, and N ranks:
+
+    floor             2 P / N / (0.70 bandwidth)  + all-reduces of one token
+    for each token    2 P / N / (0.67 compute)    + 2 L all-reduces of H numbers
+    constant          70 us for each layer        + latency of 2 L all-reduces
+    context, decode   K / N / (0.78 bandwidth)
+    context, prompt   4 H L / N / (0.48 compute)  for each pair of tokens
+    copies            K / N / (25 GB/s)           each rank has a link of its own
+
+An all-reduce over NVLink (a ring) moves 2 (N - 1) / N times the numbers, at 0.7 of 300 GB/s, after
+10 us.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from lightserve.errors import ConfigError
+from lightserve.sim.worker import Hardware, ProfiledHardware, VirtualHardware
+
+BYTES = 2
+"""Of a number: weights, KV and activations are bfloat16."""
+WEIGHTS_SHARE, COMPUTE_SHARE, KV_SHARE, PAIRS_SHARE = 0.703, 0.674, 0.779, 0.48
+"""Of the peak, by what is read or computed."""
+LAYER_S = 2.25e-3 / 32
+NVLINK_BYTES_PER_S, REDUCE_S = 0.7 * 300e9, 10e-6
+LINK_BYTES_PER_S = 25e9
+"""To the host and back."""
+POOL_SHARE = 0.9
+"""Of a GPU's memory, for weights and KV."""
+
+
+class ModelShape(NamedTuple):
+    """What of a model its step times depend on."""
+
+    num_params: float
+    num_layers: int
+    width: int
+    kv_width: int
+    """Numbers of a token's keys in one layer; of its values as many."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token, all layers."""
+        return 2 * self.num_layers * self.kv_width * BYTES
+
+
+class GPU(NamedTuple):
+    """Peaks by its data sheet."""
+
+    flops: float
+    bytes_per_s: float
+    memory_bytes: float
+
+
+MODELS = {
+    "llama-2-7b": ModelShape(6.74e9, 32, 4096, 4096),
+    "llama-13b": ModelShape(13.0e9, 40, 5120, 5120),
+    "opt-13b": ModelShape(12.9e9, 40, 5120, 5120),
+    "qwen2.5-14b": ModelShape(14.8e9, 48, 5120, 1024),
+    "qwen2.5-32b": ModelShape(32.8e9, 64, 5120, 1024),
+    "llama-3-70b": ModelShape(70.6e9, 80, 8192, 1024),
+    "opt-175b": ModelShape(175e9, 96, 12_288, 12_288),
+}
+GPUS = {
+    "a100-40g": GPU(312e12, 1.555e12, 40e9),
+    "a100-80g": GPU(312e12, 2.039e12, 80e9),
+}
+MAX_RANKS = 16
+
+
+def virtual_gpus(model: ModelShape, gpu: GPU, num_ranks: int) -> VirtualHardware:
+    """Return what steps take; see the module."""
+    weights = BYTES * model.num_params / num_ranks
+    num_reduces = 2 * model.num_layers if num_ranks > 1 else 0
+    moved = BYTES * model.width * 2 * (num_ranks - 1) / num_ranks
+    per_token_reduce_s = num_reduces * moved / NVLINK_BYTES_PER_S
+    latency_s = num_reduces * REDUCE_S
+    flops = 2 * model.num_params / num_ranks
+    pair_flops = 4 * model.width * model.num_layers / num_ranks
+    kv_bytes = model.kv_bytes / num_ranks
+    return VirtualHardware(
+        floor_s=weights / (WEIGHTS_SHARE * gpu.bytes_per_s) + latency_s + per_token_reduce_s,
+        per_new_token_s=flops / (COMPUTE_SHARE * gpu.flops) + per_token_reduce_s,
+        constant_s=LAYER_S * model.num_layers + latency_s,
+        per_decode_context_s=kv_bytes / (KV_SHARE * gpu.bytes_per_s),
+        per_chunk_context_s=pair_flops / (PAIRS_SHARE * gpu.flops),
+        per_copied_token_s=kv_bytes / LINK_BYTES_PER_S,
+        kv_bytes_per_token=model.kv_bytes,
+    )
+
+
+def num_slots(model: ModelShape, gpu: GPU, num_ranks: int) -> int:
+    """Return how many tokens have room beside the weights; negative: not even these do."""
+    room = POOL_SHARE * gpu.memory_bytes * num_ranks - BYTES * model.num_params
+    return int(room // model.kv_bytes)
+
+
+def read_hardware(spec: str, *, flag: str = "--hardware") -> Hardware:
+    """Return the hardware of a name, see the module, or of a file that holds a profile.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    match = re.fullmatch(r"([^@]+)@(.+?)(?:x(\d+))?", spec)
+    if match is None or Path(spec).exists():
+        return ProfiledHardware.read(Path(spec), flag=flag)
+    name, gpu, num_ranks = match[1], match[2], int(match[3] or 1)
+    if name not in MODELS or gpu not in GPUS or not 1 <= num_ranks <= MAX_RANKS:
+        raise ConfigError(
+            f"{flag} must be a profile, or MODEL@GPU or MODEL@GPUxN with a model of"
+            f" {', '.join(MODELS)}, a GPU of {', '.join(GPUS)} and N of 1 to {MAX_RANKS},"
+            f" got {spec!r}"
+        )
+    if num_slots(MODELS[name], GPUS[gpu], num_ranks) <= 0:
+        raise ConfigError(f"{flag} {spec}: the weights have no room there")
+    return virtual_gpus(MODELS[name], GPUS[gpu], num_ranks)
