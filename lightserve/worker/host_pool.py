@@ -17,8 +17,9 @@ from torch import Tensor
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.worker.memory import KVPool
+from lightserve.worker.memory import KVPool, empty_pool
 
+HOST = torch.device("cpu")
 MIN_TOKENS_BY_LAYER = 64
 """From so many tokens on, copies go layer by layer: 2 to 4 times as fast at 1,024 of a model of
 150 M parameters, half as fast at 16."""
@@ -101,7 +102,7 @@ class DirectHostPool(HostPool):
     def __init__(self, num_slots: int, pool: KVPool) -> None:
         super().__init__(num_slots, pool)
         self._tensors = [
-            torch.empty((*tensor.shape[:3], num_slots, tensor.shape[4]), dtype=tensor.dtype)
+            empty_pool((*tensor.shape[:3], num_slots, tensor.shape[4]), tensor.dtype, HOST)
             for tensor in pool.tensors
         ]
 

@@ -44,6 +44,7 @@ from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.device import facts_of, resolve_device
+from lightserve.worker.memory import give_back_freed_memory
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.threads import LoadWatch
 
@@ -286,6 +287,8 @@ def profile_while_idle(
     ):
         measuring.measure(1, longest_s=LONGEST_S)
     runner.forget_kv()  # steps of all sizes have written all over the pool
+    if runner.device.type == "cpu":
+        give_back_freed_memory()  # the largest of them took more than most that are to come
     if tp.rank != 0:
         return None
     if len(samples) < MIN_FITTED or (len(samples) < MIN_SAMPLES and not is_idle()):

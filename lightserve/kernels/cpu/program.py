@@ -100,6 +100,13 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(_Region(number, address, address + num_bytes, _TOKENS, 0))
         self._num_inputs = len(self._regions)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `TorchDispatchMode`: nothing here is compiled. To tell its compiler so, torch would
+        import it: a second, and a hundred megabytes.
+        """
+        return False
+
     def note(self, noted: Noted, arguments: Sequence[Any]) -> int:
         """Note a call; say that its arguments were good."""
         words: list[int | _Place] = []

@@ -85,6 +85,39 @@ def test_memory_of_a_step_serves_later_ones() -> None:
     assert last * 10 < first, "its pages are not emptied anew"
 
 
+STARTED = """
+import sys
+from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.config import ServeConfig
+from lightserve.worker.engine import build_runner
+
+runner = build_runner(ServeConfig(model=str(BUNDLED_MODEL_DIR), device="cpu"))
+inside, kib = False, 0
+address = runner._pool.tensors[0].data_ptr()
+for line in open("/proc/self/smaps"):
+    first = line.split()[0]
+    if not first.endswith(":"):
+        start, end = (int(number, 16) for number in first.split("-"))
+        inside = start <= address < end
+    elif inside and first == "Anonymous:":
+        kib = int(line.split()[1])
+print(kib, *(sys.modules.keys() & {"torch._dynamo", "triton", "sympy", "transformers"}))
+"""
+
+
+def test_a_started_worker_has_neither_an_empty_pool_s_pages_nor_torch_s_compiler() -> None:
+    # Where huge pages may be, as the supervisor's environment has it, a head's first token is 2 MiB.
+    run = subprocess.run(
+        [sys.executable, "-c", STARTED],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1"},
+    )
+    kib, *heavy = run.stdout.split()
+    assert int(kib) < 1024
+    assert not heavy
+
+
 def test_a_pool_of_what_was_measured() -> None:
     tried = []
 
