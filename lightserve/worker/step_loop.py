@@ -69,9 +69,10 @@ def serve(
     """
     with contextlib.closing(StepLoop(runner, link, is_first_rank=is_first_rank)) as steps:
         while True:
+            begun_s = time.monotonic()
             plan = steps.next_plan()
             if threads is not None:
-                threads.adapt(time.monotonic())
+                threads.adapt(now_s := time.monotonic(), now_s - begun_s)
             steps.launch(plan)
 
 

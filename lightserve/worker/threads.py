@@ -6,13 +6,16 @@ one that shares its core with another process makes all of them several times as
 model gains little from a second thread, as each of its operations is over too soon.
 
 With `--num-threads N` nothing is chosen. With `auto`, each rank begins with its share of the cores
-or with what its weights are worth, whichever is less; between steps, about once a second, it asks
-how many cores other processes kept busy and takes no more threads than they leave. Ranks do so
-each for itself, in the belief that the others use as much as they.
+or with what its weights are worth, whichever is less; between steps, a few times a second, it asks
+how long its own threads had to wait for a core, and takes no more than had one. It takes them back
+when other processes leave the cores idle. Ranks do so each for itself, in the belief that the
+others use as much as they. After a time without requests it begins anew: what others did meanwhile
+says nothing about now.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -31,16 +34,16 @@ from lightserve.worker.memory import usable_cores
 
 WEIGHTS_PER_THREAD = 8_000_000
 """Parameters that are worth a thread: with fewer, a step of decodes gains about a tenth."""
-WINDOW_S = 1.0
-"""The load is measured over so long …"""
-STALE_S = 5.0
-"""… and not over much longer: what was before a time without requests does not count."""
-NUM_QUIET_WINDOWS = 3
+WINDOW_S = 0.25
+"""The load is measured over so long: the system counts idle cores in hundredths of a second."""
+REST_S = 0.5
+"""A wait for a plan after which a rank begins anew, with all its threads."""
+NUM_QUIET_WINDOWS = 2
 """So many in a row must leave room before threads are added; one is enough to take them away."""
 LOG_INTERVAL_S = 60.0
 _KEEPS = 0.6
-"""Part of a core that may be missing for a thread that there is: router, frontends and a client
-on the same machine take as much, and work is dealt out in pieces so small that such a thread helps.
+"""Part of a core that threads may have had to wait for: beside router, frontends and a client on
+the same machine they do, and work is dealt out in pieces so small that such a thread helps.
 Beside a process that never rests two threads on two cores miss two thirds …"""
 _ADDS = 0.5
 """… and for one that there is not yet."""
@@ -59,6 +62,8 @@ class CpuTimes(NamedTuple):
     idle_s: float
     own_s: float
     """This process's."""
+    kept_s: float
+    """How long threads of this process could have run, and had no core."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,24 @@ def read_cpu_times(root: Path = Path("/")) -> CpuTimes:
             user, nice, system, idling, iowait, irq, softirq, steal = map(int, numbers.split()[:8])
             busy += user + nice + system + irq + softirq + steal
             idle += idling + iowait
-    return CpuTimes(time.monotonic(), busy * tick_s, idle * tick_s, time.process_time())
+    kept_s = _waiting_s(root / "proc/self/task")
+    return CpuTimes(time.monotonic(), busy * tick_s, idle * tick_s, time.process_time(), kept_s)
+
+
+def _waiting_s(tasks: Path) -> float:
+    """Return how long the threads of a process have waited for a core, those that are left."""
+    total_ns = 0
+    for task in tasks.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            total_ns += int((task / "schedstat").read_text().split()[1])
+    return total_ns / 1e9
+
+
+def cores_had(before: CpuTimes, after: CpuTimes, num_threads: int) -> float | None:
+    """Return how many cores so many threads had between two readings; None: they did nothing."""
+    ran_s = after.own_s - before.own_s
+    kept_s = max(0.0, after.kept_s - before.kept_s)
+    return num_threads * ran_s / (ran_s + kept_s) if ran_s > 0 else None
 
 
 def cores_left(before: CpuTimes, after: CpuTimes, cores: Cores) -> float | None:
@@ -103,16 +125,17 @@ def threads_for(num_weights: int, cores: Cores) -> int:
     return max(1, min(share, num_weights // WEIGHTS_PER_THREAD))
 
 
-def next_threads(now: int, left: Sequence[float], most: int) -> int:
+def next_threads(now: int, had: float, left: Sequence[float], most: int) -> int:
     """Return how many threads to go on with.
 
     Args:
         now: threads there are.
+        had: cores that they had in the last window.
         left: cores that others left to this rank in the last windows, the newest last.
         most: threads on a quiet machine.
     """
-    if left[-1] < now - _KEEPS:
-        return max(1, min(most, math.floor(left[-1] + _TAKES)))
+    if had < now - _KEEPS:
+        return max(1, min(most, math.floor(had + _TAKES)))
     if len(left) >= NUM_QUIET_WINDOWS:
         lasting = min(left[-NUM_QUIET_WINDOWS:])
         return max(now, min(most, math.floor(lasting + _ADDS)))
@@ -143,8 +166,13 @@ class Threads:
         self._due_s = 0.0
         self._logged_s = -math.inf
 
-    def adapt(self, now_s: float) -> None:
-        """Take as many threads as there is room for, if it is time to look; call between steps."""
+    def adapt(self, now_s: float, waited_s: float) -> None:
+        """Take as many threads as there is room for, if it is time to look; call between steps.
+
+        `waited_s`: how long there was nothing to do before.
+        """
+        if waited_s >= REST_S:
+            self._begin_anew()
         if now_s < self._due_s or self._most == 1:
             return
         try:
@@ -153,22 +181,31 @@ class Threads:
             self._give_up()
             return
         last, self._last, self._due_s = self._last, times, now_s + self._window_s
-        if last is None or times.at_s - last.at_s > STALE_S:
-            self._left = []
+        if last is None:
             return
-        left = cores_left(last, times, self._cores)
-        if left is None:
+        left, had = cores_left(last, times, self._cores), cores_had(last, times, self._now)
+        if left is None or had is None:
             self._give_up()
             return
         self._left = [*self._left, left][-NUM_QUIET_WINDOWS:]
-        wanted = next_threads(self._now, self._left, self._most)
+        wanted = next_threads(self._now, had, self._left, self._most)
         if wanted != self._now:
-            self._tell(wanted, left, now_s)
-            self._now = wanted
-            self._left = []
-            self._use(wanted)
+            self._tell(wanted, had if wanted < self._now else left, now_s)
+            self._set(wanted)
 
-    def _tell(self, wanted: int, left: float, now_s: float) -> None:
+    def _begin_anew(self) -> None:
+        if self._due_s == math.inf:
+            return
+        self._last, self._due_s = None, 0.0
+        self._set(self._most)
+
+    def _set(self, number: int) -> None:
+        self._left = []
+        if number != self._now:
+            self._now = number
+            self._use(number)
+
+    def _tell(self, wanted: int, cores: float, now_s: float) -> None:
         """Log a change, at most one a minute where people look."""
         if not self._is_logged:
             return
@@ -178,7 +215,7 @@ class Threads:
         log.log(
             logging.INFO if is_shown else logging.DEBUG,
             "other processes leave %.1f of %d cores to each worker: %d CPU threads instead of %d",
-            *(left, self._cores.num_usable, wanted, self._now),
+            *(cores, self._cores.num_usable, wanted, self._now),
         )
 
     def _give_up(self) -> None:

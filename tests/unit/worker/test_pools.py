@@ -106,7 +106,7 @@ print(kib, *(sys.modules.keys() & {"torch._dynamo", "triton", "sympy", "transfor
 
 
 def test_a_started_worker_has_neither_an_empty_pool_s_pages_nor_torch_s_compiler() -> None:
-    # Where huge pages may be, as the supervisor's environment has it, a head's first token is 2 MiB.
+    # Where huge pages may be, as the supervisor has it, a head's first token would be 2 MiB.
     run = subprocess.run(
         [sys.executable, "-c", STARTED],
         capture_output=True,

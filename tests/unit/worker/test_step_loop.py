@@ -194,7 +194,7 @@ def running(
 
 
 def test_threads_are_adapted_between_steps() -> None:
-    readings = [CpuTimes(0.0, 0.0, 0.0, 0.0), CpuTimes(1.0, 2.0, 0.0, 0.5)]
+    readings = [CpuTimes(0.0, 0.0, 0.0, 0.0, 0.0), CpuTimes(1.0, 2.0, 0.0, 0.5, 1.5)]
     used: SimpleQueue[int] = SimpleQueue()
     threads = Threads(
         2, Cores(2, 2, 1), is_logged=False, read=lambda: readings.pop(0), use=used.put, window_s=0.0

@@ -21,6 +21,7 @@ from lightserve.worker.threads import (
     LoadWatch,
     Threads,
     adapted_threads,
+    cores_had,
     cores_left,
     next_threads,
     read_cpu_times,
@@ -49,8 +50,10 @@ def test_threads_on_a_quiet_machine(num_weights: int, cores: Cores, expected: in
     assert threads_for(num_weights, cores) == expected
 
 
-def _times(at_s: float, *, busy_s: float, own_s: float, num_cores: int = 2) -> CpuTimes:
-    return CpuTimes(at_s, busy_s, num_cores * at_s - busy_s, own_s)
+def _times(
+    at_s: float, *, busy_s: float, own_s: float, num_cores: int = 2, kept_s: float = 0.0
+) -> CpuTimes:
+    return CpuTimes(at_s, busy_s, num_cores * at_s - busy_s, own_s, kept_s)
 
 
 @pytest.mark.parametrize(
@@ -74,47 +77,55 @@ def test_what_others_leave(cores: Cores, busy_s: float, own_s: float, expected: 
 
 
 def test_clocks_that_stand_still_say_nothing() -> None:
-    still = CpuTimes(1.0, 0.0, 0.0, 0.5)
+    still = CpuTimes(1.0, 0.0, 0.0, 0.5, 0.0)
     assert cores_left(still, still._replace(at_s=2.0, own_s=1.0), TWO) is None
+    assert cores_had(still, still._replace(at_s=2.0, kept_s=1.0), 2) is None
 
 
 @pytest.mark.parametrize(
-    ("now", "left", "most", "expected"),
+    ("own_s", "kept_s", "expected"), [(2.0, 0.0, 2.0), (1.5, 0.5, 1.5), (0.3, 0.3, 1.0)]
+)
+def test_cores_that_threads_had(own_s: float, kept_s: float, expected: float) -> None:
+    before = _times(10.0, busy_s=1.0, own_s=5.0, kept_s=2.0)
+    after = _times(11.0, busy_s=3.0, own_s=5.0 + own_s, kept_s=2.0 + kept_s)
+    assert cores_had(before, after, 2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("now", "had", "left", "most", "expected"),
     [
-        (2, [2.0], 2, 2),
-        (2, [1.8], 2, 2),
-        (2, [1.45], 2, 2),  # what the router, frontends and a client do
-        (2, [1.33], 2, 1),  # one busy process
-        (2, [0.4], 2, 1),
-        (2, [0.0], 2, 1),  # there is always one
-        (1, [0.0] * 3, 2, 1),
-        (1, [2.0], 2, 1),  # not at once
-        (1, [2.0] * 3, 2, 2),
-        (1, [2.0, 1.0, 2.0], 2, 1),
-        (1, [1.9] * 3, 2, 2),
-        (1, [1.5] * 3, 2, 2),
-        (1, [1.45] * 3, 2, 1),  # enough to stay, not to begin
-        (16, [9.5], 16, 9),
-        (4, [9.5] * 3, 16, 10),
-        (4, [64.0] * 3, 16, 16),
+        (2, 2.0, [2.0], 2, 2),
+        (2, 1.45, [1.45], 2, 2),  # what the router, frontends and a client do
+        (2, 1.9, [0.0], 2, 2),  # others had cores while it slept
+        (2, 1.33, [1.33], 2, 1),  # one busy process
+        (2, 0.1, [0.0], 2, 1),  # there is always one
+        (1, 0.5, [0.0] * 3, 2, 1),
+        (1, 1.0, [2.0], 2, 1),  # not at once
+        (1, 1.0, [2.0] * 2, 2, 2),
+        (1, 1.0, [1.0, 2.0], 2, 1),
+        (1, 1.0, [1.5] * 2, 2, 2),
+        (1, 1.0, [1.45] * 2, 2, 1),  # enough to stay, not to begin
+        (1, 0.3, [2.0] * 2, 2, 1),  # it has not even one
+        (16, 9.5, [9.5], 16, 9),
+        (4, 4.0, [9.5] * 2, 16, 10),
+        (4, 4.0, [64.0] * 2, 16, 16),
     ],
 )
-def test_the_next_number(now: int, left: Sequence[float], most: int, expected: int) -> None:
-    assert next_threads(now, left, most) == expected
+def test_the_next_number(
+    now: int, had: float, left: Sequence[float], most: int, expected: int
+) -> None:
+    assert next_threads(now, had, left, most) == expected
 
 
-@given(
-    now=st.integers(1, 64),
-    left=st.lists(st.floats(0.0, 64.0), min_size=1, max_size=NUM_QUIET_WINDOWS),
-    most=st.integers(1, 64),
-)
-def test_a_steady_load_is_answered_once(now: int, left: list[float], most: int) -> None:
-    now = min(now, most)
-    chosen = next_threads(now, left, most)
-    assert 1 <= chosen <= most
-    steady = [left[-1]] * NUM_QUIET_WINDOWS
-    settled = next_threads(chosen, steady, most)
-    assert next_threads(settled, steady, most) == settled
+@given(now=st.integers(1, 64), others=st.floats(0.0, 64.0), most=st.integers(1, 64))
+def test_a_steady_load_is_answered_for_good(now: int, others: float, most: int) -> None:
+    seen = [min(now, most)]
+    for _ in range(64):
+        had = seen[-1] * min(1.0, most / max(1e-9, seen[-1] + others))
+        left = max(0.0, most - others)
+        seen.append(next_threads(seen[-1], had, [left] * NUM_QUIET_WINDOWS, most))
+    assert all(1 <= number <= most for number in seen)
+    assert seen[-1] == seen[-2]
 
 
 class _Machine:
@@ -124,7 +135,7 @@ class _Machine:
         self.others = 0.0
         self.used: list[int] = []
         self.num_reads = 0
-        self._busy_s = self._own_s = self._at_s = 0.0
+        self._busy_s = self._own_s = self._kept_s = self._at_s = 0.0
         self._num_threads = 2
 
     def use(self, number: int) -> None:
@@ -137,16 +148,22 @@ class _Machine:
         share = min(1.0, 2.0 / wanted)
         self._busy_s += wanted * share * seconds
         self._own_s += self._num_threads * share * seconds
+        self._kept_s += self._num_threads * (1.0 - share) * seconds
+        return self._at_s
+
+    def sleep(self, seconds: float) -> float:
+        self._at_s += seconds
+        self._busy_s += min(2.0, self.others) * seconds
         return self._at_s
 
     def read(self) -> CpuTimes:
         self.num_reads += 1
-        return _times(self._at_s, busy_s=self._busy_s, own_s=self._own_s)
+        return _times(self._at_s, busy_s=self._busy_s, own_s=self._own_s, kept_s=self._kept_s)
 
 
 def _run(threads: Threads, machine: _Machine, seconds: float) -> None:
     for _ in range(round(seconds * 100)):
-        threads.adapt(machine.advance(0.01))
+        threads.adapt(machine.advance(0.01), 0.0)
 
 
 @pytest.mark.parametrize("others", [1.0, 3.0, 10.0])
@@ -164,23 +181,40 @@ def test_threads_go_with_the_load_and_come_back(
         machine.others = 0.1
         _run(threads, machine, 30.0)
     assert machine.used == [1, 2]
-    assert machine.num_reads == pytest.approx(65, abs=3)  # once a second, not at every step
+    assert machine.num_reads == pytest.approx(255, abs=8)  # four a second, not at every step
     (line,) = caplog.messages  # the second change came within a minute
     assert "of 2 cores to each worker: 1 CPU threads instead of 2" in line
 
 
-def test_a_time_without_steps_says_nothing_about_now() -> None:
+def test_they_are_back_half_a_second_after_the_machine_is_free() -> None:
+    machine = _Machine()
+    threads = Threads(2, TWO, is_logged=False, read=machine.read, use=machine.use)
+    machine.others = 2.0
+    _run(threads, machine, 3.0)
+    assert machine.used == [1]
+    machine.others = 0.0
+    _run(threads, machine, 0.8)
+    assert machine.used == [1, 2]
+
+
+def test_a_time_without_plans_says_nothing_about_now() -> None:
     machine = _Machine()
     threads = Threads(2, TWO, is_logged=False, read=machine.read, use=machine.use)
     _run(threads, machine, 2.0)
     machine.others = 3.0
-    machine.advance(3600.0)
+    threads.adapt(machine.sleep(0.4), 0.4)
+    _run(threads, machine, 0.1)
+    threads.adapt(machine.sleep(3600.0), 3600.0)
     machine.others = 0.0
     _run(threads, machine, 3.0)
     assert machine.used == []
+    machine.others = 3.0
+    _run(threads, machine, 1.0)
+    threads.adapt(machine.sleep(1.0), 1.0)
+    assert machine.used == [1, 2], "it begins anew"
 
 
-@pytest.mark.parametrize("readings", [[], [CpuTimes(0, 0, 0, 0), CpuTimes(1, 0, 0, 1)]])
+@pytest.mark.parametrize("readings", [[], [CpuTimes(0, 0, 0, 0, 0), CpuTimes(1, 0, 0, 1, 0)]])
 def test_a_system_that_does_not_tell_its_load(
     readings: list[CpuTimes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,13 +227,17 @@ def test_a_system_that_does_not_tell_its_load(
 
     threads = Threads(2, TWO, is_logged=True, read=read, use=lambda number: pytest.fail("used"))
     for number in range(5):
-        threads.adapt(2.0 * number)
+        threads.adapt(2.0 * number, 0.0)
+    threads.adapt(20.0, 9.0)
     assert caplog.messages == ["the machine's load cannot be read: CPU threads stay at 2"]
 
 
 def test_the_clocks_of_the_allowed_cores_are_read(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
-    (tmp_path / "proc").mkdir()
+    for task, line in ((7, "50 1000000000 3"), (8, "60 500000000 4")):
+        (tmp_path / f"proc/self/task/{task}").mkdir(parents=True)
+        (tmp_path / f"proc/self/task/{task}/schedstat").write_text(line)
+    (tmp_path / "proc/self/task/9").mkdir()  # one that has just ended
     (tmp_path / "proc/stat").write_text(
         "cpu  900 0 0 900 0 0 0 0 0 0\n"
         f"cpu{core} 100 20 30 400 50 6 7 8 5 1\n"
@@ -209,6 +247,7 @@ def test_the_clocks_of_the_allowed_cores_are_read(tmp_path: Path) -> None:
     times = read_cpu_times(tmp_path)
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     assert (times.busy_s, times.idle_s) == pytest.approx((171 * tick_s, 450 * tick_s))
+    assert times.kept_s == pytest.approx(1.5)
 
 
 def test_this_machine_tells_its_load() -> None:
