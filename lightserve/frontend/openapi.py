@@ -39,6 +39,7 @@ from lightserve.frontend.openai.batches import (
     BatchRequest,
 )
 from lightserve.frontend.openai.chat import ChatRequest
+from lightserve.frontend.openai.common import PromptObject
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.embeddings import EmbeddingRequest
 from lightserve.frontend.openai.files import (
@@ -378,6 +379,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers=TokensCount,
         errors=(404, *_BODY_ERRORS),
         error=AnthropicErrorObject,
+    ),
+    ("post", "/v1/completions/render"): Operation(
+        request=CompletionRequest, answers=list[PromptObject], errors=(404, *_BODY_ERRORS)
+    ),
+    ("post", "/v1/chat/completions/render"): Operation(
+        request=ChatRequest, answers=PromptObject, errors=(404, *_BODY_ERRORS)
     ),
     ("get", "/v1/models"): Operation(answers=ModelList),
     ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(400, 404)),

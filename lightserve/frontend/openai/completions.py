@@ -36,6 +36,7 @@ from lightserve.frontend.openai.common import (
     ChunkWriter,
     CommonFields,
     end_fields,
+    prompt_object,
     whole_answer,
 )
 from lightserve.frontend.openai.logprobs import (
@@ -356,6 +357,14 @@ def completions_router(service: Service) -> APIRouter:
             stream=body.stream or False,
             per_prompt=body.num_choices,
         )
+
+    @router.post("/v1/completions/render")
+    async def render_completion(request: Request) -> Response:
+        """Return the prompts that the same body would have at /v1/completions."""
+        body = await service.bodies.read(request, CompletionRequest)
+        body.check(service)
+        found = [prompt_object("cmpl", ids) for ids in await _encode(service, body)]
+        return Response(encode(found), media_type="application/json")
 
     return router
 

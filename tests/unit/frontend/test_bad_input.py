@@ -64,6 +64,8 @@ GENERATE: dict[str, Any] = {"inputs": "hi", "parameters": {}}
 ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, COMPLETION),
     "/v1/chat/completions": (ChatRequest, CHAT),
+    "/v1/completions/render": (CompletionRequest, COMPLETION),
+    "/v1/chat/completions/render": (ChatRequest, CHAT),
     "/v1/embeddings": (EmbeddingRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
     "/v1/responses": (ResponsesRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
     "/v1/messages": (MessagesRequest, CHAT),

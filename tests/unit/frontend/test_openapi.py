@@ -95,6 +95,8 @@ ANSWERS: list[tuple[str, Any]] = [
         },
     ),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/completions/render", {"prompt": ["hi", [5, 6]]}),
+    ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "hi"}]}),
     ("/generate", {"inputs": "hi"}),
     ("/", {"inputs": "hi", "stream": False, "parameters": {"watermark": False, "truncate": 1}}),
     (
@@ -213,7 +215,7 @@ def test_targets_are_headers_of_what_is_computed() -> None:
         for method, operation in methods.items():
             headers = [p["name"] for p in operation.get("parameters", []) if p["in"] == "header"]
             generates = (
-                "completions" in path
+                path.endswith("completions")
                 or "generate" in path
                 or path in ("/v1/messages", "/v1/responses", "/v1/embeddings")
                 or (method, path) == ("post", "/")

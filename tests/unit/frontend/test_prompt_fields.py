@@ -245,6 +245,29 @@ def test_as_much_as_the_context_leaves_is_kept(
     assert ("error" in said) == (num_kept == 0)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["Where is Mira?", [5, 6, 7]], "truncate_prompt_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [USER], "temperature": 0}),
+        ("/v1/chat/completions", {"messages": [USER], "add_generation_prompt": False}),
+    ],
+)
+def test_a_prompt_is_rendered_as_it_would_be_submitted(path: str, fields: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with frontend(says([5, EOS])) as setup:
+            body = {"model": BUNDLED_MODEL_NAME, "max_tokens": 2, **fields}
+            rendered = await setup.post(f"{path}/render", body)
+            assert rendered.status_code == 200 and not setup.router.submits
+            assert (await setup.post(path, body)).status_code == 200
+            found = rendered.json()
+            prompts = found if isinstance(found, list) else [found]
+            submitted = [setup.router.prompt_of(n) for n in range(len(setup.router.submits))]
+            assert sorted(prompt["token_ids"] for prompt in prompts) == sorted(submitted)
+
+    asyncio.run(scenario())
+
+
 def test_what_is_echoed_is_what_was_kept() -> None:
     said, (prompt,) = _prompts(
         COMPLETE,
