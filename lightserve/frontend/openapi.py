@@ -39,7 +39,6 @@ from lightserve.frontend.openai.batches import (
     BatchRequest,
 )
 from lightserve.frontend.openai.chat import ChatRequest
-from lightserve.frontend.openai.common import PromptObject
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.embeddings import EmbeddingRequest
 from lightserve.frontend.openai.files import (
@@ -49,6 +48,7 @@ from lightserve.frontend.openai.files import (
     FileObject,
     FilePage,
 )
+from lightserve.frontend.openai.render import PromptObject
 from lightserve.frontend.openai.responses import (
     ITEMS_QUERY,
     DeletedResponse,

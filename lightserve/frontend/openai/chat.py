@@ -31,7 +31,6 @@ from lightserve.frontend.openai.common import (
     ChunkWriter,
     CommonFields,
     end_fields,
-    prompt_object,
     whole_answer,
 )
 from lightserve.frontend.openai.logprobs import (
@@ -384,17 +383,6 @@ def chat_router(service: Service) -> APIRouter:
         body = await service.bodies.read(request, ChatRequest)
         body = with_objective(body, request.headers, service.config.objectives)
         return answer_chat(service, request, body, ChatWriter(service, body))
-
-    @router.post("/v1/chat/completions/render")
-    async def render_chat(request: Request) -> Response:
-        """Return the prompt that the same body would have at /v1/chat/completions."""
-        body = await service.bodies.read(request, ChatRequest)
-        body.check(service)
-        tools, size = body.tool_use(service), request.scope[BODY_BYTES_KEY]
-        prompt = await encode_chat(service, body, tools, size)
-        return Response(
-            encode(prompt_object("chatcmpl", prompt.token_ids)), media_type="application/json"
-        )
 
     return router
 

@@ -53,7 +53,7 @@ from lightserve.frontend.request_options import (
     resolve_sampling,
     resolve_service_level,
 )
-from lightserve.frontend.response import new_request_id, sse_event
+from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import (
     ALIASES,
@@ -164,18 +164,6 @@ class UsageChunks(Enum):
     """One of its own, after all others."""
     ALL = auto()
     """That, and every other, for what its choice has used so far."""
-
-
-class PromptObject(StrictModel):
-    """The prompt of a body, as vLLM's routes `…/render` tell it."""
-
-    request_id: str
-    token_ids: list[int]
-
-
-def prompt_object(prefix: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a `PromptObject`, with an id of its own."""
-    return {"request_id": new_request_id(prefix), "token_ids": list(token_ids)}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from lightserve.frontend.openai.common import (
     ChunkWriter,
     CommonFields,
     end_fields,
-    prompt_object,
     whole_answer,
 )
 from lightserve.frontend.openai.logprobs import (
@@ -343,7 +342,7 @@ def completions_router(service: Service) -> APIRouter:
         writer = CompletionWriter(service, body)
 
         async def prepare() -> list[Prepared]:
-            prompts = await _encode(service, body)
+            prompts = await encode_prompts(service, body)
             if body.echo:
                 is_cut = body.truncate_prompt_tokens is not None
                 writer.prompt_texts = await _texts(service, prompts if is_cut else body.prompt)
@@ -358,18 +357,10 @@ def completions_router(service: Service) -> APIRouter:
             per_prompt=body.num_choices,
         )
 
-    @router.post("/v1/completions/render")
-    async def render_completion(request: Request) -> Response:
-        """Return the prompts that the same body would have at /v1/completions."""
-        body = await service.bodies.read(request, CompletionRequest)
-        body.check(service)
-        found = [prompt_object("cmpl", ids) for ids in await _encode(service, body)]
-        return Response(encode(found), media_type="application/json")
-
     return router
 
 
-async def _encode(service: Service, body: CompletionRequest) -> list[array[int]]:
+async def encode_prompts(service: Service, body: CompletionRequest) -> list[array[int]]:
     """Return each prompt's ids. Raises InvalidRequest, RequestFailed."""
     encoder = service.encoder
     if body.suffix:
