@@ -17,7 +17,8 @@ much is never free again; by and by, over MANY_ENDS, it becomes that of the last
 begins with NUM_PRIOR lives of a length that is assumed, which soon weigh nothing.
 
 Arrivals also say how soon the next ones may have to be answered, hence how long a step may be at
-most while nothing else limits it: what comes waits for the rest of it.
+most while nothing else limits it: what comes waits for the rest of it. Where prompts leave little
+of their time to a first token, what they leave counts.
 """
 
 from __future__ import annotations
@@ -212,8 +213,18 @@ IDLE_LIMIT_S = 0.1
 IDLE_SHARE = 0.25
 """Otherwise so much of the tightest time to a first token: it waits for the rest of one such step,
 and runs in the next ones."""
+TIGHT_SHARE = 0.5
+"""Targets are tight where a prompt leaves less than this share of the time to a first token."""
+SLACK_SHARE = 0.1
+"""Then a step takes so much of what it leaves at most. Its first token waits for the rest of one
+step, for prompts that have waited likewise, and for more decodes, as slow ones stay for longer."""
 MAX_IDLE_LIMIT_S = 0.5
 """Never more: a step cannot be taken back if a client hangs up."""
+
+
+def is_tight(slack_s: float, ttft_s: float) -> bool:
+    """Whether a first token can hardly wait for anything: see TIGHT_SHARE; infinite: no target."""
+    return slack_s < TIGHT_SHARE * ttft_s
 
 
 class Outlook(NamedTuple):
@@ -223,13 +234,21 @@ class Outlook(NamedTuple):
     kv_per_step_s: float = 0.0
     ttft_s: float = math.inf
     """Tightest target of those that came lately; infinite: they had none."""
+    slack_s: float = math.inf
+    """Least that one of these left of its target beyond what its prompt takes an idle server."""
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether first tokens can hardly wait for anything."""
+        return is_tight(self.slack_s, self.ttft_s)
 
     @property
     def idle_limit_s(self) -> float:
         """Most time of a step with best-effort requests: an arrival waits for the rest of it."""
         if self.ttft_s == math.inf:
             return IDLE_LIMIT_S
-        return min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)
+        limit_s = min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)
+        return min(limit_s, SLACK_SHARE * self.slack_s) if self.is_tight else limit_s
 
 
 NO_OUTLOOK = Outlook()
@@ -261,6 +280,8 @@ class ArrivalStats:
         self._window = 0
         self._tightest_s = self._tightest_before_s = math.inf
         """To first tokens, in this window and in the one before in which any came."""
+        self._slack_s = self._slack_before_s = math.inf
+        """Likewise, least slack."""
         self._most_held = self._most_held_before = 0
 
     def note_arrival(
@@ -270,6 +291,7 @@ class ArrivalStats:
         *,
         max_output_tokens: int,
         ttft_s: float = math.inf,
+        slack_s: float = math.inf,
     ) -> None:
         """Learn that a request has come.
 
@@ -278,9 +300,11 @@ class ArrivalStats:
             num_prompt_tokens: its length.
             max_output_tokens: how many it can have.
             ttft_s: its target, infinite without one.
+            slack_s: what its prompt leaves of that on an idle server.
         """
         self._note_window(now_s)
         self._tightest_s = min(self._tightest_s, ttft_s)
+        self._slack_s = min(self._slack_s, slack_s)
         self._recent, self._seen_s = self._at(now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
         self._recent += 1.0
@@ -325,8 +349,9 @@ class ArrivalStats:
         """
         recent, seen_s = self._at(now_s)
         ttft_s = min(self._tightest_s, self._tightest_before_s)
+        slack_s = min(self._slack_s, self._slack_before_s)
         if seen_s < MIN_SEEN_S:
-            return Outlook(ttft_s=ttft_s)
+            return Outlook(ttft_s=ttft_s, slack_s=slack_s)
         rate = recent / seen_s
         assumed = expected_output(min(self._max_output, PRIOR_MOST))
         output = self._assumed_share * assumed + self._output
@@ -341,12 +366,13 @@ class ArrivalStats:
             num_decodes=round(output),
             num_chunks=1,
         )
-        return Outlook(rate * work_s(life), rate * held, ttft_s)
+        return Outlook(rate * work_s(life), rate * held, ttft_s, slack_s)
 
     def _note_window(self, now_s: float) -> None:
         window = int(now_s // WINDOW_S)
         if window != self._window:
             self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
+            self._slack_before_s, self._slack_s = self._slack_s, math.inf
             self._most_held_before, self._most_held = self._most_held, 0
             self._window = window
 

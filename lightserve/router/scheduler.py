@@ -169,7 +169,7 @@ class Scheduler:
             if budget is not None:
                 budget.note_request(request.num_prompt_tokens, is_first=submit.is_first)
             self._parameters.hold(request)
-            self._targets.apply(request, self._kv)
+            slack_s = self._targets.apply(request, self._kv)
             self._waiting.append(request)
             if request.request_class is RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
@@ -180,6 +180,7 @@ class Scheduler:
                     request.num_prompt_tokens,
                     max_output_tokens=request.max_tokens,
                     ttft_s=math.inf if ttft_ms is None else ttft_ms / 1e3,
+                    slack_s=slack_s,
                 )
             if self._kv is not None:
                 self._kv.expect(request)

@@ -9,6 +9,7 @@ under policies that look at deadlines.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from lightserve.router.arrivals import is_tight
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.pipeline import Pipeline
@@ -60,23 +62,27 @@ class SchedulingTargets:
         self._cost = pipeline.cost
         self._waits = waits
 
-    def apply(self, request: Request, kv: KVStore | None) -> None:
+    def apply(self, request: Request, kv: KVStore | None) -> float:
         """Give a new request its deadlines, by targets that an idle server can meet.
 
         Args:
             request: it begins to wait; `deadlines` and `scheduled_slo` are set.
             kv: what an idle server would find of its prompt; None without workers.
+
+        Returns:
+            What an idle server leaves of the time to its first token, in seconds; infinite without
+            a target.
         """
         if not self._meets_deadlines:
-            return
+            return math.inf
         num_output = self._mean_output(request)
         if request.batch and request.slo.completion_s is not None:
             due_s, batch = request.arrival_s + request.slo.completion_s, request.batch
             shared = self.move_batch(request.key.frontend_id, batch, due_s) or SharedDue(due_s)
             self._shared[request.key.frontend_id, batch] = shared
             request.deadlines = LineDeadline(shared, num_tokens_to_come=num_output)
-            return
-        slo, raised = self._feasible(request, num_output, kv)
+            return math.inf
+        (slo, raised), slack_s = self._feasible(request, num_output, kv)
         if raised:
             request.scheduled_slo = slo
             for target in raised:
@@ -85,6 +91,7 @@ class SchedulingTargets:
             self._clock(slo), request.arrival_s, num_tokens_to_come=num_output
         )
         self._has_jobs |= slo.completion_s is not None
+        return slack_s
 
     def move_batch(self, frontend_id: FrontendId, batch: int, due_s: float) -> SharedDue | None:
         """Have all lines of a batch be due then; None: there are none."""
@@ -126,15 +133,22 @@ class SchedulingTargets:
         average = self._waits.mean_output(request.request_class) or self._lengths.average
         return min(float(request.max_tokens), average)
 
-    def _feasible(self, request: Request, num_output: float, kv: KVStore | None) -> FeasibleSLO:
+    def _feasible(
+        self, request: Request, num_output: float, kv: KVStore | None
+    ) -> tuple[FeasibleSLO, float]:
+        """Return the targets to schedule by, and what `apply` returns."""
         asked = request.slo
         if asked == SLO() or not self._cost.is_settled:
-            return FeasibleSLO(asked, ())
-        feasible = raise_to_feasible(asked, self._idle_times(request, num_output))
-        if feasible.raised and kv is not None and kv.tree is not None:
+            return FeasibleSLO(asked, ()), math.inf
+        idle = self._idle_times(request, num_output)
+        feasible = raise_to_feasible(asked, idle)
+        is_short = feasible.raised or is_tight(*_first_token(feasible, idle))
+        if is_short and kv is not None and kv.tree is not None:
             kv.look_up(request)  # what is cached has not to be computed
-            feasible = raise_to_feasible(asked, self._idle_times(request, num_output))
-        return feasible
+            idle = self._idle_times(request, num_output)
+            feasible = raise_to_feasible(asked, idle)
+        slack_s, _ = _first_token(feasible, idle)
+        return feasible, slack_s
 
     def _idle_times(self, request: Request, num_output: float) -> IdleTimes:
         """Return what the request would take alone: its prompt by chunks, then decodes."""
@@ -163,3 +177,10 @@ class SchedulingTargets:
             place = start + num_whole * budget
             seconds += self._cost.seconds(StepShape().plus(place, rest))
         return seconds
+
+
+def _first_token(feasible: FeasibleSLO, idle: IdleTimes) -> tuple[float, float]:
+    """Return what an idle server leaves of the time to a first token, and that time."""
+    ttft_ms = feasible.slo.ttft_ms
+    ttft_s = math.inf if ttft_ms is None else ttft_ms / 1e3
+    return ttft_s - idle.ttft_s, ttft_s

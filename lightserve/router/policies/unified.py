@@ -185,7 +185,8 @@ class _Order:
                 bool(len(self._best_effort)) or next(iter(step.waiting.of(BE)), None) is not None
             )
             return
-        until_s, ample = self._lent_until_s(), ample_share(self._limits.outlook)
+        outlook = self._limits.outlook
+        until_s, ample = self._lent_until_s(), 0.0 if outlook.is_tight else ample_share(outlook)
         step.lend(until_s)
         displaced = _displaced(step)
         if len(displaced):
@@ -250,7 +251,10 @@ class _Order:
         step, limits = self._step, self._limits
         floor_s = limits.cost.seconds(StepShape().plus(0, 1))
         held_share = self._num_held / limits.num_slots
-        return lent_until_s(step.seconds, floor_s, held_share, limits.outlook, limits.num_slots)
+        tpot_s = float(self._table.tpot_s[self._real_time].min(initial=math.inf))
+        return lent_until_s(
+            step.seconds, floor_s, held_share, limits.outlook, limits.num_slots, tpot_s=tpot_s
+        )
 
     # ---------------------------------------------------------------- real-time newcomers
 
@@ -399,6 +403,9 @@ def is_turn_of_late(
 # the time at which real-time requests come to hold a share of the pool; the share is the smaller,
 # the less time is free, and it is left by and by as they hold more than that.
 #
+# Where first tokens are tight, decodes do not use up their time either: what they save is what
+# chunks of the next long prompt take them, which would be cut short otherwise.
+#
 # Below the knee of the cost model tokens cost next to nothing. A step is stretched by a share of
 # itself in any case, as far as there is free time, so that these are not left unused.
 #
@@ -414,6 +421,8 @@ BUSY_SHARE, SHARE_PER_FREE = 0.1, 1.8
 """The share at full load, and its growth with the share of time that is free."""
 OVER_SHARE, FADE = 0.1, 0.3
 """This much over its share nothing is lent, this much below that all of it."""
+TIGHT_PACE = 0.85
+"""Where first tokens are tight, share of the tightest mean time of a token that a step may take."""
 STRETCH_PER_FREE = 0.1
 """Share of a step by which it is stretched in any case, per share of time that is free."""
 MUCH_FREE = 0.25
@@ -430,7 +439,13 @@ def ample_share(outlook: Outlook) -> float:
 
 
 def lent_until_s(
-    base_s: float, floor_s: float, held_share: float, outlook: Outlook, num_slots: int
+    base_s: float,
+    floor_s: float,
+    held_share: float,
+    outlook: Outlook,
+    num_slots: int,
+    *,
+    tpot_s: float = math.inf,
 ) -> float:
     """Return how long a step may take, best-effort requests included, in seconds.
 
@@ -440,6 +455,7 @@ def lent_until_s(
         held_share: of the pool's slots, held by real-time requests.
         outlook: what real-time requests ask for.
         num_slots: size of the pool.
+        tpot_s: tightest mean time of a token of its real-time requests.
     """
     free = min(1.0, max(0.0, 1.0 - outlook.load))
     share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
@@ -448,6 +464,8 @@ def lent_until_s(
     if outlook.kv_per_step_s > 0:
         limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
     limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))
+    if outlook.is_tight:
+        limit_s = min(limit_s, TIGHT_PACE * tpot_s)
     stretched_s = base_s * (1.0 + STRETCH_PER_FREE * free) if base_s > 0 else shortest_s
     return max(limit_s, stretched_s)
 

@@ -21,11 +21,19 @@ from lightserve.router.arrivals import (
     Outlook,
 )
 from lightserve.router.output_lengths import PRIOR_MOST, expected_output
-from lightserve.router.policies.unified import IDLE_FLOORS, lent_until_s
+from lightserve.router.policies.unified import (
+    IDLE_FLOORS,
+    STRETCH_PER_FREE,
+    TIGHT_PACE,
+    lent_until_s,
+)
 
 shares = st.floats(0.0, 1.0)
 outlooks = st.builds(
-    Outlook, st.floats(0.0, 2.0), st.floats(0.0, 1e7), st.floats(0.01, 10.0) | st.just(math.inf)
+    Outlook,
+    st.floats(0.0, 2.0),
+    st.floats(0.0, 1e7),
+    *(2 * [st.floats(0.01, 10.0) | st.just(math.inf)]),
 )
 
 
@@ -170,6 +178,24 @@ def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
     assert limit_after(65.0, 1.2) == pytest.approx(0.3)
     assert limit_after(95.0, 60.0) == pytest.approx(0.3)
     assert limit_after(130.0, 60.0) == MAX_IDLE_LIMIT_S
+
+
+def test_tight_first_tokens_wait_for_less_and_find_decodes_that_have_time() -> None:
+    demand = ArrivalStats()
+
+    def lent(slack_s: float, now_s: float, base_s: float = 0.0, tpot_s: float = math.inf) -> float:
+        demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=1.0, slack_s=slack_s)
+        outlook = demand.outlook(_tokens, now_s)._replace(load=0.0, kv_per_step_s=0.0)
+        return lent_until_s(base_s, 0.001, 0.0, outlook, 60_000, tpot_s=tpot_s)
+
+    assert lent(0.6, 0.0) == pytest.approx(0.25)
+    assert lent(0.6, 0.0, 0.01, 0.02) == pytest.approx(0.25)  # deadlines alone limit it
+    assert lent(0.4, 1.0) == pytest.approx(0.04)
+    assert lent(0.9, 29.0) == pytest.approx(0.04)
+    assert lent(0.9, 29.0, 0.01, 0.02) == pytest.approx(TIGHT_PACE * 0.02)
+    assert lent(0.9, 29.0, 0.019, 0.02) == pytest.approx(0.019 * (1 + STRETCH_PER_FREE))
+    lent(0.9, 65.0)
+    assert lent(0.9, 95.0) == pytest.approx(0.25)
 
 
 def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:

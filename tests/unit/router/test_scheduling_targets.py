@@ -157,6 +157,27 @@ def test_what_is_cached_takes_no_time() -> None:
     assert dict(core.num_raised_targets) == {(RT, "ttft_ms"): 1}
 
 
+@pytest.mark.parametrize(
+    ("ttft_ms", "family", "num_tokens"),
+    [
+        (83, 1, 16),  # the least there is
+        (100, 1, 23),
+        (83, 2, 18),
+    ],
+)
+def test_where_a_prompt_leaves_little_of_its_time_best_effort_steps_are_short(
+    ttft_ms: float, family: int, num_tokens: int
+) -> None:
+    """42 ms of 83 are more than half; of what is cached, as family 2 is, next to none."""
+    server = Server(make_core("unified", 64, lengths=average_of(11), cache_order=task_aware))
+    server.arrive(0, Arrival(0.0, 40, 1, 1, family=2))
+    server.first_delta(0)
+    server.arrive(3, Arrival(0.0, 40, 1, 1, family=family), slo=SLO(ttft_ms=ttft_ms))
+    server.first_delta(3)
+    server.arrive(4, Arrival(0.0, 50, 1, 1, request_class=BE))
+    assert server.step()[0] == {4: num_tokens}
+
+
 @pytest.mark.parametrize(("policy", "cost"), [("unified", None), ("chunked", COST)])
 def test_nothing_is_raised_unknown_or_unasked(policy: str, cost: StepCoefficients | None) -> None:
     """Without a profile nothing is known of steps; some policies ask for no deadlines."""
