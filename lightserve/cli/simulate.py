@@ -136,6 +136,11 @@ _OPTIONS = (
         " and 0.4 ms for each chunk of a prompt in it; 0: none.",
     ),
     click.option(
+        "--router-times",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="CSV of what a router takes, columns rows and ms; in place of that formula.",
+    ),
+    click.option(
         "--host-kv-tokens",
         default=-1,
         type=click.IntRange(-1),
@@ -225,7 +230,9 @@ def run_hybrid(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
 
     values = given | {name: given[name] or default for name, default in HYBRID_DEFAULTS.items()}
     names = {spec.name for spec in dataclasses.fields(sim.HybridConfig)} & set(values)
-    chosen = {name: values[name] for name in names - {"hardware"}}
+    chosen = {name: values[name] for name in names - {"hardware", "router_times"}}
+    if values["router_times"] is not None:
+        chosen["router_times"] = sim.RouterTimes.read(values["router_times"])
     if values["hardware"] is not None:
         chosen["hardware"] = sim.read_hardware(values["hardware"])
     config = sim.HybridConfig(
@@ -572,9 +579,7 @@ def _print_table(columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None
             else:
                 click.echo(f"  {name:26}" + "".join(f"{_shown(value):>16}" for value in values))
     if num_left_out:
-        click.echo(
-            f"({num_left_out} reasons without a count or figures without a value are left out)"
-        )
+        click.echo(f"({num_left_out} reasons or figures that count nothing are left out)")
 
 
 def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -30,7 +30,14 @@ from lightserve.router.config import SchedulerConfig, make_scheduler_config
 from lightserve.router.events import FromFrontend
 from lightserve.router.request import Request
 from lightserve.sim.report import HybridReport, Seen, Targets, Window, hybrid_report
-from lightserve.sim.simulation import Simulation, TimedCore, TimedEvent, Worker
+from lightserve.sim.simulation import (
+    RouterTimes,
+    Simulation,
+    TimedCore,
+    TimedEvent,
+    Worker,
+    router_seconds,
+)
 from lightserve.sim.traffic import Job, Traffic, parse_traffic
 from lightserve.sim.worker import (
     A100_LLAMA2_7B,
@@ -139,6 +146,8 @@ class HybridConfig:
     """Lognormal, of the time of a step; None: the spread that the hardware has."""
     router_time_factor: float = 1.0
     """Times what a router takes that this one does, see `Simulation`; 0: no time."""
+    router_times: RouterTimes | None = None
+    """Of a router that was measured; None: by a formula."""
     is_profiled: bool = True
     """Whether the router starts from a profile of the hardware, fitted to noisy samples of it;
     otherwise it learns what steps take as it serves."""
@@ -226,6 +235,7 @@ class HybridRun:
             frontend=self._on_news,
             hears_tokens=False,
             router_time_factor=config.router_time_factor,
+            router_time=config.router_times or router_seconds,
             step_cost=profile,
             overlaps_copies=config.hardware.overlaps_copies,
         )

@@ -6,15 +6,20 @@ worker is `SimulatedWorker` with a step-time formula. Deterministic: no randomne
 
 from __future__ import annotations
 
+import csv
 import heapq
 import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
 
 from lightserve.decisions.records import CoreCalls
+from lightserve.errors import ConfigError
 from lightserve.messages.common import (
     StepCoefficients,
     TokenLogprob,
@@ -49,6 +54,8 @@ class TimedCore(Scheduler):
         self.step_cpu_s: list[float] = []
         """Of every `MEASURED_EVERY`-th step: CPU time of all calls since the step before was sent,
         up to its own `commit`."""
+        self.step_rows: list[int] = []
+        """Rows of each of those."""
         self.used_slots = 0
         """Sum over steps of slots that requests held."""
         self.num_rt_evictions_beside_be = 0
@@ -81,6 +88,7 @@ class TimedCore(Scheduler):
         plan = super().commit(planned, now_s)
         if self._is_measured:
             self.step_cpu_s.append(self._cpu_s + self._clock() - start_s)
+            self.step_rows.append(len(planned.decodes) + len(planned.chunks))
         self._cpu_s = 0.0
         self._num_steps += 1
         self._is_measured = self._num_steps % MEASURED_EVERY == 0
@@ -122,6 +130,37 @@ at 16 to 28 real-time requests/s, with 20,000 to 200,000 slots."""
 def router_seconds(step: PlannedStep) -> float:
     """Return what a router takes for a step, messages about it included, on a core of 2026."""
     return ROUTER_STEP_S + ROUTER_DECODE_S * len(step.decodes) + ROUTER_PROMPT_S * len(step.chunks)
+
+
+RouterTime = Callable[[PlannedStep], float]
+"""Seconds that a router takes for a step."""
+
+
+class RouterTimes:
+    """What a router was measured to take for steps by their number of rows, and between these."""
+
+    def __init__(self, rows: Sequence[float], seconds: Sequence[float]) -> None:
+        """`rows` ascend; below the first and above the last its own time counts."""
+        self._rows, self._seconds = rows, seconds
+
+    def __call__(self, step: PlannedStep) -> float:
+        """Return the seconds for a step."""
+        return float(np.interp(len(step.decodes) + len(step.chunks), self._rows, self._seconds))
+
+    @classmethod
+    def read(cls, path: Path, *, flag: str = "--router-times") -> Self:
+        """Read a CSV with the columns `rows` and `ms`. Raises ConfigError: it is none."""
+        try:
+            with path.open(newline="") as file:
+                table = [(float(line["rows"]), float(line["ms"])) for line in csv.DictReader(file)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{flag} {str(path)!r} is no CSV with numbers in columns rows and ms: {error}"
+            ) from error
+        rows = [row for row, _ in table]
+        if not table or rows != sorted(set(rows)) or not all(0 <= ms < 1e6 for _, ms in table):
+            raise ConfigError(f"{flag} {str(path)!r}: rows must ascend, ms be 0 to a million")
+        return cls(rows, [ms / 1e3 for _, ms in table])
 
 
 @dataclass(frozen=True)
@@ -192,6 +231,7 @@ class Simulation:
         frontend: Frontend | None = None,
         hears_tokens: bool = True,
         router_time_factor: float = 0.0,
+        router_time: RouterTime = router_seconds,
     ) -> None:
         """Start with workers that are ready.
 
@@ -205,13 +245,15 @@ class Simulation:
             overlaps_copies: and of copies.
             frontend: answers news.
             hears_tokens: whether it is told of single tokens, too, which are most of all news.
-            router_time_factor: times `router_seconds` that the router is busy with each plan, which
+            router_time_factor: times `router_time` that the router is busy with each plan, which
                 leaves at the end of that time; what comes meanwhile is heard then. 0: no time.
+            router_time: what it takes for a step.
         """
         self.core = core
         self._frontend = frontend
         self._hears_tokens = hears_tokens
         self._router_time_factor = router_time_factor
+        self._router_time = router_time
         self._router_free_s = 0.0
         """When the router has sent the plan that it is busy with."""
         self.outcomes: dict[RequestKey, Outcome] = {}
@@ -284,7 +326,7 @@ class Simulation:
     def _plan(self) -> None:
         """Send what is to be sent now; with a router that takes time, one plan after the other."""
         while isinstance(step := self.core.plan(self.now_s), PlannedStep):
-            router_s = self._router_time_factor * router_seconds(step)
+            router_s = self._router_time_factor * self._router_time(step)
             self._router_free_s = self.now_s + router_s
             plan = self.core.commit(step, self._router_free_s)
             if router_s:

@@ -14,6 +14,7 @@ token, and N ranks:
     context, decode   K / N / (0.78 bandwidth)
     context, prompt   4 H L / N / (0.48 compute)  for each pair of tokens
     copies            K / N / (25 GB/s)           each rank has a link of its own
+    gathering         2 K / N / (0.78 bandwidth)  of what is copied: read and written on the device
 
 An all-reduce over NVLink (a ring) moves 2 (N - 1) / N times the numbers, at 0.7 of 300 GB/s, after
 10 us.
@@ -96,6 +97,7 @@ def virtual_gpus(model: ModelShape, gpu: GPU, num_ranks: int) -> VirtualHardware
         per_decode_context_s=kv_bytes / (KV_SHARE * gpu.bytes_per_s),
         per_chunk_context_s=pair_flops / (PAIRS_SHARE * gpu.flops),
         per_copied_token_s=kv_bytes / LINK_BYTES_PER_S,
+        per_gathered_token_s=2 * kv_bytes / (KV_SHARE * gpu.bytes_per_s),
         kv_bytes_per_token=model.kv_bytes,
     )
 

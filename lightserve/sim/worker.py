@@ -310,6 +310,9 @@ class VirtualWorker:
         forward_s = self._hardware.step_seconds(shape)
         if self._noise:
             forward_s *= self._rng.lognormal(-0.5 * self._noise**2, self._noise)
+        forward_s += self._hardware.gather_seconds(
+            sum(map(_num_copied, (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads)))
+        )
         self._copy_s = self._hardware.copy_seconds(
             num_saved=_num_copied(plan.saves), num_loaded=_num_copied(plan.loads)
         )
@@ -450,6 +453,12 @@ class Hardware(Protocol):
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return the seconds of copies to the host and back."""
 
+    def gather_seconds(self, num_tokens: int) -> float:
+        """Return what a step takes longer as it gathers the slots of copies, or scatters them:
+
+        on the device, whether it waits for the copies or they go on beside it.
+        """
+
 
 @dataclass(frozen=True)
 class VirtualHardware:
@@ -466,6 +475,8 @@ class VirtualHardware:
     kv_bytes_per_token: int
     overlaps_copies: bool = True
     spread: float = 0.05
+    per_gathered_token_s: float = 0.0
+    """Of a copy, on the device: into one piece, or out of it; 0: it is part of the copy."""
 
     step_cost = None
 
@@ -500,6 +511,10 @@ class VirtualHardware:
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """See `Hardware`."""
         return (num_saved + num_loaded) * self.per_copied_token_s
+
+    def gather_seconds(self, num_tokens: int) -> float:
+        """See `Hardware`."""
+        return num_tokens * self.per_gathered_token_s
 
 
 A100_LLAMA2_7B = VirtualHardware(
@@ -556,3 +571,7 @@ class ProfiledHardware:
         """See `Hardware`."""
         cost = self.step_cost
         return cost.per_saved_token_s * num_saved + cost.per_loaded_token_s * num_loaded
+
+    def gather_seconds(self, num_tokens: int) -> float:
+        """Return 0: a profile's copies have it in them."""
+        return 0.0

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from support.core_scenes import MAX_LEN, MAX_SEQS, NUM_SLOTS, Arrival, make_core, submit
 
+from bench.scheduling.router_times import table
 from lightserve import sim
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.events import FromFrontend
+from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import STEP_TARGET_MS, steps_report
 from lightserve.sim.simulation import (
@@ -131,3 +135,43 @@ def test_how_large_steps_are_and_what_they_use() -> None:
     assert report.short_pct == pytest.approx(200 / 3), f"two of at most {STEP_TARGET_MS} ms"
     assert (report.busy_pct, report.compute_pct) == (pytest.approx(50.0), pytest.approx(27.5))
     assert report.ms_p50 == pytest.approx(150.0)
+
+
+def test_a_router_takes_what_a_table_says_of_steps_of_as_many_rows(tmp_path: Path) -> None:
+    path = tmp_path / "times.csv"
+    path.write_text("rows,ms\n1,2\n11,4\n")
+    times = sim.RouterTimes.read(path)
+
+    def step(num_rows: int) -> PlannedStep:
+        return cast("PlannedStep", SimpleNamespace(decodes=range(num_rows - 1), chunks=[None]))
+
+    assert [times(step(n)) for n in (1, 6, 99)] == pytest.approx([0.002, 0.003, 0.004])
+    config = sim.HybridConfig(
+        rt="poisson:2",
+        rt_lengths="uniform:64-64,8-8",
+        duration_s=12.0,
+        margin_s=1.0,
+        router_times=times,
+        noise=0.0,
+    )
+    slow = sim.run_hybrid(config)
+    fast = sim.run_hybrid(dataclasses.replace(config, router_times=sim.RouterTimes([1.0], [0.0])))
+    assert slow.rt.ttft_ms_p50 is not None and fast.rt.ttft_ms_p50 is not None
+    assert slow.rt.ttft_ms_p50 == pytest.approx(fast.rt.ttft_ms_p50 + 2.0, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "rows,ms\n", "rows,ms\n2,1\n1,1\n", "rows,ms\n1,x\n", "a\n1\n"]
+)
+def test_a_table_of_router_times_is_checked(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "times.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--router-times"):
+        sim.RouterTimes.read(path)
+
+
+def test_measured_router_times_ascend_by_rows() -> None:
+    rows = [*range(100), *range(100)]
+    found = table(rows, [0.001 * n for n in rows])
+    assert [n for n, _ in found] == sorted({n for n, _ in found}) and len(found) == 10
+    assert all(abs(ms - n) <= 1.0 for n, ms in found)
