@@ -3,8 +3,9 @@
 python -m bench.memory.past_future t1 [--seeds 5] [--num-requests 3000] [--workload dist1]
     Past-Future's Table 1 from the real router core: every cell is the median of several seeds,
     with the options of the authors' published simulation; steps as ratios to their optimum
-python -m bench.memory.past_future t2|t3|t4|t5|t18
-    figures beside their targets. `risk` is the server's default; the optimum is the oracle,
+python -m bench.memory.past_future t2|t3|t4|t5|t18|halves
+    figures beside their targets; halves: the second half of each trace, and a trace that was never
+    opened while anything was tuned. `risk` is the server's default; the optimum is the oracle,
     which knows every length, with the same order
 """
 
@@ -29,7 +30,7 @@ from bench.table import print_head, print_row
 from lightserve import sim
 from lightserve.sim.offline import OfflineConfig, run_offline
 from lightserve.sim.report import Report
-from lightserve.sim.traffic import load_workload
+from lightserve.sim.traffic import Workload, load_workload
 from lightserve.types import RequestClass
 
 CAPACITY_TOKENS = 120_000
@@ -256,6 +257,11 @@ LOADS = {
         Load("sharegpt 30k", trace("sharegpt_lengths"), 30_000, 4.5),
     )
 }
+UNOPENED = Load("msmall 8k", trace("servegen_msmall_day3"), 8_000, 3.0)
+"""Of a trace that nothing was ever tuned on."""
+HELD_BACK = {load.name: load for load in (UNOPENED,)}
+REASONING = {"mlarge 30k", "reason 120k", "sharegpt 30k", UNOPENED.name}
+"""Loads where outputs decide."""
 RULES: dict[str, tuple[str, dict[str, float]]] = {
     "optimum": ("oracle", {}),
     "risk": ("risk", {}),
@@ -271,26 +277,34 @@ class Job(NamedTuple):
     rule: str
     request_class: RequestClass = RequestClass.RT
     is_warm: bool = True
+    is_second_half: bool = False
+    """Of the trace; otherwise its first rows."""
     options: tuple[tuple[str, float], ...] = ()
     """Instead of the rule's own."""
 
 
 def run_job(job: Job) -> sim.Report:
     """Run it, without the timeline."""
-    load = LOADS.get(job.load) or DRIFT
+    load = LOADS.get(job.load) or HELD_BACK.get(job.load) or DRIFT
     admission, options = RULES[job.rule]
-    return sim.run(
-        sim.SimulationConfig(
-            workload=load.spec,
-            num_requests=NUM_REQUESTS,
-            num_warm_up=NUM_WARM_UP if job.is_warm else 0,
-            capacity_tokens=load.capacity_tokens,
-            admission=admission,
-            admission_options=dict(job.options) or options,
-            request_class=job.request_class,
-            keeps_timeline=False,
-        )
+    config = sim.SimulationConfig(
+        workload=load.spec,
+        num_requests=NUM_REQUESTS,
+        num_warm_up=NUM_WARM_UP if job.is_warm else 0,
+        capacity_tokens=load.capacity_tokens,
+        admission=admission,
+        admission_options=dict(job.options) or options,
+        request_class=job.request_class,
+        keeps_timeline=False,
     )
+    return run_offline(second_half(load), config) if job.is_second_half else sim.run(config)
+
+
+def second_half(load: Load) -> Workload:
+    """Return as many rows as a run has from the middle of a trace on, or what there is."""
+    rows = load_workload(load.spec, num_requests=10**9, rng=np.random.default_rng(0))
+    middle = len(rows) // 2
+    return rows.rows(middle, middle + NUM_WARM_UP + NUM_REQUESTS)
 
 
 def run_all(jobs: Iterable[Job], num_processes: int) -> dict[Job, sim.Report]:
@@ -446,6 +460,28 @@ def t5(num_processes: int) -> None:
         )
 
 
+def halves(num_processes: int) -> None:
+    """The second half of each trace, and one that was never opened: steps and evictions."""
+    traces = {name: load for name, load in LOADS.items() if not name.startswith("dist")} | HELD_BACK
+    rules = ("optimum", "risk")
+    jobs = {
+        (name, rule): Job(name, rule, is_second_half=name not in HELD_BACK)
+        for name in traces
+        for rule in rules
+    }
+    reports = run_all(jobs.values(), num_processes)
+    print_head("load", "rows", "steps over optimum %", "evicted %", "")
+    for name in traces:
+        optimum, risk = (reports[jobs[name, rule]] for rule in rules)
+        most = 3.0 if name in REASONING else 1.5
+        misses = ["steps"] * (over(risk, optimum) > most) + ["evictions"] * (risk.evicted_pct > 2)
+        rows = "first 4,000" if name in HELD_BACK else "second half"
+        print_row(
+            *(name, rows, f"{over(risk, optimum):+.2f} (≤{most})"),
+            *(f"{risk.evicted_pct:.2f} (≤2)", verdict(misses)),
+        )
+
+
 def t18(num_processes: int) -> None:
     """How often the peak that was reached lay above the forecast's quantile."""
     ranges = {0.5: (40.0, 60.0), 0.9: (5.0, 15.0), 0.99: (0.0, 3.0)}
@@ -457,7 +493,7 @@ def t18(num_processes: int) -> None:
         print_row(name, *(f"{exceeded[q]:.1f}" for q in ranges), verdict(misses))
 
 
-TABLES = {"t2": t2, "t3": t3, "t4": t4, "t5": t5, "t18": t18}
+TABLES = {"t2": t2, "t3": t3, "t4": t4, "t5": t5, "t18": t18, "halves": halves}
 
 
 def main() -> None:
