@@ -1,4 +1,4 @@
-"""How many best-effort tokens a workload leaves room for at most, whatever decides.
+"""What a workload leaves room for at most: best-effort tokens, and requests that are in time.
 
 True lengths are known, load is even, and no memory is lost between requests. In the mean over a
 long time let s steps begin a second, and x best-effort requests end a second:
@@ -13,14 +13,21 @@ slots in the mean. More steps need less memory and more time: so s is the least 
 deadlines allow, and x the largest with which time is enough, found by halving. What bursts, the
 end of a batch that the next one waits for and unknown lengths cost is not taken off: so what is
 near the bound cannot be much better.
+
+Of real-time requests alone an oracle's schedule says how many can have their first token in time:
+it knows all arrivals and lengths, gives up those that would make most others late, and works on the
+earliest deadline at every moment, as fast as decodes leave it (AccelGen's Oracle; the rule of Moore
+and Hodgson, with times of arrival). Steps have no length there: so it is optimistic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,3 +161,78 @@ def shared_tokens(blocks: Sequence[Sequence[int]]) -> IntArray:
             num_readers[block] = num_readers.get(block, 0) + 1
     saved = [sum(1.0 - 1.0 / num_readers[block] for block in ids) for ids in blocks]
     return np.array([round(BLOCK_TOKENS * of_one) for of_one in saved], dtype=np.int64)
+
+
+class Prompt(NamedTuple):
+    """What an oracle plans."""
+
+    arrival_s: float
+    due_s: float
+    work_s: float
+
+
+def oracle_schedule(prompts: Sequence[Prompt]) -> set[int]:
+    """Return the indices of prompts that are in time; the others are never begun."""
+    kept = set(range(len(prompts)))
+    while (busy := _first_late(prompts, kept)) is not None:
+        kept.remove(max(busy, key=lambda index: prompts[index].work_s))
+    return kept
+
+
+def _first_late(prompts: Sequence[Prompt], kept: Collection[int]) -> list[int] | None:
+    """Play the earliest deadline first; return what was worked on before the first late one.
+
+    Since the machine was idle last, itself included; None: none is late.
+    """
+    order = sorted(kept, key=lambda index: prompts[index].arrival_s)
+    waiting: list[tuple[float, int, float]] = []
+    now_s, begun, next_one = 0.0, list[int](), 0
+    while waiting or next_one < len(order):
+        if not waiting:
+            begun = []
+            now_s = max(now_s, prompts[order[next_one]].arrival_s)
+        while next_one < len(order) and prompts[order[next_one]].arrival_s <= now_s:
+            index = order[next_one]
+            heapq.heappush(waiting, (prompts[index].due_s, index, prompts[index].work_s))
+            begun.append(index)
+            next_one += 1
+        due_s, index, left_s = heapq.heappop(waiting)
+        until_s = prompts[order[next_one]].arrival_s if next_one < len(order) else np.inf
+        if now_s + left_s <= until_s:
+            now_s += left_s
+            if now_s > due_s:
+                return [other for other in begun if prompts[other].due_s <= due_s]
+        else:
+            heapq.heappush(waiting, (due_s, index, left_s - (until_s - now_s)))
+            now_s = until_s
+    return None
+
+
+def oracle_goodput(config: HybridConfig) -> float:
+    """Return the real-time requests a second that an oracle's schedule has in time.
+
+    Of those that come between the margins, as reports count.
+    """
+    hardware = config.hardware
+    assert isinstance(hardware, VirtualHardware), "of others the parts of a step are not known"
+    clients = HybridRun(config).clients[RT]
+    decodes = means_of(
+        np.array(clients.num_prompt_tokens),
+        np.array(clients.num_output_tokens),
+        np.zeros(len(clients.num_prompt_tokens), dtype=np.int64),
+    )
+    rate_rps = len(clients.num_prompt_tokens) / config.duration_s
+    decoding_s = rate_rps * (
+        decodes.decodes * hardware.per_new_token_s + decodes.context * hardware.per_decode_context_s
+    )
+    speed = max(0.05, 1.0 - decoding_s)
+    prompts = []
+    for at_s, count, targets in zip(
+        clients.arrivals_s, clients.num_prompt_tokens, clients.targets, strict=True
+    ):
+        ttft_s = (targets or config.targets).ttft_s
+        work_s = hardware.seconds(count, chunk_context=count * count / 2) / speed
+        prompts.append(Prompt(at_s, np.inf if ttft_s is None else at_s + ttft_s, work_s))
+    start_s, stop_s = config.margin_s, config.duration_s - config.margin_s
+    kept = [i for i in oracle_schedule(prompts) if start_s <= prompts[i].arrival_s < stop_s]
+    return len(kept) / (stop_s - start_s)

@@ -12,6 +12,7 @@ import numpy as np
 from lightserve.cost.model import StepShape
 from lightserve.sim import Targets
 from lightserve.sim.traffic import TraceLengths, read_trace
+from lightserve.sim.virtual_gpus import GPUS, MODELS, num_slots, virtual_gpus
 from lightserve.sim.worker import A100_LLAMA2_7B
 
 TRACES = Path(__file__).parents[1] / "traces"
@@ -52,12 +53,15 @@ PEAK_S, PEAK_RPS = (40.0, 60.0), 10.0
 """When many chats come in `peak_load`, and how many a second."""
 
 
-def echo_load(folder: Path, seed: int) -> dict[str, Any]:
+def echo_load(
+    folder: Path, seed: int, documents: int = NUM_DOCUMENTS, questions: int = NUM_QUESTIONS
+) -> dict[str, Any]:
     """Few chats over questions about documents, all there at the start, in random order."""
+    asked = _questions(seed, documents, questions)
     return {
         "rt": "poisson:4",
         "rt_lengths": SHAREGPT,
-        "be": write(folder / f"documents{seed}.csv", _questions(seed)),
+        "be": write(folder / f"documents{seed}.csv", asked),
         "duration_s": 90.0,
         "margin_s": ECHO_MARGIN_S,
         "capacity_tokens": 60_000,
@@ -65,11 +69,16 @@ def echo_load(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def _questions(seed: int) -> list[dict[str, Any]]:
+def many_documents_load(folder: Path, seed: int) -> dict[str, Any]:
+    """The same of more documents, and fewer questions about each."""
+    return echo_load(folder, seed, 200, 10)
+
+
+def _questions(seed: int, documents: int, questions: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
-    num_blocks = rng.integers(12, 20, size=NUM_DOCUMENTS, endpoint=True)
+    num_blocks = rng.integers(12, 20, size=documents, endpoint=True)
     first = np.cumsum(num_blocks) - num_blocks
-    order = rng.permutation(np.repeat(np.arange(NUM_DOCUMENTS), NUM_QUESTIONS))
+    order = rng.permutation(np.repeat(np.arange(documents), questions))
     return [
         {
             "t": ECHO_MARGIN_S if number else 0.0,  # those before the margin are not counted
@@ -171,3 +180,21 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         writer.writeheader()
         writer.writerows(rows)
     return str(path)
+
+
+def bros_14b_load(_folder: Path, _seed: int) -> dict[str, Any]:
+    """BROS's chats and batches on its own model and machine: Qwen2.5-14B on two A100-40G."""
+    return bros_load(_folder, _seed) | _on("qwen2.5-14b", "a100-40g", 2)
+
+
+def bros_32b_load(_folder: Path, _seed: int) -> dict[str, Any]:
+    """The same with Qwen2.5-32B on four."""
+    return bros_load(_folder, _seed) | _on("qwen2.5-32b", "a100-40g", 4)
+
+
+def _on(model: str, gpu: str, num_ranks: int) -> dict[str, Any]:
+    return {
+        "hardware": virtual_gpus(MODELS[model], GPUS[gpu], num_ranks),
+        "capacity_tokens": num_slots(MODELS[model], GPUS[gpu], num_ranks),
+        "rt": "poisson:10",
+    }

@@ -323,6 +323,7 @@ class Clients:
         self.num_output_tokens: list[int] = []
         """True lengths of all requests sent, by number."""
         self.num_prompt_tokens: list[int] = []
+        self.arrivals_s: list[float] = []
         self._jobs = traffic.jobs(rng)
         self._num_ended = 0
         """Of the batch that is there."""
@@ -349,6 +350,7 @@ class Clients:
         submit = job.submit(len(self.num_output_tokens), self.request_class, self._slo)
         self.num_output_tokens.append(job.num_output_tokens)
         self.num_prompt_tokens.append(len(job.prompt_token_ids))
+        self.arrivals_s.append(time_s)
         self.targets.append(None if job.slo is None else Targets.of(job.slo))
         return TimedEvent(time_s, FromFrontend(_FRONTENDS[self.request_class], submit))
 

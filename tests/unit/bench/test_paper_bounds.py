@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from bench.scheduling.paper_bounds import (
+    Prompt,
     best_effort_bound,
     means_of,
     most_requests,
+    oracle_schedule,
     shared_tokens,
 )
 from bench.scheduling.paper_figures import Figure
@@ -66,6 +68,15 @@ def test_no_run_is_above_it() -> None:
     assert bound is not None
     reached = run_hybrid(config).be.throughput_tps
     assert 0.6 * bound < reached < 1.02 * bound  # requests of before the window end in it
+
+
+def test_an_oracle_gives_up_what_makes_most_late() -> None:
+    long = Prompt(0.0, 11.0, 10.0)
+    short = [Prompt(1.0 + n, 3.0 + n, 1.0) for n in range(4)]
+    assert oracle_schedule([long, *short]) == {1, 2, 3, 4}
+    assert oracle_schedule([long._replace(due_s=14.0), *short]) == {0, 1, 2, 3, 4}  # it waits
+    late = [Prompt(20.0, 20.5, 1.0), Prompt(20.0, 21.0, 1.0)]
+    assert oracle_schedule([long, *late]) == {0, 2}
 
 
 def _figures(kept: float, goodput: float, tokens: float, of_bound: float) -> dict[str, Figure]:
