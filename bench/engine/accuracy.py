@@ -74,6 +74,7 @@ ENGINES = {
     "bfloat16": Engine(torch.bfloat16),
     "int8": Engine(torch.bfloat16, "int8"),
     "int4": Engine(torch.bfloat16, "int4"),
+    "fp8": Engine(torch.bfloat16, "fp8"),
     "KV int8": Engine(torch.bfloat16, kv_dtype=torch.int8),
 }
 

@@ -21,8 +21,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, ClampedGate, ExpertBiases, QKNorm, ScoreMod
-from lightserve.kernels.triton import elementwise, experts
+from lightserve.kernels.interface import (
+    AttentionBatch,
+    ClampedGate,
+    ExpertBiases,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    QKNorm,
+    ScoreMod,
+)
+from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
@@ -253,6 +262,29 @@ def mix(
     experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=clamp)
 
 
+def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    """Multiply by a packed weight: int8, fp8 in blocks or of outputs, integers in groups."""
+    x, group = meta(num_rows, num_inputs), 128
+    if kind == "int8":
+        integers = meta(num_outputs, num_inputs, dtype=torch.int8)
+        factors = meta(1, num_outputs, dtype=torch.float32)
+        quantized.linear_int8(x, Int8Weight(integers, factors, num_outputs), None, None)
+    elif kind.startswith("fp8"):
+        group = num_inputs if kind == "fp8 of outputs" else group
+        values = meta(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
+        factors = meta(num_inputs // group, num_outputs, dtype=torch.float32)
+        quantized.linear_fp8(x, Fp8Weight(values, factors, group), None)
+    else:
+        bits = 4 if kind == "int4" else 8
+        group = 32 if kind == "uint8" else group
+        packed = meta(num_outputs, num_inputs * bits // 8, dtype=torch.uint8)
+        factors = meta(num_inputs // group, num_outputs, dtype=torch.float16)
+        zeros = meta(num_inputs // group, num_outputs, dtype=torch.uint8)
+        weight = GroupedWeight(packed, factors, zeros, num_outputs, num_inputs, bits, group)
+        quantized.linear_groups(x, weight, None)
+
+
+PACKED_KINDS = ("int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks")
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 
 
@@ -344,6 +376,12 @@ CASES: list[Case] = [
             partial(mix, 32, 4, 2880, 2880, num_tokens, is_clamped=True),
         )
         for num_tokens in (8, 4096)
+    ),
+    *(
+        Case(f"products of {kind}, {num_rows} rows", partial(multiply, kind, num_rows, *sizes))
+        for kind in PACKED_KINDS
+        for num_rows in (8, 512)
+        for sizes in ((4096, 14336), (896, 896))
     ),
     *(
         Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))

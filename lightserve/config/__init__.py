@@ -74,9 +74,10 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     quantization: str = option(
         "none",
         "Weights rounded when they are loaded: int8 keeps 8 bits of each, which halves what a"
-        " decode reads, int4 about 5, and 8 in the output layer (the CPU's native kernels alone;"
-        " activations and KV stay as they are).",
-        choices=("none", "int8", "int4"),
+        " decode reads, int4 about 5, and 8 in the output layer (the CPU's native kernels, and"
+        " Triton's on a GPU; activations and KV stay as they are). fp8 rounds activations, too, for"
+        " GPUs that multiply such numbers; elsewhere it saves nothing.",
+        choices=("none", "int8", "int4", "fp8"),
     )
     kv_dtype: str = option(
         "auto",
@@ -311,9 +312,10 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
                     "--kernel-tuning needs --attention-backend triton,"
                     f" got {self.attention_backend!r}"
                 )
-        for name, plain in (("quantization", "none"), ("kv_dtype", "auto")):
-            if getattr(self, name) != plain:
-                self._check_native(f"{flag_name(name)} {getattr(self, name)}")
+        if self.quantization != "none":
+            self._check_native(f"--quantization {self.quantization}", has_gpu=True)
+        if self.kv_dtype != "auto":
+            self._check_native(f"--kv-dtype {self.kv_dtype}")
         if not self.batch_invariant:
             return
         for flag, value, others in (
@@ -326,12 +328,20 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
                     f"--batch-invariant needs {flag} {' or '.join(others)}, got {value!r}"
                 )
 
-    def _check_native(self, what: str) -> None:
-        """Refuse options beside `what`, which the CPU's native kernels alone can do."""
+    def _check_native(self, what: str, *, has_gpu: bool = False) -> None:
+        """Refuse options beside `what`, which the CPU's native kernels alone can do.
+
+        `has_gpu`: and Triton's.
+        """
+        types, backends = ("auto", "bfloat16", "float32"), ("auto",)
         for flag, given, others in (
-            ("--dtype", self.dtype, ("auto", "bfloat16", "float32")),
-            ("--device", self.device, ("auto", "cpu")),
-            ("--attention-backend", self.attention_backend, ("auto",)),
+            ("--dtype", self.dtype, (*types, "float16") if has_gpu else types),
+            ("--device", self.device, ("auto", "cpu", "cuda") if has_gpu else ("auto", "cpu")),
+            (
+                "--attention-backend",
+                self.attention_backend,
+                (*backends, "triton") if has_gpu else backends,
+            ),
         ):
             if given not in others:
                 raise ConfigError(f"{what} needs {flag} {' or '.join(others)}, got {given!r}")

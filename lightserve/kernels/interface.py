@@ -312,6 +312,20 @@ class GroupedWeight(NamedTuple):
     """See `Int8Weight`."""
 
 
+class Fp8Weight(NamedTuple):
+    """A weight [M, K] of float8_e4m3fn; groups of inputs of an output have a factor each."""
+
+    packed: Tensor
+    """float8_e4m3fn [M, K]."""
+    factors: Tensor
+    """float32, in the kernels' own layout."""
+    group_size: int
+    """Inputs that share a factor; all, if it is not below K."""
+    is_gated: bool = False
+    """See `Int8Weight`."""
+
+
+@runtime_checkable
 class QuantizingKernels(Kernels, Protocol):
     """Kernels that also multiply by weights of 8 and of 4 bits."""
 
@@ -364,6 +378,22 @@ class QuantizingKernels(Kernels, Protocol):
 
     def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
         """See `linear_int8`, for a weight from `quantize_groups` or `pack_groups`."""
+
+
+@runtime_checkable
+class Fp8Kernels(QuantizingKernels, Protocol):
+    """Kernels that also multiply by numbers of floating point of 8 bits."""
+
+    def pack_fp8(
+        self, values: Tensor, factors: Tensor, *, group_size: int, is_gated: bool = False
+    ) -> Fp8Weight:
+        """Return the weight of values float8_e4m3fn [M, K], as others have rounded them.
+
+        factors float32 [M, number of groups]; group_size is a multiple of 64, or not below K.
+        """
+
+    def linear_fp8(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        """See `linear_int8`, for a weight from `pack_fp8`."""
 
 
 # Fused operations made of the single ones, for kernels that have nothing faster.

@@ -21,6 +21,7 @@ from lightserve.kernels.check_batches import CheckBatch, check_batches
 from lightserve.kernels.interface import (
     ExpertBiases,
     ExpertKernels,
+    Fp8Kernels,
     Kernels,
     KernelShapes,
     QKNorm,
@@ -48,6 +49,7 @@ INT8_STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
 CHECKED_GROUP = 32
 """Inputs of a group of 4-bit weights."""
+CHECKED_FP8_GROUP = 128
 CHECKED_CAP = 2.0
 """Of random scores, about 1: a model's own cap would change next to nothing."""
 MAX_WEIGHT_NUMBERS = 1 << 22
@@ -81,17 +83,20 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
         )
 
 
-def check_quantized(kernels: QuantizingKernels, shapes: KernelShapes, *, has_int4: bool) -> None:
+def check_quantized(
+    kernels: QuantizingKernels, shapes: KernelShapes, device: torch.device, *, has_int4: bool
+) -> None:
     """Compare products of 8-bit weights with the reference's, of the same numbers.
 
-    `has_int4`: of 4-bit ones as well.
+    `has_int4`: of 4-bit ones as well, and of FP8 where the kernels have it.
 
     Raises:
         StartupError: one disagrees.
     """
-    pair = _Pair(kernels, shapes, torch.device("cpu"))
+    pair = _Pair(kernels, shapes, device)
     int4 = _int4_linears(pair, kernels) if has_int4 else ()
-    comparisons = chain(_int8_linears(pair, kernels), int4)
+    fp8 = _fp8_linears(pair, kernels) if has_int4 and isinstance(kernels, Fp8Kernels) else ()
+    comparisons = chain(_int8_linears(pair, kernels), int4, fp8)
     reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(
@@ -258,9 +263,10 @@ def _int4_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Compariso
     for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         sizes = (num_outputs, -(-num_inputs // CHECKED_GROUP))
-        integers = torch.randint(16, (num_outputs, num_inputs), generator=pair.generator)
+        drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
+        integers = torch.randint(16, (num_outputs, num_inputs), **drawn)
         factors = pair.random(*sizes, scale=0.2 * num_inputs**-0.5).half()
-        zeros = torch.randint(16, sizes, generator=pair.generator)
+        zeros = torch.randint(16, sizes, **drawn)
         packed = kernels.pack_groups(
             integers.byte(), factors, zeros.byte(), bits=4, group_size=CHECKED_GROUP
         )
@@ -272,6 +278,23 @@ def _int4_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Compariso
             truth = ReferenceKernels().linear(x.float(), wide, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"int4 linear ({name})", shape, result, truth)
+
+
+def _fp8_linears(pair: _Pair, kernels: Fp8Kernels) -> Iterator[Comparison]:
+    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
+        values = pair.random(num_outputs, num_inputs).to(torch.float8_e4m3fn)
+        sizes = (num_outputs, -(-num_inputs // CHECKED_FP8_GROUP))
+        factors = pair.random(*sizes, scale=num_inputs**-0.5).float()
+        packed = kernels.pack_fp8(values, factors, group_size=CHECKED_FP8_GROUP)
+        grid = factors.repeat_interleave(CHECKED_FP8_GROUP, dim=1)[:, :num_inputs]
+        for num_rows in LINEAR_ROWS:
+            x = pair.random(num_rows, num_inputs)
+            with _Poison():
+                result = kernels.linear_fp8(x, packed, None)
+            truth = ReferenceKernels().linear(x.float(), values.float() * grid, None)
+            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
+            yield Comparison(f"fp8 linear ({name})", shape, result, truth)
 
 
 def _norms(pair: _Pair) -> Iterator[Comparison]:

@@ -147,6 +147,12 @@ class SafetensorsReader:
         if not is_finite(weight.factors):
             bad = module + form.factors
             raise ModelLoadError(f"{file}: tensor {bad!r} has values that are not finite")
+        is_fp8 = weight.values.dtype is torch.float8_e4m3fn
+        if is_fp8 and bool(((weight.values.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            bad = module + form.values
+            raise ModelLoadError(
+                f"{file}: tensor {bad!r} has values that are not finite in {self.dtype}"
+            )
         return weight
 
     def _read_numbers(

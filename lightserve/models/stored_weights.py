@@ -23,6 +23,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight outputs stands in an int32, in values of 4 bits from the lowest."""
 PACKED_SIZES = (128, 96, 64, 32)
 """Inputs of a group that `pack_groups` takes, the best first."""
+FP8_SIZES = (128, 64)
+"""The same of `pack_fp8`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,16 +127,48 @@ def groups_of(parts: list[StoredWeight]) -> IntegerGroups | None:
     return groups if is_kept and fits else None
 
 
-def _packed_size(part: StoredWeight) -> int | None:
+class Fp8Groups(NamedTuple):
+    """A weight [M, K] as `Fp8Kernels.pack_fp8` takes it."""
+
+    values: Tensor
+    """float8_e4m3fn [M, K]."""
+    factors: Tensor
+    """float32 [M, G]."""
+    group_size: int
+
+
+def fp8_of(parts: list[StoredWeight]) -> Fp8Groups | None:
+    """Return parts with the same inputs, one below the other; None: they are not of that kind."""
+    if any(part.values.dtype is not torch.float8_e4m3fn for part in parts):
+        return None
+    num_inputs = parts[0].values.shape[1]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])
+    sizes = {_packed_size(part, FP8_SIZES) for part in parts}
+    factors = [part.factors for part in parts]
+    if all(own.shape[1] == 1 for own in factors):
+        return Fp8Groups(values.view(torch.float8_e4m3fn), torch.cat(factors), num_inputs)
+    if len(sizes) > 1 or None in sizes:
+        return None
+    (size,) = sizes
+    assert size is not None
+    starts = torch.arange(0, num_inputs, size)
+    factors = [
+        part.factors[:, (starts + part.first_input) // (part.group_size or num_inputs)]
+        for part in parts
+    ]
+    return Fp8Groups(values.view(torch.float8_e4m3fn), torch.cat(factors), size)
+
+
+def _packed_size(part: StoredWeight, sizes: tuple[int, ...] = PACKED_SIZES) -> int | None:
     """Return the largest size of groups at whose beginnings those of the part may begin."""
     if part.group_size is None:
         return None
     if part.factors.shape[1] == 1:
-        return PACKED_SIZES[0]
+        return sizes[0]
     start = part.first_input % part.group_size
     fitting = (
         size
-        for size in PACKED_SIZES
+        for size in sizes
         if part.group_size % size == 0 and (part.group_size - start) % size == 0
     )
     return next(fitting, None)

@@ -17,7 +17,13 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import Kernels, KernelShapes
+from lightserve.kernels.interface import (
+    ExpertKernels,
+    Fp8Kernels,
+    Kernels,
+    KernelShapes,
+    QuantizingKernels,
+)
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.self_check import LIMITS, check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
@@ -29,6 +35,7 @@ from lightserve.models.config import (
     resolve_context_len,
     resolve_dtype,
 )
+from lightserve.models.layers.fp8 import Fp8Method
 from lightserve.models.layers.linear import (
     Int4Method,
     Int8Method,
@@ -281,8 +288,11 @@ def build_runner(
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     stored_as = quantised_as(path, model_config)
-    method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
+    method = linear_method(
+        config.quantization, kernels, torch_dtype, is_stored=bool(stored_as), device=device
+    )
     check_latents(config, model_config, kernels)
+    check_experts(config, model_config, kernels)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -363,27 +373,83 @@ def _check(
     """Compare all that the kernels will do with the reference."""
     check_kernels(kernels, shapes, device)
     if isinstance(method, Int8Method | StoredMethod):
-        check_quantized(method.kernels, shapes, has_int4=type(method) is not Int8Method)
+        has_int4 = type(method) is not Int8Method
+        check_quantized(method.kernels, shapes, device, has_int4=has_int4)
     if kv_type == "int8":
         check_int8_kv(kernels, shapes)
 
 
 def linear_method(
-    quantization: str, kernels: Kernels, dtype: torch.dtype, *, is_stored: bool = False
+    quantization: str,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    *,
+    is_stored: bool = False,
+    device: torch.device | None = None,
 ) -> LinearMethod:
     """Return how weights are kept, as --quantization says.
 
-    `is_stored`: the files have quantised ones, which stay as they are where they can.
+    `is_stored`: the files have quantised ones, which stay as they are where they can. `device`:
+    where products are, default the CPU.
 
     Raises:
         ConfigError: these kernels, or the model's type, do not go with it.
     """
+    is_triton = isinstance(kernels, Fp8Kernels)
     if quantization == "none":
-        if is_stored and isinstance(kernels, NativeKernels) and dtype is not torch.float16:
+        is_typed = is_triton or dtype is not torch.float16  # which the native core has not
+        if is_stored and isinstance(kernels, QuantizingKernels) and is_typed:
             return StoredMethod(kernels)
         return UnquantizedMethod(kernels)
-    kernels = _native(f"--quantization {quantization}", kernels, dtype)
+    what = f"--quantization {quantization}"
+    if quantization == "fp8":
+        if device is not None and device.type == "cuda":
+            check_fp8(torch.cuda.get_device_capability(device), dtype)
+        else:
+            _native(what, kernels, dtype)
+            log.warning(
+                "%s on a CPU saves neither memory nor time: weights are held as %s, and"
+                " activations are rounded besides; it is what a GPU of compute capability 8.9"
+                " or newer would answer",
+                what,
+                str(dtype).removeprefix("torch."),
+            )
+        return Fp8Method(kernels)
+    if not isinstance(kernels, Fp8Kernels):
+        kernels = _native(what, kernels, dtype)
     return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
+
+
+def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    """Check that a GPU has products of 8-bit floating point, with factors for each row.
+
+    Raises:
+        ConfigError: it has not, or not with results of the model's type.
+    """
+    if capability < (8, 9):
+        own = ".".join(map(str, capability))
+        raise ConfigError(
+            f"--quantization fp8 needs a GPU of compute capability 8.9 or newer, got {own}:"
+            " --quantization int8 does without"
+        )
+    if dtype is not torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--quantization fp8 needs --dtype bfloat16 on a GPU, got {name}")
+
+
+def check_experts(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
+    """Check that experts are rounded where --quantization says so.
+
+    Raises:
+        ConfigError: these kernels multiply by those of a layer at once, and by numbers alone.
+    """
+    if model_config.moe is None or not isinstance(kernels, ExpertKernels):
+        return
+    if config.quantization != "none":
+        raise ConfigError(
+            f"--quantization {config.quantization} does not go with {model_config.architecture} on"
+            " a GPU, where experts stay as they are: leave it out"
+        )
 
 
 def check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:

@@ -138,18 +138,13 @@ def test_auto_on_a_gpu_is_no_place_for_batch_invariance() -> None:
             {"batch_invariant": True, "attention_backend": "triton"},
             "--batch-invariant needs --attention-backend torch or auto, got 'triton'",
         ),
-        ({"quantization": "int3"}, "--quantization must be one of none, int8, int4, got 'int3'"),
         (
-            {"quantization": "int8", "dtype": "float16"},
-            "--quantization int8 needs --dtype auto or bfloat16 or float32, got 'float16'",
-        ),
-        (
-            {"quantization": "int8", "device": "cuda"},
-            "--quantization int8 needs --device auto or cpu, got 'cuda'",
+            {"quantization": "int3"},
+            "--quantization must be one of none, int8, int4, fp8, got 'int3'",
         ),
         (
             {"quantization": "int8", "attention_backend": "torch"},
-            "--quantization int8 needs --attention-backend auto, got 'torch'",
+            "--quantization int8 needs --attention-backend auto or triton, got 'torch'",
         ),
         (
             {"quantization": "int8", "batch_invariant": True},

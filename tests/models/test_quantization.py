@@ -1,4 +1,4 @@
-"""--quantization int8 and int4, --kv-dtype int8: whole models, accuracy, and what they refuse."""
+"""--quantization int8, int4 and fp8, --kv-dtype int8: whole models, accuracy, refusals."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.models.layers.fp8 import (
+    Fp8Method,
+    RoundingLinear,
+    rounded_to_fp8,
+    scaled_product,
+)
 from lightserve.models.layers.linear import (
     GatedLinear,
     Int4Method,
@@ -40,9 +47,9 @@ from lightserve.worker.engine import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-LARGEST_SHARE = {"int8": 0.01, "int4": 0.05, "int8 KV": 0.01}
+LARGEST_SHARE = {"int8": 0.01, "int4": 0.05, "fp8": 0.1, "int8 KV": 0.01}
 """Of tokens whose most probable successor is another one, and no tie."""
-LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4, "int8 KV": 3e-4}
+LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4, "fp8": 5e-3, "int8 KV": 3e-4}
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
@@ -170,6 +177,7 @@ def test_the_bundled_model_says_the_same() -> None:
     found = {
         "int8": differs(Int8Method(kernels)),
         "int4": differs(Int4Method(kernels)),
+        "fp8": differs(Fp8Method(kernels)),
         "int8 KV": differs(None, torch.int8),
     }
     for name, (share, divergence) in found.items():
@@ -178,6 +186,40 @@ def test_the_bundled_model_says_the_same() -> None:
     for name, largest in (("int8", 7), ("int4", 3)):
         _, coarse = differs(CoarseMethod(kernels, largest))
         assert coarse > 2 * LARGEST_DIVERGENCE[name], "fewer bits would have been noticed"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_of_8_bit_floating_point_is_torchs_own(dtype: torch.dtype) -> None:
+    """As GPUs have it, by numbers that are rounded on both sides; rows of nothing stay so."""
+    torch.manual_seed(3)
+    x, weight, bias = torch.randn(9, 96).to(dtype), torch.randn(64, 96).to(dtype), torch.randn(64)
+    x[2], x[5, 3], weight[7] = 0.0, torch.nan, 0.0
+    linear = RoundingLinear(NativeKernels(), weight, bias.to(dtype), is_gated=False)
+    found = linear.apply(x).float()
+    (values, of_rows), (own, of_outputs) = rounded_to_fp8(x), rounded_to_fp8(weight)
+    truth = scaled_product(values, own, of_rows, of_outputs.T.contiguous()).float()
+    truth += bias.to(dtype)
+    is_good = torch.arange(9) != 5
+    assert found[5].isnan().all() and found[is_good].isfinite().all()
+    torch.testing.assert_close(found[is_good], truth[is_good], rtol=2e-2, atol=2e-2)
+    exact = x.float() @ weight.float().T + bias
+    lost = (found - exact)[is_good].norm() / exact[is_good].norm()
+    assert 0.01 < lost < 0.05, "rounding of three bits is to be seen"
+
+
+def test_8_bit_floating_point_where_it_is_not() -> None:
+    engine.check_fp8((8, 9), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"compute capability 8.9 or newer, got 8.0: --quant"):
+        engine.check_fp8((8, 0), torch.bfloat16)
+    with pytest.raises(ConfigError, match="fp8 needs --dtype bfloat16 on a GPU, got float16"):
+        engine.check_fp8((9, 0), torch.float16)
+    with pytest.raises(ConfigError, match="--quantization fp8 needs the native core for CPUs"):
+        linear_method("fp8", ReferenceKernels(), torch.bfloat16)
+    model = tiny_config(moe=EXPERTS)
+    engine.check_experts(ServeConfig(), model, TritonKernels())
+    engine.check_experts(ServeConfig(quantization="int8"), model, NativeKernels())
+    with pytest.raises(ConfigError, match=r"int8 does not go with .* on a GPU, where experts stay"):
+        engine.check_experts(ServeConfig(quantization="int8"), model, TritonKernels())
 
 
 def test_a_tied_embedding_is_kept_once() -> None:
@@ -228,7 +270,9 @@ def config_of(quantization: str = "int8", **changes: object) -> ServeConfig:
     )
 
 
-@pytest.mark.parametrize(("name", "method"), [("int8", Int8Method), ("int4", Int4Method)])
+@pytest.mark.parametrize(
+    ("name", "method"), [("int8", Int8Method), ("int4", Int4Method), ("fp8", Fp8Method)]
+)
 def test_a_worker_starts_with_it(
     name: str, method: type[LinearMethod], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +283,8 @@ def test_a_worker_starts_with_it(
     with caplog.at_level("INFO"):
         build_runner(config_of(name), load=load)  # type: ignore[arg-type]
     assert f"bfloat16 with {name} weights, native kernels on cpu" in caplog.text
+    is_warned = "on a CPU saves neither memory nor time: weights are held as bf" in caplog.text
+    assert is_warned == (name == "fp8")
 
 
 def test_a_worker_keeps_its_kv_in_8_bits(caplog: pytest.LogCaptureFixture) -> None:

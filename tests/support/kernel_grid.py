@@ -91,7 +91,8 @@ class Poisoned(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self._ALLOCATIONS:
-            result.fill_(torch.nan if result.dtype.is_floating_point else -(1 << 20))
+            integer = 0x5A if result.dtype.itemsize == 1 else -(1 << 20)
+            result.fill_(torch.nan if result.dtype.is_floating_point else integer)
         return result
 
 

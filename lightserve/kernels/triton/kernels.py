@@ -12,10 +12,13 @@ from lightserve.kernels.interface import (
     AttentionBatch,
     ClampedGate,
     ExpertBiases,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
     QKNorm,
     ScoreMod,
 )
-from lightserve.kernels.triton import elementwise, experts
+from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
 from lightserve.kernels.triton.merge import LOG2_E
@@ -103,6 +106,71 @@ class TritonKernels:
     ) -> Tensor:
         """See `ExpertKernels.mix_experts`."""
         return experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=gate)
+
+    def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
+        """See `QuantizingKernels.quantize`."""
+        return quantized.int8_of(weight)._replace(is_gated=is_gated)
+
+    def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
+        """See `QuantizingKernels.pack_int8`."""
+        own = factors.float()[None].contiguous()
+        return Int8Weight(integers.contiguous(), own, len(integers), is_gated)
+
+    def linear_int8(
+        self,
+        x: Tensor,
+        weight: Int8Weight,
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `QuantizingKernels.linear_int8`."""
+        product = quantized.linear_int8(x, weight, bias, dtype)
+        return self.silu_and_mul(product) if weight.is_gated else product
+
+    def int8_rows(
+        self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """See `QuantizingKernels.int8_rows`."""
+        packed, factors = weight.packed, weight.factors[0]
+        return lambda rows: (packed[rows].float() * factors[rows, None]).to(dtype)
+
+    def quantize_groups(
+        self, weight: Tensor, group_size: int, *, is_gated: bool = False
+    ) -> GroupedWeight:
+        """See `QuantizingKernels.quantize_groups`."""
+        return quantized.quantize_groups(weight, group_size)._replace(is_gated=is_gated)
+
+    def pack_groups(
+        self,
+        integers: Tensor,
+        factors: Tensor,
+        zeros: Tensor,
+        *,
+        bits: int,
+        group_size: int,
+        is_gated: bool = False,
+    ) -> GroupedWeight:
+        """See `QuantizingKernels.pack_groups`."""
+        weight = quantized.pack_groups(integers, factors, zeros, bits=bits, group_size=group_size)
+        return weight._replace(is_gated=is_gated)
+
+    def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+        """See `QuantizingKernels.linear_groups`."""
+        product = quantized.linear_groups(x, weight, bias)
+        return self.silu_and_mul(product) if weight.is_gated else product
+
+    def pack_fp8(
+        self, values: Tensor, factors: Tensor, *, group_size: int, is_gated: bool = False
+    ) -> Fp8Weight:
+        """See `Fp8Kernels.pack_fp8`."""
+        weight = quantized.pack_fp8(values, factors, group_size=group_size)
+        return weight._replace(is_gated=is_gated)
+
+    def linear_fp8(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+        """See `Fp8Kernels.linear_fp8`."""
+        product = quantized.linear_fp8(x, weight, bias)
+        return self.silu_and_mul(product) if weight.is_gated else product
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`: weights stay as they are."""

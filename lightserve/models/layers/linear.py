@@ -18,10 +18,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.errors import ModelLoadError
-from lightserve.kernels.interface import GroupedWeight, Int8Weight, Kernels, QuantizingKernels
+from lightserve.kernels.interface import (
+    Fp8Kernels,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    Kernels,
+    QuantizingKernels,
+)
 from lightserve.models.base import logits_dtype
 from lightserve.models.parallel import Part, TensorParallel
-from lightserve.models.stored_weights import StoredWeight, groups_of
+from lightserve.models.stored_weights import StoredWeight, fp8_of, groups_of
 
 # Where layers get their weights from: the seam between the layers and the loader.
 
@@ -280,7 +287,9 @@ class LinearMethod(Protocol):
         """
 
 
-def _merged(reader: WeightReader, shards: Sequence[ModuleShard]) -> tuple[Tensor, Tensor | None]:
+def merged_shards(
+    reader: WeightReader, shards: Sequence[ModuleShard]
+) -> tuple[Tensor, Tensor | None]:
     """Read plain shards into one contiguous weight, and their biases into one."""
     num_rows = sum(shard.rows.size for shard in shards)
     num_columns = shards[0].columns.size
@@ -353,7 +362,7 @@ class UnquantizedMethod:
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
     ) -> Linear:
         """See `LinearMethod.create`."""
-        return self.make(*_merged(reader, shards), is_gated=is_gated)
+        return self.make(*merged_shards(reader, shards), is_gated=is_gated)
 
 
 class Int8Linear:
@@ -389,7 +398,7 @@ class Int8Method:
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
     ) -> Linear:
         """See `LinearMethod.create`."""
-        return self.make(*_merged(reader, shards), is_gated=is_gated)
+        return self.make(*merged_shards(reader, shards), is_gated=is_gated)
 
 
 class GroupedLinear:
@@ -426,7 +435,7 @@ class Int4Method(Int8Method):
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
     ) -> Linear:
         """See `LinearMethod.create`."""
-        weight, bias = _merged(reader, shards)
+        weight, bias = merged_shards(reader, shards)
         rounded = self.kernels.quantize_groups(weight, self.GROUP_SIZE, is_gated=is_gated)
         if not bool(rounded.factors.isfinite().all()):
             names = ", ".join(shard.name for shard in shards)
@@ -459,24 +468,64 @@ class StoredMethod(UnquantizedMethod):
             for shard in shards
         ]
         stored = [part for part in parts if part is not None]
-        groups = groups_of(stored) if len(stored) == len(parts) else None
-        if groups is None:
+        kept = None
+        if len(stored) == len(parts):
+            kept = self._kept(stored, _merged_bias(reader, shards), reader.device, is_gated)
+        if kept is None:
             self.num_widened += bool(stored)
             return super().create(reader, shards, is_gated=is_gated)
         self.num_kept += 1
-        kernels, bias = self.kernels, _merged_bias(reader, shards)
+        return kept
+
+    def _kept(
+        self, parts: list[StoredWeight], bias: Tensor | None, device: torch.device, is_gated: bool
+    ) -> Linear | None:
+        """Return the map of quantised parts, one below the other; None: the kernels have none."""
+        kernels = self.kernels
+        fp8 = fp8_of(parts) if isinstance(kernels, Fp8Kernels) else None
+        if fp8 is not None:
+            assert isinstance(kernels, Fp8Kernels)
+            own = fp8.values.to(device), fp8.factors.to(device)
+            packed = kernels.pack_fp8(*own, group_size=fp8.group_size, is_gated=is_gated)
+            return Fp8Linear(kernels, packed, bias)
+        groups = groups_of(parts)
+        if groups is None:
+            return None
         if groups.has_output_factors:
-            own = (groups.integers ^ 0x80).view(torch.int8), groups.factors[:, 0]
-            return Int8Linear(kernels, kernels.pack_int8(*own, is_gated=is_gated), bias)
-        packed = kernels.pack_groups(
-            groups.integers,
-            groups.factors.half(),
-            groups.zeros.to(torch.uint8),
+            integers = (groups.integers ^ 0x80).view(torch.int8).to(device)
+            factors = groups.factors[:, 0].to(device)
+            return Int8Linear(
+                kernels, kernels.pack_int8(integers, factors, is_gated=is_gated), bias
+            )
+        grouped = kernels.pack_groups(
+            groups.integers.to(device),
+            groups.factors.half().to(device),
+            groups.zeros.to(torch.uint8).to(device),
             bits=groups.bits,
             group_size=groups.group_size,
             is_gated=is_gated,
         )
-        return GroupedLinear(kernels, packed, bias)
+        return GroupedLinear(kernels, grouped, bias)
+
+
+class Fp8Linear:
+    """A weight of floating point of 8 bits, and perhaps a bias [out]."""
+
+    __slots__ = ("bias", "kernels", "weight")
+
+    def __init__(self, kernels: Fp8Kernels, weight: Fp8Weight, bias: Tensor | None) -> None:
+        self.kernels = kernels
+        self.weight = weight
+        self.bias = bias
+
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Linear.apply`."""
+        assert dtype is None, "no output layer is of 8 bits in files"
+        return self.kernels.linear_fp8(x, self.weight, self.bias)
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Linear.rows`."""
+        return None
 
 
 class ColumnParallelLinear:

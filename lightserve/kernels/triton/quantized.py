@@ -1,0 +1,308 @@
+"""Products with quantised weights, which stay packed: made numbers tile by tile, in registers.
+
+    int8    int8 [M, K], a factor for each output
+    uint8   integers of 8 bits without a sign; groups of inputs have a factor and a zero each
+    int4    the same of 4 bits
+    fp8     float8_e4m3fn [M, K]; groups of inputs have a factor each
+
+Integers less their zeros, and numbers of 8 bits, are bfloat16's and float16's: nothing is lost
+before the product. Factors are multiplied to its float32 sums, group by group. Of 4 bits two
+inputs share a byte, HALF apart, so that each half of a tile is a product of its own:
+
+    bytes    0 … HALF-1                                 HALF … 2*HALF-1
+    inputs   low bits 0 …, high bits HALF … 2*HALF-1    2*HALF …
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightserve.kernels.interface import Fp8Weight, GroupedWeight, Int8Weight
+
+BLOCK_R, LARGE_BLOCK_R = 16, 64
+"""Rows of a program: of decodes, and from `LARGE_FROM` rows on."""
+LARGE_FROM = 33
+NUM_STAGES = 4
+BLOCK_K = 64
+"""Inputs that are taken at once, of both halves each; a divisor of groups, or half of it."""
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Of a group's width that its 16 values are spread over: the one with the least error is taken."""
+
+
+@triton.jit
+def _widened(values, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Return packed values as numbers of DTYPE: of fp8 a 256th of what they stand for."""
+    if KIND == "fp8":
+        # A sign, four bits of exponent and three behind it, as they stand in float16: without a
+        # GPU's own conversion, which those before sm_89 lack.
+        wide = values.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
+    return values.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _part(
+    x_lines, is_row, inputs, values, factors_ptr, zeros_ptr, places, is_output,
+    NUM_INPUTS: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Return x [R, K] times values [K, N], whose factors stand at `places` [N]."""
+    mask = is_row[:, None] & (inputs < NUM_INPUTS)[None, :]
+    x = tl.load(x_lines + inputs[None, :], mask=mask, other=0.0)
+    if WIDEN:
+        x = x.to(tl.float32)
+    numbers = _widened(values, KIND, x.dtype)
+    if HAS_ZEROS:
+        zeros = tl.load(zeros_ptr + places, mask=is_output, other=0)
+        numbers -= zeros.to(tl.float32).to(x.dtype)[None, :]
+    part = tl.dot(x, numbers, input_precision="ieee")
+    if HAS_FACTORS:
+        part *= tl.load(factors_ptr + places, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    return part
+
+
+# fmt: off
+@triton.jit
+def product(
+    x_lines, is_row, values_ptr, factors_ptr, zeros_ptr, outputs, is_output, factors_stride,
+    NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):
+    # fmt: on
+    """Return rows that begin at x_lines [R, 1] times some outputs [N] of a weight, float32 [R, N].
+
+    values [all outputs, NUM_BYTES], factors and zeros [groups, all outputs]; GROUP 0: one factor
+    for all inputs.
+    """
+    lines = values_ptr + outputs.to(tl.int64)[None, :] * NUM_BYTES
+    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for start in range(0, NUM_BYTES, BLOCK_K):
+        places = start + tl.arange(0, BLOCK_K)
+        is_value = is_output[None, :] & (places < NUM_BYTES)[:, None]
+        values = tl.load(lines + places[:, None], mask=is_value, other=0)
+        if KIND == "int4":
+            first = 2 * start
+            inputs = first + tl.arange(0, BLOCK_K)
+            low = outputs + first // GROUP * factors_stride
+            total += _part(
+                x_lines, is_row, inputs, values & 15, factors_ptr, zeros_ptr, low, is_output,
+                NUM_INPUTS, KIND, True, True, WIDEN,
+            )  # fmt: skip
+            # The last half may be beyond all inputs, and then beyond all factors.
+            last: tl.constexpr = (NUM_INPUTS - 1) // GROUP
+            high = outputs + tl.minimum((first + BLOCK_K) // GROUP, last) * factors_stride
+            total += _part(
+                x_lines, is_row, inputs + BLOCK_K, values >> 4, factors_ptr, zeros_ptr, high,
+                is_output, NUM_INPUTS, KIND, True, True, WIDEN,
+            )  # fmt: skip
+        else:
+            own = outputs
+            if GROUP:
+                own += start // GROUP * factors_stride
+            total += _part(
+                x_lines, is_row, places, values, factors_ptr, zeros_ptr, own, is_output,
+                NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
+            )  # fmt: skip
+    if not GROUP:
+        total *= tl.load(factors_ptr + outputs, mask=is_output, other=0.0)[None, :]
+    return total
+
+
+# fmt: off
+@triton.jit
+def _product_kernel(
+    x_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
+    factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):
+    # fmt: on
+    """x [num_rows, NUM_INPUTS] times a weight, see `product`: out [num_rows, num_outputs]."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    total = product(
+        x_ptr + rows[:, None] * x_stride, is_row, values_ptr, factors_ptr, zeros_ptr, outputs,
+        is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_R, BLOCK_N, BLOCK_K,
+        WIDEN,
+    )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + rows[:, None] * num_outputs + outputs[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+class Launch(NamedTuple):
+    """How a product is cut up."""
+
+    block_r: int
+    block_n: int
+    num_warps: int
+
+
+def launch_of(num_rows: int, kind: str, block_k: int) -> Launch:
+    """Return blocks with loads of 16 bytes, which do not spill registers."""
+    if num_rows >= LARGE_FROM:
+        return Launch(LARGE_BLOCK_R, 64, 8 if kind == "int4" else 4)
+    return Launch(BLOCK_R, 64 if block_k < BLOCK_K else 32, 4)
+
+
+def _multiply(
+    x: Tensor,
+    values: Tensor,
+    factors: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    *,
+    kind: str,
+    group: int,
+    block_k: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (num_rows, num_inputs), (num_outputs, num_bytes) = x.shape, values.shape
+    out = torch.empty((num_rows, num_outputs), dtype=dtype or x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    launch = launch_of(num_rows, kind, block_k)
+    blocks = triton.cdiv(num_rows, launch.block_r), triton.cdiv(num_outputs, launch.block_n)
+    _product_kernel[blocks](
+        x,
+        values,
+        factors,
+        zeros,
+        bias,
+        out,
+        num_rows,
+        num_outputs,
+        x.stride(0),
+        factors.stride(0),
+        NUM_INPUTS=num_inputs,
+        NUM_BYTES=num_bytes,
+        KIND=kind,
+        GROUP=group,
+        HAS_BIAS=bias is not None,
+        BLOCK_R=launch.block_r,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=block_k,
+        WIDEN=x.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
+        num_warps=launch.num_warps,
+        num_stages=NUM_STAGES,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+def int8_of(weight: Tensor) -> Int8Weight:
+    """See `QuantizingKernels.quantize`."""
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    is_zero = largest < 1e-30
+    inverse = torch.full_like(largest, 127.0) / largest
+    integers = (wide * torch.where(is_zero, 0.0, inverse)).round().to(torch.int8)
+    factors = torch.where(is_zero, 0.0, largest / 127.0)
+    return Int8Weight(integers, factors.T.contiguous(), len(weight))
+
+
+def linear_int8(
+    x: Tensor, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    """See `QuantizingKernels.linear_int8`."""
+    return _multiply(
+        x,
+        weight.packed,
+        weight.factors,
+        None,
+        bias,
+        kind="int8",
+        group=0,
+        block_k=2 * BLOCK_K,
+        dtype=dtype,
+    )
+
+
+def half_of(group_size: int) -> int:
+    """Return how far inputs that share a byte are apart: both halves are within a group."""
+    return BLOCK_K if group_size % BLOCK_K == 0 else BLOCK_K // 2
+
+
+def pack_groups(
+    integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
+) -> GroupedWeight:
+    """See `QuantizingKernels.pack_groups`."""
+    num_outputs, num_inputs = integers.shape
+    packed = integers.contiguous()
+    if bits == 4:
+        half = half_of(group_size)
+        padded = torch.nn.functional.pad(integers, (0, -num_inputs % (2 * half)))
+        low, high = padded.view(num_outputs, -1, 2, half).unbind(2)
+        packed = (low | high << 4).flatten(1)
+    sizes = (num_outputs, num_inputs, bits, group_size)
+    return GroupedWeight(packed, factors.T.contiguous(), zeros.T.contiguous(), *sizes)
+
+
+def quantize_groups(weight: Tensor, group_size: int) -> GroupedWeight:
+    """See `QuantizingKernels.quantize_groups`."""
+    num_outputs, num_inputs = weight.shape
+    wide = torch.nn.functional.pad(weight.float(), (0, -num_inputs % group_size))
+    wide = wide.view(num_outputs, -1, group_size)
+    low, high = wide.amin(-1).clamp(max=0.0), wide.amax(-1).clamp(min=0.0)
+    best = torch.zeros_like(wide, dtype=torch.uint8)
+    factors, zeros = torch.zeros_like(low).half(), torch.zeros_like(low, dtype=torch.uint8)
+    least = torch.full_like(low, torch.inf)
+    for share in SHARES:
+        factor = ((high - low) * (share / 15.0)).half()
+        scale = factor.float()[..., None]
+        inverse = torch.where(scale > 0.0, scale.reciprocal(), 0.0)
+        zero = (-low * share * inverse[..., 0]).round().clamp(0, 15)
+        found = (wide * inverse).round().add_(zero[..., None]).clamp_(0, 15)
+        error = ((found - zero[..., None]) * scale - wide).square().sum(-1)
+        # The first is taken at least, so that a factor that float16 cannot hold is infinite.
+        is_better = (error < least) | (least.isinf() & (share == SHARES[0]))
+        least = torch.where(is_better, error, least)
+        factors = torch.where(is_better, factor, factors)
+        zeros = torch.where(is_better, zero.to(torch.uint8), zeros)
+        best = torch.where(is_better[..., None], found.to(torch.uint8), best)
+    integers = best.flatten(1)[:, :num_inputs]
+    return pack_groups(integers, factors, zeros, bits=4, group_size=group_size)
+
+
+def linear_groups(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
+    """See `QuantizingKernels.linear_groups`."""
+    return _multiply(
+        x,
+        weight.packed,
+        weight.factors,
+        weight.zeros,
+        bias,
+        kind="int4" if weight.bits == 4 else "uint8",
+        group=weight.group_size,
+        block_k=half_of(weight.group_size),
+    )
+
+
+def pack_fp8(values: Tensor, factors: Tensor, *, group_size: int) -> Fp8Weight:
+    """See `Fp8Kernels.pack_fp8`."""
+    assert group_size % BLOCK_K == 0 or group_size >= values.shape[1]
+    # What is made of an 8-bit number is a 256th of it.
+    return Fp8Weight(values.contiguous(), (factors.float() * 256.0).T.contiguous(), group_size)
+
+
+def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """See `Fp8Kernels.linear_fp8`."""
+    return _multiply(
+        x,
+        weight.packed.view(torch.uint8),
+        weight.factors,
+        None,
+        bias,
+        kind="fp8",
+        group=0 if weight.group_size >= x.shape[1] else weight.group_size,
+        block_k=BLOCK_K,
+    )

@@ -1,0 +1,238 @@
+"""Products by packed weights in Triton's kernels: exactness, borders, whole files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.grids import choose, long_but
+from support.kernel_grid import LIMITS, Poisoned, relative_error
+from support.model_runs import load_tiny
+from support.parity import TokenSequence, schedule
+from support.quantised_files import quantise
+from support.tiny_models import TinyModel, write_tiny_model
+from torch import Tensor
+
+from lightserve.errors import ConfigError, StartupError
+from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.interface import Kernels, KernelShapes
+from lightserve.kernels.reference import ReferenceKernels, numbers_of_groups, rounded_to_int8
+from lightserve.kernels.select import missing_core
+from lightserve.kernels.self_check import check_quantized
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.models.layers.linear import Int4Method, Int8Method, StoredMethod
+from lightserve.models.stored_weights import StoredWeight, fp8_of
+from lightserve.worker.engine import linear_method
+
+KERNELS = TritonKernels()
+SIZES = [(1, 70, 200), (5, 33, 96), (40, 130, 64), (3, 64, 300)]
+"""(rows, outputs, inputs): borders of blocks on both sides."""
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(found: Tensor, x: Tensor, numbers: Tensor, bias: Tensor | None) -> None:
+    """Compare with the product by the same numbers, and see that others would be noticed."""
+    truth = ReferenceKernels().linear(x.float(), numbers, None if bias is None else bias.float())
+    limit = 1e-5 if x.dtype is torch.float32 else LIMITS[x.dtype] / 4
+    assert found.dtype is x.dtype and relative_error(found, truth) <= limit
+    assert relative_error(found, truth.flip(1)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("size", SIZES)
+def test_integers_of_8_bits(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, outputs, inputs = size
+    x, bias = normal(rows, inputs + 8, dtype=dtype)[:, :inputs], normal(outputs, dtype=dtype)
+    weight = normal(outputs, inputs, seed=1)
+    weight[3] = 0.0
+    packed = KERNELS.quantize(weight)
+    with Poisoned():
+        found = KERNELS.linear_int8(x, packed, bias)
+    numbers = rounded_to_int8(weight)
+    check(found, x, numbers, bias)
+    wide = KERNELS.linear_int8(x, packed, None, dtype=torch.float32)
+    assert wide.dtype is torch.float32
+    look_up = KERNELS.int8_rows(packed, inputs, torch.float32)
+    assert torch.equal(look_up(torch.tensor([4, 0])), numbers[[4, 0]])
+
+
+@pytest.mark.parametrize(
+    ("size", "bits", "group_size"),
+    long_but(
+        [(size, bits, group) for size in SIZES for bits in (4, 8) for group in (32, 64, 96, 128)],
+        [
+            (SIZES[i % 4], bits, group)
+            for i, (bits, group) in enumerate(
+                [(4, 32), (4, 64), (4, 96), (4, 128), (8, 32), (8, 96), (8, 128)]
+            )
+        ],
+    ),
+)
+def test_integers_in_groups(size: tuple[int, int, int], bits: int, group_size: int) -> None:
+    rows, outputs, inputs = size
+    num_groups = -(-inputs // group_size)
+    integers = torch.randint(2**bits, (outputs, inputs), dtype=torch.uint8)
+    zeros = torch.randint(2**bits, (outputs, num_groups), dtype=torch.uint8)
+    factors = normal(outputs, num_groups, seed=2).half()
+    packed = KERNELS.pack_groups(integers, factors, zeros, bits=bits, group_size=group_size)
+    numbers = numbers_of_groups(integers, factors, zeros, group_size)
+    if bits == 4:
+        assert packed.packed.nbytes <= (outputs * (inputs + 127)) // 2
+    for dtype in (torch.float32, torch.bfloat16):
+        x, bias = normal(rows, inputs, dtype=dtype, seed=3), normal(outputs, dtype=dtype)
+        with Poisoned():
+            found = KERNELS.linear_groups(x, packed, bias)
+        check(found, x, numbers, bias)
+
+
+@pytest.mark.parametrize("group_size", [64, 128, 1000])
+def test_floating_point_of_8_bits(group_size: int) -> None:
+    for rows, outputs, inputs in SIZES[:: choose(2, 1)]:
+        values = normal(outputs, inputs).to(torch.float8_e4m3fn)
+        factors = normal(outputs, -(-inputs // group_size), seed=4)
+        packed = KERNELS.pack_fp8(values, factors, group_size=group_size)
+        grid = factors.repeat_interleave(group_size, dim=1)[:, :inputs]
+        for dtype in (torch.float32, torch.bfloat16):
+            x = normal(rows, inputs, dtype=dtype, seed=5)
+            with Poisoned():
+                found = KERNELS.linear_fp8(x, packed, None)
+            check(found, x, values.float() * grid, None)
+
+
+def test_every_number_of_8_bits_is_itself() -> None:
+    """Of either sign, those too small for an exponent among them."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F]
+    values = codes.view(torch.float8_e4m3fn)[:, None]
+    packed = KERNELS.pack_fp8(values, torch.ones(len(codes), 1), group_size=1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = KERNELS.linear_fp8(torch.ones(1, 1, dtype=dtype), packed, None)
+        assert torch.equal(found[0].float(), values[:, 0].float())
+
+
+def test_gates_and_ups() -> None:
+    x, weight, bias = normal(3, 128), normal(96, 128, seed=1), normal(96, seed=2)
+    pairs: list[tuple[Any, Callable[..., Tensor]]] = [
+        (KERNELS.quantize(weight, is_gated=True), KERNELS.linear_int8),
+        (KERNELS.quantize_groups(weight, 32, is_gated=True), KERNELS.linear_groups),
+        (
+            KERNELS.pack_fp8(
+                weight.to(torch.float8_e4m3fn), torch.ones(96, 1), group_size=128, is_gated=True
+            ),
+            KERNELS.linear_fp8,
+        ),
+    ]
+    for packed, multiply in pairs:
+        plain = multiply(x, packed._replace(is_gated=False), bias)
+        gated = multiply(x, packed, bias)
+        torch.testing.assert_close(gated, ReferenceKernels().silu_and_mul(plain))
+
+
+@pytest.mark.skipif(bool(missing_core()), reason=missing_core())
+def test_4_bits_are_rounded_as_the_native_core_does() -> None:
+    weight = normal(40, 300) * torch.logspace(-3, 3, 40)[:, None]
+    weight[3], weight[4, :32], weight[5] = 0.0, 1e-9, weight[5].abs()
+    native, eye = NativeKernels(), torch.eye(300)
+    for size in (32, 128):
+        truth = native.linear_groups(eye, native.quantize_groups(weight, size), None).T
+        found = KERNELS.linear_groups(eye, KERNELS.quantize_groups(weight, size), None).T
+        lost = [float((numbers - weight).square().sum()) for numbers in (truth, found)]
+        assert lost[1] <= 1.001 * lost[0]
+    weight[1, 40] = 2e6
+    assert KERNELS.quantize_groups(weight, 32).factors.isinf().sum() == 1
+
+
+def test_parts_of_blocks_begin_where_a_factor_does() -> None:
+    """A rank's inputs may begin within a block of 128: then factors are of 64; else they widen."""
+
+    def part(first: int, factors: int) -> StoredWeight:
+        values = normal(4, 256).to(torch.float8_e4m3fn)
+        own = torch.arange(4 * factors, dtype=torch.float32).view(4, factors)
+        return StoredWeight(values, own, None, 8, 128, first)
+
+    whole, late = fp8_of([part(0, 2)] * 2), fp8_of([part(64, 3)])
+    assert whole is not None and (whole.group_size, len(whole.values)) == (128, 8)
+    assert late is not None and late.group_size == 64
+    assert late.factors[0].tolist() == [0.0, 1.0, 1.0, 2.0]
+    assert fp8_of([part(32, 3)]) is None
+
+
+PLAIN = TinyModel("", "Llama", {"attention_bias": True, "vocab_size": 203, "num_hidden_layers": 1})
+KEPT = {
+    "gptq": 4,
+    "awq": 4,
+    "w4a16 asymmetric": 4,
+    "w8a8": 4,
+    "fp8 of an output": 4,
+    "fp8 blocks": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(PLAIN, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_model_is_what_its_files_say(name: str, plain: Path, tmp_path: Path) -> None:
+    path, tokens = quantise(plain, tmp_path, name), torch.arange(7, 37)
+
+    def logits(directory: Path, kernels: Kernels, method: StoredMethod | None) -> Tensor:
+        loaded = load_tiny(directory, torch.float32, kernels, method=method)
+        passes = schedule([len(tokens)], chunk=20, num_decodes=2)
+        results = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
+        assert results is not None
+        return results[0].float()
+
+    method = linear_method("none", KERNELS, torch.float32, is_stored=True)
+    assert isinstance(method, StoredMethod)
+    found = logits(path, KERNELS, method)
+    assert (method.num_kept, method.num_widened) == (KEPT[name], 4 - KEPT[name])
+    torch.testing.assert_close(
+        found, logits(path / "numbers", ReferenceKernels(), None), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_triton_rounds_what_the_native_core_rounds() -> None:
+    for name, method in (("int8", Int8Method), ("int4", Int4Method)):
+        for dtype in (torch.bfloat16, torch.float16):
+            assert type(linear_method(name, KERNELS, dtype)) is method
+    with pytest.raises(ConfigError, match="needs the native core for CPUs, got reference kernels"):
+        linear_method("int4", ReferenceKernels(), torch.bfloat16)
+
+
+SHAPES = KernelShapes(
+    dtype=torch.float32,
+    hidden_size=96,
+    intermediate_size=80,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rotary_dim=16,
+    sliding_windows=(None,),
+    rms_norm_eps=1e-5,
+    qk_norm=False,
+    qkv_bias=False,
+    context_len=64,
+)
+
+
+@pytest.mark.parametrize("operation", ["linear_int8", "linear_groups", "linear_fp8"])
+def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(self: TritonKernels, *args: Any, **options: Any) -> Tensor:
+        result: Tensor = multiply(self, *args, **options)
+        return result.roll(1, dims=1)
+
+    cpu, multiply = torch.device("cpu"), getattr(TritonKernels, operation)
+    if operation == "linear_fp8":
+        check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
+    monkeypatch.setattr(TritonKernels, operation, shifted)
+    name = {"linear_int8": "int8", "linear_groups": "int4", "linear_fp8": "fp8"}[operation]
+    with pytest.raises(StartupError, match=rf"{name} linear \(qkv\) of"):
+        check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
