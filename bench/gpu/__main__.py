@@ -38,8 +38,8 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "kernels": Part("correctness", 200, is_timed=False),
-    "self-check": Part("correctness", 120, is_timed=False),
-    "parity": Part("correctness", 180, is_timed=False),
+    "self-check": Part("correctness", 180, is_timed=False),
+    "parity": Part("correctness", 240, is_timed=False),
     "graphs": Part(
         "whole_model", 120
     ),  # alone: how much memory graphs will take is read off the whole GPU
@@ -48,6 +48,7 @@ PARTS: dict[str, Part] = {
     "ceilings": Part("device", 60),
     "decode-attention": Part("attention", 90),
     "prefill-attention": Part("attention", 90),
+    "packed-products": Part("packed", 60),
     "sampling": Part("correctness", 90),
     "whole-model": Part("whole_model", 150),
     "checkpoints": Part("whole_model", 90),

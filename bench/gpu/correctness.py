@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -44,9 +44,9 @@ from torch import Tensor
 from bench.faults.recovery import fault_in_all_reduce
 from bench.gpu.table import Bench
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import KernelShapes
+from lightserve.kernels.interface import ClampedGate, KernelShapes
 from lightserve.kernels.select import make_kernels
-from lightserve.kernels.self_check import check_kernels
+from lightserve.kernels.self_check import check_kernels, check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence
@@ -83,8 +83,38 @@ SHAPES = {
     "Mistral-7B": _shapes((4096, 14_336, 32, 8, 128, 32_768), windows=(4096,)),
     "Qwen2.5-0.5B": _shapes((896, 4864, 14, 2, 64, 32_768), windows=(None,), qkv_bias=True),
     "Qwen3-8B": _shapes((4096, 12_288, 32, 8, 128, 32_768), windows=(None,), qk_norm=True),
+    "BLOOM-7B1, ALiBi": replace(
+        _shapes((4096, 16_384, 32, 32, 128, 2048), windows=(None,)), has_alibi=True
+    ),
+    "Gemma-2-9B, soft caps": replace(
+        _shapes((3584, 14_336, 16, 8, 256, 8192), windows=(4096, None)), soft_cap=50.0
+    ),
+    "gpt-oss-20b, sinks and experts": replace(
+        _shapes((2880, 2880, 64, 8, 64, 32_768), windows=(128, None), qkv_bias=True),
+        num_experts=32,
+        num_chosen_experts=4,
+        expert_size=2880,
+        expert_gate=ClampedGate(1.702, 7.0),
+        has_expert_biases=True,
+        has_sinks=True,
+    ),
+    "DeepSeek-V2-Lite, latents and experts": replace(
+        _shapes((2048, 10_944, 16, 1, 576, 32_768), windows=(None,)),
+        value_dim=512,
+        rotary_dim=64,
+        num_experts=64,
+        num_chosen_experts=6,
+        expert_size=1408,
+    ),
 }
-REHEARSED_SHAPES = {"tiny": _shapes((64, 96, 4, 2, 16, 20), windows=(None,))}
+TINY = _shapes((64, 96, 4, 2, 16, 20), windows=(None,))
+REHEARSED_SHAPES = {
+    "tiny": TINY,
+    "tiny, sinks and experts": replace(
+        TINY, has_sinks=True, num_experts=4, num_chosen_experts=2, expert_size=24
+    ),
+    "tiny, latents": replace(TINY, num_kv_heads=1, head_dim=40, value_dim=32, rotary_dim=8),
+}
 
 
 class WrongScale(TritonKernels):
@@ -104,6 +134,13 @@ def self_check(bench: Bench) -> None:
         bench.rows.claim(f"{name} shape: kernels agree with the reference", not error, note)
         _, error = _timed(bench, WrongScale(), shapes)
         bench.rows.claim(f"{name} shape: a wrong scale is refused", "attention" in error, error)
+    name, shapes = ("tiny", TINY) if bench.rehearse else ("Llama-3-8B", SHAPES["Llama-3-8B"])
+    try:
+        check_quantized(TritonKernels(), shapes, bench.machine.device, has_int4=True)
+        error = ""
+    except StartupError as wrong:
+        error = str(wrong)[:120]
+    bench.rows.claim(f"{name} shape: products by packed weights agree", not error, error)
 
 
 def _timed(bench: Bench, kernels: TritonKernels, shapes: KernelShapes) -> tuple[float, str]:
@@ -206,6 +243,7 @@ GPU = Scale(
     models=[
         *("llama-mha", "llama-mqa-tied", "llama-head-dim", "llama-llama3", "mistral-window"),
         *("qwen2", "qwen2-yarn-tied-legacy", "qwen3", "qwen3-window-yarn"),
+        *("deepseek-v2", "gpt-oss", "gemma2", "mixtral", "bloom-6-heads"),
     ],
     lengths=LENGTHS,
     chunks=(None, 37),

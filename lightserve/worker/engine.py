@@ -288,9 +288,7 @@ def build_runner(
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     stored_as = quantised_as(path, model_config)
-    method = linear_method(
-        config.quantization, kernels, torch_dtype, is_stored=bool(stored_as), device=device
-    )
+    method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
     check_latents(config, model_config, kernels)
     check_experts(config, model_config, kernels)
     kv_type = kv_dtype(config, kernels, dtype)
@@ -380,17 +378,11 @@ def _check(
 
 
 def linear_method(
-    quantization: str,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    *,
-    is_stored: bool = False,
-    device: torch.device | None = None,
+    quantization: str, kernels: Kernels, dtype: torch.dtype, *, is_stored: bool = False
 ) -> LinearMethod:
     """Return how weights are kept, as --quantization says.
 
-    `is_stored`: the files have quantised ones, which stay as they are where they can. `device`:
-    where products are, default the CPU.
+    `is_stored`: the files have quantised ones, which stay as they are where they can.
 
     Raises:
         ConfigError: these kernels, or the model's type, do not go with it.
@@ -403,8 +395,8 @@ def linear_method(
         return UnquantizedMethod(kernels)
     what = f"--quantization {quantization}"
     if quantization == "fp8":
-        if device is not None and device.type == "cuda":
-            check_fp8(torch.cuda.get_device_capability(device), dtype)
+        if is_triton and torch.cuda.is_available():
+            check_fp8(torch.cuda.get_device_capability(), dtype)
         else:
             _native(what, kernels, dtype)
             log.warning(

@@ -39,6 +39,7 @@ def rehearse(part: str, out: Path) -> list[Row]:
         ("ceilings", 2),
         ("decode-attention", 7),
         pytest.param("prefill-attention", 17, marks=pytest.mark.long),
+        ("packed-products", 6),
         ("sampling", 14),
         ("graphs", 6),
         ("whole-model", 18),
