@@ -21,46 +21,26 @@ import numpy as np
 from lightserve.cost.profile import cache_dir
 from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import GgufFile, read_gguf
+from lightserve.models.gguf_config import config_of
 from lightserve.tokenization.sentencepiece_file import decoder, merges
 from lightserve.tokenization.tiktoken_file import SPLITS
 
 WEIGHTS_FILE = "model.gguf"
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Values of `general.architecture` that can be served; Mistral's is `llama`."""
-STORED_NAMES = (
-    ("model.layers.", "blk."),
-    ("model.embed_tokens.", "token_embd."),
-    ("model.norm.", "output_norm."),
-    ("lm_head.", "output."),
-    ("self_attn.q_proj.", "attn_q."),
-    ("self_attn.k_proj.", "attn_k."),
-    ("self_attn.v_proj.", "attn_v."),
-    ("self_attn.o_proj.", "attn_output."),
-    ("self_attn.q_norm.", "attn_q_norm."),
-    ("self_attn.k_norm.", "attn_k_norm."),
-    ("mlp.gate_proj.", "ffn_gate."),
-    ("mlp.up_proj.", "ffn_up."),
-    ("mlp.down_proj.", "ffn_down."),
-    ("input_layernorm.", "attn_norm."),
-    ("post_attention_layernorm.", "ffn_norm."),
-)
-"""See `ModelConfig.stored_names`."""
-FREQUENCY_FACTORS = "rope_freqs.weight"
-_LAYOUT = "1"
+_LAYOUT = "2"
 """Of what is written: another one is written anew."""
 
 _SPLITS = {
     **SPLITS,
+    "dbrx": SPLITS["llama-bpe"],
+    "smaug-bpe": SPLITS["llama-bpe"],
     "smollm": None,
+    "starcoder": None,
+    "refact": None,
     "gpt-2": None,
     "default": None,
 }
 """How texts are split before they are merged, by `tokenizer.ggml.pre`; None: as GPT-2's are."""
-_SINGLE_DIGITS = ("smollm",)
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -83,7 +63,7 @@ def unpack(path: Path) -> Path:
         return target
     gguf = read_gguf(path)
     files = {
-        "config.json": _config(gguf),
+        "config.json": config_of(gguf),
         "tokenizer.json": _tokenizer(gguf),
         "tokenizer_config.json": _tokenizer_config(gguf),
     }
@@ -113,88 +93,6 @@ class _Made(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return chain(super().__iter__(), self._items)
-
-
-def _config(gguf: GgufFile) -> dict[str, Any]:
-    """Return what config.json would say."""
-    name = gguf.string("general.architecture")
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise gguf.error("general.architecture", f"names {name!r}; supported in GGUF are {known}")
-    if gguf.integer(f"{name}.expert_count", default=0):
-        raise gguf.error(f"{name}.expert_count", "must be 0: experts are read from safetensors")
-    num_heads = gguf.integer(f"{name}.attention.head_count")
-    hidden = gguf.integer(f"{name}.embedding_length")
-    if not num_heads:
-        raise gguf.error(f"{name}.attention.head_count", "must be at least 1")
-    head_dim = gguf.integer(f"{name}.attention.key_length", default=hidden // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (size := gguf.integer(f"{name}.{key}", default=head_dim)) != head_dim:
-            raise gguf.error(f"{name}.{key}", f"must be that of keys, {head_dim}, got {size}")
-    if "token_embd.weight" not in gguf.tensors:
-        raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[name]],
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": gguf.integer(f"{name}.feed_forward_length"),
-        "num_hidden_layers": gguf.integer(f"{name}.block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": gguf.integer(f"{name}.attention.head_count_kv", default=num_heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": gguf.number(f"{name}.attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": gguf.integer(f"{name}.context_length"),
-        "rope_parameters": _rope(gguf, name),
-        "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in gguf.tensors,
-        "dtype": "bfloat16",
-    }
-    if name == "qwen2" and "blk.0.attn_q.bias" not in gguf.tensors:
-        raise ModelLoadError(f"{gguf.path}: tensor 'blk.0.attn_q.bias' is missing")
-    return config
-
-
-def _rope(gguf: GgufFile, name: str) -> dict[str, Any]:
-    rope: dict[str, Any] = {
-        "rope_theta": gguf.number(f"{name}.rope.freq_base", default=10_000.0),
-        "rope_type": "default",
-    }
-    length = gguf.integer(f"{name}.context_length")
-    if FREQUENCY_FACTORS in gguf.tensors:
-        # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
-        factors = _float32(gguf, FREQUENCY_FACTORS)
-        return rope | {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": length,
-        }
-    kind = gguf.string(f"{name}.rope.scaling.type", default="none")
-    match kind:
-        case "none":
-            return rope
-        case "linear":
-            factor = gguf.number(f"{name}.rope.scaling.factor")
-            return rope | {"rope_type": "linear", "factor": factor}
-        case "yarn":
-            original = gguf.integer(f"{name}.rope.scaling.original_context_length")
-            return rope | {
-                "rope_type": "yarn",
-                "factor": gguf.number(f"{name}.rope.scaling.factor"),
-                "original_max_position_embeddings": original,
-            }
-        case _:
-            key = f"{name}.rope.scaling.type"
-            raise gguf.error(key, f"must be none, linear or yarn, got {kind!r}")
-
-
-def _float32(gguf: GgufFile, name: str) -> list[float]:
-    tensor = gguf.tensors[name]
-    if tensor.kind or len(tensor.shape) != 1:
-        raise ModelLoadError(f"{gguf.path}: tensor {name!r} must be a row of F32")
-    data = memoryview(gguf.data)[tensor.start : tensor.start + tensor.row_bytes]
-    return list(data.cast("f"))
 
 
 def _tokenizer(gguf: GgufFile) -> dict[str, Any]:

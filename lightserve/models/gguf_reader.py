@@ -38,7 +38,7 @@ class GgufReader:
         """Read into parameters of one type on one device.
 
         `rotated_head_dim`: size of heads whose rotated pairs are neighbours in the file, as
-        llama.cpp stores those of its `llama`; None: they are half a head apart.
+        llama.cpp stores those of its `llama` and others; None: they are half a head apart.
         """
         self.dtype = dtype
         self.device = device

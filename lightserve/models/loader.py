@@ -7,6 +7,7 @@ one copy of this rank's weights, plus file pages that the system may drop at any
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from lightserve.models.decoder import DecoderModel
 from lightserve.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from lightserve.models.gguf_config import family_of
 from lightserve.models.gguf_reader import GgufReader
 from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
 from lightserve.models.gpt_oss import GptOssForCausalLM
@@ -141,6 +143,8 @@ def load_model(
     """
     check_tp(config, tp.size)
     files = check_weights(path, config)
+    if files.gguf is not None:
+        config = dataclasses.replace(config, norm_offset=0.0)  # the file's weights have it in them
     shapes = needed_tensors(config, files).values()
     total_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     with (
@@ -169,11 +173,11 @@ def _reader(
 ) -> SafetensorsReader | GgufReader:
     if files.gguf is None:
         return SafetensorsReader(files, dtype=dtype, device=device, advance=advance)
-    is_llama = config.architecture is Architecture.LLAMA
+    has_neighbours = family_of(files.gguf).has_neighbours
     return GgufReader(
         files,
         files.gguf,
-        rotated_head_dim=config.head_dim if is_llama else None,
+        rotated_head_dim=config.head_dim if has_neighbours else None,
         dtype=dtype,
         device=device,
         advance=advance,

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
-from lightserve.models.gguf_model import STORED_NAMES, WEIGHTS_FILE, unpacked_root
+from lightserve.models.gguf_config import family_of, one_by_one
+from lightserve.models.gguf_model import WEIGHTS_FILE, unpacked_root
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
@@ -102,8 +103,9 @@ def find_weights(path: Path) -> WeightFiles:
     if (packed := path / WEIGHTS_FILE).exists():
         if path.resolve().parent != unpacked_root().resolve():
             _check_confined(path, packed)
-        gguf = read_gguf(packed)
-        return WeightFiles(packed, dict.fromkeys(gguf.tensors, packed), STORED_NAMES, gguf)
+        gguf = one_by_one(read_gguf(packed))
+        file_of = dict.fromkeys(gguf.tensors, packed)
+        return WeightFiles(packed, file_of, family_of(gguf).stored_names, gguf)
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if single.exists():
         _check_confined(path, single)

@@ -37,7 +37,8 @@ from lightserve.models import gguf_reader
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_blocks import numbers_of_blocks
-from lightserve.models.gguf_model import FREQUENCY_FACTORS, unpack
+from lightserve.models.gguf_config import FREQUENCY_FACTORS, one_by_one
+from lightserve.models.gguf_model import unpack
 from lightserve.models.layers.linear import LinearMethod, StoredMethod
 from lightserve.models.parallel import Part
 from lightserve.models.weight_files import check_weights, quantised_as
@@ -125,12 +126,96 @@ MODELS = {
     "qwen2": TinyModel("", "Qwen2", {"tie_word_embeddings": True}),
     "qwen3": TinyModel("", "Qwen3", {"head_dim": 32}),
 }
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+}
+PHI3_ROPE = rope(
+    "longrope",
+    partial_rotary_factor=0.75,
+    short_factor=[1.0] * 6,
+    long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0],
+    original_max_position_embeddings=4,
+)
+CONVERTED = {
+    **MODELS,
+    "mixtral": TinyModel("", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2moe": TinyModel(
+        "",
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3moe": TinyModel(
+        "",
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "gemma": TinyModel("", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": TinyModel(
+        "",
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 21,
+            "num_hidden_layers": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": TinyModel(
+        "",
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 22,
+            "num_hidden_layers": 7,
+            "rope_parameters": GEMMA3_ROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": TinyModel("", "Phi3", {"original_max_position_embeddings": 4, **PHI3_ROPE}),
+    "granite": TinyModel(
+        "",
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": TinyModel("", "Olmo2", {"num_hidden_layers": 3}),
+    "smollm3": TinyModel("", "SmolLM3", {"num_hidden_layers": 5}),
+    "starcoder2": TinyModel("", "Starcoder2", {"sliding_window": None}),
+}
+"""By what `general.architecture` says, but for Mixtral, which is a `llama`."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+def converted(name: str, tmp_path: Path, kind: str = "F32") -> tuple[Path, Path]:
+    """Write a model and a file of it; return both."""
+    plain = write_tiny_model(CONVERTED[name], tmp_path / "plain")
+    architecture = "llama" if name == "mixtral" else name
+    return plain, write_gguf(plain, tmp_path / "model.gguf", name=architecture, kind=kind)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
 def test_a_model_says_what_it_says_elsewhere(name: str, tmp_path: Path) -> None:
-    plain = write_tiny_model(MODELS[name], tmp_path / "plain")
-    packed = unpack(write_gguf(plain, tmp_path / "model.gguf", name=name))
+    plain, file = converted(name, tmp_path)
+    packed = unpack(file)
     sequences = standard_sequences(load_reference(plain, torch.float32))[:4]
     loaded = load_tiny(packed, torch.float32, ReferenceKernels())
     passes = schedule([len(s.tokens) for s in sequences], chunk=16, num_decodes=8)
@@ -372,7 +457,7 @@ def rewritten(gguf: GgufFile, **changes: Any) -> bytes:
     [
         ({"llama__block_count": ...}, "'llama.block_count' is missing"),
         ({"llama__block_count": "3"}, "must be an integer"),
-        ({"llama__expert_count": 8}, "'llama.expert_count' must be 0"),
+        ({"llama__expert_count": 8}, "'llama.expert_used_count' is missing"),
         ({"llama__attention__head_count": 0}, "must be at least 1"),
         ({"llama__rope__dimension_count": 8}, "must be that of keys, 16, got 8"),
         ({"llama__rope__scaling__type": "spiral"}, "must be none, linear or yarn"),
@@ -400,6 +485,16 @@ def test_a_type_that_is_not_supported(tmp_path: Path) -> None:
     path = unpack(tmp_path / "other.gguf")
     with pytest.raises(ModelLoadError, match=r"ffn_down.* has GGUF's type 10, not one of F32, F16"):
         check_weights(path, load_model_config(path))
+
+
+def test_more_experts_than_any_model_has(tmp_path: Path) -> None:
+    name = "blk.0.ffn_up_exps.weight"
+    for kind, data in ((0, bytes(4 * 5000)), (99, b"")):
+        file = tmp_path / f"{kind}.gguf"
+        tensors = {name: ((5000, 1, 1), kind, data)}
+        file.write_bytes(gguf_bytes({"general.architecture": "qwen3moe"}, tensors))
+        with pytest.raises(ModelLoadError, match=f"'{name}' has 5000 experts, at most 4096"):
+            one_by_one(read_gguf(file))
 
 
 def test_links_out_of_other_directories_are_refused(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 from safetensors.torch import load_file
 
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
-from lightserve.models.gguf_model import STORED_NAMES
+from lightserve.models.gguf_config import FAMILIES, MIXTRAL
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
 _UNROTATED = ("attn_q", "attn_k")
+_STARCODER2 = (("mlp.c_fc.", "mlp.up_proj."), ("mlp.c_proj.", "mlp.down_proj."))
 
 
 @dataclass(frozen=True)
@@ -107,26 +108,66 @@ def neighbours(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return heads.swapaxes(1, 2).reshape(weight.shape)
 
 
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "norm_epsilon",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""What a file calls the keys of config.json."""
+_WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "starcoder2", "smollm3")
+
+
 def metadata_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a model's sizes as a file of architecture `name` has them."""
-    keys = {
-        "block_count": "num_hidden_layers",
-        "context_length": "max_position_embeddings",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    }
+    found: dict[str, Any] = {"general.architecture": name}
+    for key, theirs in KEYS.items():
+        if config.get(theirs) is not None:
+            found[f"{name}.{key}"] = config[theirs]
+    if name in _WITHOUT_WINDOW:
+        found.pop(f"{name}.attention.sliding_window", None)
+    for key in ("num_experts", "num_local_experts"):
+        if key in config:
+            found[f"{name}.expert_count"] = config[key]
     rope = config.get("rope_parameters") or config
-    found = {f"{name}.{key}": config[theirs] for key, theirs in keys.items()}
-    found |= {"general.architecture": name, f"{name}.rope.freq_base": float(rope["rope_theta"])}
-    if config.get("head_dim"):
-        found |= {
-            f"{name}.{key}": config["head_dim"]
-            for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
-        }
+    if "full_attention" in rope:
+        found[f"{name}.rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    found[f"{name}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        found[f"{name}.rope.scaling.type"] = "linear"
+        found[f"{name}.rope.scaling.factor"] = float(rope["factor"])
+    head_dim = head_dim_of(config)
+    for key in ("attention.key_length", "attention.value_length"):
+        found[f"{name}.{key}"] = head_dim
+    share = rope.get("partial_rotary_factor", 1.0)
+    found[f"{name}.rope.dimension_count"] = int(head_dim * share)
+    if rope.get("rope_type") == "longrope":
+        original = rope["original_max_position_embeddings"]
+        found[f"{name}.rope.scaling.original_context_length"] = original
+        growth = config["max_position_embeddings"] / original
+        factor = math.sqrt(1 + math.log(growth) / math.log(original))
+        found[f"{name}.rope.scaling.attn_factor"] = rope.get("attention_factor") or factor
     return found
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int:
+    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return size
 
 
 def tokens_of(model_dir: Path) -> dict[str, Any]:
@@ -174,17 +215,43 @@ def write_gguf(
 ) -> Path:
     """Write the model of a directory with one file of weights; matrices in type `kind`."""
     config = json.loads((model_dir / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    tensors = {}
+    head_dim = head_dim_of(config)
+    is_mixtral = config["architectures"] == [MIXTRAL.architecture]
+    family = MIXTRAL if is_mixtral else FAMILIES[name]
+    tensors: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for ours, tensor in load_file(model_dir / SINGLE_FILE).items():
         stored, weight = ours, tensor.float().numpy()
-        for part, theirs in STORED_NAMES:
+        # transformers saves experts one by one, in the order of their numbers.
+        if ".experts." in ours:
+            module, _, rest = ours.partition(".experts.")
+            number, _, product = rest.removesuffix(".weight").partition(".")
+            part = ("gate", "up", "down")[family.experts.index(product)]
+            layer = module.removeprefix("model.layers.").partition(".")[0]
+            stack = experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})
+            stack[int(number)] = weight
+            continue
+        for part, theirs in (*_STARCODER2, *family.stored_names):
             stored = stored.replace(part, theirs)
-        if name == "llama" and stored.split(".")[-2] in _UNROTATED:
+        if family.has_neighbours and stored.split(".")[-2] in _UNROTATED:
             weight = neighbours(weight, head_dim)
-        chosen = kind if weight.ndim == 2 else "F32"
+        if name.startswith("gemma") and stored.endswith("norm.weight"):
+            weight = weight + 1
+        if "ffn_gate_inp_shexp" in stored:
+            weight = weight[0]
+        tensors[stored] = weight
+    for stored, stack in experts.items():
+        tensors[stored] = np.stack([stack[number] for number in range(len(stack))])
+    rope = config.get("rope_parameters") or {}
+    for length in ("long", "short"):
+        if (factors := rope.get(f"{length}_factor")) is not None:
+            tensors[f"rope_factors_{length}.weight"] = np.array(factors)
+    packed = {}
+    for stored, weight in tensors.items():
+        is_plain = weight.ndim == 1 or "ffn_gate_inp" in stored
+        chosen = "F32" if is_plain else kind
         rows = weight.reshape(-1, weight.shape[-1])
-        tensors[stored] = (weight.shape, KINDS[chosen], blocks(rows, chosen))
+        packed[stored] = (weight.shape, KINDS[chosen], blocks(rows, chosen))
     metadata = metadata_of(config, name) | dict(tokens or tiny_tokens(config["vocab_size"]))
-    file.write_bytes(gguf_bytes(metadata, tensors))
+    file.write_bytes(gguf_bytes(metadata, packed))
     return file
