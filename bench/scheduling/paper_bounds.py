@@ -121,8 +121,7 @@ def best_effort_bound(config: HybridConfig) -> float | None:
     clients = HybridRun(config).clients
     real_time = None
     if RT in clients:
-        rate_rps = len(clients[RT].num_prompt_tokens) / config.duration_s
-        real_time = rate_rps, _means_of_sent(clients[RT])
+        real_time = _sent_between_margins(config, clients[RT])
     best_effort = _best_effort(config, clients[BE])
     gaps = [gap for gap in (config.targets.tpot_s, config.targets.mtpot_s) if gap is not None]
     num_ended = most_requests(
@@ -131,9 +130,14 @@ def best_effort_bound(config: HybridConfig) -> float | None:
     return num_ended * best_effort.output_tokens
 
 
-def _means_of_sent(clients: Clients) -> Means:
-    prompts = np.array(clients.num_prompt_tokens)
-    return means_of(prompts, np.array(clients.num_output_tokens), np.zeros_like(prompts))
+def _sent_between_margins(config: HybridConfig, clients: Clients) -> tuple[float, Means]:
+    """Return how many requests come a second while it counts, and their means."""
+    arrivals_s, stop_s = np.array(clients.arrivals_s), config.duration_s - config.margin_s
+    counts = (arrivals_s >= config.margin_s) & (arrivals_s < stop_s)
+    prompts = np.array(clients.num_prompt_tokens)[counts]
+    outputs = np.array(clients.num_output_tokens)[counts]
+    rate_rps = len(prompts) / (stop_s - config.margin_s)
+    return rate_rps, means_of(prompts, outputs, np.zeros_like(prompts))
 
 
 def _best_effort(config: HybridConfig, clients: Clients) -> Means:
@@ -216,12 +220,7 @@ def oracle_goodput(config: HybridConfig) -> float:
     hardware = config.hardware
     assert isinstance(hardware, VirtualHardware), "of others the parts of a step are not known"
     clients = HybridRun(config).clients[RT]
-    decodes = means_of(
-        np.array(clients.num_prompt_tokens),
-        np.array(clients.num_output_tokens),
-        np.zeros(len(clients.num_prompt_tokens), dtype=np.int64),
-    )
-    rate_rps = len(clients.num_prompt_tokens) / config.duration_s
+    rate_rps, decodes = _sent_between_margins(config, clients)
     decoding_s = rate_rps * (
         decodes.decodes * hardware.per_new_token_s + decodes.context * hardware.per_decode_context_s
     )
