@@ -5,8 +5,9 @@ tokens of a line. The share of the engine that batches have had while lines were
 how fast they get on; with too little history it is ASSUMED_SHARE. How long lines are is known from
 those of their batch that are over, or else from those of others, and their own limits.
 
-Lines of the batch that ends first run before others: so a batch ends when all the work up to it is
-done, and a batch that is made now must leave every promise before it as it is.
+Of a key, lines of the batch that ends first run before others, and keys share (`shares`): so a
+batch ends when all the work up to it is done. Promises stand above shares: a batch that is made now
+must leave every one before it as it is, of whatever key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from lightserve.batches.database import Database
 from lightserve.batches.records import MAX_WINDOW_S, Forecast, NewBatch, NewLine
+from lightserve.batches.shares import Work, work_until
 from lightserve.errors import InvalidRequest
 
 ASSUMED_SHARE = 0.5
@@ -65,19 +67,6 @@ class Pace(NamedTuple):
     """From when as much has been done as all of a batch takes until its last line has ended."""
 
 
-class Work(NamedTuple):
-    """What is left of a batch."""
-
-    number: int
-    expires_s: float
-    seconds: float
-    """Of an idle engine."""
-    num_lines: int = 1
-    """Without a result."""
-    is_promised: bool = True
-    """Whether it is to be done in its window."""
-
-
 class Left(NamedTuple):
     """The same as the store has it: sums over lines."""
 
@@ -108,15 +97,16 @@ def work_of(left: Left, pace: Pace) -> Work:
     return Work(left.number, left.expires_s, prompts_s + outputs_s, left.num_lines - left.num_done)
 
 
-def ends(
-    works: Iterable[Work], share: float, now_s: float, *, tail_s: float = 0.0
-) -> dict[int, float]:
+def ends(works: Sequence[Work], pace: Pace, now_s: float) -> dict[int, float]:
     """Return when each batch will have been worked off, by its number."""
-    found, total_s = {}, 0.0
-    for work in sorted(works, key=lambda work: (work.expires_s, work.number)):
-        total_s += work.seconds
-        found[work.number] = now_s + total_s / share + tail_s
-    return found
+    done_s = work_until(works, by_keys=keys_share(works, pace, now_s))
+    return {n: now_s + seconds / pace.share + pace.tail_s for n, seconds in done_s.items()}
+
+
+def keys_share(works: Sequence[Work], pace: Pace, now_s: float) -> bool:
+    """Return whether keys share: every promise is kept so, with its margin."""
+    done_s, per_s = work_until(works, by_keys=True), MARGIN / pace.low_share
+    return all(now_s + done_s[w.number] * per_s <= w.expires_s for w in works if w.is_promised)
 
 
 def earliest_window(
@@ -285,7 +275,7 @@ class Forecasts:
         if (pace := self.pace(now_s)) is None:
             return {}
         works = self._works(pace)
-        found = ends(works, pace.share, now_s, tail_s=pace.tail_s)
+        found = ends(works, pace, now_s)
         return {
             work.number: Forecast(
                 ends_s=math.ceil(found[work.number]),
@@ -323,11 +313,11 @@ class Forecasts:
 
     def _works(self, pace: Pace) -> list[Work]:
         rows: list[Any] = self._db.rows(
-            f"SELECT is_promised, {_LEFT} FROM batches WHERE status = 'in_progress'"
+            f"SELECT key_name, is_promised, {_LEFT} FROM batches WHERE status = 'in_progress'"
         )
         return [
-            work_of(Left(*row), pace)._replace(is_promised=bool(is_promised))
-            for is_promised, *row in rows
+            work_of(Left(*row), pace)._replace(key_name=key_name, is_promised=bool(is_promised))
+            for key_name, is_promised, *row in rows
         ]
 
     def check(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> None:

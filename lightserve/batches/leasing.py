@@ -13,9 +13,9 @@ import msgspec
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
-from lightserve.batches.forecast import Forecasts, Left, work_of
+from lightserve.batches.forecast import Forecasts, Left, keys_share, work_of
 from lightserve.batches.records import LeasedLine
-from lightserve.batches.shares import Backlog, Turns, can_share, line_costs
+from lightserve.batches.shares import Turns, line_costs
 
 MAX_CRASHES = 6
 SUSPECT_CRASHES = 2
@@ -55,10 +55,6 @@ class _Batch(NamedTuple):
     response: int | None
     left: Left
     has_queued: bool
-
-    @property
-    def num_left(self) -> int:
-        return self.left.num_lines - self.left.num_done
 
 
 Portion = list[tuple[LeasedLine, Place]]
@@ -101,14 +97,13 @@ class Leasing:
         pace = self._forecasts.pace(now_s)
         if pace is None:
             return {batch.key_name: 1.0 for batch in batches}
-        backlogs = [
-            Backlog(
-                *(batch.key_name, batch.left.expires_s, batch.is_promised),
-                *(work_of(batch.left, pace).seconds, batch.num_left),
+        works = [
+            work_of(batch.left, pace)._replace(
+                key_name=batch.key_name, is_promised=bool(batch.is_promised)
             )
             for batch in batches
         ]
-        return line_costs(backlogs) if can_share(backlogs, pace, now_s) else None
+        return line_costs(works) if keys_share(works, pace, now_s) else None
 
     def texts(self, portion: Portion) -> list[LeasedLine]:
         """Return lines with what they say, or where in objects they do.

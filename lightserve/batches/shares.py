@@ -10,50 +10,55 @@ is time to spare again.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lightserve.batches.forecast import MARGIN, Pace
 
-
-class Backlog(NamedTuple):
+class Work(NamedTuple):
     """What is left of a batch."""
 
-    key_name: str
+    number: int
     expires_s: float
-    is_promised: bool
     seconds: float
     """Of an idle engine."""
-    num_lines: int
+    num_lines: int = 1
+    """Without a result."""
+    is_promised: bool = True
+    """Whether it is to be done in its window."""
+    key_name: str = ""
 
 
-def line_costs(backlogs: Iterable[Backlog]) -> dict[str, float]:
+def line_costs(works: Iterable[Work]) -> dict[str, float]:
     """Return what a line of each key takes of an idle engine, in seconds, at the mean."""
     sums: dict[str, tuple[float, int]] = {}
-    for backlog in backlogs:
-        seconds, num_lines = sums.get(backlog.key_name, (0.0, 0))
-        sums[backlog.key_name] = seconds + backlog.seconds, num_lines + backlog.num_lines
+    for work in works:
+        seconds, num_lines = sums.get(work.key_name, (0.0, 0))
+        sums[work.key_name] = seconds + work.seconds, num_lines + work.num_lines
     return {key: max(1e-6, seconds / max(1, num)) for key, (seconds, num) in sums.items()}
 
 
-def can_share(backlogs: Iterable[Backlog], pace: Pace, now_s: float) -> bool:
-    """Return whether every promise is kept, with its margin, if keys share evenly.
+def work_until(works: Iterable[Work], *, by_keys: bool) -> dict[int, float]:
+    """Return how much of all the work is done once each batch is, by its number.
 
-    By the time that a key has had `work` of the engine, every other one has had as much, or all
-    that it wants.
+    `by_keys`: they share evenly. By the time that one has had so much of the engine every other one
+    has had as much, or all that it wants; its batches come by the ends of their windows. Otherwise
+    all batches do, those that were promised first.
     """
-    waiting = sorted(backlogs, key=lambda backlog: backlog.expires_s)
+    if not by_keys:
+        in_order = sorted(works, key=lambda w: (not w.is_promised, w.expires_s, w.number))
+        done_s = itertools.accumulate(work.seconds for work in in_order)
+        return dict(zip((work.number for work in in_order), done_s, strict=True))
+    in_order = sorted(works, key=lambda work: (work.expires_s, work.number))
     totals: dict[str, float] = {}
-    for backlog in waiting:
-        totals[backlog.key_name] = totals.get(backlog.key_name, 0.0) + backlog.seconds
-    work = dict.fromkeys(totals, 0.0)
-    for backlog in waiting:
-        work[backlog.key_name] += backlog.seconds
-        if backlog.is_promised:
-            until = sum(min(work[backlog.key_name], total) for total in totals.values())
-            if now_s + until * MARGIN / pace.low_share > backlog.expires_s:
-                return False
-    return True
+    for work in in_order:
+        totals[work.key_name] = totals.get(work.key_name, 0.0) + work.seconds
+    had = dict.fromkeys(totals, 0.0)
+    found = {}
+    for work in in_order:
+        own = had[work.key_name] = had[work.key_name] + work.seconds
+        found[work.number] = sum(min(own, total) for total in totals.values())
+    return found
 
 
 class Turns:

@@ -31,19 +31,19 @@ from lightserve.batches.forecast import (
     Left,
     Pace,
     Tokens,
-    Work,
     dues,
     earliest_window,
     ends,
     work_of,
 )
 from lightserve.batches.records import BatchRecord, LeasedLine, Outcome
+from lightserve.batches.shares import Work
 from lightserve.errors import InvalidRequest
 
 
 def kept(works: list[Work], share: float) -> set[int]:
     """The batches that are done in their windows though all takes longer by the margin."""
-    found = ends(works, share / MARGIN, 0.0)
+    found = ends(works, PACE._replace(share=share / MARGIN, low_share=share), 0.0)
     return {work.number for work in works if found[work.number] <= work.expires_s + 1e-6}
 
 
@@ -82,6 +82,27 @@ def left(**changes: int | None) -> Left:
         "limit_tokens": None,
     }
     return Left(number=1, expires_s=0.0, **(sums | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("window_s", "ends_s"),
+    [
+        # Half of the engine is theirs. When a has had its first 5 s, so have b and c, and so on.
+        (1000.0, {0: 2 * 15, 1: 2 * 45, 2: 2 * 40, 3: 2 * 30}),
+        # That is too late with its margin: what was promised goes first.
+        (30.0, {0: 2 * 5, 1: 2 * 30, 2: 2 * 45, 3: 2 * 15}),
+    ],
+)
+def test_batches_of_several_keys_end_as_these_share(
+    window_s: float, ends_s: dict[int, float]
+) -> None:
+    works = [
+        Work(0, window_s, 5.0, key_name="a"),
+        Work(1, 2000.0, 15.0, is_promised=False, key_name="a"),
+        Work(2, 3000.0, 15.0, is_promised=False, key_name="b"),
+        Work(3, 2500.0, 10.0, key_name="c"),
+    ]
+    assert ends(works, PACE, 0.0) == ends_s
 
 
 def test_lines_are_judged_by_those_of_their_batch_that_are_over() -> None:

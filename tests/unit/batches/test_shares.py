@@ -19,10 +19,10 @@ from support.batch_store import (
 )
 
 from lightserve.batches.access import Store
-from lightserve.batches.forecast import MARGIN, Costs, Pace
+from lightserve.batches.forecast import MARGIN, Costs, Pace, keys_share
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import BatchRecord, Outcome
-from lightserve.batches.shares import Backlog, Turns, can_share, line_costs
+from lightserve.batches.shares import Turns, Work, line_costs
 
 PACE = Pace(
     1.0, 1.0, share=0.5, low_share=0.5, is_observed=True, tokens_per_byte=1, output_tokens=1
@@ -51,12 +51,12 @@ def test_with_little_room_each_key_has_its_turn() -> None:
 
 
 def test_a_line_costs_what_the_key_s_lines_take_at_the_mean() -> None:
-    backlogs = [
-        Backlog("a", 0, True, 6.0, 2),
-        Backlog("a", 0, True, 2.0, 2),
-        Backlog("b", 0, True, 5.0, 1),
+    works = [
+        Work(0, 0, 6.0, 2, key_name="a"),
+        Work(1, 0, 2.0, 2, key_name="a"),
+        Work(2, 0, 5.0, 1, key_name="b"),
     ]
-    assert line_costs(backlogs) == {"a": 2.0, "b": 5.0}
+    assert line_costs(works) == {"a": 2.0, "b": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,23 @@ def test_keys_share_while_every_promise_is_kept(
 ) -> None:
     # Beside 1,000 s of b's, 100 s of a's are done after 200 s of work, at half of the engine.
     until_s = 200.0 * MARGIN / PACE.low_share
-    backlogs = [
-        Backlog("a", NOW_S + until_s + spare_s, is_promised, 100.0, 1),
-        Backlog("b", NOW_S + DAY_S, True, 1000.0, 9),
+    works = [
+        Work(0, NOW_S + until_s + spare_s, 100.0, 1, is_promised, "a"),
+        Work(1, NOW_S + DAY_S, 1000.0, 9, key_name="b"),
     ]
-    assert can_share(backlogs, PACE, NOW_S) is shares
+    assert keys_share(works, PACE, NOW_S) is shares
 
 
 def test_what_is_before_it_of_the_same_key_counts() -> None:
-    backlogs = [
-        Backlog("a", NOW_S + 500, False, 150.0, 1),
-        Backlog("a", NOW_S + 600, True, 100.0, 1),
-        Backlog("b", NOW_S + DAY_S, False, 20.0, 1),
+    works = [
+        Work(0, NOW_S + 500, 150.0, is_promised=False, key_name="a"),
+        Work(1, NOW_S + 600, 100.0, key_name="a"),
+        Work(2, NOW_S + DAY_S, 20.0, is_promised=False, key_name="b"),
     ]
     # 150 + 100 of its own and the 20 of the other: 270 s, at half of the engine.
-    assert not can_share(backlogs, PACE, NOW_S)
-    assert can_share(
-        [*backlogs[:1], backlogs[1]._replace(expires_s=NOW_S + 676), *backlogs[2:]], PACE, NOW_S
-    )
+    assert not keys_share(works, PACE, NOW_S)
+    works[1] = works[1]._replace(expires_s=NOW_S + 676)
+    assert keys_share(works, PACE, NOW_S)
 
 
 def make(
@@ -128,8 +127,11 @@ def work(store: Store, num_rounds: int, room: int = 4) -> Counter[str]:
 def test_a_huge_batch_does_not_keep_another_key_s_waiting(tmp_path: Path) -> None:
     """Though its window ends first; what the other key does not want is its."""
     with open_store(tmp_path) as store:
+        store.forecasts.note(NOW_S, 0.0, [], Costs(1e-9, 0.01))
         make(store, "huge", 200, DAY_S)
         small = make(store, "small", 10, 7 * DAY_S)
+        # 10 lines of each of 1 s, at half of the engine: not 210.
+        assert small.forecast is not None and small.forecast.ends_s == NOW_S + 41
         assert work(store, 5) == {"huge": 10, "small": 10}
         assert store.jobs.get("small", small.id, NOW_S).status == "completed"
         assert work(store, 5) == {"huge": 20}
@@ -141,7 +143,9 @@ def test_a_promise_stands_above_shares_and_what_was_not_promised_does_not(tmp_pa
         # 40 lines of 100 tokens of 0.01 s are 40 s of an engine of which half is theirs.
         promised = make(store, "promised", 40, 110)
         late = make(store, "late", 400, 100, accepts_late=True)
-        assert store.jobs.get("promised", promised.id, NOW_S).status == "in_progress"
+        found = store.jobs.get("promised", promised.id, NOW_S)
+        assert found.status == "in_progress"
+        assert found.forecast is not None and found.forecast.ends_s == NOW_S + 83  # as if alone
         assert not (late.forecast and late.forecast.is_in_time)
         assert work(store, 5) == {"promised": 20}  # though the other one's window ends first
         assert work(store, 5)["late"] > 0  # now there is time to spare
