@@ -29,8 +29,8 @@ void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32
                              int32_t, int32_t);                                                  \
   void core_attention_##name(const T*, int64_t, void*, void*, int64_t, int64_t, int32_t,         \
                              const int32_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, \
-                             int64_t, int64_t, float, float, const float*, int32_t, T*, int32_t, \
-                             int32_t);                                                           \
+                             int64_t, int64_t, float, float, const float*, const float*,         \
+                             int32_t, T*, int32_t, int32_t);                                     \
   int32_t core_rows_##name(const T*, int64_t, int64_t, const int64_t*, int64_t, T*, int32_t);    \
   int32_t core_rows_int8_##name(const int8_t*, const float*, int64_t, int64_t, const int64_t*,   \
                                 int64_t, T*, int32_t);
@@ -113,13 +113,14 @@ struct Buffer {
     Buffer<int32_t> table(count * num_slots);                                                   \
     for (int64_t i = 0; i < count * num_slots; i++)                                             \
       table[i] = static_cast<int32_t>(among(0, num_slots - 1));                                 \
-    Buffer<float> slopes(heads);                                                                \
+    Buffer<float> slopes(heads), sinks(heads);                                                  \
     Buffer<T> q(tokens * heads * size), k(kv_heads * num_slots * size);                         \
     Buffer<T> v(kv_heads * num_slots * size), out(tokens * heads * size);                       \
     core_attention_##name(q, heads * size, (T*)k, (T*)v, size, num_slots * size, 0, table,      \
                           num_slots, rows.data(), count, heads, kv_heads, size,                 \
                           among(0, 1) ? among(1, 100) : 0, 0.1f, count % 2 ? 0.0f : 5.0f,       \
-                          count < 3 ? nullptr : static_cast<float*>(slopes), 0, out, level,     \
+                          count < 3 ? nullptr : static_cast<float*>(slopes),                    \
+                          count == 2 ? static_cast<float*>(sinks) : nullptr, 0, out, level,     \
                           threads);                                                             \
     Buffer<T> some(tokens * heads * size);                                                      \
     Buffer<int64_t> wanted(tokens);                                                             \
@@ -130,7 +131,8 @@ struct Buffer {
     core_attention_##name(q, heads * size, (int8_t*)k8, (int8_t*)v8, size + 4,                  \
                           num_slots * (size + 4), 1, table, num_slots, rows.data(), count,      \
                           heads, kv_heads, size, among(0, 1) ? among(1, 100) : 0, 0.1f, 0.0f,   \
-                          nullptr, 0, out, level, threads);                                     \
+                          nullptr, count == 4 ? static_cast<float*>(sinks) : nullptr, 0, out,   \
+                          level, threads);                                                      \
     const int64_t all = heads + 2 * kv_heads, half = among(1, 50);                              \
     if (2 * half > size) return;                                                                \
     Buffer<T> qkv(tokens * all * size), norm(size);                                             \
