@@ -3,7 +3,7 @@
 python -m bench.memory.past_future t1 [--seeds 5] [--num-requests 3000] [--workload dist1]
     Past-Future's Table 1 from the real router core: every cell is the median of several seeds,
     with the options of the authors' published simulation; steps as ratios to their optimum
-python -m bench.memory.past_future t2|t3|t4|t5|t18|halves
+python -m bench.memory.past_future t2|t3|t4|t5|t18|kept|halves
     figures beside their targets; halves: the second half of each trace, and a trace that was never
     opened while anything was tuned. `risk` is the server's default; the optimum is the oracle,
     which knows every length, with the same order
@@ -281,6 +281,7 @@ class Job(NamedTuple):
     """Of the trace; otherwise its first rows."""
     options: tuple[tuple[str, float], ...] = ()
     """Instead of the rule's own."""
+    seed: int = 0
 
 
 def run_job(job: Job) -> sim.Report:
@@ -296,6 +297,7 @@ def run_job(job: Job) -> sim.Report:
         admission_options=dict(job.options) or options,
         request_class=job.request_class,
         keeps_timeline=False,
+        seed=job.seed,
     )
     return run_offline(second_half(load), config) if job.is_second_half else sim.run(config)
 
@@ -493,7 +495,31 @@ def t18(num_processes: int) -> None:
         print_row(name, *(f"{exceeded[q]:.1f}" for q in ranges), verdict(misses))
 
 
-TABLES = {"t2": t2, "t3": t3, "t4": t4, "t5": t5, "t18": t18, "halves": halves}
+ACCEPTED = (0.005, 0.01, 0.02, 0.05, 0.1)
+
+
+def kept(num_processes: int) -> None:
+    """The accepted risk beside the share of requests that memory was taken from."""
+    names, seeds = ("sharegpt 30k", "reason 120k"), (0, 1)
+    jobs = {
+        (name, share, seed): Job(name, "risk", options=(("rt_memory_risk", share),), seed=seed)
+        for name, share, seed in itertools.product(names, ACCEPTED, seeds)
+    }
+    reports = run_all([*jobs.values(), *(Job(name, "optimum") for name in names)], num_processes)
+    print_head("load", "accepted %", "evicted %, by seed", "steps over optimum %", "work s")
+    for name, share in itertools.product(names, ACCEPTED):
+        runs = [reports[jobs[name, share, seed]] for seed in seeds]
+        optimum = reports[Job(name, "optimum")]
+        print_row(
+            name,
+            f"{100 * share:.1f}",
+            ", ".join(f"{run.evicted_requests_pct:.2f}" for run in runs),
+            ", ".join(f"{over(run, optimum):+.2f}" for run in runs),
+            ", ".join(f"{run.total_work_s:.1f}" for run in runs),
+        )
+
+
+TABLES = {"t2": t2, "t3": t3, "t4": t4, "t5": t5, "t18": t18, "kept": kept, "halves": halves}
 
 
 def main() -> None:

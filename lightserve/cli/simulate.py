@@ -306,6 +306,7 @@ _SECTIONS = {
         "consumed_pct",
         "future_pct",
         "evicted_pct",
+        "evicted_requests_pct",
         "recomputed_tokens",
         "total_work_s",
     ),

@@ -154,10 +154,10 @@ class SchedulingOptions:
     )
     samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
     rt_memory_risk: float = option(
-        0.05, "risk: accepted chance of running out by a real-time request.", low=0.0, high=1.0
+        0.02, "risk: share of real-time requests that memory may be taken from.", low=0.0, high=1.0
     )
     be_memory_risk: float = option(
-        0.2, "risk: accepted chance of running out by a best-effort request.", low=0.0, high=1.0
+        0.2, "risk: share of best-effort requests that memory may be taken from.", low=0.0, high=1.0
     )
     rt_max_waiting_requests: int = option(
         4096, "Real-time requests that may wait in the router; more get a 429.", low=1

@@ -167,16 +167,26 @@ def is_worse(profile: StepProfile, than: StepProfile) -> bool:
 
 def save_profile(profile: StepProfile, path: Path) -> None:
     """Write a profile; readers see the old file or the new one, whole. Raises OSError."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file of the cache; readers see the old one or the new one, whole. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+            file.write(data)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def hash_of_model(path: Path) -> str:
+    """Return what names a model's files in the cache: a hash of its config.json. Raises OSError."""
+    return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
 
 
 def _refusal(its: ProfileKey, key: ProfileKey) -> str:

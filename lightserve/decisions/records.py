@@ -36,6 +36,7 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
+from lightserve.router.output_lengths import RememberedLengths
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep, Reason, Unseen, WaitUntil
 from lightserve.types import FrontendId, RequestClass, RequestId, StepId
@@ -66,6 +67,8 @@ class Header(Record, frozen=True, tag="header"):
     """Of admission rules that draw."""
     config: dict[str, Any]
     """`DECIDING_OPTIONS` by name."""
+    remembered: RememberedLengths | None = None
+    """Output lengths that the core began with."""
 
 
 class MessageReceived(Record, frozen=True, tag="message"):
@@ -175,7 +178,14 @@ Input = (
 AnyRecord = Header | Input | Decision
 
 
-def header_of(config: ServeConfig, *, max_model_len: int, seed: int, boot_id: str = "") -> Header:
+def header_of(
+    config: ServeConfig,
+    *,
+    max_model_len: int,
+    seed: int,
+    boot_id: str = "",
+    remembered: RememberedLengths | None = None,
+) -> Header:
     """Return the first line of a log of a core that is made from these."""
     return Header(
         format_version=FORMAT_VERSION,
@@ -184,6 +194,7 @@ def header_of(config: ServeConfig, *, max_model_len: int, seed: int, boot_id: st
         max_model_len=max_model_len,
         seed=seed,
         config={name: getattr(config, name) for name in DECIDING_OPTIONS},
+        remembered=remembered,
     )
 
 

@@ -200,7 +200,12 @@ def make_core_of(header: Header) -> Scheduler:
     try:
         config = ServeConfig(**header.config)
         return Scheduler(
-            make_scheduler_config(config, max_model_len=header.max_model_len, seed=header.seed)
+            make_scheduler_config(
+                config,
+                max_model_len=header.max_model_len,
+                seed=header.seed,
+                remembered=header.remembered,
+            )
         )
     except (TypeError, ConfigError) as error:
         raise DecisionLogError(

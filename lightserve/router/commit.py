@@ -19,6 +19,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
+from lightserve.router.admission.accepted_risk import AcceptedRisk
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN, PlanCopies
 from lightserve.router.pipeline import Pipeline
@@ -124,6 +125,8 @@ class KVCounters:
     """Times that a running request lost its row or memory to another."""
     num_evictions: int = 0
     """Times that a request, running or paused, lost KV to another."""
+    num_evicted: int = 0
+    """Requests that did at all."""
     taken_tokens: int = 0
     """Tokens whose slots went to another request, and which are on the host."""
     saved_tokens: int = 0
@@ -146,15 +149,22 @@ class SkipCounters:
         self.unseen: Mapping[RequestClass, Counter[Reason]]
         """Times that a request was not considered for a step, by what had stopped the scan."""
         self.unseen = {request_class: Counter() for request_class in RequestClass}
+        self.awaiting_memory: set[RequestClass] = set()
+        """Classes of which the last step left some out for want of memory to come."""
 
     def note(self, step: PlannedStep) -> None:
         """Count a step that is sent."""
+        self.awaiting_memory.clear()
         if step.left_out:
             for request_class, counts in step.left_out.count().items():
                 self.skipped[request_class].update(counts)
+                if Reason.KV_FUTURE in counts:
+                    self.awaiting_memory.add(request_class)
         for request_class, (num_requests, stopped_by) in step.unseen.items():
             if stopped_by is not None:
                 self.unseen[request_class][stopped_by] += num_requests
+                if stopped_by is Reason.KV_FUTURE:
+                    self.awaiting_memory.add(request_class)
 
 
 AHEAD_FACTOR = 4
@@ -174,12 +184,18 @@ class StepCommit:
     """
 
     def __init__(
-        self, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline, waits: QueueDelay
+        self,
+        waiting: WaitingQueue,
+        rows: RequestTable,
+        pipeline: Pipeline,
+        waits: QueueDelay,
+        risk: AcceptedRisk,
     ) -> None:
         self._waiting = waiting
         self._rows = rows
         self._pipeline = pipeline
         self._waits = waits
+        self._risk = risk
         self._steps_since_take = AHEAD_STEPS + 1
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
@@ -248,19 +264,26 @@ class StepCommit:
             counters = self.counters[request.request_class]
             num_kept = request.num_kept_tokens
             num_saved = kv.take(request, num_tokens)
-            counters.num_evictions += 1
+            self._note_evicted(request)
             if num_saved is None:  # neither are the copies made before
                 counters.lost_tokens += num_kept - request.num_kept_tokens
             else:
                 counters.taken_tokens += num_tokens
                 counters.saved_tokens += num_saved
         for request in step.preempted:
-            counters = self.counters[request.request_class]
-            counters.num_evictions += 1
-            counters.lost_tokens += request.num_kept_tokens
+            self._note_evicted(request)
+            self.counters[request.request_class].lost_tokens += request.num_kept_tokens
             kv.release(request, keep=False)
             request.lose_kv()
             kv.expect(request)
+
+    def _note_evicted(self, request: Request) -> None:
+        counters = self.counters[request.request_class]
+        counters.num_evictions += 1
+        if not request.was_evicted:
+            request.was_evicted = True
+            counters.num_evicted += 1
+            self._risk.note_evicted(request.request_class)
 
     def _copy_ahead(self, kv: KVStore, num_loading: int) -> None:
         """Save tails of the next best-effort victims, paused ones first, while no load waits.

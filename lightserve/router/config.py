@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 
 from lightserve.config import ServeConfig
 from lightserve.router.admission import ADMISSION_RULES
+from lightserve.router.admission.accepted_risk import AcceptedRisk
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.output_lengths import OutputLengths, RememberedLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies import make_policy
 from lightserve.router.policies.base import NO_LIMIT, Policy
 from lightserve.router.slo import SLO_CLOCKS, SLOClock, curve_clock
 from lightserve.router.victims import VICTIMS, Dispensability
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT, RequestClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class SchedulerConfig:
     admission: AdmissionRule
     lengths: OutputLengths
     """Learns every finished request's length; the admission rule may read it."""
+    accepted_risk: AcceptedRisk = field(
+        default_factory=lambda: AcceptedRisk(dict.fromkeys(RequestClass, 0.0))
+    )
+    """Learns which requests memory is taken from; the admission rule may read it."""
     admission_limit: int | None = None
     """Most output tokens that admission believes any request can reach (simulation of others)."""
     kv: KVOptions = field(default_factory=KVOptions)
@@ -68,10 +73,17 @@ CACHE_ORDERS: dict[str, EvictionOrder | None] = {
 
 
 def make_scheduler_config(
-    config: ServeConfig, *, max_model_len: int, seed: int = 0
+    config: ServeConfig,
+    *,
+    max_model_len: int,
+    seed: int = 0,
+    remembered: RememberedLengths | None = None,
 ) -> SchedulerConfig:
-    """Return what a core needs to know of the server's configuration."""
+    """Return what a core needs to know: of the server's configuration, and of one before it."""
     lengths = OutputLengths(max_output_tokens=max_model_len, window=config.window)
+    if remembered is not None:
+        lengths.restore(remembered)
+    accepted_risk = make_accepted_risk(config)
     policy = make_policy(config)
     return SchedulerConfig(
         max_model_len=max_model_len,
@@ -93,8 +105,11 @@ def make_scheduler_config(
         victims=VICTIMS[config.victims],
         be_by_sharing=config.be_by_sharing(),
         slo_clock=SLO_CLOCKS[config.slo_clock],
-        admission=make_admission(config, lengths, seed, is_class_aware=policy.is_class_aware),
+        admission=make_admission(
+            config, lengths, accepted_risk, seed, is_class_aware=policy.is_class_aware
+        ),
         lengths=lengths,
+        accepted_risk=accepted_risk,
         kv=KVOptions(
             cache_order=CACHE_ORDERS[config.cache_policy],
             block_size=config.block_size,
@@ -108,11 +123,22 @@ def make_scheduler_config(
     )
 
 
+def make_accepted_risk(config: ServeConfig) -> AcceptedRisk:
+    """Return what is accepted of each class, nothing learnt yet."""
+    return AcceptedRisk({RT: config.rt_memory_risk, BE: config.be_memory_risk})
+
+
 def make_admission(
-    config: ServeConfig, lengths: OutputLengths, seed: int, *, is_class_aware: bool
+    config: ServeConfig,
+    lengths: OutputLengths,
+    risk: AcceptedRisk,
+    seed: int,
+    *,
+    is_class_aware: bool,
 ) -> AdmissionRule:
     """Return the configured rule; for a policy that knows classes, one of each class."""
     make_rule = ADMISSION_RULES[config.admission]
     if not is_class_aware:
-        return make_rule(config, lengths, seed)
-    return ClasswiseAdmission(make_rule(config, lengths, seed), make_rule(config, lengths, seed))
+        return make_rule(config, lengths, risk, seed)
+    rules = [make_rule(config, lengths, risk, seed) for _ in range(2)]
+    return ClasswiseAdmission(*rules)

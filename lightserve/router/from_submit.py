@@ -18,6 +18,7 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.common import MAX_INT32, Constraint, Int32Array, unpack_int32
 from lightserve.messages.frontend_router import BatchDue, Submit
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
+from lightserve.router.output_lengths import prediction_key
 from lightserve.router.queue import Backlog
 from lightserve.router.request import Parameters, Request
 from lightserve.types import FrontendId, RequestClass, RequestKey
@@ -301,7 +302,7 @@ def request_of(
         priority=submit.priority,
         slo=submit.slo,
         batch=submit.batch,
-        prediction_key=(submit.request_class, submit.prediction_key),
+        prediction_key=prediction_key(submit.request_class, submit.prediction_key),
         constraint=parameters.constraint,
         output=submit.output,
         prefix_salt=submit.prefix_salt,

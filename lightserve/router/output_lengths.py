@@ -19,9 +19,13 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from lightserve.types import RequestClass
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -45,24 +49,45 @@ _ROW_OFFSET = 1 << 40
 """More than any length."""
 
 
+def prediction_key(request_class: RequestClass, user: str = "") -> tuple[RequestClass, str]:
+    """Return what requests have in common whose outputs are taken to be of like length."""
+    return request_class, user
+
+
+MAX_REMEMBERED = 100_000
+_Lengths = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]],
+    msgspec.Meta(max_length=MAX_REMEMBERED),
+]
+
+
+class RememberedLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a history knows of no one in particular, the oldest first; at most MAX_REMEMBERED."""
+
+    lengths: _Lengths
+    """Of all requests."""
+    by_class: dict[RequestClass, _Lengths]
+    """Of those that name no user."""
+
+
 class _Window:
     """The last `size` lengths, and sorted."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._recent: deque[int] = deque()
+        self.recent: deque[int] = deque()
         self.num_added = 0
         self.sorted: IntArray = np.empty(0, dtype=np.int64)
         """Replaced by each addition, never changed: a reference to it stays as it is."""
 
     def __len__(self) -> int:
-        return len(self._recent)
+        return len(self.recent)
 
     def add(self, length: int) -> None:
-        if len(self._recent) == self._size:
-            oldest = self._recent.popleft()
+        if len(self.recent) == self._size:
+            oldest = self.recent.popleft()
             self.sorted = np.delete(self.sorted, np.searchsorted(self.sorted, oldest))
-        self._recent.append(length)
+        self.recent.append(length)
         self.num_added += 1
         self.sorted = np.insert(self.sorted, np.searchsorted(self.sorted, length), length)
 
@@ -122,6 +147,36 @@ class OutputLengths:
     def __len__(self) -> int:
         """Return how many finished lengths the pooled history holds."""
         return len(self._pooled)
+
+    @property
+    def num_recorded(self) -> int:
+        """Return how many finished lengths there have been."""
+        return self._pooled.num_added
+
+    def remembered(self) -> RememberedLengths:
+        """Return what another history may begin with."""
+        keys = {of: prediction_key(of) for of in RequestClass}
+        return RememberedLengths(
+            list(self._pooled.recent)[-MAX_REMEMBERED:],
+            {
+                of: list(self._by_key[key].window.recent)[-MAX_REMEMBERED:]
+                for of, key in keys.items()
+                if key in self._by_key
+            },
+        )
+
+    def restore(self, remembered: RememberedLengths) -> None:
+        """Begin with what another history remembered, as far as the window reaches."""
+        for length in remembered.lengths:
+            self.record(length)
+        for of, lengths in remembered.by_class.items():
+            window = self._by_key.setdefault(
+                prediction_key(of), _OfKey(_Window(self._window))
+            ).window
+            for length in lengths:
+                window.add(length)
+        if remembered.lengths:
+            self._renew()
 
     def record(self, length: int, key: Hashable = None) -> None:
         """Learn the output length (>= 1) of a finished request."""

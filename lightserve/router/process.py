@@ -75,9 +75,11 @@ from lightserve.router.events import (
     WorkersReady,
 )
 from lightserve.router.from_submit import check_batch_due, check_submit
+from lightserve.router.kept_lengths import LengthFile
 from lightserve.router.kv.block_events import AllBlocksCleared
 from lightserve.router.kv_publisher import KVPublisher
 from lightserve.router.metrics import RouterMetrics
+from lightserve.router.output_lengths import RememberedLengths
 from lightserve.router.recent_steps import RecentSteps
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -139,8 +141,16 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     )
     if spec.node_key:
         workers.listen(socket.socket(fileno=spec.listen_fd), spec.node_key)
-    core = Scheduler(make_scheduler_config(spec.config, max_model_len=max_model_len))
-    decision_log = _open_log(spec, max_model_len)
+    keeps_lengths = spec.config.profile != "off"
+    length_file = LengthFile(Path(spec.config.model)) if keeps_lengths else None
+    remembered = None if length_file is None else length_file.read()
+    core_config = make_scheduler_config(
+        spec.config, max_model_len=max_model_len, remembered=remembered
+    )
+    core = Scheduler(core_config)
+    if length_file is not None:
+        length_file.keep(core_config.lengths)
+    decision_log = _open_log(spec, max_model_len, remembered)
     publisher = _open_publisher(spec)
     collector = Collector()
     control.send(ChildReady())
@@ -149,6 +159,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         collector=collector,
         decision_log=decision_log,
         publisher=publisher,
+        length_file=length_file,
         vocab_size=model.vocab_size,
     ).serve()
     return 0
@@ -178,7 +189,9 @@ def _open_publisher(spec: ChildSpec) -> KVPublisher | None:
     return publisher
 
 
-def _open_log(spec: ChildSpec, max_model_len: int) -> DecisionLogFile | None:
+def _open_log(
+    spec: ChildSpec, max_model_len: int, remembered: RememberedLengths | None
+) -> DecisionLogFile | None:
     """Return the decision log, if one is wanted.
 
     Raises:
@@ -187,7 +200,13 @@ def _open_log(spec: ChildSpec, max_model_len: int) -> DecisionLogFile | None:
     """
     if not spec.config.decision_log:
         return None
-    header = header_of(spec.config, max_model_len=max_model_len, seed=0, boot_id=spec.boot_id)
+    header = header_of(
+        spec.config,
+        max_model_len=max_model_len,
+        seed=0,
+        boot_id=spec.boot_id,
+        remembered=remembered,
+    )
     max_bytes = parse_memory(spec.config.decision_log_size, "--decision-log-size")
     try:
         return DecisionLogFile(Path(spec.config.decision_log), header, max_bytes=max_bytes)
@@ -231,6 +250,7 @@ class RouterProcess:
         collector: Collector | None = None,
         decision_log: DecisionLogFile | None = None,
         publisher: KVPublisher | None = None,
+        length_file: LengthFile | None = None,
         vocab_size: int = MAX_INT32,
     ) -> None:
         """Without a `collector` garbage is collected as Python does by itself."""
@@ -247,6 +267,7 @@ class RouterProcess:
         if spec.config.num_kept_lives:
             self._lives = Lives(spec.config.num_kept_lives)
             self._calls = WatchedCore(self._calls, self._lives)
+        self._length_file = length_file
         self._frontends = frontends
         self._workers = workers
         self._control = control
@@ -498,6 +519,8 @@ class RouterProcess:
         self._next_status_s = now_s + STATUS_INTERVAL_S
         if self._decision_log is not None:
             self._decision_log.flush()
+        if self._length_file is not None:
+            self._length_file.save(now_s)
         status = self.core.status(now_s)
         for frontend_id, session in list(self._connected.items()):
             own = msgspec.structs.replace(

@@ -166,6 +166,8 @@ class Request:
     _place: int = field(default=-1, init=False)
     """`row`, while it has one."""
     num_replays: int = 0
+    was_evicted: bool = False
+    """Whether memory was ever taken from it for others."""
     num_requeues: int = 0
     """How often it went back to waiting after it had started."""
     num_prompt_logprobs_sent: int = 0

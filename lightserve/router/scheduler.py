@@ -97,7 +97,9 @@ class Scheduler:
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = ArrivalStats()
         self._planner = Planner(config, self._waiting, self._rows, self._pipeline, self._demand)
-        self._commit = StepCommit(self._waiting, self._rows, self._pipeline, self._waits)
+        self._commit = StepCommit(
+            self._waiting, self._rows, self._pipeline, self._waits, config.accepted_risk
+        )
         self._burst = BurstHeadroom(config.burst_headroom_s)
         self._held_by_rt = HeldByRealTime(config.rt_kv_deviations)
         self._num_arrivals = 0
@@ -459,6 +461,9 @@ class Scheduler:
         if request.key not in self._unfinished:
             self._parameters.release(request)
         self._clear(request)
+        if request.num_cached_tokens is not None:  # it has started
+            others_wait = request.request_class in self.skip_counters.awaiting_memory
+            self._config.accepted_risk.note_ended(request.request_class, others_wait=others_wait)
         if request.request_class is RT:
             self._demand.note_end(request.num_prompt_tokens, len(request.output_token_ids))
         if request.state is WAITING:

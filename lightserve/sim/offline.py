@@ -31,7 +31,7 @@ from lightserve.router.admission import ADMISSION_RULES
 from lightserve.router.admission.base import AdmissionRound, AdmissionRule, PoolView
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.peak import PeakAdmission, PeakRound
-from lightserve.router.config import SchedulerConfig
+from lightserve.router.config import SchedulerConfig, make_accepted_risk
 from lightserve.router.events import FromFrontend, Outgoing, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.future_memory import IntArray
@@ -59,7 +59,8 @@ from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 # grows as it generates. Let d steps pass in which nothing ends. What was alive at the old peak
 # holds as much at that moment or more, except for the newcomer, which starts d steps later and has
 # grown d tokens less. So no peak falls by more than 1 per step, and a newcomer that was e tokens
-# too much will still be too much after e - 1 steps.
+# too much will still be too much after e - 1 steps. (But where `risk` reckons with more than the
+# highest of its futures: there it goes by their spread, which may shrink.)
 
 OnAdmission = Callable[[Sequence[Request], IntArray | None], None]
 """Told of a batch with a newcomer in it, and of the rule's forecast of its peaks."""
@@ -309,6 +310,9 @@ class OfflineRun:
         limits = np.maximum(workload.max_tokens, workload.output_tokens)
         longest = int((workload.prompt_tokens + limits).max())
         self._lengths = OutputLengths(max_output_tokens=int(workload.max_tokens.max()))
+        named = {} if config.admission == "oracle" else {"admission": config.admission}
+        self._options = ServeConfig(**named, **config.admission_options)  # type: ignore[arg-type]
+        self._risk = make_accepted_risk(self._options)
         warm_up = workload.rows(0, config.num_warm_up)
         history = ARTIFACT_HISTORY if config.paper_artifact else ()
         for length in history:
@@ -337,6 +341,7 @@ class OfflineRun:
                 policy=self._policy,
                 admission=admission,
                 lengths=self._lengths,
+                accepted_risk=self._risk,
                 max_steps_in_flight=1,
                 admission_limit=DISTRIBUTION_MAX_TOKENS if config.paper_artifact else None,
             )
@@ -353,8 +358,8 @@ class OfflineRun:
         if config.admission == "oracle":
             outputs = self._rows.output_tokens
             return OracleAdmission(lambda request: int(outputs[request.key.request_id]))
-        options = ServeConfig(admission=config.admission, **config.admission_options)  # type: ignore[arg-type]
-        return ADMISSION_RULES[config.admission](options, self._lengths, config.seed)
+        make_rule = ADMISSION_RULES[config.admission]
+        return make_rule(self._options, self._lengths, self._risk, config.seed)
 
     def run(self, progress: Callable[[int], None] | None) -> Report:
         """Run to the end."""

@@ -452,6 +452,8 @@ class Report:
     """True peak of the running batch."""
     evicted_pct: float
     """Evictions per request, in percent."""
+    evicted_requests_pct: float
+    """Requests that memory was taken from, once or more often."""
     recomputed_tokens: int
     total_work_s: float
     """Execution time of all steps on the virtual hardware, recomputed prompts included."""
@@ -555,6 +557,9 @@ class Measurements:
             consumed_pct=self._consumed * share,
             future_pct=self._future * share,
             evicted_pct=100.0 * core.num_preemptions / num_finished,
+            evicted_requests_pct=100.0
+            * sum(counters.num_evicted for counters in core.counters.values())
+            / num_finished,
             recomputed_tokens=core.num_preempted_tokens,
             total_work_s=self._work_s,
             finished=num_finished,

@@ -41,6 +41,7 @@ from lightserve.messages.frontend_router import Abort, RequestDelta, Submit
 from lightserve.messages.router_worker import StepResult
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, Outgoing
+from lightserve.router.output_lengths import RememberedLengths
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.logged_hardware import LoggedHardware, LoggedStep
@@ -136,6 +137,8 @@ class Recording:
     config: dict[str, Any]
     max_model_len: int
     seed: int
+    remembered: RememberedLengths | None
+    """Output lengths that the log's server began with."""
     requests: dict[RequestKey, Asked]
     workers: WorkersStarted
     step_cost: StepCoefficients
@@ -186,7 +189,10 @@ class Recording:
         request for, as others were answered sooner, has one of its own again, by another name.
         """
         core_config = make_scheduler_config(
-            self._serve_config(settings), max_model_len=self.max_model_len, seed=self.seed
+            self._serve_config(settings),
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            remembered=self.remembered,
         )
         num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
         hardware = LoggedHardware(
@@ -532,6 +538,7 @@ def read_recording(reader: DecisionLogReader) -> Recording:
         config=dict(reader.header.config),
         max_model_len=reader.header.max_model_len,
         seed=reader.header.seed,
+        remembered=reader.header.remembered,
         requests=taker.requests,
         workers=taker.workers,
         step_cost=fitted,

@@ -6,7 +6,6 @@ All ranks run the same plans: shapes come from one seed, and rank 0's clock deci
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
 import time
@@ -26,6 +25,7 @@ from lightserve.cost.profile import (
     ProfileKey,
     StepProfile,
     cached_path,
+    hash_of_model,
     load_profile,
     save_profile,
 )
@@ -407,7 +407,7 @@ def profile_key(config: ServeConfig) -> ProfileKey:
     )
     facts = facts_of(config, device)
     return ProfileKey(
-        model_hash=hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16],
+        model_hash=hash_of_model(path),
         dtype=dtype,
         device=facts.summary,
         tp=config.tp,

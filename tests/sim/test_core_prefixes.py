@@ -31,7 +31,12 @@ from lightserve.errors import ConfigError
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
 from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
-from lightserve.router.config import SchedulerConfig, make_admission, make_scheduler_config
+from lightserve.router.config import (
+    SchedulerConfig,
+    make_accepted_risk,
+    make_admission,
+    make_scheduler_config,
+)
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
@@ -302,9 +307,11 @@ def test_a_request_that_reserves_the_worst_case_loses_nothing(
 def test_a_crowd_with_one_prompt_runs_at_once(policy: str, admission: str) -> None:
     """40 tokens that all share and at most 10 more of each: 6 need 100 of 120 slots, not 300."""
     lengths = OutputLengths(max_output_tokens=MAX_LEN)
+    config = ServeConfig(admission=admission)
     rule = make_admission(
-        ServeConfig(admission=admission),
+        config,
         lengths,
+        make_accepted_risk(config),
         0,
         is_class_aware=POLICIES[policy]().is_class_aware,
     )

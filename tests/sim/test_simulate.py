@@ -53,6 +53,7 @@ def test_json_has_the_stable_keys_and_depends_on_the_seed() -> None:
         "consumed_pct",
         "future_pct",
         "evicted_pct",
+        "evicted_requests_pct",
         "recomputed_tokens",
         "total_work_s",
     }

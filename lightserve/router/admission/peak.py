@@ -99,7 +99,7 @@ class PeakRound:
         *,
         is_capped: bool = False,
     ) -> None:
-        """`is_capped`: `sample` gives no more than limits, nor `bound` than the highest peak.
+        """`is_capped`: `sample` gives no more than limits.
 
         So where the limits of all have room together nothing need be sampled.
         """

@@ -1,9 +1,10 @@
-"""Risk: admit while the chance that the peak exceeds the pool stays below a bound.
+"""Risk: admit so that the share of requests that memory is taken from is the one that is accepted.
 
-Our own rule, beyond Past-Future: many futures, whose quantile decides, instead of a flat
-reserve. The uniform numbers behind a request's futures are the same in every round (common
-random numbers) and stratified, so that decisions do not flicker and few futures suffice.
-Real-time and best-effort requests have bounds of their own.
+Our own rule, beyond Past-Future: many futures, of whose peaks a quantile decides instead of a flat
+reserve. Which one, is learnt from evictions (`accepted_risk`). The uniform numbers behind a
+request's futures are the same in every round (common random numbers) and stratified, so that
+decisions do not flicker and few futures suffice. Real-time and best-effort requests have quantiles
+of their own.
 
 A history is not the truth: it is short at first, and lengths come in waves. In a large batch the
 errors of single requests cancel out, but not those of the history, which all of them share. So
@@ -18,15 +19,14 @@ from statistics import NormalDist
 
 import numpy as np
 
+from lightserve.router.admission.accepted_risk import AcceptedRisk
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, columns_of
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import LengthArray, OutputLengths, UniformArray
 from lightserve.router.request import Request
-from lightserve.types import RequestClass
 
-MIN_FUTURES, MAX_FUTURES = 32, 1024
-FUTURES_IN_TAIL = 3.2
+NUM_FUTURES = 64
 WAVES = 0.015
 """Variance of a history's mean rank beyond that of as many independent lengths, in units of one
 length's: lengths come in waves. Chosen by measurement; see docs/results/admission.md."""
@@ -41,25 +41,15 @@ _NUM_ROWS = 4096
 """Rows of random numbers: requests whose numbers of arrival differ by a multiple share theirs."""
 
 
-def num_futures_for(smallest_risk: float) -> int:
-    """Return how many futures a quantile needs: more than three in the tail, where affordable."""
-    if smallest_risk <= 0.0:
-        return MAX_FUTURES
-    return int(np.clip(np.ceil(FUTURES_IN_TAIL / smallest_risk), MIN_FUTURES, MAX_FUTURES))
-
-
 class RiskAdmission(PeakAdmission):
-    """Bounds the probability of running out, per class; see the module's docstring."""
+    """See the module's docstring."""
 
-    def __init__(
-        self, lengths: OutputLengths, *, seed: int, rt_risk: float, be_risk: float
-    ) -> None:
+    def __init__(self, lengths: OutputLengths, accepted: AcceptedRisk, *, seed: int) -> None:
         self._lengths = lengths
-        self._risk = {RequestClass.RT: rt_risk, RequestClass.BE: be_risk}
+        self._accepted = accepted
         rng = np.random.default_rng(seed)
-        num_futures = num_futures_for(min(rt_risk, be_risk))
-        self._uniforms = _stratified(rng, num_futures)
-        ranks = (np.arange(num_futures) + 0.5) / num_futures
+        self._uniforms = _stratified(rng, NUM_FUTURES)
+        ranks = (np.arange(NUM_FUTURES) + 0.5) / NUM_FUTURES
         self._errors = rng.permutation([NormalDist().inv_cdf(rank) for rank in ranks])
         """Of the history in each future, in standard errors."""
         self._tilted = self._uniforms
@@ -68,11 +58,10 @@ class RiskAdmission(PeakAdmission):
     def begin(self, live: Collection[Request], pool: PoolView) -> PeakRound:
         """Start a round: the same requests at the same tokens have the same futures."""
 
-        def quantile(peaks: IntArray, request: Request) -> int:
-            rank = len(peaks) - 1 - int(self._risk[request.request_class] * len(peaks))
-            return int(np.partition(peaks, rank)[rank])
+        def bound(peaks: IntArray, request: Request) -> int:
+            return peak_at(peaks, self._accepted.level(request.request_class))
 
-        return PeakRound(live, self.totals, quantile, pool.num_slots, is_capped=True)
+        return PeakRound(live, self.totals, bound, pool.num_slots, is_capped=True)
 
     def totals(self, requests: Sequence[Request], generated: IntArray) -> LengthArray:
         """Return the total length of each request in each future, int32 [n, num_futures].
@@ -99,6 +88,22 @@ class RiskAdmission(PeakAdmission):
             exponents = np.exp(scale * self._errors).astype(np.float32)
             self._tilted = np.minimum(self._uniforms**exponents, _LARGEST)
         return self._tilted
+
+
+def peak_at(peaks: IntArray, level: float) -> int:
+    """Return a quantile of sampled peaks, int64 [num_futures].
+
+    `level` says which, in standard deviations of a normal distribution. Between two peaks it is
+    interpolated; beyond the highest one it goes on by their standard deviation.
+    """
+    last = len(peaks) - 1
+    rank = max(0.0, NormalDist().cdf(level) * len(peaks) - 0.5)
+    if rank >= last:
+        highest = NormalDist().inv_cdf((last + 0.5) / len(peaks))
+        return int(peaks.max() + max(0.0, level - highest) * peaks.std())
+    low = int(rank)
+    below, above = np.partition(peaks, (low, low + 1))[low : low + 2].tolist()
+    return int(below + (rank - low) * (above - below))
 
 
 def _stratified(rng: np.random.Generator, num_futures: int) -> UniformArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.admission import ADMISSION_RULES
+from lightserve.router.admission.accepted_risk import MOST_LEVEL, STEP, AcceptedRisk
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.past_future import PastFutureAdmission
-from lightserve.router.admission.risk import RiskAdmission, num_futures_for
+from lightserve.router.admission.risk import NUM_FUTURES, RiskAdmission, peak_at
+from lightserve.router.config import make_accepted_risk
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request, RequestState
 from lightserve.types import (
@@ -62,7 +65,12 @@ def history(*lengths: int) -> OutputLengths:
 
 
 def make_rule(name: str, lengths: OutputLengths, **options: float) -> AdmissionRule:
-    return ADMISSION_RULES[name](ServeConfig(admission=name, **options), lengths, 0)
+    config = ServeConfig(admission=name, **options)
+    return ADMISSION_RULES[name](config, lengths, make_accepted_risk(config), 0)
+
+
+def accepted(rt: float = 0.05, be: float = 0.2) -> AcceptedRisk:
+    return AcceptedRisk({RequestClass.RT: rt, RequestClass.BE: be})
 
 
 LIVE = [make_request(0, prompt=20, generated=10), make_request(1, prompt=30, generated=5)]
@@ -136,7 +144,7 @@ def test_the_same_state_gives_the_same_decision(name: str) -> None:
 def test_risk_is_a_calibrated_probability_per_class() -> None:
     """Outputs are 10 or 100 with equal chance; five of six long ones do not fit."""
     lengths = history(10, 100)
-    rule = RiskAdmission(lengths, seed=1, rt_risk=0.004, be_risk=0.2)
+    rule = RiskAdmission(lengths, accepted(rt=0.004, be=0.2), seed=1)
     # Six requests of prompt 10; k of them long have a peak of about k * 110.
     live = [make_request(i, prompt=10, generated=1, max_tokens=100) for i in range(5)]
     capacities = {RequestClass.RT: 0, RequestClass.BE: 0}
@@ -192,7 +200,7 @@ def test_risk_samples_nothing_while_the_limits_of_all_have_room_together() -> No
         ]
         asked = [make_request(9 + i, prompt=int(rng.integers(1, 90))) for i in range(5)]
         pool = PoolView(int(rng.integers(100, 1500)))
-        rule = RiskAdmission(lengths, seed=0, rt_risk=0.05, be_risk=0.2)
+        rule = RiskAdmission(lengths, accepted(), seed=0)
         round_, without = rule.begin(live, pool), rule.begin(live, pool)
         without._is_capped = False
         counted = list(live)
@@ -216,7 +224,7 @@ def test_a_short_history_is_trusted_less() -> None:
         lengths = OutputLengths(max_output_tokens=100, window=num_recorded)
         for index in range(num_recorded):
             lengths.record(1 + 4 * (index % 25))
-        rule = RiskAdmission(lengths, seed=seed, rt_risk=0.05, be_risk=0.2)
+        rule = RiskAdmission(lengths, accepted(), seed=seed)
         live = [make_request(i, prompt=10, generated=1, max_tokens=100) for i in range(60)]
         newcomer = make_request(99, prompt=10)
         return next(
@@ -229,14 +237,50 @@ def test_a_short_history_is_trusted_less() -> None:
         assert room_needed(25, seed) > 1.01 * room_needed(1000, seed)
 
 
-def test_enough_futures_for_the_quantile() -> None:
-    assert [num_futures_for(risk) for risk in (0.5, 0.2, 0.01, 0.001, 0.0)] == [
-        32,
-        32,
-        320,
-        1024,
-        1024,
-    ]
+def test_the_quantile_of_sampled_peaks() -> None:
+    peaks = np.random.default_rng(4).permutation(np.arange(1, NUM_FUTURES + 1) * 10)
+    levels = [-9.0, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0, 4.0]
+    found = [peak_at(peaks, level) for level in levels]
+    assert found[0] == 10
+    assert found[2] == 325, "the median"
+    assert found[4] == pytest.approx(10 * (0.8413 * NUM_FUTURES + 0.5), abs=1)
+    assert found == sorted(found)
+    assert found[-1] - found[-2] == pytest.approx(peaks.std(), abs=1), "beyond the highest"
+    assert {peak_at(np.full(NUM_FUTURES, 7), level) for level in levels} == {7}
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.1])
+def test_as_many_are_evicted_as_is_accepted_whatever_forecasts_are_wrong_by(share: float) -> None:
+    """The forecast is off by a deviation to one side, then by two to the other."""
+    rng = np.random.default_rng(0)
+    risk = accepted(rt=share)
+    num_requests = 40_000
+    for off in (-1.0, 2.0):
+        num_evicted = 0
+        for _ in range(num_requests):
+            chance = 1.0 - NormalDist().cdf(risk.level(RequestClass.RT) + off)
+            if rng.random() < chance:
+                risk.note_evicted(RequestClass.RT)
+                num_evicted += 1
+            risk.note_ended(RequestClass.RT, others_wait=True)
+        assert num_evicted / num_requests == pytest.approx(share, rel=0.2)
+
+
+def test_caution_is_given_up_only_where_that_buys_something_and_by_class() -> None:
+    risk = accepted(rt=0.1)
+    levels = {request_class: risk.level(request_class) for request_class in RequestClass}
+    for _ in range(1000):
+        risk.note_ended(RequestClass.RT, others_wait=False)
+    assert risk.level(RequestClass.RT) == levels[RequestClass.RT]
+    risk.note_evicted(RequestClass.RT)
+    assert risk.level(RequestClass.RT) == pytest.approx(levels[RequestClass.RT] + STEP)
+    for _ in range(10):
+        risk.note_ended(RequestClass.RT, others_wait=True)
+    assert risk.level(RequestClass.RT) == pytest.approx(levels[RequestClass.RT])
+    assert risk.level(RequestClass.BE) == levels[RequestClass.BE]
+    for _ in range(1000):
+        risk.note_evicted(RequestClass.BE)
+    assert risk.level(RequestClass.BE) == MOST_LEVEL
 
 
 def test_past_future_draws_more_for_small_batches() -> None:

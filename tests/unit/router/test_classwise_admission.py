@@ -12,7 +12,7 @@ from test_admission import history, make_request
 from lightserve.config import ServeConfig
 from lightserve.router.admission import ADMISSION_RULES, risk
 from lightserve.router.admission.base import AdmissionRule, PoolView
-from lightserve.router.config import make_admission
+from lightserve.router.config import make_accepted_risk, make_admission
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable
@@ -22,7 +22,8 @@ RT, BE = RequestClass.RT, RequestClass.BE
 
 
 def classwise(name: str, lengths: OutputLengths) -> AdmissionRule:
-    return make_admission(ServeConfig(admission=name), lengths, 0, is_class_aware=True)
+    config = ServeConfig(admission=name)
+    return make_admission(config, lengths, make_accepted_risk(config), 0, is_class_aware=True)
 
 
 def live_and_asked() -> tuple[list[Request], dict[str, Request]]:

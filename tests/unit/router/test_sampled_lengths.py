@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_admission import make_request
+from test_admission import accepted, make_request
 
 from lightserve.router.admission import risk
 from lightserve.router.admission.peak import nums_generated
@@ -26,7 +26,7 @@ def geometric_history(*, num_lengths: int = 1000) -> OutputLengths:
 
 
 def make_rule(lengths: OutputLengths, seed: int = 0) -> RiskAdmission:
-    return RiskAdmission(lengths, seed=seed, rt_risk=0.05, be_risk=0.2)
+    return RiskAdmission(lengths, accepted(), seed=seed)
 
 
 def generate(requests: list[Request], num_tokens: int) -> None:
