@@ -302,13 +302,8 @@ _POLICIES = ("fcfs", "chunked")
 QUEUE_DEFAULTS = {"capacity_tokens": 120_000, "policy": "fcfs", "admission": "past-future"}
 _SECTIONS = {
     "kv": (
-        "decode_steps",
-        "consumed_pct",
-        "future_pct",
-        "evicted_pct",
-        "evicted_requests_pct",
-        "recomputed_tokens",
-        "total_work_s",
+        *("decode_steps", "consumed_pct", "future_pct", "evicted_pct", "evicted_requests_pct"),
+        *("recomputed_tokens", "total_work_s"),
     ),
     "requests": ("finished", "max_overtaken", "duration_s", "ttft_s_p50", "ttft_s_p99"),
     "router": ("cpu_ms_p50", "cpu_ms_p99"),

@@ -369,6 +369,12 @@ class OfflineRun:
                 progress(num_ended)
         return self._measured.report(self._num_finished, self._core, self._now_s)
 
+    def until(self, time_s: float) -> Report:
+        """Run up to a virtual time."""
+        while self._num_finished < len(self._rows) and self._now_s < time_s:
+            self.step()
+        return self._measured.report(max(1, self._num_finished), self._core, self._now_s)
+
     def step(self) -> int:
         """Run one plan, or wait for the next arrival; returns how many requests have ended."""
         core, measured = self._core, self._measured

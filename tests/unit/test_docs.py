@@ -136,7 +136,6 @@ def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
 
 HEADING = "The numbers at which the router guesses"
 BOUNDS = {
-    "MAX_REMEMBERED",
     "SAVE_INTERVAL_S",
     "MAX_UNSENT",
     "ALWAYS",
