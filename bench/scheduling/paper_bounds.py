@@ -12,7 +12,8 @@ where r real-time requests come a second, with o (best-effort ones: O) decodes e
 slots in the mean. More steps need less memory and more time: so s is the least that memory and
 deadlines allow, and x the largest with which time is enough, found by halving. What bursts, the
 end of a batch that the next one waits for and unknown lengths cost is not taken off: so what is
-near the bound cannot be much better.
+near the bound cannot be much better. Of a backlog that is more than can be done, the shortest
+prompts count, as it may be these that are done.
 
 Of real-time requests alone an oracle's schedule says how many can have their first token in time:
 it knows all arrivals and lengths, gives up those that would make most others late, and works on the
@@ -23,6 +24,7 @@ and Hodgson, with times of arrival). Steps have no length there: so it is optimi
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +40,8 @@ from lightserve.sim.worker import VirtualHardware
 from lightserve.types import BE, RT
 
 IntArray = npt.NDArray[np.int64]
+NUM_ROUNDS = 6
+"""Of a backlog more than can be done: that many times it is asked how many of the shortest are."""
 NUM_DRAWN = 4000
 """Requests that are drawn without end: so many make their mean."""
 
@@ -122,12 +126,21 @@ def best_effort_bound(config: HybridConfig) -> float | None:
     real_time = None
     if RT in clients:
         real_time = _sent_between_margins(config, clients[RT])
-    best_effort = _best_effort(config, clients[BE])
+    prompts, outputs, shared = _best_effort(config, clients[BE])
     gaps = [gap for gap in (config.targets.tpot_s, config.targets.mtpot_s) if gap is not None]
-    num_ended = most_requests(
-        hardware, config.capacity_tokens, real_time, best_effort, min(gaps, default=np.inf)
-    )
-    return num_ended * best_effort.output_tokens
+    window_s = config.duration_s - 2 * config.margin_s
+    shortest, num_taken, found = np.argsort(prompts, kind="stable"), len(prompts), 0.0
+    for _ in range(NUM_ROUNDS):
+        taken = shortest[:num_taken]
+        of_taken = means_of(prompts[taken], outputs[taken], shared[taken])
+        num_ended = most_requests(
+            hardware, config.capacity_tokens, real_time, of_taken, min(gaps, default=np.inf)
+        )
+        found = max(found, num_ended * of_taken.output_tokens)
+        if config.be_lengths is not None:
+            break
+        num_taken = min(len(prompts), math.ceil(num_ended * window_s))
+    return found
 
 
 def _sent_between_margins(config: HybridConfig, clients: Clients) -> tuple[float, Means]:
@@ -140,18 +153,19 @@ def _sent_between_margins(config: HybridConfig, clients: Clients) -> tuple[float
     return rate_rps, means_of(prompts, outputs, np.zeros_like(prompts))
 
 
-def _best_effort(config: HybridConfig, clients: Clients) -> Means:
+def _best_effort(config: HybridConfig, clients: Clients) -> tuple[IntArray, IntArray, IntArray]:
+    """Return prompts, outputs and what is shared of prompts, int64 [n] each."""
     if config.be_lengths is not None:  # drawn without end
         jobs = [job for _, job in islice(clients.traffic.jobs(np.random.default_rng(0)), NUM_DRAWN)]
         prompts = np.array([len(job.prompt_token_ids) for job in jobs])
         outputs = np.array([job.num_output_tokens for job in jobs])
-        return means_of(prompts, outputs, np.zeros_like(prompts))
+        return prompts, outputs, np.zeros_like(prompts)
     assert config.be is not None
     trace = read_trace(Path(config.be))
     shared = np.zeros_like(trace.prompt_tokens)
     if trace.block_ids is not None:
         shared = shared_tokens([parse_block_ids(ids) for ids in trace.block_ids])
-    return means_of(trace.prompt_tokens, trace.output_tokens, shared)
+    return trace.prompt_tokens, trace.output_tokens, shared
 
 
 def shared_tokens(blocks: Sequence[Sequence[int]]) -> IntArray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,20 @@ def test_no_run_is_above_it() -> None:
     assert bound is not None
     reached = run_hybrid(config).be.throughput_tps
     assert 0.6 * bound < reached < 1.02 * bound  # requests of before the window end in it
+
+
+def test_of_a_backlog_the_shortest_prompts_count(tmp_path: Path) -> None:
+    path = tmp_path / "backlog.csv"
+
+    def bound(lengths: list[int]) -> float:
+        rows = "".join(f"{length},8\n" for length in lengths)
+        path.write_text("prompt_tokens,output_tokens\n" + rows)
+        config = HybridConfig(be=str(path), duration_s=6.0, margin_s=1.0, capacity_tokens=10_000)
+        return best_effort_bound(config) or 0.0
+
+    short = bound([512] * 400)
+    assert bound([512] * 400 + [4096] * 400) == pytest.approx(short, rel=0.01)
+    assert bound([4096] * 400) < short / 4
 
 
 def test_an_oracle_gives_up_what_makes_most_late() -> None:
