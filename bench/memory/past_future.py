@@ -258,7 +258,7 @@ LOADS = {
         Load("sharegpt 30k", trace("sharegpt_lengths"), 30_000, 4.5),
     )
 }
-UNOPENED = Load("msmall 8k", trace("servegen_msmall_day3"), 8_000, 3.0)
+UNOPENED = Load("msmall 12k", trace("servegen_msmall_day3"), 12_000, 3.0)
 """Of a trace that nothing was ever tuned on."""
 HELD_BACK = {load.name: load for load in (UNOPENED,)}
 REASONING = {"mlarge 30k", "reason 120k", "sharegpt 30k", UNOPENED.name}
