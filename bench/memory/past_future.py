@@ -31,7 +31,7 @@ from bench.table import print_head, print_row
 from lightserve import sim
 from lightserve.sim.offline import OfflineConfig, OfflineRun, run_offline
 from lightserve.sim.report import Report
-from lightserve.sim.traffic import Workload, load_workload
+from lightserve.sim.traffic import Workload, load_workload, next_power_of_two
 from lightserve.types import RequestClass
 
 CAPACITY_TOKENS = 120_000
@@ -304,10 +304,22 @@ def run_job(job: Job) -> sim.Report:
 
 
 def second_half(load: Load) -> Workload:
-    """Return as many rows as a run has from the middle of a trace on, or what there is."""
+    """Return as many rows as a run has from the middle of a trace on, or what there is.
+
+    Without the few that would not have room in the pool alone.
+    """
     rows = load_workload(load.spec, num_requests=10**9, rng=np.random.default_rng(0))
     middle = len(rows) // 2
-    return rows.rows(middle, middle + NUM_WARM_UP + NUM_REQUESTS)
+    half = rows.rows(middle, middle + NUM_WARM_UP + NUM_REQUESTS)
+    limit = next_power_of_two(int(half.output_tokens.max()))
+    fits = half.prompt_tokens + limit - 1 <= load.capacity_tokens
+    return Workload(
+        half.prompt_tokens[fits],
+        half.output_tokens[fits],
+        np.full(np.count_nonzero(fits), limit, dtype=np.int64),
+        tuple(itertools.compress(half.clients, fits)),
+        half.arrival_s[fits],
+    )
 
 
 def run_all(jobs: Iterable[Job], num_processes: int) -> dict[Job, sim.Report]:

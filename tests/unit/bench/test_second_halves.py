@@ -18,8 +18,11 @@ def test_runs_begin_in_the_middle_of_a_trace(
     monkeypatch.setattr(past_future, "NUM_REQUESTS", 20)
     half = second_half(Load("load", str(path), 1000, 1.5))
     assert half.prompt_tokens.tolist() == list(range(51, 81))
+    small = second_half(Load("load", str(path), 60, 1.5))
+    assert small.prompt_tokens.tolist() == list(range(51, 61))
+    assert len(small.clients) == len(small.arrival_s) == len(small.max_tokens) == 10
 
 
 def test_the_trace_that_was_never_opened_is_none_of_the_others() -> None:
     assert UNOPENED.spec not in {load.spec for load in LOADS.values()}
-    assert HELD_BACK == {UNOPENED.name: UNOPENED}
+    assert {UNOPENED.name: UNOPENED} == HELD_BACK
