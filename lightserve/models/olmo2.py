@@ -60,7 +60,8 @@ class Olmo2Attention(SelfAttention):
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """See `SelfAttention.normalised`."""
-        return self._q_norm(q), self._k_norm(k)
+        # Written back, they lie beside the values as elsewhere: the native core asks for it.
+        return q.copy_(self._q_norm(q)), k.copy_(self._k_norm(k))
 
 
 class Olmo2Layer(DecoderLayer):

@@ -12,7 +12,13 @@ import pytest
 import torch
 from support.model_runs import load_tiny, standard_sequences
 from support.parity import compare, compare_all
-from support.tiny_models import TinyModel, find_tiny_model, load_reference, write_tiny_model
+from support.tiny_models import (
+    TINY_MODELS,
+    TinyModel,
+    find_tiny_model,
+    load_reference,
+    write_tiny_model,
+)
 from support.tp_run import Job, run_ranks
 
 from lightserve.errors import StartupError
@@ -29,6 +35,7 @@ FLOAT32_MODELS = (
     "llama-mqa-tied",  # one KV head on two ranks
     "llama-head-dim",  # a vocabulary of 201
     "mistral-window",
+    "ministral3",
     "qwen2-window",
     "qwen3-biases-tied",
     "phi3-longrope-part",  # merged tensors
@@ -85,6 +92,13 @@ def compare_ranks(names: tuple[str, ...], dtype: torch.dtype, size: int, directo
 
 def test_two_ranks_keep_n3_in_float32(tmp_path: Path) -> None:
     compare_ranks(FLOAT32_MODELS, torch.float32, 2, tmp_path)
+
+
+@pytest.mark.long
+def test_two_ranks_keep_n3_of_the_other_families(tmp_path: Path) -> None:
+    known = {find_tiny_model(name).family for name in FLOAT32_MODELS}
+    others = {tiny.family: tiny.name for tiny in TINY_MODELS if tiny.family not in known}
+    compare_ranks(tuple(others.values()), torch.float32, 2, tmp_path)
 
 
 @pytest.mark.long

@@ -8,9 +8,10 @@ aborts, all from its number.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -56,9 +57,16 @@ Fault = Callable[[ModelRunner, StepPlan], StepPlan]
 """Spoils a plan, or the pools, before the plan is executed."""
 
 
-def make_runner(directory: Path, *, dtype: str = "float32", invariant: bool = True) -> ModelRunner:
+def make_runner(
+    directory: Path,
+    *,
+    model: TinyModel = MODEL,
+    dtype: str = "float32",
+    invariant: bool = True,
+    **flags: Any,
+) -> ModelRunner:
     """Return a runner of a small random model, written to `directory`."""
-    write_tiny_model(MODEL, directory)
+    write_tiny_model(model, directory)
     config = ServeConfig(
         model=str(directory),
         dtype=dtype,
@@ -67,6 +75,7 @@ def make_runner(directory: Path, *, dtype: str = "float32", invariant: bool = Tr
         max_num_seqs=MAX_SEQS,
         max_kv_tokens=NUM_SLOTS,
         host_kv_memory="4MiB",
+        **flags,
     )
     runner = build_runner(config)
     assert runner.num_host_slots >= NUM_SLOTS
@@ -207,11 +216,18 @@ class RunnerWorker:
 class Catalogue:
     """A runner, and requests with their answers alone."""
 
-    def __init__(self, runner: ModelRunner, number: int = 0) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        number: int = 0,
+        *,
+        chosen: Iterable[int] = range(NUM_CATALOGUE),
+    ) -> None:
+        """`chosen`: requests whose answers schedules need."""
         self._runner = runner
         self.requests = make_requests(number)
         self.alone: dict[int, list[int]] = {}
-        for index in range(NUM_CATALOGUE):
+        for index in chosen:
             schedule = Schedule(
                 [index],
                 [0.0],
