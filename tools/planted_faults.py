@@ -660,7 +660,149 @@ CORE = [
 ]
 """Of the native core, which is built with each."""
 
-FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER + BATCHES + CORE
+WEIGHTS = [
+    fault(
+        "kernels/triton/merge.py",
+        "scores -= (slopes * _LOG2_E)[:, None] * distances",
+        "scores -= slopes[:, None] * distances",
+        "kernels/test_kernel_grid.py",
+    ),
+    fault(
+        "kernels/triton/merge.py",
+        "scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * _LOG2_E)",
+        "scores = (1.0 - 2.0 / (power + 1.0)) * soft_cap",
+        "kernels/test_kernel_grid.py",
+    ),
+    fault(
+        "kernels/triton/merge.py",
+        "total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)",
+        "total += tl.exp2(tl.load(sinks_ptr + head) - largest)",
+        "kernels/test_kernel_grid.py",
+    ),
+    fault(
+        "kernels/triton/prefill.py",
+        "if HAS_SINKS and not IS_CUT:",
+        "if HAS_SINKS:",
+        "kernels/test_kernel_grid.py",
+    ),
+    fault(
+        "kernels/triton/decode.py",
+        "part < 0, sinks_of(",
+        "part < 1, sinks_of(",
+        "kernels/test_kernel_grid.py",
+    ),
+    fault(
+        "models/alibi.py",
+        "_of_power(2 * power)[::2]",
+        "_of_power(2 * power)[1::2]",
+        "models/test_parity.py",
+    ),
+    fault(
+        "models/layers/attention.py",
+        "own = config.alibi_slopes[heads.start : heads.start + heads.size]",
+        "own = config.alibi_slopes[: heads.size]",
+        "models/test_tensor_parallel.py",
+    ),
+    fault(
+        "models/gpt_oss.py",
+        "exponents = scales[:, first:end].int() - _BIAS - 1",
+        "exponents = scales[:, first:end].int() - _BIAS",
+        "models/test_mxfp4.py",
+    ),
+    fault(
+        "models/gpt_oss.py",
+        "torch.stack([blocks & 0xF, blocks >> 4], dim=-1)",
+        "torch.stack([blocks >> 4, blocks & 0xF], dim=-1)",
+        "models/test_mxfp4.py",
+    ),
+    fault(
+        "models/gpt_oss.py",
+        "first_input=part.start % MXFP4_GROUP,",
+        "first_input=0,",
+        "models/test_mxfp4.py",
+    ),
+    fault(
+        "models/weight_format.py",
+        'zero_offset=1 if written == "gptq" else 0,',
+        "zero_offset=1,",
+        "models/test_quantised_files.py",
+    ),
+    fault(
+        "models/stored_weights.py",
+        "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "models/test_quantised_files.py",
+    ),
+    fault(
+        "models/stored_weights.py",
+        "if torch.equal(groups, in_turn):",
+        "if len(groups) == len(in_turn):",
+        "models/test_quantised_files.py",
+    ),
+    fault(
+        "models/stored_weights.py",
+        "and (part.group_size - start) % size == 0",
+        "and part.group_size > start",
+        "models/test_mxfp4.py",
+    ),
+    fault(
+        "models/stored_weights.py",
+        "part.factors[:, (starts + part.first_input) // (part.group_size or num_inputs)]",
+        "part.factors[:, starts // (part.group_size or num_inputs)]",
+        "kernels/test_triton_quantized.py",
+    ),
+    fault(
+        "models/deepseek.py",
+        "first=latent.plain_dim,",
+        "first=0,",
+        "models/test_parity.py",
+    ),
+    fault(
+        "models/latent_config.py",
+        "scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2",
+        "scale *= 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0",
+        "models/test_parity.py",
+    ),
+    fault(
+        "kernels/triton/decode.py",
+        "q_places, stacked < GROUP, HEAD_DIM, TURNED_DIM",
+        "q_places, stacked < GROUP, 0, TURNED_DIM",
+        "models/test_latent.py",
+    ),
+    fault(
+        "kernels/triton/configs.py",
+        "for size in range(1, LATENT_HEADS + 1) if num_heads % size == 0",
+        "for size in range(1, LATENT_HEADS + 1) if num_heads >= size",
+        "models/test_latent.py",
+    ),
+    fault(
+        "kernels/triton/quantized.py",
+        "((wide & 0x80) << 8) | ((wide & 0x7F) << 7)",
+        "((wide & 0x80) << 8) | ((wide & 0x78) << 7)",
+        "kernels/test_triton_quantized.py",
+    ),
+    fault(
+        "kernels/triton/quantized.py",
+        "tl.minimum((first + BLOCK_K) // GROUP, last)",
+        "tl.minimum(first // GROUP, last)",
+        "kernels/test_triton_quantized.py",
+    ),
+    fault(
+        "kernels/triton/quantized.py",
+        "own += start // GROUP * factors_stride",
+        "own += start // BLOCK_K * factors_stride",
+        "kernels/test_triton_quantized.py",
+    ),
+    fault(
+        "models/layers/fp8.py",
+        "product = sums.mul_(factors).mul_(self._factors)",
+        "product = sums.mul_(factors)",
+        "models/test_quantization.py",
+    ),
+]
+"""Of families, formats of weights and what GPUs make of them."""
+
+FAULTS = ROUTER + FRONTEND + PROCESSES + WORKER + BATCHES + CORE + WEIGHTS
 
 
 class Result(NamedTuple):
