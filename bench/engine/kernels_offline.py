@@ -28,10 +28,11 @@ from lightserve.kernels.interface import (
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    PackedExperts,
     QKNorm,
     ScoreMod,
 )
-from lightserve.kernels.triton import elementwise, experts, quantized
+from lightserve.kernels.triton import elementwise, experts, packed_experts, quantized
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
@@ -284,6 +285,45 @@ def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> Non
         quantized.linear_groups(x, weight, None)
 
 
+def mix_packed(kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> None:
+    """Go through a block of experts that are packed, as gpt-oss has them or plain."""
+    num_experts, num_chosen, hidden, size = sizes
+    group, block_k, bits = {"fp4": (32, 32, 4), "int4": (128, 64, 4), "int8": (0, 128, 8)}[kind]
+
+    def experts_of(outputs: int, inputs: int) -> PackedExperts:
+        rows, groups = num_experts * outputs, inputs // group if group else 1
+        value_dtype = torch.int8 if kind == "int8" else torch.uint8
+        factor_dtype = torch.float16 if kind == "int4" else torch.float32
+        return PackedExperts(
+            kind,
+            meta(rows, -(-inputs // (2 * block_k)) * block_k, dtype=value_dtype)
+            if bits == 4
+            else meta(rows, inputs, dtype=value_dtype),
+            meta(groups, rows, dtype=factor_dtype),
+            meta(groups, rows, dtype=torch.uint8) if kind == "int4" else None,
+            num_experts,
+            group,
+            block_k,
+        )
+
+    packed_experts.mix_packed_experts(
+        meta(num_tokens, hidden),
+        meta(num_tokens, num_chosen, dtype=torch.int64),
+        meta(num_tokens, num_chosen, dtype=torch.float32),
+        experts_of(2 * size, hidden),
+        experts_of(hidden, size),
+        biases=ExpertBiases(meta(num_experts, 2 * size), meta(num_experts, hidden))
+        if kind == "fp4"
+        else None,
+        gate=ClampedGate(1.702, 7.0) if kind == "fp4" else None,
+    )
+
+
+PACKED_MIXTURES = {
+    "fp4": (32, 4, 2880, 2880),
+    "int4": (8, 2, 4096, 14336),
+    "int8": (128, 8, 2048, 768),
+}
 PACKED_KINDS = ("int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks")
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 
@@ -382,6 +422,14 @@ CASES: list[Case] = [
         for kind in PACKED_KINDS
         for num_rows in (8, 512)
         for sizes in ((4096, 14336), (896, 896))
+    ),
+    *(
+        Case(
+            f"packed experts, {kind}, {num_tokens} tokens",
+            partial(mix_packed, kind, sizes, num_tokens),
+        )
+        for kind, sizes in PACKED_MIXTURES.items()
+        for num_tokens in (8, 4096)
     ),
     *(
         Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))

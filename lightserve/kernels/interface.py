@@ -325,6 +325,32 @@ class Fp8Weight(NamedTuple):
     """See `Int8Weight`."""
 
 
+class Fp4Weight(NamedTuple):
+    """A weight [M, K] of numbers of 4 bits; groups of inputs of an output have a factor each.
+
+    A number has a sign, two bits of exponent and one behind them (MXFP4).
+    """
+
+    packed: Tensor
+    """uint8, in the kernels' own layout."""
+    factors: Tensor
+    """float32, as `packed`."""
+    group_size: int
+
+
+class PackedExperts(NamedTuple):
+    """Weights of experts that are packed in one way, those of all outputs in one tensor."""
+
+    kind: str
+    values: Tensor
+    factors: Tensor
+    zeros: Tensor | None
+    num_experts: int
+    group: int
+    """Inputs that share a factor; 0: all."""
+    block_k: int
+
+
 @runtime_checkable
 class QuantizingKernels(Kernels, Protocol):
     """Kernels that also multiply by weights of 8 and of 4 bits."""
@@ -394,6 +420,32 @@ class Fp8Kernels(QuantizingKernels, Protocol):
 
     def linear_fp8(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         """See `linear_int8`, for a weight from `pack_fp8`."""
+
+
+@runtime_checkable
+class PackedExpertKernels(ExpertKernels, Fp8Kernels, Protocol):
+    """Kernels that also multiply by packed weights of several experts at once."""
+
+    def pack_fp4(self, codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
+        """Return the weight of codes uint8 [M, K] below 16 and factors float32 [M, groups]."""
+
+    def stack_experts(
+        self, weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight]
+    ) -> PackedExperts:
+        """Return the weights of all experts, which are packed in the same way, without gates."""
+
+    def mix_packed_experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> Tensor:
+        """See `mix_experts`."""
 
 
 # Fused operations made of the single ones, for kernels that have nothing faster.

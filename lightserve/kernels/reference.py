@@ -59,6 +59,14 @@ def numbers_of_groups(integers: Tensor, factors: Tensor, zeros: Tensor, group_si
     return (integers.float() - zeros) * factors
 
 
+def numbers_of_fp4(codes: Tensor, factors: Tensor, group_size: int) -> Tensor:
+    """Return what `PackedExpertKernels.pack_fp4` holds for its arguments, [M, K] in float32."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    signs = 1.0 - 2.0 * (codes >> 3)
+    grid = factors.float().repeat_interleave(group_size, dim=1)[:, : codes.shape[1]]
+    return table[(codes & 7).long()] * signs * grid
+
+
 class ReferenceKernels:
     """See `Kernels`."""
 

@@ -24,6 +24,7 @@ from lightserve.kernels.interface import (
     Fp8Kernels,
     Kernels,
     KernelShapes,
+    PackedExpertKernels,
     QKNorm,
     QuantizingKernels,
     ScoreMod,
@@ -31,6 +32,7 @@ from lightserve.kernels.interface import (
 from lightserve.kernels.reference import (
     ReferenceKernels,
     kv_as_int8,
+    numbers_of_fp4,
     numbers_of_groups,
     numbers_of_int8_kv,
     rounded_to_int8,
@@ -96,7 +98,9 @@ def check_quantized(
     pair = _Pair(kernels, shapes, device)
     int4 = _int4_linears(pair, kernels) if has_int4 else ()
     fp8 = _fp8_linears(pair, kernels) if has_int4 and isinstance(kernels, Fp8Kernels) else ()
-    comparisons = chain(_int8_linears(pair, kernels), int4, fp8)
+    has_experts = has_int4 and shapes.num_experts and isinstance(kernels, PackedExpertKernels)
+    experts = _packed_experts(pair, kernels) if has_experts else ()
+    comparisons = chain(_int8_linears(pair, kernels), int4, fp8, experts)
     reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(
@@ -358,6 +362,39 @@ def _experts(pair: _Pair) -> Iterator[Comparison]:
             mix,
             (x, order, weights, gate_up, down, *biases),
         )
+
+
+def _packed_experts(pair: _Pair, kernels: Kernels) -> Iterator[Comparison]:
+    """Compare products of a few experts whose numbers have 4 bits."""
+    assert isinstance(kernels, PackedExpertKernels)
+    shapes, num_experts = pair.shapes, pair.shapes.num_chosen_experts + 1
+    packed, wide = [], []
+    for outputs, inputs in (
+        (2 * shapes.expert_size, shapes.hidden_size),
+        (shapes.hidden_size, shapes.expert_size),
+    ):
+        drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
+        codes = torch.randint(16, (num_experts, outputs, inputs), **drawn).byte()
+        sizes = (num_experts, outputs, -(-inputs // CHECKED_GROUP))
+        factors = pair.random(*sizes, scale=0.5 * inputs**-0.5).float()
+        pairs = list(zip(codes, factors, strict=True))
+        size = CHECKED_GROUP
+        own = [kernels.pack_fp4(*both, group_size=size) for both in pairs]
+        packed.append(kernels.stack_experts(own))
+        wide.append(torch.stack([numbers_of_fp4(*both, size) for both in pairs]))
+    for num_tokens in LINEAR_ROWS:
+        x = pair.random(num_tokens, shapes.hidden_size)
+        order = pair.random(num_tokens, num_experts).float().argsort(dim=1)[:, :-1]
+        weights = pair.random(*order.shape).float().softmax(dim=1)
+        with _Poison():
+            found = kernels.mix_packed_experts(
+                x, order, weights, packed[0], packed[1], gate=shapes.expert_gate
+            )
+        truth = ReferenceKernels().mix_experts(
+            x.float(), order, weights, wide[0], wide[1], gate=shapes.expert_gate
+        )
+        text = f"{num_tokens} tokens, {num_experts} experts of {shapes.expert_size}"
+        yield Comparison("packed mix_experts", text, found, truth)
 
 
 class _Heads(NamedTuple):

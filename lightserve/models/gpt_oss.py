@@ -141,11 +141,13 @@ def _weight(blocks: Tensor, scales: Tensor, columns: Part | None) -> StoredWeigh
     part = columns or Part(0, codes.shape[1])
     first, end = part.start // MXFP4_GROUP, -(-(part.start + part.size) // MXFP4_GROUP)
     exponents = scales[:, first:end].int() - _BIAS - 1  # of halves
+    own = codes.narrow(1, part.start, part.size)
     return StoredWeight(
-        values=_INTEGERS[codes.narrow(1, part.start, part.size).int()],
+        values=_INTEGERS[own.int()],
         factors=torch.ldexp(torch.ones(exponents.shape), exponents),
         zeros=torch.full(exponents.shape, _ZERO, dtype=torch.int16),
         bits=8,
         group_size=MXFP4_GROUP,
         first_input=part.start % MXFP4_GROUP,
+        codes=own,
     )

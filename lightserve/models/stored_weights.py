@@ -44,6 +44,8 @@ class StoredWeight:
     """How many inputs of the first group stand before the part."""
     groups: Tensor | None = None
     """int64 [K], each input's group, where they do not follow each other."""
+    codes: Tensor | None = None
+    """uint8 [M, K] below 16, where values stand for numbers of floating point of 4 bits."""
 
     def numbers(self) -> Tensor:
         """Return what it stands for, float32 [M, K]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ from support.kernel_grid import LIMITS, Poisoned, relative_error
 from support.model_runs import load_tiny
 from support.parity import TokenSequence, schedule
 from support.quantised_files import quantise
-from support.tiny_models import TinyModel, write_tiny_model
+from support.tiny_models import TinyModel, find_tiny_model, write_tiny_model
 from torch import Tensor
 
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import Kernels, KernelShapes
-from lightserve.kernels.reference import ReferenceKernels, numbers_of_groups, rounded_to_int8
+from lightserve.kernels.interface import ClampedGate, ExpertBiases, Kernels, KernelShapes
+from lightserve.kernels.reference import (
+    ReferenceKernels,
+    numbers_of_fp4,
+    numbers_of_groups,
+    rounded_to_int8,
+)
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
@@ -220,10 +226,15 @@ SHAPES = KernelShapes(
     qk_norm=False,
     qkv_bias=False,
     context_len=64,
+    num_experts=4,
+    num_chosen_experts=2,
+    expert_size=40,
 )
 
 
-@pytest.mark.parametrize("operation", ["linear_int8", "linear_groups", "linear_fp8"])
+@pytest.mark.parametrize(
+    "operation", ["linear_int8", "linear_groups", "linear_fp8", "mix_packed_experts"]
+)
 def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(self: TritonKernels, *args: Any, **options: Any) -> Tensor:
         result: Tensor = multiply(self, *args, **options)
@@ -233,6 +244,92 @@ def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch)
     if operation == "linear_fp8":
         check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
     monkeypatch.setattr(TritonKernels, operation, shifted)
-    name = {"linear_int8": "int8", "linear_groups": "int4", "linear_fp8": "fp8"}[operation]
-    with pytest.raises(StartupError, match=rf"{name} linear \(qkv\) of"):
+    name = {
+        "linear_int8": "int8 linear",
+        "linear_groups": "int4 linear",
+        "linear_fp8": "fp8 linear",
+    }
+    with pytest.raises(StartupError, match=name.get(operation, "packed mix_experts")):
         check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
+
+
+# Experts, as files have them.
+
+
+def packed_experts(kind: str, num_experts: int, outputs: int, inputs: int) -> tuple[Any, Tensor]:
+    """Return random experts that are packed, and their numbers [E, M, K]."""
+    weights, numbers = [], []
+    for expert in range(num_experts):
+        own = normal(outputs, inputs, seed=expert) / inputs**0.5
+        num_groups = -(-inputs // 32)
+        factors = normal(outputs, num_groups, seed=expert).abs() * 0.02 + 0.01
+        match kind:
+            case "int8":
+                weights.append(KERNELS.quantize(own))
+                numbers.append(rounded_to_int8(own))
+            case "fp8":
+                values = (own * 64).to(torch.float8_e4m3fn)
+                scale = torch.full((outputs, 1), 1 / 64)
+                weights.append(KERNELS.pack_fp8(values, scale, group_size=inputs))
+                numbers.append(values.float() / 64)
+            case "fp4":
+                codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
+                weights.append(KERNELS.pack_fp4(codes, factors, group_size=32))
+                numbers.append(numbers_of_fp4(codes, factors, 32))
+            case _:
+                bits = 4 if kind == "int4" else 8
+                integers = torch.randint(2**bits, (outputs, inputs), dtype=torch.uint8)
+                zeros = torch.randint(2**bits, factors.shape, dtype=torch.uint8)
+                half = (factors * 16 / 2**bits).half()
+                packed = KERNELS.pack_groups(integers, half, zeros, bits=bits, group_size=32)
+                weights.append(packed)
+                numbers.append(numbers_of_groups(integers, half, zeros, 32))
+    return KERNELS.stack_experts(weights), torch.stack(numbers)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "uint8", "fp8", "fp4"])
+def test_experts_of_every_kind(kind: str) -> None:
+    """With gates of gpt-oss and biases, and without; experts that no token chose."""
+    for (tokens, experts, chosen_each, hidden, size), dtype in (
+        ((5, 4, 2, 100, 72), torch.float32),
+        ((70, 3, 1, 64, 40), torch.bfloat16),
+    ):
+        gate_up, wide_gate_up = packed_experts(kind, experts, 2 * size, hidden)
+        down, wide_down = packed_experts(kind, experts, hidden, size)
+        x = normal(tokens, hidden, dtype=dtype, seed=7)
+        weights, chosen = normal(tokens, experts, seed=8).softmax(-1).topk(chosen_each, dim=-1)
+        biases = ExpertBiases(normal(experts, 2 * size), normal(experts, hidden))
+        for own, gate in ((None, None), (biases, ClampedGate(1.7, 3.0))):
+            narrow = own and ExpertBiases(own.gate_up.to(dtype), own.down.to(dtype))
+            with Poisoned():
+                found = KERNELS.mix_packed_experts(
+                    x, chosen, weights, gate_up, down, biases=narrow, gate=gate
+                )
+            wide = narrow and ExpertBiases(narrow.gate_up.float(), narrow.down.float())
+            truth = ReferenceKernels().mix_experts(
+                x.float(), chosen, weights, wide_gate_up, wide_down, biases=wide, gate=gate
+            )
+            assert relative_error(found, truth) <= (1e-5 if dtype is torch.float32 else 1e-2)
+            assert relative_error(found.roll(1, 1), truth) > 0.1
+
+
+@pytest.mark.parametrize("name", ["gptq", "w8a8", "fp8 of an output"])
+def test_experts_are_what_their_files_say(name: str, tmp_path: Path) -> None:
+    tiny = replace(find_tiny_model("mixtral"), sharded=False)
+    path = quantise(write_tiny_model(tiny, tmp_path / "plain"), tmp_path / "packed", name)
+    tokens = torch.arange(7, 27)
+
+    def logits(directory: Path, kernels: Kernels, method: StoredMethod | None) -> Tensor:
+        loaded = load_tiny(directory, torch.float32, kernels, method=method)
+        results = loaded.run(
+            [TokenSequence(tokens, torch.empty(0))], schedule([20], chunk=16, num_decodes=1)
+        )
+        assert results is not None
+        return results[0].float()
+
+    method = StoredMethod(KERNELS)
+    found = logits(path, KERNELS, method)
+    assert method.num_kept > 2 * 5 and not method.num_widened
+    torch.testing.assert_close(
+        found, logits(path / "numbers", ReferenceKernels(), None), rtol=2e-4, atol=2e-4
+    )

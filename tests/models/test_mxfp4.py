@@ -20,6 +20,7 @@ from lightserve.errors import ModelLoadError
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.config import load_model_config
 from lightserve.models.layers.linear import StoredMethod
 from lightserve.models.weight_files import check_weights
@@ -90,6 +91,23 @@ def test_the_native_core_multiplies_by_them_as_they_are(
     assert report.holds(dtype), report
     shifted = compare_all(sequences, [rows.roll(1, dims=0) for rows in logits], dtype)
     assert not shifted.holds(dtype)
+
+
+def test_triton_keeps_4_bits_of_a_number(directories: tuple[Path, Path]) -> None:
+    """4.25 bits with the factors' exponents; what they are is a part of what transformers makes."""
+    packed, plain = directories
+    method = StoredMethod(TritonKernels())
+    loaded = load_tiny(packed, torch.float32, method.kernels, method=method)
+    assert (method.num_kept, method.num_widened) == (2 * 2 * 3, 0)
+    for layer in loaded.model._layers:  # type: ignore[attr-defined]
+        for experts in layer._mlp._experts._weights:
+            assert experts.kind == "fp4"
+    sequences = standard_sequences(load_reference(plain, torch.float32))[:1]
+    passes = schedule([len(s.tokens) for s in sequences], chunk=None, num_decodes=1)
+    logits = loaded.run(sequences, passes)
+    assert logits is not None
+    report = compare_all(sequences, logits, torch.float32)
+    assert report.holds(torch.float32), report
 
 
 def test_two_ranks(directories: tuple[Path, Path], tmp_path: Path) -> None:

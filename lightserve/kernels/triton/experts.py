@@ -28,7 +28,7 @@ NUM_WARPS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class _Pairs:
+class Pairs:
     """P pairs of a token and an expert, by expert."""
 
     order: Tensor
@@ -46,11 +46,12 @@ class _Pairs:
         return num_pairs // self.block + min(num_pairs, num_experts)
 
 
-def _sorted_pairs(chosen: Tensor, num_experts: int) -> _Pairs:
+def sorted_pairs(chosen: Tensor, num_experts: int) -> Pairs:
+    """Return pairs of chosen int64 [T, C], by expert."""
     experts, order = chosen.flatten().sort(stable=True)
     bounds = torch.arange(num_experts + 1, device=chosen.device)
     is_large = len(order) >= LARGE_FROM * num_experts
-    return _Pairs(
+    return Pairs(
         order,
         torch.searchsorted(experts, bounds),
         chosen.shape[1],
@@ -59,7 +60,9 @@ def _sorted_pairs(chosen: Tensor, num_experts: int) -> _Pairs:
 
 
 @triton.jit
-def _place(starts_ptr, block, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SIZE: tl.constexpr):
+def place_of(
+    starts_ptr, block, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SIZE: tl.constexpr
+):
     """Return a block's expert, NUM_EXPERTS if there is none, its first pair, and its expert's end.
 
     SIZE: pairs of a block.
@@ -73,6 +76,16 @@ def _place(starts_ptr, block, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, 
     before = tl.sum(tl.where(experts == expert - 1, last_blocks, 0), 0)
     first = tl.sum(tl.where(experts == expert, starts, 0), 0) + (block - before) * SIZE
     return expert, first, tl.sum(tl.where(experts == expert, ends, 0), 0)
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
+    """Return silu(gate) * up, or what a `ClampedGate` makes of them."""
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -100,7 +113,7 @@ def _features_kernel(
 ):
     """silu(gate @ x) * (up @ x), or a `ClampedGate`, of BLOCK_P pairs: out [P, size], by expert."""
     kind: tl.constexpr = out_ptr.dtype.element_ty
-    expert, first, end = _place(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
+    expert, first, end = place_of(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
         return
     pairs = first + tl.arange(0, BLOCK_P)
@@ -132,14 +145,9 @@ def _features_kernel(
     if HAS_BIASES:
         gate += tl.load(bias_ptr + rows, mask=is_output, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + rows + size, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    if IS_CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        gated = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    else:
-        gated = gate / (1.0 + tl.exp(-gate)) * up
+    features = gated(gate, up, alpha, limit, IS_CLAMPED)
     place = out_ptr + pairs[:, None] * size + outputs[None, :]
-    tl.store(place, gated.to(kind), mask=is_pair[:, None] & is_output[None, :])
+    tl.store(place, features.to(kind), mask=is_pair[:, None] & is_output[None, :])
 
 
 @triton.jit
@@ -162,7 +170,7 @@ def _outputs_kernel(
     HAS_BIASES: tl.constexpr,
 ):
     """down @ features, times the pair's weight: out float32 [P, num_outputs], as chosen."""
-    expert, first, end = _place(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
+    expert, first, end = place_of(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
         return
     pairs = first + tl.arange(0, BLOCK_P)
@@ -212,7 +220,7 @@ def mix_experts(
     if not num_tokens:
         return torch.empty_like(x)
     assert x.stride(1) == 1 and gate_up.is_contiguous() and down.is_contiguous()
-    pairs = _sorted_pairs(chosen, num_experts)
+    pairs = sorted_pairs(chosen, num_experts)
     shape = (len(pairs.order), size)
     features = torch.empty(shape, dtype=x.dtype, device=x.device)
     shared = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from lightserve.kernels.interface import (
     AttentionBatch,
     ClampedGate,
     ExpertBiases,
+    Fp4Weight,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    PackedExperts,
     QKNorm,
     ScoreMod,
 )
-from lightserve.kernels.triton import elementwise, experts, quantized
+from lightserve.kernels.triton import elementwise, experts, packed_experts, quantized
 from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
 from lightserve.kernels.triton.merge import LOG2_E
@@ -171,6 +173,32 @@ class TritonKernels:
         """See `Fp8Kernels.linear_fp8`."""
         product = quantized.linear_fp8(x, weight, bias)
         return self.silu_and_mul(product) if weight.is_gated else product
+
+    def pack_fp4(self, codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
+        """See `PackedExpertKernels.pack_fp4`."""
+        return quantized.pack_fp4(codes, factors, group_size=group_size)
+
+    def stack_experts(
+        self, weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight]
+    ) -> PackedExperts:
+        """See `PackedExpertKernels.stack_experts`."""
+        return packed_experts.stack_experts(weights)
+
+    def mix_packed_experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> Tensor:
+        """See `PackedExpertKernels.mix_packed_experts`."""
+        return packed_experts.mix_packed_experts(
+            x, chosen, weights, gate_up, down, biases=biases, gate=gate
+        )
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`: weights stay as they are."""

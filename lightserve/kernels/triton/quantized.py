@@ -4,6 +4,7 @@
     uint8   integers of 8 bits without a sign; groups of inputs have a factor and a zero each
     int4    the same of 4 bits
     fp8     float8_e4m3fn [M, K]; groups of inputs have a factor each
+    fp4     the same of a sign, two bits of exponent and one behind it (experts alone)
 
 Integers less their zeros, and numbers of 8 bits, are bfloat16's and float16's: nothing is lost
 before the product. Factors are multiplied to its float32 sums, group by group. Of 4 bits two
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import Fp8Weight, GroupedWeight, Int8Weight
+from lightserve.kernels.interface import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight
 
 BLOCK_R, LARGE_BLOCK_R = 16, 64
 """Rows of a program: of decodes, and from `LARGE_FROM` rows on."""
@@ -36,12 +37,16 @@ SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 @triton.jit
 def _widened(values, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Return packed values as numbers of DTYPE: of fp8 a 256th of what they stand for."""
+    """Return packed values as numbers of DTYPE: of fp8 and fp4 a part of what they stand for."""
     if KIND == "fp8":
         # A sign, four bits of exponent and three behind it, as they stand in float16: without a
         # GPU's own conversion, which those before sm_89 lack.
         wide = values.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
+    if KIND == "fp4":
+        wide = values.to(tl.uint16)
+        bits = ((wide & 8) << 12) | ((wide & 7) << 9)
         return bits.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
     return values.to(tl.float32).to(DTYPE)
 
@@ -80,26 +85,27 @@ def product(
     values [all outputs, NUM_BYTES], factors and zeros [groups, all outputs]; GROUP 0: one factor
     for all inputs.
     """
+    has_halves: tl.constexpr = (KIND == "int4") | (KIND == "fp4")
     lines = values_ptr + outputs.to(tl.int64)[None, :] * NUM_BYTES
     total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
     for start in range(0, NUM_BYTES, BLOCK_K):
         places = start + tl.arange(0, BLOCK_K)
         is_value = is_output[None, :] & (places < NUM_BYTES)[:, None]
         values = tl.load(lines + places[:, None], mask=is_value, other=0)
-        if KIND == "int4":
+        if has_halves:
             first = 2 * start
             inputs = first + tl.arange(0, BLOCK_K)
             low = outputs + first // GROUP * factors_stride
             total += _part(
                 x_lines, is_row, inputs, values & 15, factors_ptr, zeros_ptr, low, is_output,
-                NUM_INPUTS, KIND, True, True, WIDEN,
+                NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
             )  # fmt: skip
             # The last half may be beyond all inputs, and then beyond all factors.
             last: tl.constexpr = (NUM_INPUTS - 1) // GROUP
             high = outputs + tl.minimum((first + BLOCK_K) // GROUP, last) * factors_stride
             total += _part(
                 x_lines, is_row, inputs + BLOCK_K, values >> 4, factors_ptr, zeros_ptr, high,
-                is_output, NUM_INPUTS, KIND, True, True, WIDEN,
+                is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
             )  # fmt: skip
         else:
             own = outputs
@@ -232,17 +238,26 @@ def half_of(group_size: int) -> int:
     return BLOCK_K if group_size % BLOCK_K == 0 else BLOCK_K // 2
 
 
+def in_halves(values: Tensor, half: int) -> Tensor:
+    """Return values of 4 bits, uint8 [M, K], two to a byte, see the module."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (2 * half)))
+    low, high = padded.view(len(values), -1, 2, half).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def pack_fp4(codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
+    """See `PackedExpertKernels.pack_fp4`."""
+    # What is made of a number is a 16,384th of it.
+    own = (factors.float() * 2.0**14).T.contiguous()
+    return Fp4Weight(in_halves(codes, half_of(group_size)), own, group_size)
+
+
 def pack_groups(
     integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
 ) -> GroupedWeight:
     """See `QuantizingKernels.pack_groups`."""
     num_outputs, num_inputs = integers.shape
-    packed = integers.contiguous()
-    if bits == 4:
-        half = half_of(group_size)
-        padded = torch.nn.functional.pad(integers, (0, -num_inputs % (2 * half)))
-        low, high = padded.view(num_outputs, -1, 2, half).unbind(2)
-        packed = (low | high << 4).flatten(1)
+    packed = in_halves(integers, half_of(group_size)) if bits == 4 else integers.contiguous()
     sizes = (num_outputs, num_inputs, bits, group_size)
     return GroupedWeight(packed, factors.T.contiguous(), zeros.T.contiguous(), *sizes)
 

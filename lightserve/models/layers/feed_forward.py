@@ -18,6 +18,12 @@ from lightserve.kernels.interface import (
     ClampedGate,
     ExpertBiases,
     ExpertKernels,
+    Fp4Weight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    PackedExpertKernels,
+    PackedExperts,
     clamped_gate,
 )
 from lightserve.models.context import ModelContext
@@ -26,8 +32,10 @@ from lightserve.models.layers.linear import (
     Linear,
     ModuleShard,
     RowParallelLinear,
+    StoredMethod,
     UnquantizedMethod,
 )
+from lightserve.models.layers.packed_weights import packed_fp4, packed_weight
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.parallel import Part, even_part
 from lightserve.models.plain_config import Activation
@@ -236,8 +244,13 @@ class _Experts(Protocol):
 
 
 def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
-    if isinstance(context.kernels, ExpertKernels):
-        return _StackedExperts(context, context.kernels, names, moe)
+    kernels, method = context.kernels, context.method
+    if isinstance(kernels, PackedExpertKernels) and isinstance(method, StoredMethod):
+        weights = _packed_weights(context, kernels, method, names, moe)
+        if weights is not None:
+            return _PackedExperts(context, kernels, weights, names, moe)
+    if isinstance(kernels, ExpertKernels):
+        return _StackedExperts(context, kernels, names, moe)
     return _SeparateExperts(context, names, moe)
 
 
@@ -275,6 +288,63 @@ class _StackedExperts:
             self._down,
             biases=self._biases,
             gate=self._gate,
+        )
+
+
+AnyPacked = Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight
+
+
+def _packed_weights(
+    context: ModelContext,
+    kernels: PackedExpertKernels,
+    method: StoredMethod,
+    names: Sequence[str],
+    moe: MoeConfig,
+) -> tuple[PackedExperts, PackedExperts] | None:
+    """Return this rank's parts as the files have them, gates first; None: not all can be kept."""
+    reader, part = context.reader, even_part(moe.intermediate_size, context.tp)
+    gate, up, down = moe.projections
+    found: tuple[list[AnyPacked], list[AnyPacked]] = ([], [])
+    for name in names:
+        halves = [reader.read_stored(f"{name}.{half}.weight", rows=part) for half in (gate, up)]
+        last = reader.read_stored(f"{name}.{down}.weight", columns=part)
+        for weights, parts in zip(found, (halves, [last]), strict=True):
+            stored = [own for own in parts if own is not None]
+            if len(stored) < len(parts):
+                return None
+            packed = packed_fp4(kernels, stored, reader.device) or packed_weight(
+                kernels, stored, reader.device
+            )
+            if packed is None or type(packed) is not type((weights or [packed])[0]):
+                method.num_widened += 2 * len(names)
+                return None
+            weights.append(packed)
+    method.num_kept += 2 * len(names)
+    return kernels.stack_experts(found[0]), kernels.stack_experts(found[1])
+
+
+class _PackedExperts:
+    """For kernels that multiply by several experts' packed weights at once."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        kernels: PackedExpertKernels,
+        weights: tuple[PackedExperts, PackedExperts],
+        names: Sequence[str],
+        moe: MoeConfig,
+    ) -> None:
+        self._kernels, self._weights = kernels, weights
+        self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
+        self._biases: ExpertBiases | None = None
+        if moe.has_biases:
+            part = even_part(moe.intermediate_size, context.tp)
+            self._biases = _biases(context, names, moe, part)
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """See `_Experts.mix`."""
+        return self._kernels.mix_packed_experts(
+            x, chosen, weights, *self._weights, biases=self._biases, gate=self._gate
         )
 
 

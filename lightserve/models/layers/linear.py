@@ -27,8 +27,9 @@ from lightserve.kernels.interface import (
     QuantizingKernels,
 )
 from lightserve.models.base import logits_dtype
+from lightserve.models.layers.packed_weights import packed_weight
 from lightserve.models.parallel import Part, TensorParallel
-from lightserve.models.stored_weights import StoredWeight, fp8_of, groups_of
+from lightserve.models.stored_weights import StoredWeight
 
 # Where layers get their weights from: the seam between the layers and the loader.
 
@@ -468,44 +469,21 @@ class StoredMethod(UnquantizedMethod):
             for shard in shards
         ]
         stored = [part for part in parts if part is not None]
-        kept = None
+        packed = None
         if len(stored) == len(parts):
-            kept = self._kept(stored, _merged_bias(reader, shards), reader.device, is_gated)
-        if kept is None:
+            packed = packed_weight(self.kernels, stored, reader.device, is_gated=is_gated)
+        if packed is None:
             self.num_widened += bool(stored)
             return super().create(reader, shards, is_gated=is_gated)
         self.num_kept += 1
-        return kept
-
-    def _kept(
-        self, parts: list[StoredWeight], bias: Tensor | None, device: torch.device, is_gated: bool
-    ) -> Linear | None:
-        """Return the map of quantised parts, one below the other; None: the kernels have none."""
-        kernels = self.kernels
-        fp8 = fp8_of(parts) if isinstance(kernels, Fp8Kernels) else None
-        if fp8 is not None:
-            assert isinstance(kernels, Fp8Kernels)
-            own = fp8.values.to(device), fp8.factors.to(device)
-            packed = kernels.pack_fp8(*own, group_size=fp8.group_size, is_gated=is_gated)
-            return Fp8Linear(kernels, packed, bias)
-        groups = groups_of(parts)
-        if groups is None:
-            return None
-        if groups.has_output_factors:
-            integers = (groups.integers ^ 0x80).view(torch.int8).to(device)
-            factors = groups.factors[:, 0].to(device)
-            return Int8Linear(
-                kernels, kernels.pack_int8(integers, factors, is_gated=is_gated), bias
-            )
-        grouped = kernels.pack_groups(
-            groups.integers.to(device),
-            groups.factors.half().to(device),
-            groups.zeros.to(torch.uint8).to(device),
-            bits=groups.bits,
-            group_size=groups.group_size,
-            is_gated=is_gated,
-        )
-        return GroupedLinear(kernels, grouped, bias)
+        bias = _merged_bias(reader, shards)
+        match packed:
+            case Int8Weight():
+                return Int8Linear(self.kernels, packed, bias)
+            case GroupedWeight():
+                return GroupedLinear(self.kernels, packed, bias)
+        assert isinstance(self.kernels, Fp8Kernels)
+        return Fp8Linear(self.kernels, packed, bias)
 
 
 class Fp8Linear:
