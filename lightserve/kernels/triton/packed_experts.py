@@ -21,8 +21,18 @@ from lightserve.kernels.interface import (
     Int8Weight,
     PackedExperts,
 )
-from lightserve.kernels.triton.experts import BLOCK_N, NUM_WARPS, gated, place_of, sorted_pairs
+from lightserve.kernels.triton.experts import (
+    BLOCK_N,
+    LARGE_BLOCK_P,
+    NUM_WARPS,
+    gated,
+    place_of,
+    sorted_pairs,
+)
 from lightserve.kernels.triton.quantized import BLOCK_K, half_of, product
+
+MOST_REGISTERS = 160
+"""Of gates and ups of 4-bit numbers: left alone, the compiler keeps to 128, and spills."""
 
 
 # fmt: off
@@ -136,29 +146,34 @@ def mix_packed_experts(
     size = len(gate_up.values) // gate_up.num_experts // 2
     pairs = sorted_pairs(chosen, gate_up.num_experts)
     features = torch.empty((len(pairs.order), size), dtype=x.dtype, device=x.device)
+    # Both halves of a byte, with two sums, or with zeros: more outputs would spill registers.
+    is_large = pairs.block == LARGE_BLOCK_P
+    block_f = BLOCK_N // 2 if is_large and gate_up.kind in ("int4", "fp4") else BLOCK_N
+    block_n = BLOCK_N // 2 if is_large and down.kind == "int4" else BLOCK_N
     shared = {
         "NUM_EXPERTS": gate_up.num_experts,
         "BLOCK_E": triton.next_power_of_2(gate_up.num_experts),
         "BLOCK_P": pairs.block,
-        "BLOCK_N": BLOCK_N,
         "WIDEN": x.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         "HAS_BIASES": biases is not None,
         "num_warps": NUM_WARPS,
     }
     first, second = biases or (None, None)
     alpha, limit = gate or (0.0, 0.0)
-    _packed_features_kernel[(pairs.num_blocks, triton.cdiv(size, BLOCK_N))](
+    _packed_features_kernel[(pairs.num_blocks, triton.cdiv(size, block_f))](
         x, gate_up.values, gate_up.factors, gate_up.zeros, first, features, pairs.order,
         pairs.starts, x.stride(0), gate_up.factors.stride(0), size, alpha, limit,
         NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
         GROUP=gate_up.group, NUM_CHOSEN=pairs.num_chosen, BLOCK_K=gate_up.block_k,
-        IS_CLAMPED=gate is not None, enable_fp_fusion=True, **shared,
+        BLOCK_N=block_f, IS_CLAMPED=gate is not None,
+        maxnreg=MOST_REGISTERS if is_large and gate_up.kind == "fp4" else None,
+        enable_fp_fusion=True, **shared,
     )  # fmt: skip
     added = torch.empty((*chosen.shape, num_inputs), dtype=torch.float32, device=x.device)
-    _packed_outputs_kernel[(pairs.num_blocks, triton.cdiv(num_inputs, BLOCK_N))](
+    _packed_outputs_kernel[(pairs.num_blocks, triton.cdiv(num_inputs, block_n))](
         features, down.values, down.factors, down.zeros, second, weights.contiguous(), added,
         pairs.order, pairs.starts, down.factors.stride(0), num_inputs, NUM_INPUTS=size,
         NUM_BYTES=down.values.shape[1], KIND=down.kind, GROUP=down.group, BLOCK_K=down.block_k,
-        enable_fp_fusion=True, **shared,
+        BLOCK_N=block_n, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     return added.sum(dim=1).to(x.dtype)
