@@ -773,7 +773,7 @@ WEIGHTS = [
         "kernels/triton/configs.py",
         "for size in range(1, LATENT_HEADS + 1) if num_heads % size == 0",
         "for size in range(1, LATENT_HEADS + 1) if num_heads >= size",
-        "models/test_latent.py",
+        "kernels/test_triton_attention.py",
     ),
     fault(
         "kernels/triton/quantized.py",

@@ -64,7 +64,13 @@ def in_turn(inputs: int, size: int) -> Tensor:
 
 
 def gptq(
-    weight: Tensor, *, bits: int = 4, size: int = 32, is_symmetric: bool = True, order: bool = False
+    weight: Tensor,
+    *,
+    bits: int = 4,
+    size: int = 32,
+    is_symmetric: bool = True,
+    order: bool = False,
+    zero_offset: int = 1,
 ) -> Module:
     inputs = weight.shape[1]
     size = inputs if size == -1 else size
@@ -81,7 +87,7 @@ def gptq(
     back[:, place] = integers
     tensors = {
         "qweight": words(back, bits).T.contiguous(),
-        "qzeros": words(zeros.T - 1, bits),
+        "qzeros": words(zeros.T - zero_offset, bits),
         "scales": factors.T.contiguous(),
         "g_idx": own.to(torch.int32),
     }
@@ -156,6 +162,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Module]]] = {
     "gptq asymmetric": (
         GPTQ | {"group_size": 32, "sym": False},
         lambda weight: gptq(weight, is_symmetric=False),
+    ),
+    "gptq v2": (
+        GPTQ | {"group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+        lambda weight: gptq(weight, is_symmetric=False, zero_offset=0),
     ),
     "gptq 8 bits": (GPTQ | {"group_size": 64, "bits": 8}, lambda w: gptq(w, bits=8, size=64)),
     "gptq one group": (GPTQ | {"group_size": -1}, lambda weight: gptq(weight, size=-1)),
