@@ -134,7 +134,9 @@ def run(server: Server, lengths: list[str], share: float, seconds: float, lines:
 def main() -> None:
     """Print a line for each model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="bundled,random", help="random: 150 M parameters")
+    parser.add_argument(
+        "--models", default="bundled,random", help="random: 150 M parameters; or directories"
+    )
     parser.add_argument("--share", type=float, default=0.3, help="of the capacity")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each run")
     parser.add_argument("--lines", type=int, default=5000)
@@ -152,9 +154,10 @@ def main() -> None:
     for name in args.models.split(","):
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            flags = [] if name == "bundled" else ["--model", str(path / "model")]
-            if flags:
-                write_random_model(path / "model")
+            given = path / "model" if name == "random" else Path(name)
+            if name == "random":
+                write_random_model(given)
+            flags = [] if name == "bundled" else ["--model", str(given)]
             write_profile(path / "profile.json", flags, seconds=6.0)
             flags += ["--profile", str(path / "profile.json")]
             flags += ["--batch-store", str(path / "store"), "--batch-max-in-flight", "32"]
