@@ -212,7 +212,8 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     )[0]
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:  # one that the system chooses could be another's that does not listen yet
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError:
         bound.close()

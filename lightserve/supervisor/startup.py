@@ -118,7 +118,8 @@ def bind_port(config: ServeConfig) -> socket.socket:
     except OSError as error:
         raise _port_error(config, error) from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.port:  # one that the system chooses could be another's that does not listen yet
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()

@@ -19,7 +19,8 @@ from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.supervision import MetricSample, MetricsRequest, Role
 from lightserve.metrics.catalogue import STEPS
 from lightserve.supervisor.metrics import ServerMetrics, render
-from lightserve.supervisor.metrics_listener import MAX_SCRAPES, MetricsListener
+from lightserve.supervisor.metrics_listener import MAX_SCRAPES, MetricsListener, _bound_socket
+from lightserve.supervisor.startup import bind_port
 
 
 @contextmanager
@@ -205,12 +206,12 @@ def test_a_taken_port_is_refused_in_words_and_a_closed_one_is_free_again() -> No
 
 
 def test_two_that_start_at_the_same_moment_do_not_share_a_port() -> None:
-    with closing(MetricsListener(ServeConfig(metrics_port=0))) as first:
-        config = ServeConfig(metrics_port=httpx.URL(first.url).port)
-        with closing(MetricsListener(config)) as second:  # bound, as no socket listens yet
-            first.start(ServerMetrics(config))
-            with pytest.raises(StartupError, match="in use"):
-                second.start(ServerMetrics(config))
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        config = ServeConfig(metrics_port=free.getsockname()[1])
+    with closing(MetricsListener(config)) as first, closing(MetricsListener(config)) as second:
+        first.start(ServerMetrics(config))  # both are bound, as no socket listened yet
+        with pytest.raises(StartupError, match="in use"):
+            second.start(ServerMetrics(config))
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
@@ -310,3 +311,11 @@ def test_viewers_end_with_the_server() -> None:
         with suppress(httpx.HTTPError):
             for _ in lines:
                 pass
+
+
+def test_a_port_that_the_system_has_chosen_is_taken_by_no_other() -> None:
+    for bound in (_bound_socket("127.0.0.1", 0), bind_port(ServeConfig(port=0))):
+        with bound, socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(bound.getsockname())
