@@ -35,7 +35,7 @@ from lightserve.supervisor.node import run_node
 from lightserve.supervisor.nodes import Nodes
 from lightserve.supervisor.spawn import CHILD_COMMAND, Child, RunDir, Spawner, SpecWriter
 from lightserve.supervisor.startup import (
-    bind_port,
+    bind_http_port,
     check_model,
     check_threads,
     listen,
@@ -187,7 +187,7 @@ def _serve(
         need_packages(("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     check_threads(config)
     with ExitStack() as stack:
-        listener = stack.enter_context(bind_port(config))
+        listener = stack.enter_context(bind_http_port(config))
         metrics_listener = None
         if config.metrics_port >= 0:
             metrics_listener = stack.enter_context(closing(MetricsListener(config)))

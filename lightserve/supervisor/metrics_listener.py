@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import ssl
 import threading
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from lightserve.dashboard.page import load_page
 from lightserve.errors import StartupError
 from lightserve.http_access import bearer_key, find_key, is_loopback, names_machine
 from lightserve.supervisor.metrics import CONTENT_TYPE, ServerMetrics
-from lightserve.supervisor.startup import base_url
+from lightserve.supervisor.startup import base_url, bind_port
 from lightserve.tls import server_context
 
 MAX_SCRAPES = 32
@@ -46,7 +45,7 @@ class MetricsListener:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         try:
-            self._socket = _bound_socket(config.metrics_host, config.metrics_port)
+            self._socket = bind_port(config.metrics_host, config.metrics_port)
         except (OSError, UnicodeError) as error:
             raise self._port_error(error) from error
 
@@ -203,22 +202,6 @@ class MetricsListener:
             f"cannot listen on --metrics-host {self._config.metrics_host} --metrics-port"
             f" {self._config.metrics_port}: {reason or error} (take another, or -1 for none)"
         )
-
-
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that has the port and shares it with no other."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        if port:  # one that the system chooses could be another's that does not listen yet
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 _TEXT = {"content-type": "text/plain"}

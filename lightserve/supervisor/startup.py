@@ -104,27 +104,32 @@ _CHILD_THREADS = 16
 """Each process has about 10 at the start, and some for parsing, tokenising and compiling later."""
 
 
-def bind_port(config: ServeConfig) -> socket.socket:
+def bind_port(host: str, port: int) -> socket.socket:
     """Take the port without listening yet, so that clients are refused until it makes sense.
 
     Raises:
-        StartupError: naming host and port.
+        OSError: it cannot be had; UnicodeError: `host` is no name.
     """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _port_error(config, error) from error
-    try:
-        if config.port:  # one that the system chooses could be another's that does not listen yet
+        if port:  # one that the system chooses could be another's that does not listen yet
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise _port_error(config, error) from error
+        raise
     return listener
+
+
+def bind_http_port(config: ServeConfig) -> socket.socket:
+    """Take the port of the API. Raises StartupError, naming flag and value."""
+    try:
+        return bind_port(config.host, config.port)
+    except (OSError, UnicodeError) as error:
+        raise _port_error(config, error) from error
 
 
 def check_threads(config: ServeConfig) -> None:
@@ -255,8 +260,9 @@ def _fetch(hub_id: str) -> Path:
         ) from error
 
 
-def _port_error(config: ServeConfig, error: OSError) -> StartupError:
+def _port_error(config: ServeConfig, error: OSError | UnicodeError) -> StartupError:
+    reason = error.strerror if isinstance(error, OSError) else None
     return StartupError(
-        f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+        f"cannot listen on {config.host} port {config.port}: {reason or error}"
         " (--port takes another, or 0 for a free one)"
     )

@@ -15,9 +15,10 @@ from __future__ import annotations
 import io
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightserve.model_formats import Body, CallFormat
 
@@ -100,18 +101,33 @@ class _Value:
             return None
 
 
-class CallScanner:
-    """A JSON object."""
+class _Name:
+    """A known tool's name and one of the marks that may follow it."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._raw = io.StringIO()
-        self._expects = "{"
-        self._key = ""
-        self._value: _Value | None = None
+    def __init__(self, names: Collection[str], start: str, ends: Collection[str]) -> None:
+        self._whole = {f"{start}{name}{end}": (name, end) for name in names for end in ends}
+        self._text = ""
+
+    def push(self, char: str) -> tuple[str, str] | None:
+        """Return name and mark once they are there. Raises ValueError: they cannot come."""
+        self._text = text = self._text + char
+        if (found := self._whole.get(text)) is None and not any(
+            whole.startswith(text) for whole in self._whole
+        ):
+            raise ValueError("no known name")
+        return found
+
+
+class Scanner(ABC):
+    """One call being read."""
+
+    def __init__(self, head: _Name | None = None) -> None:
+        """`head`: what a call begins with, where that is its name."""
+        self._head = head
         self._name = ""
-        self._held_arguments: str | None = None
-        self._has_arguments = False
+        self._raw = io.StringIO()
+        self.is_call = False
+        """Whether the name has been told."""
         self.state = State.OPEN
 
     @property
@@ -119,15 +135,49 @@ class CallScanner:
         """All characters pushed, as long as it is no call."""
         return self._raw.getvalue()
 
-    @property
-    def is_call(self) -> bool:
-        """Whether the name has been told."""
-        return bool(self._name)
-
     def push(self, char: str) -> CallNews:
         """Take in a character while OPEN."""
-        if not self._name:
+        if not self.is_call:
             self._raw.write(char)
+        if self._head is None:
+            return self._take(char)
+        try:
+            found = self._head.push(char)
+        except ValueError:
+            return self._give_up()
+        if found is None:
+            return CallNews()
+        self._head = None
+        self._name, mark = found
+        return self._take_mark(mark)
+
+    @abstractmethod
+    def _take(self, char: str) -> CallNews:
+        """Take in a character behind the head."""
+
+    def _take_mark(self, mark: str) -> CallNews:
+        """Take in the mark behind the name."""
+        return CallNews()
+
+    def _give_up(self) -> CallNews:
+        """What was told stays told: then the call ends here; otherwise it was none."""
+        self.state = State.DONE if self.is_call else State.NO_CALL
+        return CallNews()
+
+
+class CallScanner(Scanner):
+    """A JSON object."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._expects = "{"
+        self._key = ""
+        self._value: _Value | None = None
+        self._held_arguments: str | None = None
+        self._has_arguments = False
+
+    def _take(self, char: str) -> CallNews:
         if self._value is not None:
             if self._value.takes(char):
                 return self._stream(char)
@@ -181,7 +231,7 @@ class CallScanner:
             name = value.loads()
             if not isinstance(name, str) or name not in self._names:
                 return self._give_up()
-            self._name = name
+            self._name, self.is_call = name, True
             news = CallNews(name, self._held_arguments or "")
         elif self._is_arguments():
             self._has_arguments = True
@@ -202,79 +252,35 @@ class CallScanner:
         self.state = State.DONE
         return CallNews() if self._has_arguments else CallNews(arguments="{}")
 
-    def _give_up(self) -> CallNews:
-        """What was told stays told: then the call ends here; otherwise it was none."""
-        self.state = State.DONE if self._name else State.NO_CALL
-        return CallNews()
 
-
-class _Name:
-    """A known tool's name and one of the marks that may follow it."""
-
-    def __init__(self, names: Collection[str], start: str, ends: Collection[str]) -> None:
-        self._whole = {f"{start}{name}{end}": (name, end) for name in names for end in ends}
-        self._text = ""
-
-    def push(self, char: str) -> tuple[str, str] | None:
-        """Return name and mark once they are there. Raises ValueError: they cannot come."""
-        self._text = text = self._text + char
-        if (found := self._whole.get(text)) is None and not any(
-            whole.startswith(text) for whole in self._whole
-        ):
-            raise ValueError("no known name")
-        return found
-
-
-class NamedScanner:
+class NamedScanner(Scanner):
     """A name, a mark and a JSON object."""
 
     def __init__(self, names: Collection[str], form: CallFormat) -> None:
         ends = (*form.name_ends, form.id_mark) if form.id_mark else form.name_ends
+        super().__init__(_Name(names, form.name_start, ends))
         self._form = form
-        self._head = _Name(names, form.name_start, ends)
         self._id: str | None = None
         """What has come of the id behind the name; None: there is none."""
-        self._name = ""
         self._value = _Value()
-        self._raw = io.StringIO()
-        self.is_call = False
-        self.state = State.OPEN
 
-    @property
-    def raw(self) -> str:
-        """All characters pushed, as long as it is no call."""
-        return self._raw.getvalue()
+    def _take_mark(self, mark: str) -> CallNews:
+        self._id = "" if mark == self._form.id_mark else None
+        return CallNews()
 
-    def push(self, char: str) -> CallNews:
-        """Take in a character while OPEN."""
-        if not self.is_call:
-            self._raw.write(char)
+    def _take(self, char: str) -> CallNews:
         if self._id is not None:
             self._id += char
             if self._id.endswith(self._form.name_ends):
                 self._id = None
-        elif not self._name:
-            return self._take_name(char)
         elif self.is_call or char not in _BLANKS:
             return self._take_value(char)
-        return CallNews()
-
-    def _take_name(self, char: str) -> CallNews:
-        try:
-            found = self._head.push(char)
-        except ValueError:
-            self.state = State.NO_CALL
-        else:
-            if found is not None:
-                self._name, mark = found
-                self._id = "" if mark == self._form.id_mark else None
         return CallNews()
 
     def _take_value(self, char: str) -> CallNews:
         name = "" if self.is_call else self._name
         if name and char != "{":
-            self.state = State.NO_CALL
-            return CallNews()
+            return self._give_up()
         self.is_call = True
         self._value.takes(char)
         self._value.forget()
@@ -283,35 +289,17 @@ class NamedScanner:
         return CallNews(name, char)
 
 
-class PythonScanner:
+class PythonScanner(Scanner):
     """A call as Python writes it, of literals by name; it is told when it is whole."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._head = _Name(names, "", ("(",))
-        self._raw = io.StringIO()
-        self._name = ""
+        super().__init__(_Name(names, "", ("(",)))
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
-        self.is_call = False
-        self.state = State.OPEN
 
-    @property
-    def raw(self) -> str:
-        """All characters pushed."""
-        return self._raw.getvalue()
-
-    def push(self, char: str) -> CallNews:
-        """Take in a character while OPEN."""
-        self._raw.write(char)
-        if not self._name:
-            try:
-                found = self._head.push(char)
-            except ValueError:
-                self.state = State.NO_CALL
-            else:
-                self._name = found[0] if found is not None else ""
-        elif self._quote:
+    def _take(self, char: str) -> CallNews:
+        if self._quote:
             if self._is_escaped or char == "\\":
                 self._is_escaped = not self._is_escaped
             elif char == self._quote:
@@ -330,8 +318,7 @@ class PythonScanner:
         try:
             arguments = _json_of_python(self.raw[self.raw.index("(") + 1 : -1])
         except (ValueError, RecursionError):
-            self.state = State.NO_CALL
-            return CallNews()
+            return self._give_up()
         self.is_call, self.state = True, State.DONE
         return CallNews(self._name, arguments)
 
@@ -382,7 +369,7 @@ def _escaped(match: re.Match[str]) -> str:
     return _ESCAPES.get(code, code)
 
 
-class TagScanner:
+class TagScanner(Scanner):
     """A name and its arguments between tags, each told when it is whole."""
 
     def __init__(
@@ -392,11 +379,10 @@ class TagScanner:
         text_arguments: Collection[tuple[str, str]],
     ) -> None:
         """`text_arguments`: names of a tool and of an argument that is a string in any case."""
+        super().__init__(_Name(names, form.name_start, form.name_ends))
         assert form.tags is not None
         self._tags = form.tags
-        self._head = _Name(names, form.name_start, form.name_ends)
         self._texts = text_arguments
-        self._name = ""
         self._marks: tuple[str, ...] = ()
         """What ends that which is being read."""
         self._is_blank = True
@@ -407,44 +393,22 @@ class TagScanner:
         """Its end, as long as a mark can be."""
         self._key = ""
         self._num_arguments = 0
-        self._raw = io.StringIO()
-        self.is_call = False
-        self.state = State.OPEN
 
-    @property
-    def raw(self) -> str:
-        """All characters pushed, as long as it is no call."""
-        return self._raw.getvalue()
-
-    def push(self, char: str) -> CallNews:
-        """Take in a character while OPEN."""
-        if not self.is_call:
-            self._raw.write(char)
-        if not self._name:
-            return self._take_name(char)
+    def _take(self, char: str) -> CallNews:
         if self._is_blank and not self._tail and char in _BLANKS:
             return CallNews()
         self._piece.write(char)
         self._tail = (self._tail + char)[-max(map(len, self._marks)) :]
         mark = next((mark for mark in self._marks if self._tail.endswith(mark)), None)
         if mark is not None:
-            return self._take(mark, self._piece.getvalue().removesuffix(mark))
+            return self._end_piece(mark, self._piece.getvalue().removesuffix(mark))
         if self._is_blank and not any(mark.startswith(self._tail) for mark in self._marks):
-            # What was told stays told.
-            self.state = State.DONE if self.is_call else State.NO_CALL
+            return self._give_up()
         return CallNews()
 
-    def _take_name(self, char: str) -> CallNews:
-        try:
-            found = self._head.push(char)
-        except ValueError:
-            self.state = State.NO_CALL
-            return CallNews()
-        if found is None:
-            return CallNews()
-        self._name, mark = found
+    def _take_mark(self, mark: str) -> CallNews:
         if mark in (self._tags.key, self._tags.end):
-            return self._take(mark, "")
+            return self._end_piece(mark, "")
         self._expect(self._tags.key, self._tags.end, is_blank=True)
         return CallNews()
 
@@ -452,7 +416,7 @@ class TagScanner:
         self._marks, self._is_blank = marks, is_blank
         self._piece, self._tail = io.StringIO(), ""
 
-    def _take(self, mark: str, text: str) -> CallNews:
+    def _end_piece(self, mark: str, text: str) -> CallNews:
         """Take in what stood before a mark."""
         tags, name = self._tags, "" if self.is_call else self._name
         if mark in (tags.key, tags.end):
@@ -497,23 +461,6 @@ class TagScanner:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
-
-
-class Scanner(Protocol):
-    """One call being read."""
-
-    @property
-    def raw(self) -> str:
-        """All characters pushed, as long as it is no call."""
-
-    @property
-    def is_call(self) -> bool:
-        """Whether the name has been told."""
-
-    state: State
-
-    def push(self, char: str) -> CallNews:
-        """Take in a character while OPEN."""
 
 
 def new_scanner(
