@@ -104,7 +104,7 @@ def place(run_parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     root = tmp_path_factory.mktemp("documented") / "lightserve-repository"
     _looks_like_the_repository(root)
     programs = root.parent / "bin"
-    for name in ("lightserve", "make", "docker", "kubectl", "pip"):
+    for name in ("lightserve", "make", "docker", "kubectl", "pip", "prometheus"):
         _wrapper(programs / name)
     real_curl = shutil.which("curl")
     (programs / "curl").write_text(f'#!/bin/sh\nexec {real_curl} --fail-with-body -s "$@"\n')

@@ -42,8 +42,7 @@ RUN, SLOW, CHECKED, OPTIONS, NOT_RUN = Treatment
 POSTGRES = postgres.missing()
 
 RULES = (
-    Rule(r"(^|\s)docker run\b", NOT_RUN, "needs a container engine"),
-    Rule(r"(^|\s)docker (compose|build)\b", OPTIONS, "a container engine"),
+    Rule(r"(^|\s)docker (compose|build|run)\b", OPTIONS, "a container engine"),
     Rule(r"^kubectl ", OPTIONS, "a cluster; the files are held to Kubernetes' schemas as well"),
     Rule(r"^make serve TORCH=|^PIP_EXTRA_INDEX_URL=", OPTIONS, "installs from a package index"),
     Rule(r"^pip install\b", OPTIONS, "installs from a package index"),
@@ -55,8 +54,7 @@ RULES = (
     Rule(r"--nnodes", OPTIONS, "several machines; test_two_nodes has two on one"),
     Rule(r"postgresql://", OPTIONS if POSTGRES else CHECKED, POSTGRES or ""),
     Rule(r"^make (check|test|test-long|fmt)\b", OPTIONS, "is what runs this, or changes files"),
-    Rule(r"^prometheus ", NOT_RUN, "runs until it is stopped; promtool reads the same files"),
-    Rule(r"^promtool ", RUN if which("promtool") else NOT_RUN, "needs promtool"),
+    Rule(r"^(prometheus|promtool) ", RUN if which("promtool") else NOT_RUN, "needs prometheus"),
     Rule(r"lightserve (simulate|plan) ", SLOW, "seconds of computing"),
     Rule(r"examples/load_test\.sh|--targets ttft=150ms", SLOW, "seconds of load"),
     Rule(r"bin/pytest tests/|tools\.structure", SLOW, "seconds; the tests run anyway"),

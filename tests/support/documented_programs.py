@@ -84,6 +84,13 @@ def docker(arguments: list[str]) -> int:
     build.add_argument("-f", type=Path)
     build.add_argument("-t")
     build.add_argument("context", type=Path)
+    run = kinds.add_parser("run")
+    run.add_argument("--rm", action="store_true")
+    run.add_argument("--read-only", action="store_true")
+    for flag in ("-p", "--cap-drop", "--security-opt", "--pids-limit", "--memory", "--tmpfs"):
+        run.add_argument(flag)
+    run.add_argument("-v", action="append")
+    run.add_argument("image")
     compose = kinds.add_parser("compose")
     compose.add_argument("--profile")
     actions = compose.add_subparsers(dest="action", required=True)
@@ -100,6 +107,8 @@ def docker(arguments: list[str]) -> int:
     if not file.is_file():  # a block that goes on where another did `cd docker`
         file = "docker" / file
     services = yaml.safe_load(file.read_text())["services"]
+    if given.kind == "run":
+        return _hardened_as(services["server"], given)
     profile = [] if given.profile is None else [given.profile]
     if given.profile and not any(given.profile in s.get("profiles", ()) for s in services.values()):
         return _refuse(f"no profile {given.profile}")
@@ -111,12 +120,39 @@ def docker(arguments: list[str]) -> int:
     return 0 if not of_service or {*profile} & {*of_service} else _refuse("not in the profile")
 
 
+def _hardened_as(service: dict[str, object], given: argparse.Namespace) -> int:
+    """A container that is run by hand has the limits of the one that the compose file runs."""
+    limits = ("image", "read_only", "cap_drop", "security_opt", "pids_limit", "mem_limit", "tmpfs")
+    for limit in limits:
+        value, name = service[limit], "memory" if limit == "mem_limit" else limit
+        text = str(value[0] if isinstance(value, list) else value)
+        wanted = re.sub(r"\$\{\w+:-(.*)\}", r"\1", text)
+        if str(getattr(given, name)) != wanted:
+            return _refuse(f"{limit}: {getattr(given, name)}, in the compose file {wanted}")
+    return 0
+
+
 _COMPOSE = {
     "up": ("--build", "--wait"),
     "run": ("--build", "--rm"),
     "down": ("--volumes",),
     "restart": (),
 }
+
+
+def prometheus(arguments: list[str]) -> int:
+    """The real one, until it says that it is ready."""
+    real = next(p for p in map(Path, os.get_exec_path()[1:]) if (p / "prometheus").is_file())
+    with tempfile.TemporaryDirectory(prefix="prom-") as data:
+        more = (f"--storage.tsdb.path={data}", "--web.listen-address=127.0.0.1:0")
+        server = subprocess.Popen(
+            [real / "prometheus", *arguments, *more], stderr=subprocess.PIPE, text=True
+        )
+        assert server.stderr is not None
+        is_ready = any("ready to receive web requests" in line for line in server.stderr)
+        server.terminate()
+        server.stderr.read()
+        return server.wait() or not is_ready
 
 
 def kubectl(arguments: list[str]) -> int:
@@ -161,5 +197,6 @@ if __name__ == "__main__":
         "docker": docker,
         "kubectl": kubectl,
         "pip": pip,
+        "prometheus": prometheus,
     }
     sys.exit(programs[name](sys.argv[2:]))
