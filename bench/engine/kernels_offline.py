@@ -32,7 +32,7 @@ from lightserve.kernels.interface import (
     QKNorm,
     ScoreMod,
 )
-from lightserve.kernels.triton import elementwise, experts, packed_experts, quantized
+from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
@@ -260,7 +260,8 @@ def mix(
         biases = ExpertBiases(meta(num_experts, 2 * size), meta(num_experts, hidden))
         clamp = ClampedGate(1.702, 7.0)
     x = meta(num_tokens, hidden)
-    experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=clamp)
+    both = (experts.plain_experts(gate_up), experts.plain_experts(down))
+    experts.mix_experts(x, chosen, weights, *both, biases=biases, gate=clamp)
 
 
 def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> None:
@@ -306,7 +307,7 @@ def mix_packed(kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> 
             block_k,
         )
 
-    packed_experts.mix_packed_experts(
+    experts.mix_experts(
         meta(num_tokens, hidden),
         meta(num_tokens, num_chosen, dtype=torch.int64),
         meta(num_tokens, num_chosen, dtype=torch.float32),

@@ -343,7 +343,7 @@ class PackedExperts(NamedTuple):
 
     kind: str
     values: Tensor
-    factors: Tensor
+    factors: Tensor | None
     zeros: Tensor | None
     num_experts: int
     group: int

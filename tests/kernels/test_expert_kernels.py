@@ -6,17 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.kernel_grid import Poisoned
+from support.kernel_grid import SMALL_SHAPES, Poisoned
 from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels, KernelShapes
+from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import _comparisons, _Pair
 from lightserve.kernels.triton.kernels import TritonKernels
@@ -24,23 +25,7 @@ from lightserve.kernels.triton.kernels import TritonKernels
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 ROOT = Path(__file__).parents[2]
 
-SHAPES = KernelShapes(
-    dtype=torch.bfloat16,
-    hidden_size=48,
-    intermediate_size=40,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    rotary_dim=16,
-    sliding_windows=(None,),
-    rms_norm_eps=1e-5,
-    qk_norm=False,
-    qkv_bias=False,
-    context_len=32,
-    num_experts=9,
-    num_chosen_experts=2,
-    expert_size=24,
-)
+SHAPES = replace(SMALL_SHAPES, num_experts=9)
 
 # tokens, experts, chosen, inputs, intermediate features
 CASES = [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightserve.kernels.interface import AttentionBatch, Kernels, QKNorm, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes, QKNorm, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
@@ -47,6 +47,26 @@ WINDOWS = (None, 1, 24, 64)
 MODS = ("cap", "slopes", "both")
 LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 """Largest relative error by type."""
+
+
+SMALL_SHAPES = KernelShapes(
+    dtype=torch.bfloat16,
+    hidden_size=96,
+    intermediate_size=80,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    rotary_dim=16,
+    sliding_windows=(None,),
+    rms_norm_eps=1e-5,
+    qk_norm=False,
+    qkv_bias=False,
+    context_len=32,
+    num_experts=4,
+    num_chosen_experts=2,
+    expert_size=40,
+)
+"""Of a model of experts, for the check at the start."""
 
 
 class AttentionCase(NamedTuple):

@@ -1,4 +1,4 @@
-"""Products with the weights of experts: one launch for all that a pass has chosen.
+"""Products with the weights of experts, packed or not: one launch for all that a pass has chosen.
 
 Pairs of a token and one of its experts are sorted by expert, on the device. A program has BLOCK_P
 pairs of one expert and BLOCK_N outputs; how many pairs an expert has is read on the device, so a
@@ -6,10 +6,14 @@ launch has as many programs as there can be, and some of them end at once:
 
     pairs      0 ─── expert 0 ───┐┌─ expert 2 ─┐┌──── expert 3 ────┐
     programs   [ 0 ][ 1 ][ 2 ]    [ 3 ][ 4 ]    [ 5 ][ 6 ][ 7 ]      [8: none left]
+
+The outputs of all experts stand one below the other, as if they were of one weight, whose tiles
+are read as `quantized` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import ClampedGate, ExpertBiases
+from lightserve.kernels.interface import (
+    ClampedGate,
+    ExpertBiases,
+    Fp4Weight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    PackedExperts,
+)
+from lightserve.kernels.triton import quantized
+from lightserve.kernels.triton.quantized import add_tile, finished, half_of
 
 BLOCK_P, BLOCK_N, BLOCK_K = 16, 64, 64
 """Pairs, outputs and inputs of a program's product; pairs are few, as decodes have them."""
@@ -25,6 +39,8 @@ LARGE_BLOCK_P = 64
 """From `LARGE_FROM` pairs per expert on, as prompts have them."""
 LARGE_FROM = 32
 NUM_WARPS = 4
+MOST_REGISTERS = 240
+"""Of gates and ups of 4-bit numbers: left alone, the compiler keeps to 128, and spills."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,31 +104,17 @@ def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
+# fmt: off
 @triton.jit
 def _features_kernel(
-    x_ptr,
-    gate_up_ptr,
-    bias_ptr,
-    out_ptr,
-    order_ptr,
-    starts_ptr,
-    x_stride,
-    size,
-    alpha,
-    limit,
-    NUM_INPUTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
-    HAS_BIASES: tl.constexpr,
-    IS_CLAMPED: tl.constexpr,
+    x_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, x_stride,
+    factors_stride, size, alpha, limit, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_BIASES: tl.constexpr, IS_CLAMPED: tl.constexpr,
 ):
+    # fmt: on
     """silu(gate @ x) * (up @ x), or a `ClampedGate`, of BLOCK_P pairs: out [P, size], by expert."""
-    kind: tl.constexpr = out_ptr.dtype.element_ty
     expert, first, end = place_of(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
         return
@@ -122,53 +124,36 @@ def _features_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < size
     rows = expert.to(tl.int64) * 2 * size + outputs
+    lines = x_ptr + tokens[:, None] * x_stride
     gate = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    for start in range(0, NUM_INPUTS, BLOCK_K):
-        inputs = start + tl.arange(0, BLOCK_K)
-        is_input = inputs < NUM_INPUTS
-        x = tl.load(
-            x_ptr + tokens[:, None] * x_stride + inputs[None, :],
-            mask=is_pair[:, None] & is_input[None, :],
-            other=0.0,
-        )
-        weights = gate_up_ptr + rows[None, :] * NUM_INPUTS + inputs[:, None]
-        mask = is_output[None, :] & is_input[:, None]
-        gate_part = tl.load(weights, mask=mask, other=0.0)
-        up_part = tl.load(weights + size.to(tl.int64) * NUM_INPUTS, mask=mask, other=0.0)
-        if WIDEN:
-            x = x.to(tl.float32)
-            gate_part = gate_part.to(tl.float32)
-            up_part = up_part.to(tl.float32)
-        gate = tl.dot(x, gate_part, gate, input_precision="ieee")
-        up = tl.dot(x, up_part, up, input_precision="ieee")
-    if HAS_BIASES:
-        gate += tl.load(bias_ptr + rows, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + rows + size, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    for start in range(0, NUM_BYTES, BLOCK_K):
+        gate = add_tile(
+            gate, start, lines, is_pair, values_ptr, factors_ptr, zeros_ptr, rows, is_output,
+            factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
+        )  # fmt: skip
+        up = add_tile(
+            up, start, lines, is_pair, values_ptr, factors_ptr, zeros_ptr, rows + size, is_output,
+            factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
+        )  # fmt: skip
+    gate = finished(gate, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES)
+    up = finished(up, factors_ptr, bias_ptr, rows + size, is_output, KIND, GROUP, HAS_BIASES)
     features = gated(gate, up, alpha, limit, IS_CLAMPED)
     place = out_ptr + pairs[:, None] * size + outputs[None, :]
+    kind: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(place, features.to(kind), mask=is_pair[:, None] & is_output[None, :])
 
 
+# fmt: off
 @triton.jit
 def _outputs_kernel(
-    features_ptr,
-    down_ptr,
-    bias_ptr,
-    weights_ptr,
-    out_ptr,
-    order_ptr,
-    starts_ptr,
-    num_outputs,
-    NUM_INPUTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
+    features_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, weights_ptr, out_ptr, order_ptr,
+    starts_ptr, factors_stride, num_outputs, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     HAS_BIASES: tl.constexpr,
 ):
+    # fmt: on
     """down @ features, times the pair's weight: out float32 [P, num_outputs], as chosen."""
     expert, first, end = place_of(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
@@ -178,72 +163,99 @@ def _outputs_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < num_outputs
     rows = expert.to(tl.int64) * num_outputs + outputs
+    lines = features_ptr + pairs[:, None] * NUM_INPUTS
     total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    for start in range(0, NUM_INPUTS, BLOCK_K):
-        inputs = start + tl.arange(0, BLOCK_K)
-        is_input = inputs < NUM_INPUTS
-        x = tl.load(
-            features_ptr + pairs[:, None] * NUM_INPUTS + inputs[None, :],
-            mask=is_pair[:, None] & is_input[None, :],
-            other=0.0,
-        )
-        part = tl.load(
-            down_ptr + rows[None, :] * NUM_INPUTS + inputs[:, None],
-            mask=is_output[None, :] & is_input[:, None],
-            other=0.0,
-        )
-        if WIDEN:
-            x = x.to(tl.float32)
-            part = part.to(tl.float32)
-        total = tl.dot(x, part, total, input_precision="ieee")
-    if HAS_BIASES:
-        total += tl.load(bias_ptr + rows, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    for start in range(0, NUM_BYTES, BLOCK_K):
+        total = add_tile(
+            total, start, lines, is_pair, values_ptr, factors_ptr, zeros_ptr, rows, is_output,
+            factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
+        )  # fmt: skip
+    total = finished(total, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES)
     places = tl.load(order_ptr + pairs, mask=is_pair, other=0)
     weights = tl.load(weights_ptr + places, mask=is_pair, other=0.0)
     out = out_ptr + places[:, None] * num_outputs + outputs[None, :]
     tl.store(out, total * weights[:, None], mask=is_pair[:, None] & is_output[None, :])
 
 
+def plain_experts(weights: Tensor) -> PackedExperts:
+    """Return weights [E, M, K] of the model's type, as they are."""
+    assert weights.is_contiguous()
+    return PackedExperts("plain", weights.flatten(0, 1), None, None, len(weights), 0, BLOCK_K)
+
+
+def stack_experts(
+    weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight],
+) -> PackedExperts:
+    """See `PackedExpertKernels.stack_experts`."""
+    first, zeros = weights[0], None
+    match first:
+        case Int8Weight():
+            kind, group, block_k = "int8", 0, 2 * quantized.BLOCK_K
+        case Fp8Weight():
+            kind, group, block_k = "fp8", first.group_size, quantized.BLOCK_K
+            group = 0 if len(first.factors) == 1 else group
+        case Fp4Weight():
+            kind, group, block_k = "fp4", first.group_size, half_of(first.group_size)
+        case GroupedWeight():
+            kind = "int4" if first.bits == 4 else "uint8"
+            group, block_k = first.group_size, half_of(first.group_size)
+            zeros = torch.cat([own.zeros for own in weights if isinstance(own, GroupedWeight)], 1)
+    values = torch.cat([own.packed.view(torch.uint8) for own in weights])
+    factors = torch.cat([own.factors for own in weights], 1)
+    values = values.view(torch.int8) if kind == "int8" else values
+    return PackedExperts(kind, values, factors, zeros, len(weights), group, block_k)
+
+
+def _stride_of(weights: PackedExperts) -> int:
+    return 0 if weights.factors is None else weights.factors.stride(0)
+
+
 def mix_experts(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     *,
     biases: ExpertBiases | None = None,
     gate: ClampedGate | None = None,
 ) -> Tensor:
-    """See `ExpertKernels.mix_experts`."""
+    """See `ExpertKernels.mix_experts` and `PackedExpertKernels.mix_packed_experts`."""
     num_tokens, num_inputs = x.shape
-    num_experts, _, size = down.shape
     if not num_tokens:
         return torch.empty_like(x)
-    assert x.stride(1) == 1 and gate_up.is_contiguous() and down.is_contiguous()
-    pairs = sorted_pairs(chosen, num_experts)
-    shape = (len(pairs.order), size)
-    features = torch.empty(shape, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1
+    size = len(gate_up.values) // gate_up.num_experts // 2
+    pairs = sorted_pairs(chosen, gate_up.num_experts)
+    features = torch.empty((len(pairs.order), size), dtype=x.dtype, device=x.device)
+    # Packed numbers of gates and of ups, or with zeros: more outputs would spill registers.
+    is_large = pairs.block == LARGE_BLOCK_P
+    block_f = BLOCK_N // 2 if is_large and gate_up.kind != "plain" else BLOCK_N
+    block_n = BLOCK_N // 2 if is_large and down.kind == "int4" else BLOCK_N
     shared = {
-        "NUM_EXPERTS": num_experts,
-        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "NUM_EXPERTS": gate_up.num_experts,
+        "BLOCK_E": triton.next_power_of_2(gate_up.num_experts),
         "BLOCK_P": pairs.block,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
         "WIDEN": x.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         "HAS_BIASES": biases is not None,
         "num_warps": NUM_WARPS,
     }
     first, second = biases or (None, None)
     alpha, limit = gate or (0.0, 0.0)
-    _features_kernel[(pairs.num_blocks, triton.cdiv(size, BLOCK_N))](
-        x, gate_up, first, features, pairs.order, pairs.starts, x.stride(0), size, alpha, limit,
-        NUM_INPUTS=num_inputs, NUM_CHOSEN=pairs.num_chosen, IS_CLAMPED=gate is not None,
+    _features_kernel[(pairs.num_blocks, triton.cdiv(size, block_f))](
+        x, gate_up.values, gate_up.factors, gate_up.zeros, first, features, pairs.order,
+        pairs.starts, x.stride(0), _stride_of(gate_up), size, alpha, limit,
+        NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
+        GROUP=gate_up.group, NUM_CHOSEN=pairs.num_chosen, BLOCK_K=gate_up.block_k,
+        BLOCK_N=block_f, IS_CLAMPED=gate is not None,
+        maxnreg=MOST_REGISTERS if is_large and gate_up.kind == "fp4" else None,
         enable_fp_fusion=True, **shared,
     )  # fmt: skip
-    shape = (*chosen.shape, num_inputs)
-    added = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _outputs_kernel[(pairs.num_blocks, triton.cdiv(num_inputs, BLOCK_N))](
-        features, down, second, weights.contiguous(), added, pairs.order, pairs.starts, num_inputs,
-        NUM_INPUTS=size, enable_fp_fusion=True, **shared,
+    added = torch.empty((*chosen.shape, num_inputs), dtype=torch.float32, device=x.device)
+    _outputs_kernel[(pairs.num_blocks, triton.cdiv(num_inputs, block_n))](
+        features, down.values, down.factors, down.zeros, second, weights.contiguous(), added,
+        pairs.order, pairs.starts, _stride_of(down), num_inputs, NUM_INPUTS=size,
+        NUM_BYTES=down.values.shape[1], KIND=down.kind, GROUP=down.group, BLOCK_K=down.block_k,
+        BLOCK_N=block_n, enable_fp_fusion=True, **shared,
     )  # fmt: skip
     return added.sum(dim=1).to(x.dtype)

@@ -20,7 +20,7 @@ from lightserve.kernels.interface import (
     QKNorm,
     ScoreMod,
 )
-from lightserve.kernels.triton import elementwise, experts, packed_experts, quantized
+from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
 from lightserve.kernels.triton.merge import LOG2_E
@@ -107,7 +107,8 @@ class TritonKernels:
         gate: ClampedGate | None = None,
     ) -> Tensor:
         """See `ExpertKernels.mix_experts`."""
-        return experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=gate)
+        both = (experts.plain_experts(gate_up), experts.plain_experts(down))
+        return experts.mix_experts(x, chosen, weights, *both, biases=biases, gate=gate)
 
     def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
         """See `QuantizingKernels.quantize`."""
@@ -182,7 +183,7 @@ class TritonKernels:
         self, weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight]
     ) -> PackedExperts:
         """See `PackedExpertKernels.stack_experts`."""
-        return packed_experts.stack_experts(weights)
+        return experts.stack_experts(weights)
 
     def mix_packed_experts(
         self,
@@ -196,9 +197,7 @@ class TritonKernels:
         gate: ClampedGate | None = None,
     ) -> Tensor:
         """See `PackedExpertKernels.mix_packed_experts`."""
-        return packed_experts.mix_packed_experts(
-            x, chosen, weights, gate_up, down, biases=biases, gate=gate
-        )
+        return experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=gate)
 
     def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Kernels.packed_rows`: weights stay as they are."""

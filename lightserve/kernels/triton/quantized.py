@@ -5,6 +5,7 @@
     int4    the same of 4 bits
     fp8     float8_e4m3fn [M, K]; groups of inputs have a factor each
     fp4     the same of a sign, two bits of exponent and one behind it (experts alone)
+    plain   numbers of the model's type, not quantised (experts alone)
 
 Integers less their zeros, and numbers of 8 bits, are bfloat16's and float16's: nothing is lost
 before the product. Factors are multiplied to its float32 sums, group by group. Of 4 bits two
@@ -48,16 +49,18 @@ def _widened(values, KIND: tl.constexpr, DTYPE: tl.constexpr):
         wide = values.to(tl.uint16)
         bits = ((wide & 8) << 12) | ((wide & 7) << 9)
         return bits.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
+    if KIND == "plain":
+        return values.to(DTYPE)
     return values.to(tl.float32).to(DTYPE)
 
 
 @triton.jit
-def _part(
-    x_lines, is_row, inputs, values, factors_ptr, zeros_ptr, places, is_output,
+def _add_part(
+    total, x_lines, is_row, inputs, values, factors_ptr, zeros_ptr, places, is_output,
     NUM_INPUTS: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_FACTORS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Return x [R, K] times values [K, N], whose factors stand at `places` [N]."""
+    """Add x [R, K] times values [K, N], whose factors stand at `places` [N]."""
     mask = is_row[:, None] & (inputs < NUM_INPUTS)[None, :]
     x = tl.load(x_lines + inputs[None, :], mask=mask, other=0.0)
     if WIDEN:
@@ -66,57 +69,65 @@ def _part(
     if HAS_ZEROS:
         zeros = tl.load(zeros_ptr + places, mask=is_output, other=0)
         numbers -= zeros.to(tl.float32).to(x.dtype)[None, :]
-    part = tl.dot(x, numbers, input_precision="ieee")
     if HAS_FACTORS:
-        part *= tl.load(factors_ptr + places, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    return part
+        part = tl.dot(x, numbers, input_precision="ieee")
+        factors = tl.load(factors_ptr + places, mask=is_output, other=0.0)
+        return total + part * factors.to(tl.float32)[None, :]
+    return tl.dot(x, numbers, total, input_precision="ieee")
 
 
 # fmt: off
 @triton.jit
-def product(
-    x_lines, is_row, values_ptr, factors_ptr, zeros_ptr, outputs, is_output, factors_stride,
-    NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+def add_tile(
+    total, start, x_lines, is_row, values_ptr, factors_ptr, zeros_ptr, outputs, is_output,
+    factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
-    """Return rows that begin at x_lines [R, 1] times some outputs [N] of a weight, float32 [R, N].
+    """Add to float32 [R, N] what BLOCK_K values of each output give, from `start` on.
 
-    values [all outputs, NUM_BYTES], factors and zeros [groups, all outputs]; GROUP 0: one factor
-    for all inputs.
+    Of rows that begin at x_lines [R, 1], and some outputs [N] of a weight: values [all outputs,
+    NUM_BYTES], factors and zeros [groups, all outputs]. GROUP 0: one factor for all inputs, see
+    `finished`.
     """
-    has_halves: tl.constexpr = (KIND == "int4") | (KIND == "fp4")
+    places = start + tl.arange(0, BLOCK_K)
     lines = values_ptr + outputs.to(tl.int64)[None, :] * NUM_BYTES
-    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
-    for start in range(0, NUM_BYTES, BLOCK_K):
-        places = start + tl.arange(0, BLOCK_K)
-        is_value = is_output[None, :] & (places < NUM_BYTES)[:, None]
-        values = tl.load(lines + places[:, None], mask=is_value, other=0)
-        if has_halves:
-            first = 2 * start
-            inputs = first + tl.arange(0, BLOCK_K)
-            low = outputs + first // GROUP * factors_stride
-            total += _part(
-                x_lines, is_row, inputs, values & 15, factors_ptr, zeros_ptr, low, is_output,
-                NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
-            )  # fmt: skip
-            # The last half may be beyond all inputs, and then beyond all factors.
-            last: tl.constexpr = (NUM_INPUTS - 1) // GROUP
-            high = outputs + tl.minimum((first + BLOCK_K) // GROUP, last) * factors_stride
-            total += _part(
-                x_lines, is_row, inputs + BLOCK_K, values >> 4, factors_ptr, zeros_ptr, high,
-                is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
-            )  # fmt: skip
-        else:
-            own = outputs
-            if GROUP:
-                own += start // GROUP * factors_stride
-            total += _part(
-                x_lines, is_row, places, values, factors_ptr, zeros_ptr, own, is_output,
-                NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
-            )  # fmt: skip
-    if not GROUP:
+    is_value = is_output[None, :] & (places < NUM_BYTES)[:, None]
+    values = tl.load(lines + places[:, None], mask=is_value, other=0)
+    if (KIND == "int4") | (KIND == "fp4"):
+        first = 2 * start
+        inputs = first + tl.arange(0, BLOCK_K)
+        low = outputs + first // GROUP * factors_stride
+        total = _add_part(
+            total, x_lines, is_row, inputs, values & 15, factors_ptr, zeros_ptr, low, is_output,
+            NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
+        )  # fmt: skip
+        # The last half may be beyond all inputs, and then beyond all factors.
+        last: tl.constexpr = (NUM_INPUTS - 1) // GROUP
+        high = outputs + tl.minimum((first + BLOCK_K) // GROUP, last) * factors_stride
+        return _add_part(
+            total, x_lines, is_row, inputs + BLOCK_K, values >> 4, factors_ptr, zeros_ptr, high,
+            is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
+        )  # fmt: skip
+    own = outputs
+    if GROUP:
+        own += start // GROUP * factors_stride
+    return _add_part(
+        total, x_lines, is_row, places, values, factors_ptr, zeros_ptr, own, is_output,
+        NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def finished(
+    total, factors_ptr, bias_ptr, outputs, is_output, KIND: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Multiply by the factors of whole outputs, if these have any, and add their biases."""
+    if (KIND != "plain") & (GROUP == 0):
         total *= tl.load(factors_ptr + outputs, mask=is_output, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     return total
 
 
@@ -129,17 +140,18 @@ def _product_kernel(
     BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
-    """x [num_rows, NUM_INPUTS] times a weight, see `product`: out [num_rows, num_outputs]."""
+    """x [num_rows, NUM_INPUTS] times a weight, see `add_tile`: out [num_rows, num_outputs]."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_output = rows < num_rows, outputs < num_outputs
-    total = product(
-        x_ptr + rows[:, None] * x_stride, is_row, values_ptr, factors_ptr, zeros_ptr, outputs,
-        is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_R, BLOCK_N, BLOCK_K,
-        WIDEN,
-    )  # fmt: skip
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for start in range(0, NUM_BYTES, BLOCK_K):
+        total = add_tile(
+            total, start, x_ptr + rows[:, None] * x_stride, is_row, values_ptr, factors_ptr,
+            zeros_ptr, outputs, is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP,
+            BLOCK_K, WIDEN,
+        )  # fmt: skip
+    total = finished(total, factors_ptr, bias_ptr, outputs, is_output, KIND, GROUP, HAS_BIAS)
     out = out_ptr + rows[:, None] * num_outputs + outputs[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
