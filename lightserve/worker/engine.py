@@ -18,7 +18,6 @@ from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import (
-    ExpertKernels,
     Fp8Kernels,
     Kernels,
     KernelShapes,
@@ -290,7 +289,6 @@ def build_runner(
     stored_as = quantised_as(path, model_config)
     method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
     check_latents(config, model_config, kernels)
-    check_experts(config, model_config, kernels)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -427,21 +425,6 @@ def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
     if dtype is not torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--quantization fp8 needs --dtype bfloat16 on a GPU, got {name}")
-
-
-def check_experts(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
-    """Check that experts are rounded where --quantization says so.
-
-    Raises:
-        ConfigError: these kernels multiply by those of a layer at once, and by numbers alone.
-    """
-    if model_config.moe is None or not isinstance(kernels, ExpertKernels):
-        return
-    if config.quantization != "none":
-        raise ConfigError(
-            f"--quantization {config.quantization} does not go with {model_config.architecture} on"
-            " a GPU, where experts stay as they are: leave it out"
-        )
 
 
 def check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:

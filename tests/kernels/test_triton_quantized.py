@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.grids import choose, long_but
-from support.kernel_grid import LIMITS, Poisoned, relative_error
+from support.kernel_grid import LIMITS, SMALL_SHAPES, Poisoned, relative_error
 from support.model_runs import load_tiny
 from support.parity import TokenSequence, schedule
 from support.quantised_files import quantise
@@ -18,8 +19,9 @@ from support.tiny_models import TinyModel, find_tiny_model, write_tiny_model
 from torch import Tensor
 
 from lightserve.errors import ConfigError, StartupError
+from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import ClampedGate, ExpertBiases, Kernels, KernelShapes
+from lightserve.kernels.interface import ClampedGate, ExpertBiases, Kernels
 from lightserve.kernels.reference import (
     ReferenceKernels,
     numbers_of_fp4,
@@ -29,7 +31,18 @@ from lightserve.kernels.reference import (
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.models.layers.linear import Int4Method, Int8Method, StoredMethod
+from lightserve.models.layers.fp8 import Fp8Method, rounded_to_fp8
+from lightserve.models.layers.linear import (
+    Int4Method,
+    Int8Method,
+    Linear,
+    LinearMethod,
+    ModuleShard,
+    StoredMethod,
+    UnquantizedMethod,
+    WeightReader,
+    merged_shards,
+)
 from lightserve.models.stored_weights import StoredWeight, fp8_of
 from lightserve.worker.engine import linear_method
 
@@ -213,23 +226,7 @@ def test_triton_rounds_what_the_native_core_rounds() -> None:
         linear_method("int4", ReferenceKernels(), torch.bfloat16)
 
 
-SHAPES = KernelShapes(
-    dtype=torch.float32,
-    hidden_size=96,
-    intermediate_size=80,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rotary_dim=16,
-    sliding_windows=(None,),
-    rms_norm_eps=1e-5,
-    qk_norm=False,
-    qkv_bias=False,
-    context_len=64,
-    num_experts=4,
-    num_chosen_experts=2,
-    expert_size=40,
-)
+SHAPES = replace(SMALL_SHAPES, dtype=torch.float32, num_experts=4)
 
 
 @pytest.mark.parametrize(
@@ -313,23 +310,70 @@ def test_experts_of_every_kind(kind: str) -> None:
             assert relative_error(found.roll(1, 1), truth) > 0.1
 
 
+def logits_of(directory: Path, kernels: Kernels, method: LinearMethod | None) -> Tensor:
+    loaded = load_tiny(directory, torch.float32, kernels, method=method)
+    results = loaded.run(
+        [TokenSequence(torch.arange(7, 27), torch.empty(0))],
+        schedule([20], chunk=16, num_decodes=1),
+    )
+    assert results is not None
+    return results[0].float()
+
+
 @pytest.mark.parametrize("name", ["gptq", "w8a8", "fp8 of an output"])
 def test_experts_are_what_their_files_say(name: str, tmp_path: Path) -> None:
     tiny = replace(find_tiny_model("mixtral"), sharded=False)
     path = quantise(write_tiny_model(tiny, tmp_path / "plain"), tmp_path / "packed", name)
-    tokens = torch.arange(7, 27)
-
-    def logits(directory: Path, kernels: Kernels, method: StoredMethod | None) -> Tensor:
-        loaded = load_tiny(directory, torch.float32, kernels, method=method)
-        results = loaded.run(
-            [TokenSequence(tokens, torch.empty(0))], schedule([20], chunk=16, num_decodes=1)
-        )
-        assert results is not None
-        return results[0].float()
-
     method = StoredMethod(KERNELS)
-    found = logits(path, KERNELS, method)
+    found = logits_of(path, KERNELS, method)
     assert method.num_kept > 2 * 5 and not method.num_widened
     torch.testing.assert_close(
-        found, logits(path / "numbers", ReferenceKernels(), None), rtol=2e-4, atol=2e-4
+        found, logits_of(path / "numbers", ReferenceKernels(), None), rtol=2e-4, atol=2e-4
     )
+
+
+class ByNumbers(UnquantizedMethod):
+    """Maps by the numbers that --quantization makes of weights, an expert at a time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(TorchKernels())
+        self._name = name
+
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
+        if self._name == "fp8" and "experts" not in shards[0].name:
+            return Fp8Method(self._kernels).create(reader, shards, is_gated=is_gated)
+        weight, bias = merged_shards(reader, shards)
+        match self._name:
+            case "int8":
+                weight = rounded_to_int8(weight)
+            case "int4":
+                eye = torch.eye(weight.shape[1])
+                weight = KERNELS.linear_groups(eye, KERNELS.quantize_groups(weight, 32), None).T
+            case _:
+                values, factors = rounded_to_fp8(weight)
+                weight = values.float() * factors
+        return super().make(weight.contiguous(), bias, is_gated=is_gated)
+
+    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
+        own = weight if self._name == "fp8" else rounded_to_int8(weight)
+        return super().make(own, bias, is_gated=is_gated)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("mixtral", "int8"), ("mixtral", "int4"), ("mixtral", "fp8"), ("gpt-oss", "int8")],
+)
+def test_experts_are_rounded_as_they_are_read(model: str, name: str, tmp_path: Path) -> None:
+    """A whole model, with --quantization; without it, it says something else."""
+    path = write_tiny_model(find_tiny_model(model), tmp_path)
+    method: LinearMethod = Fp8Method(KERNELS)
+    if name != "fp8":
+        method = linear_method(name, KERNELS, torch.bfloat16)
+    with patch.object(TritonKernels, "mix_experts", side_effect=AssertionError("by numbers")):
+        found = logits_of(path, KERNELS, method)
+    truth = logits_of(path, TorchKernels(), ByNumbers(name))
+    plain = logits_of(path, TorchKernels(), None)
+    assert relative_error(found, truth) < relative_error(found, plain) / 5, "it is rounded"
+    torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-3)

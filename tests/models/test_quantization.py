@@ -22,7 +22,6 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
-from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.layers.fp8 import (
     Fp8Method,
     RoundingLinear,
@@ -215,11 +214,6 @@ def test_8_bit_floating_point_where_it_is_not() -> None:
         engine.check_fp8((9, 0), torch.float16)
     with pytest.raises(ConfigError, match="--quantization fp8 needs the native core for CPUs"):
         linear_method("fp8", ReferenceKernels(), torch.bfloat16)
-    model = tiny_config(moe=EXPERTS)
-    engine.check_experts(ServeConfig(), model, TritonKernels())
-    engine.check_experts(ServeConfig(quantization="int8"), model, NativeKernels())
-    with pytest.raises(ConfigError, match=r"int8 does not go with .* on a GPU, where experts stay"):
-        engine.check_experts(ServeConfig(quantization="int8"), model, TritonKernels())
 
 
 def test_a_tied_embedding_is_kept_once() -> None:

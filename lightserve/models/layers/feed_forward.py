@@ -31,6 +31,7 @@ from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     Linear,
     ModuleShard,
+    RoundingMethod,
     RowParallelLinear,
     StoredMethod,
     UnquantizedMethod,
@@ -245,8 +246,12 @@ class _Experts(Protocol):
 
 def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
     kernels, method = context.kernels, context.method
-    if isinstance(kernels, PackedExpertKernels) and isinstance(method, StoredMethod):
-        weights = _packed_weights(context, kernels, method, names, moe)
+    if isinstance(kernels, PackedExpertKernels):
+        weights = None
+        if isinstance(method, StoredMethod):
+            weights = _packed_weights(context, kernels, method, names, moe)
+        elif isinstance(method, RoundingMethod):
+            weights = _rounded_weights(context, kernels, method, names, moe)
         if weights is not None:
             return _PackedExperts(context, kernels, weights, names, moe)
     if isinstance(kernels, ExpertKernels):
@@ -321,6 +326,30 @@ def _packed_weights(
             weights.append(packed)
     method.num_kept += 2 * len(names)
     return kernels.stack_experts(found[0]), kernels.stack_experts(found[1])
+
+
+def _rounded_weights(
+    context: ModelContext,
+    kernels: PackedExpertKernels,
+    method: RoundingMethod,
+    names: Sequence[str],
+    moe: MoeConfig,
+) -> tuple[PackedExperts, PackedExperts]:
+    """Return this rank's parts as --quantization rounds them, gates first."""
+    part, hidden = even_part(moe.intermediate_size, context.tp), Part(0, context.config.hidden_size)
+    gate, up, down = moe.projections
+
+    def rounded(name: str, halves: Sequence[str], rows: Part, columns: Part) -> AnyPacked:
+        shards = [
+            ModuleShard(name=f"{name}.{half}", rows=rows, columns=columns, has_bias=False)
+            for half in halves
+        ]
+        return method.round_expert(context.reader, shards)
+
+    return (
+        kernels.stack_experts([rounded(name, (gate, up), part, hidden) for name in names]),
+        kernels.stack_experts([rounded(name, (down,), hidden, part) for name in names]),
+    )
 
 
 class _PackedExperts:

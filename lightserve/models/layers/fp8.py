@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import ModelLoadError
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Fp8Kernels, Fp8Weight, Kernels
 from lightserve.models.layers.linear import (
     Linear,
     ModuleShard,
@@ -97,3 +97,9 @@ class Fp8Method(UnquantizedMethod):
                 f" got {list(weight.shape)}"
             )
         return RoundingLinear(self._kernels, weight, bias, is_gated=is_gated)
+
+    def round_expert(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> Fp8Weight:
+        """See `RoundingMethod.round_expert`: activations stay as they are."""
+        assert isinstance(self._kernels, Fp8Kernels)
+        values, factors = rounded_to_fp8(merged_shards(reader, shards)[0])
+        return self._kernels.pack_fp8(values, factors, group_size=values.shape[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -288,6 +288,16 @@ class LinearMethod(Protocol):
         """
 
 
+@runtime_checkable
+class RoundingMethod(LinearMethod, Protocol):
+    """One that rounds weights as they are read."""
+
+    def round_expert(
+        self, reader: WeightReader, shards: Sequence[ModuleShard]
+    ) -> Int8Weight | GroupedWeight | Fp8Weight:
+        """Return the merged weight, rounded, for kernels that take those of several experts."""
+
+
 def merged_shards(
     reader: WeightReader, shards: Sequence[ModuleShard]
 ) -> tuple[Tensor, Tensor | None]:
@@ -401,6 +411,12 @@ class Int8Method:
         """See `LinearMethod.create`."""
         return self.make(*merged_shards(reader, shards), is_gated=is_gated)
 
+    def round_expert(
+        self, reader: WeightReader, shards: Sequence[ModuleShard]
+    ) -> Int8Weight | GroupedWeight:
+        """See `RoundingMethod.round_expert`."""
+        return self.kernels.quantize(merged_shards(reader, shards)[0])
+
 
 class GroupedLinear:
     """A weight of integers in groups of inputs, and perhaps a bias [out]."""
@@ -437,6 +453,15 @@ class Int4Method(Int8Method):
     ) -> Linear:
         """See `LinearMethod.create`."""
         weight, bias = merged_shards(reader, shards)
+        return GroupedLinear(self.kernels, self._rounded(weight, shards, is_gated=is_gated), bias)
+
+    def round_expert(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> GroupedWeight:
+        """See `RoundingMethod.round_expert`."""
+        return self._rounded(merged_shards(reader, shards)[0], shards, is_gated=False)
+
+    def _rounded(
+        self, weight: Tensor, shards: Sequence[ModuleShard], *, is_gated: bool
+    ) -> GroupedWeight:
         rounded = self.kernels.quantize_groups(weight, self.GROUP_SIZE, is_gated=is_gated)
         if not bool(rounded.factors.isfinite().all()):
             names = ", ".join(shard.name for shard in shards)
@@ -444,7 +469,7 @@ class Int4Method(Int8Method):
                 f"{names}: numbers as large as {float(weight.abs().max()):.3g} are beyond what"
                 " --quantization int4 can hold"
             )
-        return GroupedLinear(self.kernels, rounded, bias)
+        return rounded
 
 
 class StoredMethod(UnquantizedMethod):
