@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from lightserve.sim.report import HybridReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Picture
 
 BIN_S = 10.0
 """Of the course of what is found as cache."""
@@ -144,18 +146,19 @@ def _shown(figure: Figure) -> str:
     return f"{value:.{digits}f}{spread}"
 
 
-# Pictures: one file, a panel per ground.
+# Pictures: a panel per ground in one file, and in another BROS's figures over rates.
 
 
 def draw(cells: Mapping[str, Mapping[str, Sequence[Cell]]], path: Path) -> None:
-    """Draw what the papers draw, of cells by ground and system, as far as they are there."""
-    import matplotlib  # noqa: PLC0415 - of the extra `plots`
-    from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
-    from matplotlib.figure import Figure as Picture  # noqa: PLC0415
+    """Draw what the papers draw, of cells by ground and system, as far as they are there.
 
-    picture = Picture(figsize=(11, 10), layout="constrained")
-    canvas = FigureCanvasSVG(picture)
-    axes = picture.subplots(3, 2).flat
+    Grounds over rates go into a file of their own: `papers.svg` has `papers_rates.svg` beside it.
+    """
+    if _OVER_RATES.keys() & cells.keys():
+        _draw_rates(cells, path.with_stem(f"{path.stem}_rates"))
+    if not cells.keys() - _OVER_RATES.keys():
+        return
+    picture, axes = _picture((11, 10), 3, 2)
     for (ground, name, title), panel in zip(_BARS, axes, strict=False):
         _draw_bars(panel, cells.get(ground, {}), name)
         panel.set_title(title, fontsize=9)
@@ -164,10 +167,41 @@ def draw(cells: Mapping[str, Mapping[str, Sequence[Cell]]], path: Path) -> None:
     }
     _draw_lines(axes[4], courses, marker="")
     axes[4].set_title("Echo: % of prompts found as cache; chats peak at 40 to 60 s", fontsize=9)
-    _draw_lines(axes[5], _curves(cells.get("past-future", {})), marker="o")
+    clients = _curves(cells.get("past-future", {}), " clients", "goodput")
+    _draw_lines(axes[5], clients, marker="o")
     axes[5].set_title("Past-Future: goodput/s by number of clients", fontsize=9)
+    _write(picture, path)
+
+
+def _draw_rates(cells: Mapping[str, Mapping[str, Sequence[Cell]]], path: Path) -> None:
+    """Draw a row of panels for each hardware: latency and throughput, then what is kept."""
+    picture, axes = _picture((14, 6), len(_OVER_RATES), len(_BY_RATE))
+    panels = itertools.product(_OVER_RATES.items(), _BY_RATE.items())
+    for ((ground, model), (name, title)), panel in zip(panels, axes, strict=True):
+        _draw_lines(panel, _curves(cells.get(ground, {}), "/s", name), marker="o")
+        panel.set_title(f"{model}: {title}", fontsize=9)
+        panel.set_xlabel("real-time requests/s", fontsize=8)
+        if name == "latency":
+            panel.set_yscale("log")
+    _write(picture, path)
+
+
+def _picture(size: tuple[float, float], rows: int, columns: int) -> tuple[Picture, list[Axes]]:
+    """Return a picture and its panels, row by row."""
+    from matplotlib.figure import Figure as New  # noqa: PLC0415 - of the extra `plots`
+
+    picture = New(figsize=size, layout="constrained")
+    return picture, list(picture.subplots(rows, columns).flat)
+
+
+def _write(picture: Picture, path: Path) -> None:
+    """Write an SVG that is the same for the same picture."""
+    import matplotlib  # noqa: PLC0415
+    from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
+
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "papers"}):
-        canvas.print_svg(path, metadata={"Date": None})
+        FigureCanvasSVG(picture)
+        picture.savefig(path, metadata={"Date": None})
 
 
 _BARS = (
@@ -177,6 +211,13 @@ _BARS = (
     ("accelgen", "goodput", "AccelGen's ground: goodput/s"),
 )
 """Ground, figure and title of the panels with a bar per system."""
+_OVER_RATES = {"bros-14b-rates": "Qwen2.5-14B", "bros-32b-rates": "Qwen2.5-32B"}
+_BY_RATE = {
+    "latency": "ms per token",
+    "be": "best-effort requests/s",
+    "ttft": "first tokens in time, %",
+    "gaps": "gaps in time, %",
+}
 
 
 def _draw_bars(axes: Axes, cells: Mapping[str, Sequence[Cell]], name: str) -> None:
@@ -204,12 +245,13 @@ def _course(cells: Sequence[Cell]) -> list[tuple[float, float]]:
     return [(BIN_S * number, float(share)) for number, share in enumerate(course)]
 
 
-def _curves(cells: Mapping[str, Sequence[Cell]]) -> dict[str, list[tuple[float, float]]]:
-    """Return goodput by number of clients, of systems named "RULE, N clients"."""
+def _curves(
+    cells: Mapping[str, Sequence[Cell]], unit: str, figure: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Return a figure by a number, of systems named "RULE, NUMBERunit"."""
     curves: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for system, of in cells.items():
-        rule, _, clients = system.strip("*").rpartition(", ")
-        if clients.endswith(" clients"):
-            point = int(clients.removesuffix(" clients")), over_seeds(of)["goodput"].mean
-            curves[rule].append(point)
+        rule, _, number = system.strip("*").rpartition(", ")
+        if number.endswith(unit):
+            curves[rule].append((float(number.removesuffix(unit)), over_seeds(of)[figure].mean))
     return curves

@@ -117,6 +117,17 @@ _OF_BROS = (
     System("bros, exclusive blocks", "bros", _EXCLUSIVE),
 )
 _CHUNKED = {**_VLLM, "policy": "chunked"}
+_RATES = (4, 8, 12, 16, 20, 24)
+_BROS_OVER_RATES = tuple(
+    System(f"{name}, {rate}/s", preset, options, {"rt": f"poisson:{rate}"})
+    for rate in _RATES
+    for name, preset, options in (
+        ("vLLM (fcfs)", None, _FCFS),
+        ("round-robin", None, _ROUND_ROBIN),
+        ("bros", "bros", {}),
+        ("unified", None, {}),
+    )
+)
 
 GROUNDS: dict[str, Ground] = {
     "bros": Ground(
@@ -134,6 +145,19 @@ GROUNDS: dict[str, Ground] = {
         "the same on Qwen2.5-32B over four A100-40G",
         (*_OF_BROS, System("bros", "bros"), UNIFIED),
         bros_32b_load,
+    ),
+    "bros-14b-rates": Ground(
+        "over rates, 14B: latency -74 and -54 %, best-effort throughput -11 and -9 %; TTFT kept by"
+        " vLLM in 1.28, by round-robin in 10.6 % (figures 9a, 10a)",
+        _BROS_OVER_RATES,
+        bros_14b_load,
+        ("ttft", "gaps", "goodput", "latency", "be"),
+    ),
+    "bros-32b-rates": Ground(
+        "the same of 32B (figures 9b, 10b)",
+        _BROS_OVER_RATES,
+        bros_32b_load,
+        ("ttft", "gaps", "goodput", "latency", "be"),
     ),
     "bros-chats": Ground(
         "real-time requests alone: latency -29 % of vLLM's, throughput 1.08 times (figure 11);"

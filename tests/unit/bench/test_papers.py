@@ -77,6 +77,16 @@ def test_a_run_is_kept_and_drawn(tmp_path: Path) -> None:
     assert "chats peak" in (tmp_path / "papers.svg").read_text()
 
 
+def test_figures_over_rates_have_a_picture_of_their_own(tmp_path: Path) -> None:
+    names = [system.name for system in GROUNDS["bros-14b-rates"].systems]
+    figures = dict.fromkeys(COLUMNS, 1.0)
+    cells = {name: [Cell("bros-14b-rates", name, 0, figures, [])] for name in names}
+    draw({"bros-14b-rates": cells}, tmp_path / "papers.svg")
+    assert not (tmp_path / "papers.svg").exists(), "it has none of its panels"
+    picture = (tmp_path / "papers_rates.svg").read_text()
+    assert all(f">{rule}<" in picture for rule in ("vLLM (fcfs)", "bros", "unified"))
+
+
 @pytest.mark.parametrize(
     ("last_s", "in_flight", "expected"),
     [
