@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+
+from bench.scheduling.papers import GROUNDS
+from lightserve.config import ServeConfig
+from lightserve.sim.offline import OfflineConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "mechanisms.md").read_text()
@@ -14,6 +19,7 @@ ROWS = [
     for line in PAGE.splitlines()
     if line.startswith("|") and not line.startswith(("| mechanism", "| ---"))
 ]
+OPTIONS = {field.name for of in (ServeConfig, OfflineConfig) for field in dataclasses.fields(of)}
 
 
 def test_every_mechanism_has_a_row() -> None:
@@ -30,5 +36,9 @@ def test_files_and_tests_are_there(row: tuple[str, ...]) -> None:
     for path in paths:
         assert (ROOT / path).exists(), path
     assert runs.split(",")[0] in ("live", "simulated", "on traces")
+    for flag in re.findall(r"`--([a-z-]+)", where):
+        assert flag.replace("-", "_") in OPTIONS, flag
+    for ground in re.findall(r"`bench/scheduling/papers.py` \(`([a-z-]+)`\)", where):
+        assert ground in GROUNDS, ground
     file, function = re.findall(r"`([^`]+)`", test)
     assert f"def {function}(" in (ROOT / file).read_text(), test
