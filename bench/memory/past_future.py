@@ -397,7 +397,10 @@ def t3(num_processes: int) -> None:
         )
     ]
     reports = run_all(jobs, num_processes)
-    print_head("load", "rule", "steps over FCFS optimum %", "evicted %", "overtaken at most", "")
+    print_head(
+        *("load", "rule", "steps over FCFS optimum %", "evicted %", "work over it %"),
+        *("overtaken at most", ""),
+    )
     for name in names:
         fcfs = reports[Job(name, "optimum", RequestClass.RT)]
         for rule in ("risk", "optimum"):
@@ -408,6 +411,7 @@ def t3(num_processes: int) -> None:
                 f"{rule}, looking ahead",
                 f"{over(run, fcfs):+.2f} (≤-1)",
                 f"{run.evicted_pct:.2f}",
+                f"{100.0 * (run.total_work_s / fcfs.total_work_s - 1.0):+.2f}",
                 f"{run.max_overtaken}",
                 verdict(misses) if rule == "risk" else "",
             )
