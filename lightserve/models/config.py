@@ -198,6 +198,10 @@ class ModelConfig:
     """Of feed-forward blocks without a gate; None: they have one."""
     is_parallel: bool = False
     """Whether both blocks of a layer read the same sum, and add to it."""
+    is_post_norm: bool = False
+    """Whether norms stand behind the sums: the model's last norm is that of its last layer."""
+    word_size: int | None = None
+    """Numbers of a token's embedding; None: as many as layers have."""
     position_offset: int | None = None
     """Where the first of learned positions stands in their table; None: there is none."""
     alibi_slopes: tuple[float, ...] | None = None
@@ -234,6 +238,11 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """How many of a head's dimensions are rotated."""
         return self.rotary_share or self.head_dim
+
+    @property
+    def embedding_size(self) -> int:
+        """How many numbers an embedding has, and a row of the output layer."""
+        return self.word_size or self.hidden_size
 
     @property
     def max_context_len(self) -> int:

@@ -23,7 +23,14 @@ from lightserve.models.layers.attention import (
     frequencies,
 )
 from lightserve.models.layers.feed_forward import feed_forward
-from lightserve.models.layers.linear import LMHead, Norm, VocabEmbedding, VocabWeight
+from lightserve.models.layers.linear import (
+    Linear,
+    LMHead,
+    ModuleShard,
+    Norm,
+    VocabEmbedding,
+    VocabWeight,
+)
 from lightserve.models.parallel import Part
 from lightserve.models.passes import Passes
 from lightserve.models.rope import RopeConfig
@@ -33,6 +40,8 @@ from lightserve.models.weight_files import (
     LM_HEAD,
     LM_HEAD_BIAS,
     POSITIONS,
+    PROJECT_IN,
+    PROJECT_OUT,
 )
 
 
@@ -119,6 +128,38 @@ class ParallelLayer(DecoderLayer):
         return self._attention.project(heads) + self._mlp(self._mlp_norm(residual)), residual
 
 
+class PostNormLayer(DecoderLayer):
+    """x = norm(x + attention(x)); x = norm(x + mlp(x)).
+
+    The second norm is left to what comes next, the following layer or the model's last norm, which
+    `ModelConfig.stored_names` makes that of the last layer: sums stay fused with their norms.
+    """
+
+    def __init__(self, context: ModelContext, layer: int) -> None:
+        config = context.config
+        prefix, size = f"model.layers.{layer}", config.hidden_size
+        behind_attention, behind_mlp = config.layer_norms
+        self._layer = layer
+        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._attention_norm = context.norm(f"{prefix}.{behind_attention}", size=size)
+        self._mlp = feed_forward(context, layer)
+        if layer:
+            self._norm_before = context.norm(f"model.layers.{layer - 1}.{behind_mlp}", size=size)
+
+    def attend(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.attend`."""
+        if residual is not None:
+            x, _ = self._norm_before.add(x, residual)
+        return self._attention.mix(x, inputs, kv.k[self._layer], kv.v[self._layer]), x
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        x, _ = self._attention_norm.add(self._attention.project(heads), residual)
+        return self._mlp(x), x
+
+
 class DecoderModel:
     """Embedding, layers, norm and LM head."""
 
@@ -136,13 +177,16 @@ class DecoderModel:
         if config.has_normalised_head:
             head.normalise()
         self._embedding = VocabEmbedding(embedding, context.tp)
+        self._project_in, self._project_out = _projections(context)
         self._embedding_norm: Norm | None = None
         if config.has_embedding_norm:
             self._embedding_norm = context.norm(EMBEDDING_NORM, size=config.hidden_size)
         self._positions: Tensor | None = None
         if config.position_offset is not None:
             self._positions = _positions(context, config.position_offset)
-        layer_type = ParallelLayer if config.is_parallel else self.layer_type
+        layer_type = self.layer_type
+        if config.is_parallel or config.is_post_norm:
+            layer_type = ParallelLayer if config.is_parallel else PostNormLayer
         self._layers = [layer_type(context, layer) for layer in range(config.num_layers)]
         self._kinds = _kinds(config)
         self._norm = context.norm("model.norm", size=config.hidden_size)
@@ -160,6 +204,8 @@ class DecoderModel:
         """See `Model.logits`."""
         if not hidden.shape[0]:
             return self._lm_head.no_logits()
+        if self._project_out is not None:
+            hidden = self._project_out.apply(hidden)
         logits = self._lm_head(hidden, out)
         if logits is not None and self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
@@ -176,6 +222,8 @@ class DecoderModel:
         tokens whose logits are wanted go on.
         """
         x = self._embedding(input_ids)
+        if self._project_in is not None:
+            x = self._project_in.apply(x)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
         if self._positions is not None:
@@ -246,6 +294,21 @@ def _positions(context: ModelContext, offset: int) -> Tensor:
     return table
 
 
+def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:
+    """Load what is between the embedding's size and the layers', whole on every rank."""
+    config = context.config
+    inner, outer = Part(0, config.hidden_size), Part(0, config.embedding_size)
+    if inner == outer:
+        return None, None
+
+    def load(name: str, rows: Part, columns: Part) -> Linear:
+        module = name.removesuffix(".weight")
+        shard = ModuleShard(name=module, rows=rows, columns=columns, has_bias=False)
+        return context.method.create(context.reader, [shard])
+
+    return load(PROJECT_IN, inner, outer), load(PROJECT_OUT, outer, inner)
+
+
 def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:
     """Load embedding and LM head, one and the same where they are tied.
 
@@ -260,7 +323,7 @@ def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:
             context.tp,
             name,
             vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
+            hidden_size=config.embedding_size,
         )
 
     if not config.tie_word_embeddings:

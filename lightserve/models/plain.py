@@ -18,7 +18,7 @@ class Starcoder2ForCausalLM(DecoderModel):
 
 
 class OPTForCausalLM(DecoderModel):
-    """OPT, but for the size of 350 M, whose norms stand elsewhere."""
+    """OPT."""
 
 
 class FalconForCausalLM(DecoderModel):

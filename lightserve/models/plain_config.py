@@ -112,23 +112,26 @@ def parse_starcoder2(fields: JsonFields) -> dict[str, Any]:
 
 
 def parse_opt(fields: JsonFields) -> dict[str, Any]:
-    """Return OPT: learned positions, the first of them third in their table; no rotation."""
-    for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
-        if not fields.boolean(key, default=True):
-            raise fields.error(key, "must be true")
+    """Return OPT: learned positions, the first of them third in their table; no rotation.
+
+    Its size of 350 M has norms behind the sums, and embeddings of half the size.
+    """
+    if not fields.boolean("layer_norm_elementwise_affine", default=True):
+        raise fields.error("layer_norm_elementwise_affine", "must be true")
     if fields.boolean("_remove_final_layer_norm", default=False):
         raise fields.error("_remove_final_layer_norm", "must be false")
     heads = _heads(fields, kv_heads_key=None)
-    hidden = heads["hidden_size"]
-    if (size := fields.integer("word_embed_proj_dim", default=hidden)) != hidden:
-        raise fields.error("word_embed_proj_dim", f"must be hidden_size {hidden}, got {size}")
     has_bias = fields.boolean("enable_bias", default=True)
     num_layers = heads["num_layers"]
+    is_post_norm = not fields.boolean("do_layer_norm_before", default=True)
+    last_norm = f"model.layers.{num_layers - 1}." if is_post_norm else "model."
     return {
         **_sizes(fields, heads, inner_key="ffn_dim"),
         **_same_window(None, num_layers),
         **_unrotated(num_layers),
         "position_offset": 2,
+        "is_post_norm": is_post_norm,
+        "word_size": fields.integer("word_embed_proj_dim", default=heads["hidden_size"]),
         "rms_norm_eps": 1e-5,
         "activation": _activation(fields, "activation_function", "relu"),
         "qkv_bias": has_bias,
@@ -138,7 +141,7 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
         "stored_names": (
             ("post_attention_layernorm", "final_layer_norm"),
             ("input_layernorm", "self_attn_layer_norm"),
-            ("model.norm", "model.final_layer_norm"),
+            ("model.norm", f"{last_norm}final_layer_norm"),
             ("model.", "model.decoder."),
             ("self_attn.o_proj", "self_attn.out_proj"),
             ("mlp.up_proj", "fc1"),

@@ -35,6 +35,7 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD, LM_HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 EMBEDDING_NORM = "model.embed_norm"
 POSITIONS = "model.embed_positions.weight"
+PROJECT_IN, PROJECT_OUT = "model.project_in.weight", "model.project_out.weight"
 TOKEN_TYPES = "model.embed_types.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
@@ -173,9 +174,9 @@ def _norms(config: ModelConfig) -> dict[str, int]:
 
 def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors before and behind the layers."""
-    hidden = config.hidden_size
+    hidden, size = config.hidden_size, config.embedding_size
     shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (config.vocab_size, hidden),
+        EMBEDDING: (config.vocab_size, size),
         "model.norm.weight": (hidden,),
     }
     if config.has_embedding_norm:
@@ -188,7 +189,9 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.is_encoder:
         shapes[TOKEN_TYPES] = (config.num_token_types, hidden)
     if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, hidden)
+        shapes[LM_HEAD] = (config.vocab_size, size)
+    if size != hidden:
+        shapes |= {PROJECT_IN: (hidden, size), PROJECT_OUT: (size, hidden)}
     if config.lm_head_bias:
         shapes[LM_HEAD_BIAS] = (config.vocab_size,)
     return shapes

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.grids import long_but
 from support.lossless import MAX_LEN, Catalogue, Tally, make_runner, make_schedule
-from support.tiny_models import TINY_MODELS, TinyModel
+from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model
 
 from lightserve.router.kv.cache import Preemption
 
@@ -23,18 +23,20 @@ PLAIN: dict[str, Any] = {}
 BITS: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
 LATENT = ("DeepseekV2", "DeepseekV3")
 """Without `--batch-invariant` and KV of 8 bits."""
+OWN_LAYERS = ("opt-350m",)
+"""Models of a family whose layers are not those of its first."""
 QUICK = ("ministral3", "olmo2", "deepseek-v2")
 SCHEDULE = 13
 """One with prefixes in common, and a pool that is too small."""
 
 
 def of_families() -> list[TinyModel]:
-    """One model of each family, the first."""
+    """One model of each family, the first, and those of `OWN_LAYERS`."""
     first: dict[str, TinyModel] = {}
     for tiny in TINY_MODELS:
         first.setdefault(tiny.family, tiny)
     quick = {tiny.family: tiny for tiny in TINY_MODELS if tiny.name in QUICK}
-    return list((first | quick).values())
+    return [*(first | quick).values(), *(find_tiny_model(name) for name in OWN_LAYERS)]
 
 
 CASES = [(tiny, flags) for tiny in of_families() for flags in (PLAIN, BITS)]

@@ -49,7 +49,7 @@ FLOAT32_MODELS = (
     "gpt-oss",  # biases of experts, which rank 0 alone may add, and sinks of each rank's heads
     "gpt-neox",
     "phi-mqa",  # biases of an output layer over a vocabulary of 201
-    "opt",
+    "opt-350m",  # embeddings of another size, whole on every rank
     "falcon",  # one group of query heads on two ranks
     "falcon-groups",
     "bloom-6-heads",  # slopes of this rank's heads

@@ -471,7 +471,25 @@ TINY_MODELS = (
     TinyModel(
         "opt-tied",
         "OPT",
-        {"tie_word_embeddings": True, "enable_bias": False, "activation_function": "gelu"},
+        {
+            "tie_word_embeddings": True,
+            "enable_bias": False,
+            "activation_function": "gelu",
+            "word_embed_proj_dim": 48,
+        },
+    ),
+    TinyModel(
+        "opt-350m",
+        "OPT",
+        {
+            "ffn_dim": 80,
+            "num_hidden_layers": 3,
+            "pad_token_id": 1,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 32,
+        },
+        sharded=True,
+        seed=2,
     ),
     TinyModel("falcon", "Falcon", {"num_hidden_layers": 3, "bias": True}, seed=2),
     TinyModel("falcon-serial", "Falcon", {"parallel_attn": False, "multi_query": False}),
