@@ -158,6 +158,10 @@ def _check(
             f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters,"
             f" got {len(given.custom_id)}",
         )
+    if "\0" in given.custom_id:
+        raise _refusal(
+            number, f"custom_id must not have the character U+0000, got {_show(given.custom_id)}"
+        )
     if given.method != "POST":
         raise _refusal(number, f'method must be "POST", got {_show(given.method)}')
     if given.url != endpoint:

@@ -24,6 +24,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from lightserve.batches.records import OBJECT_BYTES
+from lightserve.batches.sqlite import make_directory
 from lightserve.errors import StoreError
 
 CONNECT_S = 3
@@ -46,7 +47,7 @@ class Objects:
         with _errors():
             if url.startswith("file:"):
                 self._directory: Path | None = Path(unquote(urlsplit(url).path))
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_directory(self._directory)
                 self._store: Any = from_url(url)
                 return
             self._directory = None

@@ -138,7 +138,7 @@ class StoreLock:
     def __init__(self, directory: Path) -> None:
         """Raises StartupError: another server has it, or it cannot be written."""
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(directory)
             self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupError(f"--batch-store {directory}: {error.strerror}") from error
@@ -173,6 +173,7 @@ def _prepare(directory: Path) -> None:
     path = directory / DATABASE
     # SQLite's own files beside it get the same permissions.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    _sync(path.parent)
     with _errors():
         connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)
         try:
@@ -182,7 +183,6 @@ def _prepare(directory: Path) -> None:
                 connection.pragma("journal_mode", "wal")
                 connection.pragma("synchronous", "full")
                 _upgrade(connection, 0)
-                _sync_directory(directory)
                 return
             if connection.pragma("application_id") != APPLICATION_ID:
                 raise StoreError("this is a database, but no store of lightserve")
@@ -209,8 +209,16 @@ def _upgrade(connection: apsw.Connection, version: int) -> None:
         connection.pragma("user_version", SCHEMA_VERSION)
 
 
-def _sync_directory(directory: Path) -> None:
-    """Have the names of new files survive a loss of power."""
+def make_directory(path: Path) -> None:
+    """Make a directory, if it is not there, for its owner alone; once this returns it is durable."""
+    new = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in new:
+        _sync(each.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in a directory survive a loss of power."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

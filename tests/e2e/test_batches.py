@@ -1,13 +1,17 @@
 """Batches whose servers are killed, process by process and all at once, on both stores.
 
-With SQLite, files are objects; with PostgreSQL, rows.
+With SQLite, files are objects; with PostgreSQL, rows. And how much is computed for lines that are
+others' by now.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support import lost_leases
 from support.faulted_batch import DATABASE, PROCESSES, Servers
 from support.object_store import BUCKET, fake_s3
 from support.postgres import PostgresServer, missing
@@ -49,13 +53,42 @@ def test_each_line_is_answered_once_whatever_is_killed(run_parent: Path, tmp_pat
         wait_for(lambda: all(name in server.metrics() for name in names), "metrics of batches")
 
 
-def test_two_servers_share_postgresql_whatever_is_killed(run_parent: Path) -> None:
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    """A server for all tests here."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    postgres = PostgresServer()
-    try:
-        location = postgres.database("store")
-        with Servers(run_parent, location, num_servers=2, postgres=postgres) as servers:
-            check(servers, (DATABASE, *KILLS, DATABASE, "batches-1"))
-    finally:
-        postgres.close()
+    with closing(PostgresServer()) as server:
+        yield server
+
+
+def test_two_servers_share_postgresql_whatever_is_killed(
+    run_parent: Path, postgres: PostgresServer
+) -> None:
+    location = postgres.database("store")
+    with Servers(run_parent, location, num_servers=2, postgres=postgres) as servers:
+        check(servers, (DATABASE, *KILLS, DATABASE, "batches-1"))
+
+
+@pytest.mark.long
+def test_one_that_was_stopped_computes_no_more_for_lines_that_others_have(
+    run_parent: Path, postgres: PostgresServer
+) -> None:
+    loss, report = lost_leases.stopped(run_parent, postgres, "stopped")
+    assert (report.num_lost, report.num_doubled, report.num_errors) == (0, 0, 0)
+    assert report.num_begun_again > 0
+    check_loss(loss)
+
+
+@pytest.mark.long
+def test_one_that_is_cut_off_computes_until_its_lease_is_over(
+    run_parent: Path, postgres: PostgresServer
+) -> None:
+    check_loss(lost_leases.cut_off(run_parent, postgres, "cut-off"))
+
+
+def check_loss(loss: lost_leases.Loss) -> None:
+    """Lines were given up: two steps were on their way by then, and it was not long after."""
+    assert loss.num_told > 0 and loss.num_tokens < loss.num_left / 10
+    assert loss.num_steps_after <= 2
+    assert loss.seconds <= 2.0

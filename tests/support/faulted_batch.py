@@ -27,10 +27,7 @@ from support.postgres import PostgresServer
 from support.processes import PATIENCE_S, wait_for, wait_gone
 
 ENDPOINT = "/v1/completions"
-FLAGS = (
-    *("--batch-invariant", "--max-restarts=9999", "--batch-max-in-flight=8"),
-    *("--http-workers=1", "--max-num-seqs=8"),
-)
+FLAGS = ("--batch-invariant", "--max-restarts=9999", "--http-workers=1")
 PROCESSES = ("batches-1", "router-0", "worker-0", "frontend-0", "supervisor", "tree")
 """What may be killed: `supervisor`, whose children end by themselves, or all at once."""
 DATABASE, STOP = "database", "stop"
@@ -53,7 +50,12 @@ CREATE TRIGGER note_lease AFTER UPDATE OF state ON lines FOR EACH ROW
 """Counts in the store how often each line is begun."""
 
 
-def lines_of(num_lines: int, model: str) -> list[dict[str, Any]]:
+def decision_log(run_parent: Path) -> Path:
+    """Where a server of such a directory writes what its router decides, if it does."""
+    return run_parent / "decisions.jsonl"
+
+
+def lines_of(num_lines: int, model: str, num_tokens: int = 20) -> list[dict[str, Any]]:
     """Requests whose answers differ, and depend on every token before."""
     return [
         {
@@ -63,7 +65,7 @@ def lines_of(num_lines: int, model: str) -> list[dict[str, Any]]:
             "body": {
                 "model": model,
                 "prompt": f"Mira has {number} lanterns and",
-                "max_tokens": 20 + number % 7,
+                "max_tokens": num_tokens + number % 7,
                 "temperature": 1.0,
                 "seed": number,
                 "ignore_eos": True,
@@ -106,10 +108,30 @@ class Servers:
         file_store: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
         seed: int = 0,
+        num_in_flight: int = 8,
+        num_tokens: int = 20,
+        has_decision_logs: bool = False,
     ) -> None:
+        """Start them.
+
+        Args:
+            run_parent: for their directories.
+            location: of the store.
+            num_servers: that share it.
+            postgres: whose database it is; None: SQLite's.
+            file_store: as --file-store says.
+            environment: of their processes.
+            seed: of what happens when.
+            num_in_flight: lines of a server.
+            num_tokens: of a line, which has 0 to 6 more.
+            has_decision_logs: whether routers write `decision_log`.
+        """
         self._run_parent = run_parent
+        self._num_tokens = num_tokens
+        self._has_decision_logs = has_decision_logs
         self._location = location
-        self._flags = (*FLAGS, f"--batch-store={location}")
+        in_flight = f"--batch-max-in-flight={num_in_flight}", f"--max-num-seqs={num_in_flight}"
+        self._flags = (*FLAGS, *in_flight, f"--batch-store={location}")
         if file_store:
             self._flags += (f"--file-store={file_store}",)
         self._environment = environment
@@ -118,6 +140,8 @@ class Servers:
         self._store: Store | None = None
         self._stopped: dict[int, tuple[float, list[psutil.Process]]] = {}
         """Servers that are stopped: until when (monotonic), and their processes."""
+        self.went_on: list[tuple[LiveServer, float]] = []
+        """Those that were stopped, and when they went on (monotonic)."""
         with prepare(location):
             store = Store(location)
             store.database.write(_NOTE_LEASES["sqlite" if postgres is None else "postgresql"])
@@ -145,7 +169,7 @@ class Servers:
     def run(self, num_lines: int, faults: Sequence[str] = ()) -> tuple[dict[str, Any], Report]:
         """Have a batch answered, with these faults spread over it; return what its lines got."""
         report = Report(num_lines)
-        batch_id, start_s = self._make(num_lines), time.monotonic()
+        batch_id, start_s = self.make(num_lines), time.monotonic()
         for number, fault in enumerate(faults):
             least = (number + 1) * num_lines // (len(faults) + 1)
             self._wait(batch_id, least)
@@ -193,6 +217,7 @@ class Servers:
         """Let servers go on whose time has come, and start those again that gave up."""
         for number, (until_s, processes) in list(self._stopped.items()):
             if time.monotonic() >= until_s:
+                self.went_on.append((self.servers[number], time.monotonic()))
                 for process in processes:
                     process.send_signal(signal.SIGCONT)
                 del self._stopped[number]
@@ -214,15 +239,19 @@ class Servers:
 
     def _started(self) -> LiveServer:
         own = Path(tempfile.mkdtemp(dir=self._run_parent))
-        return LiveServer(self._flags, own, environment=self._environment)
+        flags = self._flags
+        if self._has_decision_logs:
+            flags = (*flags, f"--decision-log={decision_log(own)}")
+        return LiveServer(flags, own, environment=self._environment)
 
     # ------------------------------------------------------------------ batches
 
-    def _make(self, num_lines: int) -> str:
+    def make(self, num_lines: int) -> str:
+        """Make a batch; return its id."""
         self._tend()
         server = self.servers[0]
         server.wait_ready()
-        data = jsonl(lines_of(num_lines, server.model))
+        data = jsonl(lines_of(num_lines, server.model, self._num_tokens))
         with httpx.Client(base_url=f"{server.url}/v1", timeout=PATIENCE_S) as client:
             files = {"file": ("in.jsonl", data)}
             file = _posted(client, "/files", files=files, data={"purpose": "batch"})
@@ -241,16 +270,25 @@ class Servers:
         def has_come() -> bool:
             self._tend()
             sql = "SELECT num_done + num_failed FROM batches WHERE id = ?"
-            return bool((self._value(sql, batch_id) or 0) >= least)
+            return bool((self.value(sql, batch_id) or 0) >= least)
 
         wait_for(has_come, f"{least} lines")
 
-    def _value(self, sql: str, *values: Any) -> Any:
+    def cancel(self, batch_id: str) -> None:
+        """End a batch."""
+        url = f"{self.servers[-1].url}/v1/batches/{batch_id}/cancel"
+        assert httpx.post(url, timeout=PATIENCE_S).status_code == 200
+
+    def value(self, sql: str, *values: Any) -> Any:
         """The first value; None while the store is away."""
+        return (self.row(sql, *values) or (None,))[0]
+
+    def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
+        """The first row; None: there is none, or the store is away."""
         try:
             if self._store is None:
                 self._store = Store(self._location)
-            return self._store.database.value(sql, *values)
+            return self._store.database.row(sql, *values)
         except StoreError:
             self._store = None
             return None

@@ -32,7 +32,7 @@ from lightserve.batches.records import (
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.middleware import Caller, caller_of
-from lightserve.frontend.openai.common import Metadata
+from lightserve.frontend.openai.common import Metadata, StoredId
 from lightserve.frontend.openai.files import (
     Page,
     in_store,
@@ -82,7 +82,7 @@ class OutputExpiresAfter(StrictModel):
 class BatchRequest(StrictModel):
     """The body."""
 
-    input_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    input_file_id: StoredId
     endpoint: Endpoint
     completion_window: Annotated[str, AfterValidator(_window)]
     metadata: Metadata | None = None

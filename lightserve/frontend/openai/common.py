@@ -269,6 +269,16 @@ Metadata = Annotated[
 ]
 
 
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"must not have control characters, got {show(value)}")
+    return value
+
+
+StoredId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)]
+"""Of what a store holds."""
+
+
 def _kept(value: int) -> int:
     if value == 0:
         raise ValueError("must be -1 or at least 1, got 0")

@@ -136,7 +136,11 @@ async def of_store(service: Service, call: Callable[[StoreThread], Awaitable[T]]
 
 
 def read_query(request: Request, names: Iterable[str]) -> dict[str, str]:
-    """Return the query's parameters. Raises InvalidRequest: an unknown one, or one twice."""
+    """Return the query's parameters.
+
+    Raises:
+        InvalidRequest: an unknown one, one twice, or one with control characters.
+    """
     known = tuple(names)
     query: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -146,6 +150,10 @@ def read_query(request: Request, names: Iterable[str]) -> dict[str, str]:
             )
         if name in query:
             raise InvalidRequest(f"the query parameter {name} must be given once", param=name)
+        if not value.isprintable():
+            raise InvalidRequest(
+                f"{name} must not have control characters, got {show(value)}", param=name
+            )
         query[name] = value
     return query
 

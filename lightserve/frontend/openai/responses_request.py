@@ -27,7 +27,7 @@ from lightserve.frontend.json_body import (
     validated,
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
-from lightserve.frontend.openai.common import NoEffect, NoEffectModel, RequestFields
+from lightserve.frontend.openai.common import NoEffect, NoEffectModel, RequestFields, StoredId
 from lightserve.frontend.openai.tools import MAX_TOOLS, FunctionName, ToolFunction
 from lightserve.frontend.request_options import MaxTokens
 from lightserve.frontend.structured_output import Schema
@@ -241,7 +241,7 @@ class ResponsesRequest(RequestFields):
     stream_options: StreamFields | None = None
     store: bool | None = None
     background: bool | None = None
-    previous_response_id: Id | None = None
+    previous_response_id: StoredId | None = None
 
     def check(self, *, keeps: bool, has_store: bool) -> None:
         """Check what types cannot: whether the route `keeps` answers, and has any that were kept.

@@ -504,6 +504,7 @@ BATCH = {"endpoint": ENDPOINT, "completion_window": "24h"}
         ({"more": 1}, "more is not supported"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "at least 3600"),
         ({"input_file_id": "file-none"}, "there is no file 'file-none'"),
+        ({"input_file_id": "a\0"}, 'must not have control characters, got "a\\u0000"'),
     ],
 )
 def test_a_batch_that_is_wrong_is_not_made(
@@ -629,6 +630,7 @@ def test_a_store_that_is_gone_is_a_503_on_its_routes_alone(
         ("/v1/files?purpose=vision", "purpose must be batch or batch_output"),
         ("/v1/batches?limit=101", "from 1 to 100"),
         ("/v1/batches?x=1", "is not supported"),
+        ("/v1/batches?after=%00", 'after must not have control characters, got "\\u0000"'),
     ],
 )
 def test_queries_are_read_strictly(tmp_path: Path, path: str, said: str) -> None:

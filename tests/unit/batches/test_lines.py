@@ -67,6 +67,7 @@ GOOD = line("a")
         (line("a"), 'line 2 of the input file: custom_id must be unique, got "a" as in line 1'),
         (line(""), "line 2 of the input file: custom_id must have 1 to 512 characters, got 0"),
         (line("x" * 513), "custom_id must have 1 to 512 characters, got 513"),
+        (line("a\0"), 'custom_id must not have the character U+0000, got "a\\u0000"'),
         (line("b", method="GET"), 'line 2 of the input file: method must be "POST", got "GET"'),
         (line("b", url="/v1/x"), 'url must be the batch\'s endpoint /v1/completions, got "/v1/x"'),
         (line("b", more=1), "unknown field `more`"),

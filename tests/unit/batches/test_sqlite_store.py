@@ -35,6 +35,23 @@ def test_a_store_is_private_and_has_one_server(tmp_path: Path) -> None:
     prepare(str(directory)).close()
 
 
+def test_the_names_of_a_new_store_are_synced_up_to_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power could take all of it, whatever was synced inside."""
+    synced = []
+
+    def fsync(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    directory = tmp_path / "a" / "store"
+    for expected in ({directory, directory.parent, tmp_path}, {directory}):
+        prepare(str(directory)).close()
+        assert set(synced) == expected
+        synced.clear()
+
+
 def test_a_store_that_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None:
     with open_store(tmp_path):
         make_all = apsw.Connection(str(tmp_path / DATABASE))

@@ -336,6 +336,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "input[0].summary",
     ),
     ({"input": "\ud800"}, "input"),
+    ({"previous_response_id": "a\0"}, "previous_response_id"),
     ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0].type"),
     ({"tools": [{**ADD, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [ADD, ADD]}, "tools"),
