@@ -24,6 +24,7 @@ from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, Leasing
 from lightserve.batches.records import (
     MAX_ACTIVE_BATCHES,
     MAX_ACTIVE_RESPONSES,
+    MAX_TTL_S,
     RESPONSE_WINDOW_S,
     RESPONSES,
     BatchRecord,
@@ -45,6 +46,7 @@ _COLUMNS = (
 _NAMES = _COLUMNS.replace(",", "").replace('"', "").split()
 RETRY_AFTER_S = 60.0
 """When a key that has too much to be done may have less."""
+PURGE_ROWS = 64
 FORGET_OWNER_S = 86_400.0
 """An owner of which nothing was heard for so long is forgotten."""
 
@@ -428,6 +430,16 @@ class Jobs:
                 self._endings.fail(number, EXPIRED)
                 self._endings.end(number, "expired", now_s)
         return len(over)
+
+    def purge(self, now_s: float) -> int:
+        """Forget some batches that were over so long ago that no file of theirs is left; return
+        how many."""
+        with self._db.transaction():
+            return self._db.write(
+                "DELETE FROM batches WHERE number IN (SELECT number FROM batches"
+                " WHERE status != 'in_progress' AND ended_s <= ? LIMIT ?)",
+                *(now_s - MAX_TTL_S, PURGE_ROWS),
+            )
 
     def held(self, owner: str, epoch: int) -> Held:
         """Return what there is still to be worked on. Raises LeaseLost."""

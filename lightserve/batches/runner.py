@@ -263,7 +263,9 @@ class Runner:
 
     async def _purge(self) -> None:
         now_s = self._clock()
-        while await self._store.run(lambda store: store.responses.purge(now_s)):
+        while await self._store.run(
+            lambda store: store.responses.purge(now_s) + store.jobs.purge(now_s)
+        ):
             pass
         if self._tidying is None or self._tidying.done():
             self._tidying = asyncio.create_task(self._tidy(now_s))

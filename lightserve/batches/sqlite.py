@@ -210,7 +210,7 @@ def _upgrade(connection: apsw.Connection, version: int) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, if it is not there, for its owner alone; once this returns it is durable."""
+    """Make a directory for its owner alone, if it is not there: on return it is durable."""
     new = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in new:

@@ -39,6 +39,7 @@ from lightserve.batches.lines import result_line
 from lightserve.batches.records import (
     CHUNK_BYTES,
     MAX_ACTIVE_BATCHES,
+    MAX_TTL_S,
     LeasedLine,
     LeaseLost,
     Outcome,
@@ -276,6 +277,17 @@ def test_a_request_that_is_sent_again_makes_one_batch(tmp_path: Path) -> None:
             store.jobs.create(new_batch(file, idempotency_key="k", request_digest="y"), [], NOW_S)
         assert error.value.status == 409
         assert len(store.jobs.page(KEY, NOW_S, limit=9)[0]) == 1
+
+
+def test_a_batch_is_forgotten_once_no_file_of_it_can_be_left(tmp_path: Path) -> None:
+    """And what is in progress is not, however old."""
+    with open_store(tmp_path) as store:
+        over, goes_on = (make_batch(store, 1, window_s=90 * DAY_S) for _ in range(2))
+        store.jobs.cancel(KEY, over.id, NOW_S + 5)
+        assert store.jobs.purge(NOW_S + 4 + MAX_TTL_S) == 0
+        assert store.jobs.purge(NOW_S + 5 + MAX_TTL_S) == 1
+        left, _ = store.jobs.page(KEY, NOW_S, limit=9)
+        assert [batch.id for batch in left] == [goes_on.id]
 
 
 def test_a_key_has_so_many_batches_at_once_and_no_more(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_names_of_a_new_store_are_synced_up_to_what_was_there(
     synced = []
 
     def fsync(fd: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink())
 
     monkeypatch.setattr(os, "fsync", fsync)
     directory = tmp_path / "a" / "store"
