@@ -360,6 +360,8 @@ class Runner:
         for line in lines:
             self._num_bytes += line.num_bytes
             place = line.batch, line.number
+            if (before := self._tasks.get(place)) is not None:  # it was another's meanwhile
+                before.cancel()
             self._tasks[place] = task = asyncio.create_task(self._run(line, texts))
             task.add_done_callback(partial(self._forget, place, line))
 
@@ -397,8 +399,9 @@ class Runner:
 
     # ------------------------------------------------------------------ lines
 
-    def _forget(self, place: tuple[int, int], line: LeasedLine, _task: asyncio.Task[None]) -> None:
-        del self._tasks[place]
+    def _forget(self, place: tuple[int, int], line: LeasedLine, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(place) is task:
+            del self._tasks[place]
         self._num_bytes -= line.num_bytes
         self._wake.set()
 

@@ -411,6 +411,30 @@ def test_zombie_owner_burns_inference(tmp_path: Path, how: str) -> None:
     run(scenario)
 
 
+def test_a_line_that_is_leased_again_before_it_was_given_up_is_computed_once(
+    tmp_path: Path,
+) -> None:
+    """Its lease was over by another's clock, and it is this process's again before it looks."""
+
+    async def scenario() -> None:
+        with open_store(tmp_path) as store:
+            batch, engine = make_batch(store, 1), CountingEngine()
+            engine.gate.clear()
+            process = Process(tmp_path, engine, clock=clock)
+            await until(lambda: engine.tokens.total() == 1)
+            free = "UPDATE lines SET state = 'queued', owner = NULL"
+            await process.thread.run(lambda store: store.database.write(free))
+            await process.runner._lease()
+            await until(lambda: engine.tokens.total() == 2)
+            engine.gate.set()
+            await until(lambda: now(store, batch).status == "completed")
+            assert engine.answered.total() == 1
+            assert not process.runner._tasks and process.runner._num_bytes == 0
+            await process.stop()
+
+    run(scenario)
+
+
 def test_async_result_destruction(tmp_path: Path) -> None:
     """The result of a response in the background stays: it is read as often as it is asked for,
     though processes die and it is cancelled late."""
