@@ -200,7 +200,7 @@ MEMORY_S = 15.0
 MIN_SEEN_S = 0.5
 """A shorter time says nothing about a rate."""
 NUM_PRIOR = 4
-"""Lives that an assumed length stands for."""
+"""Lives that an assumed length stands for: the first to end after a burst are the short ones."""
 NEWEST_WEIGHT = 0.01
 """Least weight of the newest in a mean."""
 MANY_ENDS = 300

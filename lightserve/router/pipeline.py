@@ -29,14 +29,12 @@ from lightserve.router.arrivals import TimeShare
 from lightserve.router.policies.base import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep
-from lightserve.router.step_cost import CopyCost, StepCost, StepGuard, StepShape
+from lightserve.router.step_cost import RATIO_MEMORY, CopyCost, StepCost, StepGuard, StepShape
 from lightserve.types import RequestOutput, StepId
 
 MAX_STEPS_IN_FLIGHT = 2
 MIN_LEAD_S = 1e-3
 ROUTER_TIME_FACTOR = 3.0
-STEP_MEMORY = 0.1
-"""Weight of the newest step in the average."""
 LAUNCH_MEMORY = 0.9
 """How much of the longest launch so far is still expected a step later."""
 ERROR_FACTOR = 2.0
@@ -206,7 +204,7 @@ class Pipeline:
         self.num_finished += 1
         self.busy_s += result.exec_s
         self._launch_s = max(result.launch_s, LAUNCH_MEMORY * self._launch_s)
-        newest = max(STEP_MEMORY, 1.0 / self.num_finished)
+        newest = max(RATIO_MEMORY, 1.0 / self.num_finished)
         self.average_step_s += newest * (result.exec_s - self.average_step_s)
         if done.ahead or self._had_work:
             self.idle_s += result.idle_s

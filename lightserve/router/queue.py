@@ -96,12 +96,13 @@ class Turn:
 
 
 MAX_CANDIDATES = 64
+"""Requests of a class that are compared in one step; real-time ones at the head come as many of
+each account."""
 MAX_COMPARED = 128
 """Requests that share something of which the nearest in length are taken."""
 MAX_COUNTED = 32
-"""From the head of a class, requests that are told when others overtake them."""
-FAIR_HEAD = 64
-"""Real-time requests that come first, as many of each account."""
+"""From the head of a class, requests that `mlfq` looks at, and that are told when others overtake
+them."""
 MIN_IN_FLIGHT_TOKENS = 32
 """A prefix that is being computed is worth waiting for from here on: one step of waiting costs
 about as much as computing so few tokens."""
@@ -250,7 +251,7 @@ class WaitingQueue:
         """Iterate over one class."""
         yield from self._put_back[request_class].values()
         fresh = self._fresh[request_class]
-        yield from fresh.heads_first(FAIR_HEAD) if request_class is RT else fresh
+        yield from fresh.heads_first(MAX_CANDIDATES) if request_class is RT else fresh
         if request_class is RT:
             yield from self.late()
 

@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from lightserve.router.arrivals import NUM_PRIOR
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.output_lengths import expected_output
 from lightserve.router.pipeline import Pipeline
@@ -45,9 +46,6 @@ PRIOR_S = 1.0
 """What was seen counts as much as the cost model alone after this time."""
 AVERAGE_WEIGHT = 0.005
 """Of the newest one in averages over requests, once there are enough."""
-NUM_PRIOR = 4
-"""What is assumed of outputs counts as much as so many that were seen: after a burst the first
-to end are the short ones."""
 FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 

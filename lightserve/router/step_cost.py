@@ -81,7 +81,8 @@ SAMPLES_PER_SIZE = 48
 NUM_KNEES = 8
 REFIT_STEPS = 64
 RATIO_MEMORY = 0.1
-"""Weight of the newest observation in the ratio, so that ten steps show a change."""
+"""Weight of the newest observation in the ratio, and in the average time of a step, so that ten
+steps show a change."""
 SPREAD_MEMORY = 0.03
 """The same in the ratio's variance, which needs more of them; it grows at RATIO_MEMORY."""
 GUARD_DEVIATIONS = 2.5
@@ -91,7 +92,7 @@ least, says no more than that: it was stalled by something else, which no shorte
 avoided. Where steps get longer for good the deviation grows by a third with each."""
 MAX_RATIO = 4.0
 """The first step of a kind, which knows no deviation, says no more than that."""
-GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
+GUARD_CUT, GUARD_STEP = 0.5, 0.05
 
 
 class StepKind(StrEnum):
@@ -144,7 +145,7 @@ class StepGuard:
         """Learn whether a step with a limit kept it."""
         missed = seconds > limit_s
         share = self.share * GUARD_CUT if missed else self.share + GUARD_STEP
-        self.share = min(1.0, max(GUARD_FLOOR, share))
+        self.share = min(1.0, share)
 
     def limit(self, base_s: float, limit_s: float) -> float:
         """Return up to when prompts should fill a step that takes `base_s` without any."""

@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.policies.base import Phase, one_by_one
-from lightserve.router.policies.batch_order import MAX_JOBS
+from lightserve.router.policies.base import LOOK_AHEAD, Phase, one_by_one
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
 from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import WAITING, Request
@@ -87,7 +86,7 @@ def _waiting(step: StepBudget, request_class: RequestClass) -> list[Request]:
     if request_class is RT:
         return list(itertools.islice(waiting, MAX_CANDIDATES))
     oldest = itertools.islice(waiting, 1 if step.limits.turn.is_of_oldest else 0)
-    jobs = itertools.islice(step.waiting.jobs(), MAX_JOBS)
+    jobs = itertools.islice(step.waiting.jobs(), LOOK_AHEAD)
     found = dict.fromkeys(itertools.chain(oldest, jobs, waiting))
     return list(itertools.islice(found, MAX_CANDIDATES))
 

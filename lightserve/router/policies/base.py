@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1 << 30
 LOOK_AHEAD = 8
-"""Best-effort requests that may be passed over in one step: the order of batch work is free, and a
-smaller one behind them may fit now."""
+"""Requests that are looked at in one step where another than the first may be the better choice:
+best-effort ones that are compared, or passed over as a smaller one behind them may fit now; urgent
+ones that wait."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from lightserve.router.policies.base import Phase
 from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.queue import MAX_COUNTED
 from lightserve.router.request import WAITING, Request
 from lightserve.types import BE, RT, RequestClass
 
@@ -115,8 +116,6 @@ SERVICE_LIMITS = (128, 384, 896, 1920)
 """Tokens at which a request leaves a queue for the next one."""
 MAX_OVERTAKEN = 64
 """A request that was overtaken this often joins the top queue."""
-MAX_CANDIDATES = 32
-"""Waiting requests of each class that are looked at, from the head of its queue."""
 
 
 class MlfqPolicy(_ClassBlind):
@@ -127,7 +126,7 @@ class MlfqPolicy(_ClassBlind):
         newcomers = [
             request
             for request_class in RequestClass
-            for request in itertools.islice(step.waiting.of(request_class), MAX_CANDIDATES)
+            for request in itertools.islice(step.waiting.of(request_class), MAX_COUNTED)
         ]
         newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
         yield Phase(

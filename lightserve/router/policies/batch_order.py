@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.accounts import Account
-from lightserve.router.policies.base import StepLimits, Waiting
+from lightserve.router.policies.base import LOOK_AHEAD, StepLimits, Waiting
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.policies.step_loads import num_loaded_by
 from lightserve.router.request import Request
@@ -44,9 +44,6 @@ from lightserve.router.step_cost import StepCost, StepShape
 # from the same factor on, also once that time has passed: then it goes before other best-effort
 # requests. From real-time ones it takes nothing that these would not have had.
 
-MAX_JOBS = 8
-"""Of the jobs that wait, so many are looked at: those that are to end first."""
-
 
 class Promoted(NamedTuple):
     """Jobs that are urgent."""
@@ -65,7 +62,7 @@ def promote(running: Running, best_effort: Rows, waiting: Waiting, limits: StepL
     promoted = Promoted(NO_ROWS, [], {})
     for requests, urgent in (
         (running.table.jobs(best_effort), urgent_running),
-        (itertools.islice(waiting.jobs(), MAX_JOBS), promoted.waiting),
+        (itertools.islice(waiting.jobs(), LOOK_AHEAD), promoted.waiting),
     ):
         for request in requests:
             ledger = request.deadlines
@@ -106,7 +103,7 @@ def urgent_lines(
             work_s[place] += _prompt_s(request, limits.cost)
         rows = rows[table.line_due_s[rows] - start_s < PROMOTION_FACTOR * work_s]
     urgent: list[Request] = []
-    for request in itertools.islice(waiting.lines(), MAX_JOBS):
+    for request in itertools.islice(waiting.lines(), LOOK_AHEAD):
         line = request.deadlines
         if not isinstance(line, LineDeadline) or request.num_schedulable_tokens == 0:
             continue
@@ -130,8 +127,6 @@ def _num_to_come(request: Request, ledger: CompletionLedger) -> float:
     return min(num_left, max(ledger.num_tokens_to_come, 1.0 + num_output / 4))
 
 
-WINDOW = 8
-"""Requests that are compared at once; each has to be looked up."""
 ALIKE = 0.05
 """Scores that differ by a smaller share are alike."""
 
@@ -168,7 +163,7 @@ class BatchOrder:
             window: list[Request] = []
             for request in group:
                 window.append(request)
-                if len(window) == WINDOW:
+                if len(window) == LOOK_AHEAD:
                     yield window.pop(self._index_of_best(window))
             while window:
                 yield window.pop(self._index_of_best(window))

@@ -20,9 +20,6 @@ import math
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.request import WAITING, Request
 
-LINK_SHARE = 0.9
-"""Of the time of a step, as predicted: copies that take longer would hold up the next one."""
-
 
 class StepLoads:
     """The loads of a step that is being filled."""
@@ -63,7 +60,7 @@ class StepLoads:
         if not self._overlaps:
             return False
         load_s = self._beside_seconds(num_loaded_by(request))
-        return (math.ceil(load_s / (LINK_SHARE * step_s)) + 1) * step_s <= due_s
+        return (math.ceil(load_s / step_s) + 1) * step_s <= due_s
 
     def tokens_beside(self, request: Request, step_s: float, limit_s: float) -> int:
         """Return how much of a request there is time to load beside the step.
@@ -73,7 +70,7 @@ class StepLoads:
             step_s: what the step takes without its loads.
             limit_s: what it may take with them.
         """
-        free_s = LINK_SHARE * step_s
+        free_s = step_s
         if not self._overlaps:
             free_s = limit_s - step_s - self._waited_seconds(self._num_waited)
         counts = range(1, num_loaded_by(request) + 1)

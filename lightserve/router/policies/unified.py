@@ -36,6 +36,7 @@ from lightserve.router.arrivals import Outlook
 from lightserve.router.policies.base import LOOK_AHEAD, Phase, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
 from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
+from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
 from lightserve.router.step import Reason
@@ -55,12 +56,6 @@ class UnifiedOptions:
     """Whether best-effort requests start by what they gain; otherwise as the queue has them."""
     long_prompt_tokens: int = 4096
     """AccelGen's bound of long prompts."""
-
-
-MAX_RESCUED = 4
-"""Of those that wait, decodes may give way to one of so many."""
-MAX_WEIGHED = 64
-"""Of those that wait, so many are compared by what they take."""
 
 
 class UnifiedPolicy:
@@ -127,7 +122,7 @@ class _Order:
             if len(of_rows.decodes) or rows is self._real_time:
                 yield Phase(decodes=of_rows.decodes, classes=())
                 step.limit_by_deadlines()
-        newcomers = itertools.islice(step.waiting.of(RT), MAX_RESCUED)
+        newcomers = itertools.islice(step.waiting.of(RT), LOOK_AHEAD)
         prompts = itertools.chain(self._prompts, newcomers)
         self._gave_way = _rescued(step, prompts)
         if len(self._gave_way):
@@ -291,7 +286,7 @@ class _Order:
         step = self._step
         weighed: list[Request] = []
         rest: Iterator[Request] = newcomers
-        for request in itertools.islice(newcomers, MAX_WEIGHED):
+        for request in itertools.islice(newcomers, MAX_CANDIDATES):
             residual_s = step.residual(request)
             if residual_s <= 0 or (residual_s == math.inf and request.num_requeues == 0):
                 rest = itertools.chain([request], newcomers)

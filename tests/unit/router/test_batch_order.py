@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from support.policy_scenes import BE, Queue, make_request, running_of
 
-from lightserve.router.policies.base import Phase, StepLimits
-from lightserve.router.policies.batch_order import WINDOW, BatchOrder
+from lightserve.router.policies.base import LOOK_AHEAD, Phase, StepLimits
+from lightserve.router.policies.batch_order import BatchOrder
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
@@ -107,7 +107,7 @@ def test_only_the_next_few_are_looked_at(cost: StepCost) -> None:
 
     limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost)
     first = next(BatchOrder(empty_step(limits)).best_first(many()))
-    assert first.arrival_number == WINDOW - 1 and num_seen == WINDOW
+    assert first.arrival_number == LOOK_AHEAD - 1 and num_seen == LOOK_AHEAD
 
 
 def test_the_oldest_comes_first_when_it_is_its_turn(cost: StepCost) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.policy_scenes import BE, RT, make_request
 
 from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.step_loads import LINK_SHARE, StepLoads, num_loaded_by
+from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
@@ -39,7 +39,7 @@ def lacking(num_tokens: int, request_class: RequestClass = BE) -> Request:
 
 def test_beside_a_step_comes_what_the_link_can_do_in_its_time() -> None:
     loads = make_loads()
-    most = int(LINK_SHARE * STEP_S / TOKEN_S)
+    most = int(STEP_S / TOKEN_S)
     assert add_beside(loads, 40, 0.0) == 40
     assert add_beside(loads, 500, 0.0) == most - 40
     assert loads.seconds() == 0.0, "not waited for"
@@ -64,8 +64,8 @@ def test_where_nothing_overlaps_it_takes_the_time_that_is_left() -> None:
         (False, 500, math.inf, False),
         (True, 80, 2 * STEP_S, True),  # one step, and that in which it runs
         (True, 80, 1.9 * STEP_S, False),
-        (True, 500, 7 * STEP_S, True),  # six steps of 90 tokens
-        (True, 500, 6.9 * STEP_S, False),
+        (True, 550, 7 * STEP_S, True),  # six steps of 100 tokens
+        (True, 550, 6.9 * STEP_S, False),
         (True, 1, -0.1, False),
     ],
 )
