@@ -8,12 +8,14 @@ who owns a slot and in which direction it grows is invisible to them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # Moving the KV of single tokens between a pool, whose layers lie apart, and rows that hold all.
 #
@@ -152,8 +154,14 @@ class Kernels(Protocol):
         dimensions pass through.
         """
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Return (x - mean) / deviation * weight + bias, in float32 inside; as `rms_norm`."""
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up; gate_up [T, 2*I] (gate first) -> [T, I]."""
+
+    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
+        """Return GELU of x [T, I], or its approximation with tanh, times `up` if there is one."""
 
     def write_kv(
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
@@ -253,6 +261,13 @@ class PassInputs(NamedTuple):
     """int64 [L], L > 0: the tokens that go on behind the last layer's attention; None: all."""
 
 
+class Summing(Protocol):
+    """What adds the results of ranks, each of which has a part of every weight."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks, same shape and dtype; may overwrite `x`."""
+
+
 class NotRecordableError(Exception):
     """Some layers cannot be recorded; says what of them."""
 
@@ -262,12 +277,16 @@ class RecordingKernels(Kernels, Protocol):
     """Kernels that can note what layers ask of them, and do it again in one call."""
 
     def record(
-        self, layers: Callable[[PassInputs], Tensor], like: PassInputs
+        self,
+        layers: Callable[[PassInputs], Tensor],
+        like: PassInputs,
+        ranks: Summing | None = None,
     ) -> Callable[[PassInputs], Tensor]:
         """Return what does as `layers`, to the bit, for any numbers of rows.
 
         All else is as in `like`: sizes, types, the stride of `req_to_slot`, and whether there are
-        `logit_rows`. Nothing is computed meanwhile, no KV is written.
+        `logit_rows`. Nothing is computed meanwhile, no KV is written. What `layers` add over
+        `ranks` is added between two calls.
 
         Raises:
             NotRecordableError: `layers` do what is no operation of these kernels, or another one
@@ -448,7 +467,20 @@ class PackedExpertKernels(ExpertKernels, Fp8Kernels, Protocol):
         """See `mix_experts`."""
 
 
-# Fused operations made of the single ones, for kernels that have nothing faster.
+# Operations made of others, or of torch's, for kernels that have nothing faster.
+
+
+def gelu(x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
+    """See `Kernels.gelu`."""
+    if is_exact:
+        out = functional.gelu(x)
+    elif x.dtype is torch.float32:
+        # Written out: torch's own depends, in its last bits, on where its vectors end.
+        twice = x * (1.0 + 0.044715 * x * x) * (2.0 * math.sqrt(2.0 / math.pi))
+        out = x * (1.0 / (1.0 + torch.exp(-twice)))
+    else:
+        out = functional.gelu(x, approximate="tanh")
+    return out if up is None else out.mul_(up)
 
 
 def clamped_gate(gate_up: Tensor, gate: ClampedGate) -> Tensor:

@@ -134,6 +134,14 @@ class ReferenceKernels:
         """See `Kernels.rotary`."""
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
+        """See `Kernels.gelu`."""
+        return interface.gelu(x, up, is_exact=is_exact)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)

@@ -32,6 +32,7 @@ class ModelContext:
         """Load the normalisation `name`."""
         if self.config.has_layer_norm:
             return LayerNorm(
+                self.kernels,
                 self.reader,
                 name,
                 size=size,

@@ -30,9 +30,8 @@ class Passes:
     ) -> None:
         """`layers` does one operation at a time."""
         self._layers = layers
-        # Sums over ranks are no operation of the kernels.
-        is_alone = tp.size == 1
-        self._kernels = kernels if is_alone and isinstance(kernels, RecordingKernels) else None
+        self._ranks = tp if tp.size > 1 else None
+        self._kernels = kernels if isinstance(kernels, RecordingKernels) else None
         self._kv: KVTensors | None = None
         self._recorded: dict[tuple[bool, int], Callable[[PassInputs], Tensor]] = {}
         """By whether all tokens are wanted, and the stride of the table of slots."""
@@ -48,7 +47,9 @@ class Passes:
         recorded = self._recorded.get(key)
         if recorded is None:
             try:
-                recorded = self._kernels.record(lambda given: self._layers(given, kv), inputs)
+                recorded = self._kernels.record(
+                    lambda given: self._layers(given, kv), inputs, self._ranks
+                )
             except NotRecordableError as error:
                 log.info("layers run one operation at a time, which takes longer: %s", error)
                 self._kernels = None

@@ -19,15 +19,16 @@ from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
 from lightserve.kernels.interface import NotRecordableError, PassInputs
 from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.models.layers.linear import Int4Method, Int8Method, LinearMethod
+from lightserve.models.parallel import SingleRank
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 
 LENGTHS = (23, 40, 9, 1, 17)
 RECORDED = (
     *("llama-mqa-tied", "llama-llama3", "mistral-full", "qwen2", "qwen3", "phi3", "smollm3"),
-    "glm",
+    *("glm", "gemma", "gemma2", "gemma3", "granite", "olmo2", "gpt-neox", "opt", "falcon"),
 )
-LEFT = ("gemma", "gpt-neox", "mixtral", "olmo2")
+LEFT = ("mixtral", "ministral3", "deepseek-v2")
 """Their layers ask torch for something."""
 
 
@@ -134,6 +135,39 @@ def test_options(make: Callable[[], LoadedModel]) -> None:
     recorded = everything(model)
     assert was_recorded(model)
     assert are_same(recorded, everything(one_by_one(make())))
+
+
+class Doubling(SingleRank):
+    """One of two ranks, which have the same results."""
+
+    size = 2
+
+    def __init__(self, *, in_place: bool) -> None:
+        self.in_place = in_place
+        self.num_sums = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.num_sums += 1
+        return x.mul_(2.0) if self.in_place else x * 2.0
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_sums_over_ranks_stand_between_calls(*, in_place: bool) -> None:
+    def of_two(*, is_recorded: bool) -> tuple[list[Tensor], int]:
+        ranks = Doubling(in_place=in_place)
+        config = tiny_config(sliding_windows=(None, 8))
+        built = random_model(NativeKernels(), config, context_len=CONTEXT_LEN, tp=ranks)
+        model = LoadedModel(built, config, torch.float32, num_kv_heads=1)
+        results = everything(model if is_recorded else one_by_one(model))
+        assert was_recorded(model) == is_recorded
+        assert "all_reduce" not in vars(ranks)
+        return results, ranks.num_sums
+
+    recorded, num_sums = of_two(is_recorded=True)
+    expected, expected_sums = of_two(is_recorded=False)
+    assert are_same(recorded, expected)
+    # Five passes of two layers, and their embeddings'; that which wants none ends in the last.
+    assert num_sums == expected_sums == 5 * (1 + 2 * 2) - 2
 
 
 def test_threads_are_those_of_the_pass() -> None:

@@ -50,6 +50,18 @@ class Form(IntEnum):
     WIDE = 2
 
 
+class Element(IntEnum):
+    """What is done number by number, as in `core.h`."""
+
+    COPY = 0
+    SUM = 1
+    PRODUCT = 2
+    SCALED = 3
+    RELU = 4
+    GELU = 5
+    GELU_TANH = 6
+
+
 class CoreMissingError(Exception):
     """The core cannot be used here; says why."""
 
@@ -111,6 +123,8 @@ class Operations:
         self.rows_int8 = function("rows_int8", "ppllplpi")
         self.rows_int8.restype = _INT  # type: ignore[attr-defined]
         self.norm = noted("norm", "plppfnlpit")
+        self.layer_norm = noted("layer_norm", "plppfnlpit")
+        self.elements = noted("elements", "iplplfnlplit")
         self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
         self.attention = noted("attention", "plpplliplpnllllffppipit")

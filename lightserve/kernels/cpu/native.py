@@ -21,6 +21,7 @@ from lightserve.kernels.cpu.core import (
     BYTE_BLOCK,
     PANEL,
     Core,
+    Element,
     Form,
     Level,
     Operations,
@@ -36,6 +37,7 @@ from lightserve.kernels.interface import (
     PassInputs,
     QKNorm,
     ScoreMod,
+    Summing,
 )
 
 MAX_HEAD_DIM = 512
@@ -65,10 +67,13 @@ class NativeKernels(TorchKernels):
         self._operations = {torch.float32: self._core.f32, torch.bfloat16: self._core.bf16}
 
     def record(
-        self, layers: Callable[[PassInputs], Tensor], like: PassInputs
+        self,
+        layers: Callable[[PassInputs], Tensor],
+        like: PassInputs,
+        ranks: Summing | None = None,
     ) -> Callable[[PassInputs], Tensor]:
         """See `RecordingKernels.record`."""
-        return record(self._core, layers, like)
+        return record(self._core, layers, like, level=self._level, ranks=ranks)
 
     def _fall_back(self) -> None:
         """Be told that an operation is about to be torch's."""
@@ -358,6 +363,55 @@ class NativeKernels(TorchKernels):
                 num_rows,
                 size,
                 out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        operations = self._native(rows, weight)
+        if operations is None:
+            self._fall_back()
+            return super().layer_norm(x, weight, bias, eps)
+        num_rows, size = rows.shape
+        out = rows.new_empty(num_rows, size)
+        if num_rows:
+            operations.layer_norm(
+                rows.data_ptr(),
+                rows.stride(0),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                eps,
+                num_rows,
+                size,
+                out.data_ptr(),
+                self._level,
+                torch.get_num_threads(),
+            )
+        return out.view(x.shape)
+
+    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
+        """See `Kernels.gelu`."""
+        operations = self._operations.get(x.dtype)
+        if operations is None or any(part.stride(1) != 1 for part in (x, up) if part is not None):
+            self._fall_back()
+            return super().gelu(x, up, is_exact=is_exact)
+        num_rows, size = x.shape
+        out = x.new_empty(num_rows, size)
+        if num_rows:
+            operations.elements(
+                Element.GELU if is_exact else Element.GELU_TANH,
+                x.data_ptr(),
+                x.stride(0),
+                None if up is None else up.data_ptr(),
+                0 if up is None else up.stride(0),
+                0.0,
+                num_rows,
+                size,
+                out.data_ptr(),
+                size,
                 self._level,
                 torch.get_num_threads(),
             )

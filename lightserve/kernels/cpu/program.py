@@ -10,17 +10,22 @@ nothing is said twice about what a layer does, and the core computes what it wou
     run       places = [T, R, L, threads, address of x, …, addresses of buffers]: patch, call
 
 All that torch is asked for meanwhile goes through `Notes`: making tensors, looking at them in
-another shape, and choosing rows by `logit_rows`. Anything else ends the attempt, and a second one
-with other numbers of rows has to give the same notes, or a choice by the number of rows would stay
-what it was the first time.
+another shape, choosing rows by `logit_rows`, and what is done number by number and rounded once,
+which the core does to torch's bit (sums, products, copies, ReLU). Anything else ends the attempt,
+and a second one with other numbers of rows has to give the same notes, or a choice by the number
+of rows would stay what it was the first time.
+
+With several ranks the calls are cut where their results are added: so many calls of the core, with
+the sums between them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
@@ -30,14 +35,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightserve.kernels.cpu.core import Core, Noted
-from lightserve.kernels.interface import AttentionBatch, NotRecordableError, PassInputs
+from lightserve.kernels.cpu.core import Core, Element, Noted
+from lightserve.kernels.interface import AttentionBatch, NotRecordableError, PassInputs, Summing
 
 _TOKENS, _ROWS, _CHOSEN, _THREADS, _FIRST_INPUT = range(5)
 """Places whose values count; those behind them are addresses: inputs, output, buffers."""
 _SIZES = ((67, 41, 23), (19, 7, 5))
 """Tokens, rows, and tokens that go on of the passes that are noted: no two alike."""
 _ALIGNMENT = 64
+_CALL_BYTES = 3 * 8
+"""Of a call as the core has it."""
 
 _ATEN = torch.ops.aten
 _MAKING = {_ATEN.empty.memory_format, _ATEN.new_empty.default}
@@ -54,6 +61,16 @@ _VIEWING = {
     _ATEN.unsqueeze.default,
     _ATEN.squeeze.dim,
 }
+_ELEMENTS: Mapping[Any, Element] = {
+    _ATEN.add.Tensor: Element.SUM,
+    _ATEN.add_.Tensor: Element.SUM,
+    _ATEN.mul.Tensor: Element.PRODUCT,
+    _ATEN.mul_.Tensor: Element.PRODUCT,
+    _ATEN.copy_.default: Element.COPY,
+    _ATEN.clone.default: Element.COPY,
+    _ATEN.relu.default: Element.RELU,
+}
+"""Of tensors [rows, …] of one type and shape; the second of a product may be a number."""
 
 
 class _Place(NamedTuple):
@@ -71,6 +88,19 @@ class _Call(NamedTuple):
     """The place that counts its rows."""
 
 
+class _Sum(NamedTuple):
+    """A sum over ranks, of a whole tensor that the layers made."""
+
+    words: tuple[_Place, ...]
+    """Where it is."""
+    rows: int
+    """The place that counts its rows."""
+    shape: tuple[int, ...]
+    """Of a row, …"""
+    dtype: torch.dtype
+    """… and its numbers' type."""
+
+
 class _Region(NamedTuple):
     """Memory of an input, or of a tensor that the layers made."""
 
@@ -85,11 +115,13 @@ class _Region(NamedTuple):
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What layers ask of the core and of torch."""
 
-    def __init__(self, core: Core, inputs: PassInputs, sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, core: Core, level: int, inputs: PassInputs, sizes: tuple[int, int, int]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[_Call] = []
+        self.calls: list[_Call | _Sum] = []
         self.made: list[_Region] = []
-        self._core = core
+        self.core, self._level = core, level
         self._counts = dict(zip(sizes, (_TOKENS, _ROWS, _CHOSEN), strict=True))
         self._regions: list[_Region] = []
         self._kept: list[object] = [inputs]
@@ -140,6 +172,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._keep(func(*args, **kwargs or {}))
         if func is _ATEN.index_select.default:
             return self._gather(*args)
+        if func in _ELEMENTS:
+            return self._elements(func, args, kwargs or {})
         raise NotRecordableError(f"they ask torch for {func}")
 
     def _view(self, source: Tensor, viewed: Any) -> Any:
@@ -163,10 +197,54 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._keep(source.new_empty(len(index), *source.shape[1:]))
         row_bytes = source.nbytes // len(source)
         self.note(
-            self._core.gather,
+            self.core.gather,
             (source.data_ptr(), len(source), row_bytes, self._chosen, len(index), out.data_ptr()),
         )
         return out
+
+    def _elements(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Note what is done number by number; see `_ELEMENTS`."""
+        element, source, b, factor = _ELEMENTS[func], args[0], None, 0.0
+        if func is _ATEN.copy_.default:
+            source = args[1]
+        elif len(args) > 1:
+            b = args[1]
+        if element is Element.PRODUCT and isinstance(b, (int, float)):
+            element, b, factor = Element.SCALED, None, float(b)
+        operations = {torch.float32: self.core.f32, torch.bfloat16: self.core.bf16}
+        tensors = [source, *([] if b is None else [b]), args[0]]
+        if (
+            kwargs.keys() - {"memory_format"}
+            or kwargs.get("memory_format") not in (None, torch.contiguous_format)
+            or not all(isinstance(one, Tensor) and _has_rows(one) for one in tensors)
+            or len({(one.dtype, one.shape) for one in tensors}) > 1
+            or source.dtype not in operations
+        ):
+            raise NotRecordableError(f"they ask torch for {func} of other than rows")
+        is_in_place = func.__name__.split(".")[0].endswith("_")
+        out = args[0] if is_in_place else self._keep(torch.empty(source.shape, dtype=source.dtype))
+        self.note(
+            operations[source.dtype].noted["elements"],
+            (
+                element,
+                *(source.data_ptr(), source.stride(0)),
+                *((None, 0) if b is None else (b.data_ptr(), b.stride(0))),
+                *(factor, len(source), source[0].numel()),
+                *(out.data_ptr(), out.stride(0)),
+                *(self._level, 0),
+            ),
+        )
+        return out
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Note that `x` is added over the ranks, in place."""
+        region = self.region_of(x.data_ptr())
+        is_whole = region is not None and x.nbytes == region.end - region.start
+        if region is None or region.number < self._num_inputs or not is_whole:
+            raise NotRecordableError("they add a part of a tensor over the ranks")
+        place = _Place(_FIRST_INPUT + region.number)
+        self.calls.append(_Sum((place,), region.counter, tuple(x.shape[1:]), x.dtype))
+        return x
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """Take a tensor that was made into the regions."""
@@ -200,12 +278,19 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Place(_FIRST_INPUT + region.number, address - region.start)
 
 
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.dim() > 1 and len(tensor) > 0 and tensor[0].is_contiguous()
+
+
 _one_at_a_time = Lock()
 
 
 @contextmanager
-def _noting(core: Core, notes: Notes) -> Iterator[None]:
-    """Have this thread's calls of the core noted meanwhile, whichever kernels make them."""
+def _noting(core: Core, notes: Notes, ranks: Summing | None) -> Iterator[None]:
+    """Have this thread's calls of the core noted meanwhile, whichever kernels make them.
+
+    So are its sums over `ranks`, which no other thread uses.
+    """
     own = get_ident()
 
     def instead(name: str, call: Callable[..., int], noted: Noted | None) -> Callable[..., int]:
@@ -220,6 +305,8 @@ def _noting(core: Core, notes: Notes) -> Iterator[None]:
 
     with _one_at_a_time:
         before = [(operations, dict(vars(operations))) for operations in (core.f32, core.bf16)]
+        if ranks is not None:
+            vars(ranks)["all_reduce"] = notes.sum_over_ranks
         try:
             for operations, functions in before:
                 for name, call in functions.items():
@@ -230,6 +317,8 @@ def _noting(core: Core, notes: Notes) -> Iterator[None]:
         finally:
             for operations, functions in before:
                 vars(operations).update(functions)
+            if ranks is not None:
+                del vars(ranks)["all_reduce"]
 
 
 class RowNumbers(NamedTuple):
@@ -311,7 +400,7 @@ def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
 class _Noted(NamedTuple):
     """What two attempts have to agree on."""
 
-    calls: list[_Call]
+    calls: list[_Call | _Sum]
     buffers: list[tuple[int, int]]
     """Place that counts the rows of each tensor that was made, and a row's bytes."""
     output: int
@@ -324,13 +413,12 @@ class _Noted(NamedTuple):
 
 @torch.inference_mode()
 def _note(
-    core: Core,
+    notes: Notes,
     layers: Callable[[PassInputs], Tensor],
     inputs: PassInputs,
-    sizes: tuple[int, int, int],
+    ranks: Summing | None,
 ) -> _Noted:
-    notes = Notes(core, inputs, sizes)
-    with _noting(core, notes), notes:
+    with _noting(notes.core, notes, ranks), notes:
         output = layers(inputs)
     region = notes.region_of(output.data_ptr())
     num_inputs = notes._num_inputs
@@ -380,16 +468,28 @@ class Program:
     """The calls of a pass."""
 
     def __init__(
-        self, core: Core, noted: _Noted, num_inputs: int, layers: Callable[[PassInputs], Tensor]
+        self,
+        core: Core,
+        noted: _Noted,
+        num_inputs: int,
+        layers: Callable[[PassInputs], Tensor],
+        ranks: Summing | None,
     ) -> None:
         self._layers = layers  # which own the weights and pools whose addresses are noted
+        self._ranks = ranks
         first_buffer = _FIRST_INPUT + num_inputs
         self._arenas, arena_of = _arenas(noted, first_buffer)
         self._output = noted.buffers[noted.output][0], noted.shape, noted.dtype
         place_of = {buffer: first_buffer + 1 + arena for buffer, arena in arena_of.items()}
         place_of[noted.output] = first_buffer
         calls, words, patches = list[tuple[int, int, int]](), list[int](), []
+        self._sums: list[tuple[int, _Sum]] = []
+        """Each with the number of calls before it, and its place among those of a pass."""
         for call in noted.calls:
+            if isinstance(call, _Sum):
+                place = place_of[call.words[0].place - first_buffer]
+                self._sums.append((len(calls), call._replace(words=(_Place(place),))))
+                continue
             calls.append((call.function, len(words), call.rows))
             for word in call.words:
                 if isinstance(word, _Place):
@@ -399,11 +499,9 @@ class Program:
                 words.append(0 if isinstance(word, _Place) else word)
         self._calls, self._words = _numbers(calls), _numbers(words)
         self._patches = _numbers(patches)
-        self._run = core.library.core_run
-        self._arguments = (
-            *(self._calls.ctypes.data, len(calls), self._words.ctypes.data),
-            *(self._patches.ctypes.data, len(patches)),
-        )
+        self._core_run = core.library.core_run
+        self._num_calls, self._num_patches = len(calls), len(patches)
+        self._addresses = [part.ctypes.data for part in (self._calls, self._words, self._patches)]
         self._places = (ctypes.c_int64 * (first_buffer + 1 + len(self._arenas)))()
 
     def __call__(self, inputs: PassInputs) -> Tensor:
@@ -424,10 +522,36 @@ class Program:
             address += size
         for number, place in enumerate(places):
             self._places[number] = place
-        failed = self._run(*self._arguments, self._places)
-        if failed >= 0:
-            raise IndexError(_what_failed(inputs, failed))
+        done = 0
+        for end, total in self._sums:
+            self._run(inputs, done, end)
+            self._add_over_ranks(total, counts[total.rows], output, memory)
+            done = end
+        self._run(inputs, done, self._num_calls)
         return output
+
+    def _add_over_ranks(self, total: _Sum, count: int, output: Tensor, memory: Tensor) -> None:
+        assert self._ranks is not None
+        address = self._places[total.words[0].place]
+        if address != output.data_ptr():
+            start = address - memory.data_ptr()
+            num_bytes = count * math.prod(total.shape) * total.dtype.itemsize
+            part = memory[start : start + num_bytes].view(total.dtype).view(count, *total.shape)
+        else:
+            part = output
+        result = self._ranks.all_reduce(part)
+        if result.data_ptr() != part.data_ptr():
+            part.copy_(result)
+
+    def _run(self, inputs: PassInputs, first: int, end: int) -> None:
+        """Make calls of the core; places are those of the first call."""
+        calls, words, patches = self._addresses
+        num_patches = 0 if first else self._num_patches
+        failed = self._core_run(
+            calls + first * _CALL_BYTES, end - first, words, patches, num_patches, self._places
+        )
+        if failed >= 0:
+            raise IndexError(_what_failed(inputs, first + failed))
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -441,12 +565,20 @@ def _what_failed(inputs: PassInputs, call: int) -> str:
     return f"call {call} of the core: a slot of {slots} or a token of {tokens} is none"
 
 
-def record(core: Core, layers: Callable[[PassInputs], Tensor], like: PassInputs) -> Program:
-    """See `RecordingKernels.record`."""
+def record(
+    core: Core,
+    layers: Callable[[PassInputs], Tensor],
+    like: PassInputs,
+    *,
+    level: int,
+    ranks: Summing | None,
+) -> Program:
+    """See `RecordingKernels.record`; `level`: instructions of what `Notes` adds."""
     examples = [_example(like, sizes) for sizes in _SIZES]
     attempts = [
-        _note(core, layers, example, sizes) for example, sizes in zip(examples, _SIZES, strict=True)
+        _note(Notes(core, level, example, sizes), layers, example, ranks)
+        for example, sizes in zip(examples, _SIZES, strict=True)
     ]
     if attempts[0] != attempts[1]:
         raise NotRecordableError("what they do depends on the number of rows")
-    return Program(core, attempts[0], len(input_addresses(like)), layers)
+    return Program(core, attempts[0], len(input_addresses(like)), layers, ranks)

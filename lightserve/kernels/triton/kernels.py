@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightserve.kernels import interface
 from lightserve.kernels.interface import (
     AttentionBatch,
     ClampedGate,
@@ -216,6 +217,14 @@ class TritonKernels:
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
         return elementwise.rotary(q, k, cos, sin)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `Kernels.layer_norm`."""
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
+        """See `Kernels.gelu`."""
+        return interface.gelu(x, up, is_exact=is_exact)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""

@@ -6,7 +6,6 @@ intermediate features, so all ranks have the same work whichever experts are cho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -55,13 +54,6 @@ def _sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-x))
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation with tanh; in float32 as `_sigmoid`, for --batch-invariant."""
-    if x.dtype is not torch.float32:
-        return functional.gelu(x, approximate="tanh")
-    return x * _sigmoid(x * (1.0 + 0.044715 * x * x) * (2.0 * math.sqrt(2.0 / math.pi)))
-
-
 def feed_forward(context: ModelContext, layer: int) -> FeedForward:
     """Load the block of a layer."""
     prefix, moe = f"model.layers.{layer}", context.config.moe
@@ -78,7 +70,7 @@ class PlainMLP:
     def __init__(self, context: ModelContext, prefix: str, activation: Activation) -> None:
         config, tp = context.config, context.tp
         part = even_part(config.intermediate_size, tp)
-        self._activation = activation
+        self._activation, self._kernels = activation, context.kernels
         self._up = ColumnParallelLinear(
             context.method,
             context.reader,
@@ -105,9 +97,9 @@ class PlainMLP:
             case Activation.RELU:
                 return functional.relu(x)
             case Activation.GELU:
-                return functional.gelu(x)
+                return self._kernels.gelu(x, is_exact=True)
             case Activation.GELU_TANH:
-                return _gelu_tanh(x)
+                return self._kernels.gelu(x)
 
 
 class GatedMLP:
@@ -121,7 +113,7 @@ class GatedMLP:
         if "gate_up" in config.merged:
             name, up_start = f"{prefix}.gate_up_proj", size + part.start
             parts = [(name, part), (name, Part(up_start, part.size))]
-        self._has_gelu = config.has_gelu
+        self._has_gelu, self._kernels = config.has_gelu, context.kernels
         self._gate_up = ColumnParallelLinear(
             context.method,
             context.reader,
@@ -152,7 +144,7 @@ class GatedMLP:
         x = self._gate_up(x)
         if self._has_gelu:
             gate, up = x.chunk(2, dim=-1)
-            x = _gelu_tanh(gate).mul_(up)
+            x = self._kernels.gelu(gate, up)
         return x
 
 

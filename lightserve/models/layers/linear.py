@@ -114,18 +114,26 @@ class RMSNorm:
 class LayerNorm:
     """(x - mean(x)) / std(x) * weight + bias over the last dimension, in float32 inside."""
 
-    __slots__ = ("_bias", "_eps", "_weight")
+    __slots__ = ("_bias", "_eps", "_kernels", "_weight")
 
     def __init__(
-        self, reader: WeightReader, name: str, *, size: int, eps: float, has_bias: bool = True
+        self,
+        kernels: Kernels,
+        reader: WeightReader,
+        name: str,
+        *,
+        size: int,
+        eps: float,
+        has_bias: bool = True,
     ) -> None:
+        self._kernels = kernels
         self._weight = read_vector(reader, f"{name}.weight", size)
         self._bias = read_vector(reader, f"{name}.bias", size) if has_bias else None
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Norm`."""
-        return functional.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `Norm.add`."""

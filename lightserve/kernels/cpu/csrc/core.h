@@ -214,6 +214,40 @@ void linear_groups(const LinearBf16& task, int32_t level, int num_threads);
 void widen_groups(const LinearBf16& task, int64_t panel, int64_t first_block, int64_t num_blocks,
                   bf16* out);
 
+// What is done number by number.
+enum Element : int32_t {
+  COPY = 0,
+  SUM = 1,      // a + b
+  PRODUCT = 2,  // a * b
+  SCALED = 3,   // a * factor
+  RELU = 4,
+  GELU = 5,       // of a, times b if there is one
+  GELU_TANH = 6,  // … by its approximation with tanh
+};
+
+template <typename T>
+struct Elements {
+  const T* a;
+  int64_t a_stride;
+  const T* b;
+  int64_t b_stride;
+  float factor;
+  int64_t num_rows, size;
+  T* out;  // may be a or b
+  int64_t out_stride;
+};
+
+template <typename T>
+struct LayerNorm {
+  const T* x;
+  int64_t x_stride;
+  const T* weight;
+  const T* bias;  // or null
+  float eps;
+  int64_t num_rows, size;
+  T* out;  // [num_rows, size], contiguous
+};
+
 // Keys and values: a token's numbers of a head lie together, of the type of the queries or, with
 // `is_int8`, integers of 8 bits and behind them their factor, a float32.
 struct Pools {

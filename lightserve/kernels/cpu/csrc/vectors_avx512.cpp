@@ -8,5 +8,6 @@
 #define ROWS_BF16 8
 #include "vectors.h"
 #include "vectors_attention.h"
+#include "vectors_elements.h"
 #include "vectors_rounded.h"
 #include "vectors_sampling.h"
