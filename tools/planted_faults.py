@@ -652,6 +652,24 @@ CORE = [
         "models/test_recorded_passes.py",
     ),
     fault(
+        "kernels/cpu/program.py",
+        "if result.data_ptr() != part.data_ptr():",
+        "if result.data_ptr() == part.data_ptr():",
+        "models/test_recorded_passes.py",
+    ),
+    fault(
+        "kernels/cpu/program.py",
+        'kwargs.keys() - {"memory_format"}',
+        'kwargs.keys() - {"memory_format", "alpha"}',
+        "models/test_recorded_passes.py",
+    ),
+    fault(
+        "kernels/cpu/csrc/vectors_elements.h",
+        "for (int64_t i = count; i < W; i++) apart[i] = 0.0f;",
+        "",
+        "kernels/test_native_elements.py",
+    ),
+    fault(
         "models/passes.py",
         "if kv is not self._kv:",
         "if self._kv is None:",

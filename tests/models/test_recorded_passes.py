@@ -239,13 +239,16 @@ def test_layers_that_look_at_the_number_of_rows_are_not_recorded() -> None:
     "layers",
     [
         lambda inputs: inputs.x + 1,
+        lambda inputs: inputs.x * inputs.x[:1],
+        lambda inputs: torch.add(inputs.x, inputs.x, alpha=2.0),
+        lambda inputs: inputs.x.mul_(inputs.x.float()).float(),
         lambda inputs: inputs.x.t().reshape(-1, 64),
         lambda inputs: inputs.x,
         lambda inputs: inputs.x.new_empty(7, 64),
         lambda inputs: inputs.x.index_select(0, inputs.batch.rows),
         lambda inputs: inputs.x.new_empty(len(inputs.x), 64)[1:],
     ],
-    ids=["sum", "copy", "input", "other rows", "look-up", "part"],
+    ids=["sum", "broadcast", "alpha", "type", "copy", "input", "other rows", "look-up", "part"],
 )
 def test_other_layers_are_not_recorded(layers: Callable[[PassInputs], Tensor]) -> None:
     with pytest.raises(NotRecordableError):
