@@ -204,7 +204,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _elements(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Note what is done number by number; see `_ELEMENTS`."""
-        element, source, b, factor = _ELEMENTS[func], args[0], None, 0.0
+        element, source, factor = _ELEMENTS[func], args[0], 0.0
+        b: Any = None
         if func is _ATEN.copy_.default:
             source = args[1]
         elif len(args) > 1:
