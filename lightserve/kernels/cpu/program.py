@@ -53,9 +53,9 @@ _VIEWING = {
     _ATEN._unsafe_view.default,
     _ATEN._reshape_alias.default,
     _ATEN.reshape.default,
-    _ATEN.contiguous.default,
     _ATEN.alias.default,
     _ATEN.slice.Tensor,
+    _ATEN.chunk.default,
     _ATEN.split.Tensor,
     _ATEN.split_with_sizes.default,
     _ATEN.unsqueeze.default,
@@ -68,6 +68,7 @@ _ELEMENTS: Mapping[Any, Element] = {
     _ATEN.mul_.Tensor: Element.PRODUCT,
     _ATEN.copy_.default: Element.COPY,
     _ATEN.clone.default: Element.COPY,
+    _ATEN.contiguous.default: Element.COPY,
     _ATEN.relu.default: Element.RELU,
 }
 """Of tensors [rows, …] of one type and shape; the second of a product may be a number."""
@@ -172,6 +173,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._keep(func(*args, **kwargs or {}))
         if func is _ATEN.index_select.default:
             return self._gather(*args)
+        if func is _ATEN.contiguous.default and args[0].is_contiguous():
+            return args[0]
         if func in _ELEMENTS:
             return self._elements(func, args, kwargs or {})
         raise NotRecordableError(f"they ask torch for {func}")
