@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from lightserve.kernels.interface import Kernels
 from lightserve.models.config import ModelConfig
 from lightserve.models.layers.linear import (
-    LayerNorm,
     LinearMethod,
-    Norm,
-    RMSNorm,
     WeightReader,
 )
+from lightserve.models.layers.norm import LayerNorm, Norm, RMSNorm
 from lightserve.models.parallel import TensorParallel
 
 

@@ -27,10 +27,10 @@ from lightserve.models.layers.linear import (
     Linear,
     LMHead,
     ModuleShard,
-    Norm,
     VocabEmbedding,
     VocabWeight,
 )
+from lightserve.models.layers.norm import Norm
 from lightserve.models.parallel import Part
 from lightserve.models.passes import Passes
 from lightserve.models.rope import RopeConfig

@@ -21,10 +21,10 @@ from lightserve.models.decoder import DecoderLayer, DecoderModel
 from lightserve.models.layers.attention import AttentionInputs, NeighboursApart
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
-    RMSNorm,
     RowParallelLinear,
     WeightReader,
 )
+from lightserve.models.layers.norm import RMSNorm
 from lightserve.models.parallel import Part, even_part
 
 NORM_EPS = 1e-6
