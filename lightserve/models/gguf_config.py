@@ -42,6 +42,9 @@ _OUTPUT_NORMS = (
     ("pre_feedforward_layernorm.", "ffn_norm."),
     ("post_feedforward_layernorm.", "post_ffw_norm."),
 )
+_MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
+_WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt")
+_PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _MAX_ALONE = 1 << 18
 """Tensors, where experts are counted one by one."""
@@ -81,6 +84,8 @@ def family_of(gguf: GgufFile) -> GgufFamily:
     name = gguf.string("general.architecture")
     if name == "llama" and gguf.integer("llama.expert_count", default=0):
         return MIXTRAL
+    if name == "olmo2" and _window(gguf, name) is not None:
+        return OLMO3
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise gguf.error("general.architecture", f"names {name!r}; supported in GGUF are {known}")
@@ -135,7 +140,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
     if "token_embd.weight" not in gguf.tensors:
         raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
-    norm = "layer_norm_epsilon" if name == "starcoder2" else "layer_norm_rms_epsilon"
+    norm = "layer_norm_epsilon" if name in _WITH_LAYER_NORM else "layer_norm_rms_epsilon"
     return {
         "architectures": [family.architecture],
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
@@ -174,10 +179,10 @@ def _rope(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, A
     }
     length = gguf.integer(f"{name}.context_length")
     size = gguf.integer(f"{name}.rope.dimension_count", default=head_dim)
-    if size != head_dim and name != "phi3":
+    if size != head_dim and name not in _PARTLY_ROTATED:
         key = f"{name}.rope.dimension_count"
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
-    if size != head_dim:
+    if name in _PARTLY_ROTATED:
         rope["partial_rotary_factor"] = size / head_dim
     if _LONG_FACTORS in gguf.tensors and _SHORT_FACTORS in gguf.tensors:
         original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
@@ -187,8 +192,7 @@ def _rope(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, A
             "long_factor": _float32(gguf, _LONG_FACTORS),
             "original_max_position_embeddings": original,
         }
-        key = f"{name}.rope.scaling.attn_factor"
-        return scaled | ({"attention_factor": gguf.number(key)} if key in gguf.metadata else {})
+        return scaled | _attention_factor(gguf, name)
     if FREQUENCY_FACTORS in gguf.tensors:
         # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
         factors = _float32(gguf, FREQUENCY_FACTORS)
@@ -208,14 +212,20 @@ def _rope(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, A
             return rope | {"rope_type": "linear", "factor": factor}
         case "yarn":
             original = gguf.integer(f"{name}.rope.scaling.original_context_length")
-            return rope | {
+            scaled = rope | {
                 "rope_type": "yarn",
                 "factor": gguf.number(f"{name}.rope.scaling.factor"),
                 "original_max_position_embeddings": original,
             }
+            return scaled | _attention_factor(gguf, name)
         case _:
             key = f"{name}.rope.scaling.type"
             raise gguf.error(key, f"must be none, linear or yarn, got {kind!r}")
+
+
+def _attention_factor(gguf: GgufFile, name: str) -> dict[str, Any]:
+    key = f"{name}.rope.scaling.attn_factor"
+    return {"attention_factor": gguf.number(key)} if key in gguf.metadata else {}
 
 
 def _float32(gguf: GgufFile, name: str) -> list[float]:
@@ -300,11 +310,80 @@ def _granite(gguf: GgufFile, name: str) -> dict[str, Any]:
     }
 
 
-def _olmo2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    if _window(gguf, name) is not None:
-        key = f"{name}.attention.sliding_window"
-        raise gguf.error(key, "must be 0: OLMo 3 is read from safetensors")
-    return {}
+def _olmo3(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Layers with a window have the embedding without its scaling, by the same base."""
+    window, key = _window(gguf, name), f"{name}.attention.sliding_window_pattern"
+    own: dict[str, Any] = {
+        "sliding_window": window,
+        "rope_theta": (theta := gguf.number(f"{name}.rope.freq_base", default=10_000.0)),
+        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=theta),
+    }
+    if key in gguf.metadata:
+        flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
+        if len(flags) != num_layers:
+            raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
+        kinds = ("full_attention", "sliding_attention")
+        own["layer_types"] = [kinds[bool(has_window)] for has_window in flags]
+    return own
+
+
+def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return _mixtral(gguf, name) | {
+        "num_experts": gguf.integer(f"{name}.expert_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def _gpt_neox(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "use_parallel_residual": gguf.boolean(f"{name}.use_parallel_residual", default=True),
+        "attention_bias": _has(gguf, "attn_qkv.bias"),
+    }
+
+
+def _phi2(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {"layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon")}
+
+
+def _bloom(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "seq_length": gguf.integer(f"{name}.context_length"),
+    }
+
+
+def _mpt(gguf: GgufFile, name: str) -> dict[str, Any]:
+    hidden = gguf.integer(f"{name}.embedding_length")
+    inner = gguf.integer(f"{name}.feed_forward_length")
+    if not hidden or inner % hidden:
+        key = f"{name}.feed_forward_length"
+        raise gguf.error(key, f"must be a multiple of {hidden}, got {inner}")
+    if gguf.number(key := f"{name}.attention.clamp_kqv", default=0.0):
+        raise gguf.error(key, "must be 0")
+    return {
+        "n_heads": gguf.integer(f"{name}.attention.head_count"),
+        "d_model": hidden,
+        "n_layers": gguf.integer(f"{name}.block_count"),
+        "max_seq_len": gguf.integer(f"{name}.context_length"),
+        "expansion_ratio": inner // hidden,
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "attn_config": {
+            "alibi_bias_max": gguf.number(f"{name}.attention.max_alibi_bias"),
+            "qk_ln": _has(gguf, "attn_q_norm.weight"),
+        },
+    }
+
+
+def _starcoder(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "n_head": gguf.integer(f"{name}.attention.head_count"),
+        "n_embd": gguf.integer(f"{name}.embedding_length"),
+        "n_layer": gguf.integer(f"{name}.block_count"),
+        "n_inner": gguf.integer(f"{name}.feed_forward_length"),
+        "n_positions": gguf.integer(f"{name}.context_length"),
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+    }
 
 
 def _starcoder2(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -332,6 +411,8 @@ MIXTRAL = GgufFamily(
     own=_mixtral,
 )
 """A `llama` with experts."""
+OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo3)
+"""An `olmo2` with windows."""
 FAMILIES = {
     "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
@@ -349,11 +430,27 @@ FAMILIES = {
     ),
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
-        own_names=(("self_attn.qkv_proj.", "attn_qkv."), ("mlp.gate_up_proj.", "ffn_up.")),
+        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
         own=lambda gguf, name: {"sliding_window": _window(gguf, name)},
     ),
     "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
-    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo2),
+    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", own_names=_OUTPUT_NORMS),
+    "olmoe": GgufFamily(
+        architecture="OlmoeForCausalLM", own_names=(("mlp.gate.", "ffn_gate_inp."),), own=_olmoe
+    ),
+    "gptneox": GgufFamily(architecture="GPTNeoXForCausalLM", own_names=(_MERGED,), own=_gpt_neox),
+    "phi2": GgufFamily(architecture="PhiForCausalLM", own=_phi2),
+    "bloom": GgufFamily(
+        architecture="BloomForCausalLM",
+        own_names=(_MERGED, ("model.embed_norm.", "token_embd_norm.")),
+        own=_bloom,
+    ),
+    "mpt": GgufFamily(architecture="MptForCausalLM", own_names=(_MERGED,), own=_mpt),
+    "starcoder": GgufFamily(
+        architecture="GPTBigCodeForCausalLM",
+        own_names=(_MERGED, ("model.embed_positions.", "position_embd.")),
+        own=_starcoder,
+    ),
     "smollm3": GgufFamily(
         architecture="SmolLM3ForCausalLM",
         has_neighbours=True,

@@ -144,7 +144,7 @@ def load_model(
     check_tp(config, tp.size)
     files = check_weights(path, config)
     if files.gguf is not None:
-        config = dataclasses.replace(config, norm_offset=0.0)  # the file's weights have it in them
+        config = _as_in_gguf(config)
     shapes = needed_tensors(config, files).values()
     total_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     with (
@@ -162,6 +162,14 @@ def load_model(
         model = MODELS[config.architecture](context)
         reader.check_finite()
         return model
+
+
+def _as_in_gguf(config: ModelConfig) -> ModelConfig:
+    """Return the same of a GGUF file: norms have their offset in them, heads another order."""
+    merged = config.merged
+    if "grouped_qkv" in merged:  # all queries, then all keys, then all values
+        merged = merged - {"grouped_qkv"} | {"qkv"}
+    return dataclasses.replace(config, norm_offset=0.0, merged=merged)
 
 
 def _reader(

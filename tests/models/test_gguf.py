@@ -18,13 +18,14 @@ from support.gguf_files import (
     Typed,
     gguf_bytes,
     string,
+    tensors_of,
     tiny_tokens,
     tokens_of,
     write_gguf,
 )
 from support.model_runs import load_tiny, standard_sequences
 from support.parity import TokenSequence, compare_all, schedule
-from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
+from support.tiny_models import PART_ROPE, TinyModel, load_reference, rope, write_tiny_model
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -130,6 +131,15 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
 }
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 PHI3_ROPE = rope(
     "longrope",
     partial_rotary_factor=0.75,
@@ -199,17 +209,29 @@ CONVERTED = {
         },
     ),
     "olmo2": TinyModel("", "Olmo2", {"num_hidden_layers": 3}),
+    "olmo3": TinyModel(
+        "", "Olmo3", {"num_hidden_layers": 5, "sliding_window": 23, "rope_parameters": OLMO3_ROPE}
+    ),
+    "olmoe": TinyModel(
+        "", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    ),
+    "gptneox": TinyModel("", "GPTNeoX", {"num_hidden_layers": 3, **PART_ROPE}),
+    "phi2": TinyModel("", "Phi", {"num_key_value_heads": 4, **PART_ROPE}),
+    "bloom": TinyModel("", "Bloom", {"tie_word_embeddings": True}),
+    "mpt": TinyModel("", "Mpt", {"max_seq_len": 256, "tie_word_embeddings": True}),
+    "starcoder": TinyModel("", "GPTBigCode", {"n_inner": 80}),
     "smollm3": TinyModel("", "SmolLM3", {"num_hidden_layers": 5}),
     "starcoder2": TinyModel("", "Starcoder2", {"sliding_window": None}),
 }
-"""By what `general.architecture` says, but for Mixtral, which is a `llama`."""
+"""By what `general.architecture` says, but for Mixtral and OLMo 3."""
+SAYS = {"mixtral": "llama", "olmo3": "olmo2"}
 
 
 def converted(name: str, tmp_path: Path, kind: str = "F32") -> tuple[Path, Path]:
     """Write a model and a file of it; return both."""
     plain = write_tiny_model(CONVERTED[name], tmp_path / "plain")
-    architecture = "llama" if name == "mixtral" else name
-    return plain, write_gguf(plain, tmp_path / "model.gguf", name=architecture, kind=kind)
+    said = SAYS.get(name, name)
+    return plain, write_gguf(plain, tmp_path / "model.gguf", name=said, kind=kind)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -393,6 +415,23 @@ def refused(data: bytes, file: Path) -> str:
 
 def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "item", "complaint"),
+    [
+        ("olmo3", "olmo2.attention.sliding_window_pattern", [1, 0], "must have 5 entries, got 2"),
+        ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
+        ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
+    ],
+)
+def test_what_single_families_refuse(
+    name: str, key: str, item: Any, complaint: str, tmp_path: Path
+) -> None:
+    _, file = converted(name, tmp_path)
+    gguf = read_gguf(file)
+    metadata = dict(gguf.metadata) | tiny_tokens(200) | {key: item}
+    assert complaint in refused(gguf_bytes(metadata, tensors_of(gguf)), tmp_path / "bad.gguf")
 
 
 HUGE = 2**63

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file
 
+from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
-from lightserve.models.gguf_config import FAMILIES, MIXTRAL
+from lightserve.models.gguf_config import FAMILIES, MIXTRAL, OLMO3
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
 _UNROTATED = ("attn_q", "attn_k")
-_STARCODER2 = (("mlp.c_fc.", "mlp.up_proj."), ("mlp.c_proj.", "mlp.down_proj."))
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,10 @@ def neighbours(weight: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "norm_epsilon",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "use_parallel_residual": "use_parallel_residual",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -132,9 +125,28 @@ KEYS = {
 _WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "starcoder2", "smollm3")
 
 
-def metadata_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def sizes_of(sizes: ModelConfig, name: str) -> dict[str, Any]:
+    """Return what all files of architecture `name` have."""
+    norm = "layer_norm_epsilon" if sizes.has_layer_norm else "layer_norm_rms_epsilon"
+    return {
+        "general.architecture": name,
+        f"{name}.block_count": sizes.num_layers,
+        f"{name}.context_length": sizes.max_position_embeddings,
+        f"{name}.embedding_length": sizes.hidden_size,
+        f"{name}.feed_forward_length": sizes.intermediate_size,
+        f"{name}.attention.head_count": sizes.num_heads,
+        f"{name}.attention.head_count_kv": sizes.num_kv_heads,
+        f"{name}.attention.key_length": sizes.head_dim,
+        f"{name}.attention.value_length": sizes.head_dim,
+        f"{name}.attention.{norm}": sizes.rms_norm_eps,
+    }
+
+
+def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
     """Return a model's sizes as a file of architecture `name` has them."""
-    found: dict[str, Any] = {"general.architecture": name}
+    found = sizes_of(sizes, name)
+    if name == "mpt":
+        found["mpt.attention.max_alibi_bias"] = 8.0
     for key, theirs in KEYS.items():
         if config.get(theirs) is not None:
             found[f"{name}.{key}"] = config[theirs]
@@ -143,19 +155,24 @@ def metadata_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in ("num_experts", "num_local_experts"):
         if key in config:
             found[f"{name}.expert_count"] = config[key]
+    if "layer_types" in config and name == "olmo2":
+        flags = bytes(kind == "sliding_attention" for kind in config["layer_types"])
+        pattern = Typed(9, struct.pack("<IQ", 7, len(flags)) + flags)
+        found["olmo2.attention.sliding_window_pattern"] = pattern
     rope = config.get("rope_parameters") or config
     if "full_attention" in rope:
         found[f"{name}.rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
+    if len(sizes.unrotated_layers) == sizes.num_layers:
+        return found
     found[f"{name}.rope.freq_base"] = float(rope["rope_theta"])
-    if rope.get("rope_type") == "linear":
-        found[f"{name}.rope.scaling.type"] = "linear"
+    if (kind := rope.get("rope_type")) in ("linear", "yarn"):
+        found[f"{name}.rope.scaling.type"] = kind
         found[f"{name}.rope.scaling.factor"] = float(rope["factor"])
-    head_dim = head_dim_of(config)
-    for key in ("attention.key_length", "attention.value_length"):
-        found[f"{name}.{key}"] = head_dim
-    share = rope.get("partial_rotary_factor", 1.0)
-    found[f"{name}.rope.dimension_count"] = int(head_dim * share)
+    if kind == "yarn":
+        original = rope["original_max_position_embeddings"]
+        found[f"{name}.rope.scaling.original_context_length"] = original
+    found[f"{name}.rope.dimension_count"] = sizes.rotary_dim
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         found[f"{name}.rope.scaling.original_context_length"] = original
@@ -165,9 +182,11 @@ def metadata_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def head_dim_of(config: Mapping[str, Any]) -> int:
-    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return size
+def apart(weight: np.ndarray, head_dim: int, group: int) -> np.ndarray:
+    """Return rows of merged heads, group by group, as all queries, then keys, then values."""
+    groups = weight.reshape(-1, group + 2, head_dim, *weight.shape[1:])
+    parts = (groups[:, :group], groups[:, group], groups[:, group + 1])
+    return np.concatenate([part.reshape(-1, *weight.shape[1:]) for part in parts])
 
 
 def tokens_of(model_dir: Path) -> dict[str, Any]:
@@ -215,9 +234,10 @@ def write_gguf(
 ) -> Path:
     """Write the model of a directory with one file of weights; matrices in type `kind`."""
     config = json.loads((model_dir / "config.json").read_text())
-    head_dim = head_dim_of(config)
-    is_mixtral = config["architectures"] == [MIXTRAL.architecture]
-    family = MIXTRAL if is_mixtral else FAMILIES[name]
+    sizes = load_model_config(model_dir)
+    head_dim, group = sizes.head_dim, sizes.num_heads // sizes.num_kv_heads
+    known = {each.architecture: each for each in (MIXTRAL, OLMO3)}
+    family = known.get(config["architectures"][0], FAMILIES[name])
     tensors: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for ours, tensor in load_file(model_dir / SINGLE_FILE).items():
@@ -231,7 +251,11 @@ def write_gguf(
             stack = experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})
             stack[int(number)] = weight
             continue
-        for part, theirs in (*_STARCODER2, *family.stored_names):
+        for part, theirs in reversed(sizes.stored_names):
+            stored = stored.replace(theirs, part)
+        if "grouped_qkv" in sizes.merged and "qkv_proj" in stored:
+            weight = apart(weight, head_dim, group)
+        for part, theirs in family.stored_names:
             stored = stored.replace(part, theirs)
         if family.has_neighbours and stored.split(".")[-2] in _UNROTATED:
             weight = neighbours(weight, head_dim)
@@ -252,6 +276,6 @@ def write_gguf(
         chosen = "F32" if is_plain else kind
         rows = weight.reshape(-1, weight.shape[-1])
         packed[stored] = (weight.shape, KINDS[chosen], blocks(rows, chosen))
-    metadata = metadata_of(config, name) | dict(tokens or tiny_tokens(config["vocab_size"]))
+    metadata = metadata_of(config, sizes, name) | dict(tokens or tiny_tokens(config["vocab_size"]))
     file.write_bytes(gguf_bytes(metadata, packed))
     return file
