@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from support import kernel_grid
 from support.kernel_grid import CPU, Poisoned, make_batch, make_inputs, relative_error
 from support.sampled_rows import make_batch as make_drawn
+from support.software_tiles import check_tiles, software_core
 from torch import Tensor
 
 from lightserve.kernels import select
@@ -50,9 +51,19 @@ INPUTS = (1, 2, 31, 32, 33, 100, 300)
 
 
 def kernels_of(level: Level) -> NativeKernels:
-    if level > load_core().level:
+    """Return kernels with these instructions; tiles are computed in software where there are none."""
+    if level <= load_core().level:
+        return NativeKernels(level=level)
+    own = software_core() if level is Level.AMX else None
+    if own is None:
         pytest.skip(f"this machine has no {level.name}")
-    return NativeKernels(level=level)
+    return NativeKernels(own)
+
+
+@pytest.fixture(autouse=True)
+def _tiles() -> Iterator[None]:
+    yield
+    check_tiles()
 
 
 @pytest.fixture
@@ -123,12 +134,15 @@ def test_products_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
         assert error <= LIMITS[dtype], sizes
 
 
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
 @pytest.mark.parametrize(
     ("num_rows", "num_inputs"), [(65, 1600), (300, 2700), (333, 5000), (64, 9000), (700, 1500)]
 )
-def test_products_that_are_cut_over_rows_and_inputs(num_rows: int, num_inputs: int) -> None:
+def test_products_that_are_cut_over_rows_and_inputs(
+    level: Level, num_rows: int, num_inputs: int
+) -> None:
     """Weights and rows that no cache holds at once."""
-    kernels = NativeKernels()
+    kernels = kernels_of(level)
     x = torch.randn(num_rows, num_inputs).bfloat16()
     weight = torch.randn(70, num_inputs).bfloat16() * num_inputs**-0.5
     bias = torch.randn(70).bfloat16()
@@ -186,11 +200,12 @@ def test_8_bit_products_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
         assert int8_error(kernels, sizes, dtype, form) <= LIMITS[dtype], (form, sizes)
 
 
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
 @pytest.mark.parametrize(
     ("num_rows", "num_inputs"), [(65, 1600), (300, 2700), (64, 9001), (700, 1500)]
 )
-def test_8_bit_products_that_are_cut(num_rows: int, num_inputs: int) -> None:
-    assert int8_error(NativeKernels(), (num_rows, 70, num_inputs), torch.bfloat16) <= 5e-3
+def test_8_bit_products_that_are_cut(level: Level, num_rows: int, num_inputs: int) -> None:
+    assert int8_error(kernels_of(level), (num_rows, 70, num_inputs), torch.bfloat16) <= 5e-3
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
@@ -201,6 +216,28 @@ def test_a_row_without_numbers_has_none_after_an_8_bit_product(level: Level, num
     out = kernels.linear_int8(x, kernels.quantize(torch.randn(33, 100).bfloat16()), None)
     assert not out[1:3].isfinite().any(), "the sampler must see that they mean nothing"
     assert out[[0, *range(3, num_rows)]].isfinite().all()
+
+
+def test_tiles_in_software_multiply_as_the_processor_does() -> None:
+    """Products of every kind of weight, and attention, go by tiles; numbers only where it has some."""
+    own = software_core()
+    if own is None:
+        pytest.skip("no compiler, or no AVX512-bf16")
+    x, weight = torch.randn(20, 100).bfloat16(), torch.randn(70, 100).bfloat16()
+    batch = make_batch([(40, 90)], "scattered")
+    inputs = make_inputs(batch, (4, 2, 32), torch.bfloat16)
+    calls: list[Callable[[NativeKernels], Tensor]] = [
+        lambda kernels: kernels.linear(x, kernels.pack_weight(weight), None),
+        lambda kernels: kernels.linear_int8(x, kernels.quantize(weight), None),
+        lambda kernels: kernels.linear_groups(x, kernels.quantize_groups(weight, 32), None),
+        lambda kernels: kernel_grid.attend(kernels, batch, inputs, None),
+    ]
+    for call in calls:
+        before = own.library.tiles_products()
+        found = call(NativeKernels(own))
+        assert own.library.tiles_products() > before
+        if load_core().level is Level.AMX:
+            assert relative_error(call(NativeKernels()), found.float()) <= 1e-3
 
 
 def test_an_8_bit_product_of_more_inputs_than_sums_of_bytes_hold() -> None:
@@ -281,9 +318,10 @@ def test_rounded_products_in_each_way_of_multiplying(level: Level, num_rows: int
         assert error <= 5e-3, bits
 
 
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
 @pytest.mark.usefixtures("_threads")
-def test_products_of_many_panels_are_the_same_on_any_number_of_threads() -> None:
-    kernels, x = NativeKernels(), torch.randn(40, 300).bfloat16()
+def test_products_of_many_panels_are_the_same_on_any_number_of_threads(level: Level) -> None:
+    kernels, x = kernels_of(level), torch.randn(40, 300).bfloat16()
     weight = torch.randn(3300, 300).bfloat16()
     plain, rounded = kernels.pack_weight(weight), kernels.quantize(weight)
     grouped = kernels.quantize_groups(weight, 64)
@@ -438,8 +476,8 @@ class TestFormats:
         torch.testing.assert_close(shown(kernels, packed), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("level", LEVELS[:-1], ids=[level.name for level in LEVELS[:-1]])
-def test_grid_with_fewer_instructions(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])
+def test_grid_with_each_set_of_instructions(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the grid that `test_kernel_grid` runs with all of them."""
     kernels = kernels_of(level)
     cases = [case for case in kernel_grid.attention_cases(large=False) if case.dtype in LIMITS][::6]
@@ -519,9 +557,10 @@ def test_keys_and_values_are_rounded_to_8_bits_as_the_reference_says(
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "bfloat16"])
-def test_threads_and_neighbours_change_no_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
+def test_threads_and_neighbours_change_no_bit(level: Level, dtype: torch.dtype) -> None:
     """Decodes of a long context are cut where their length says, and a row stands for itself."""
-    kernels = NativeKernels()
+    kernels = kernels_of(level)
     rows = [(1, 2000), (1, 700), (40, 90), (1, 5)]
     batch = make_batch(rows, "scattered")
     inputs = make_inputs(batch, (14, 2, 64), dtype)
