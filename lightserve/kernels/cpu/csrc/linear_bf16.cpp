@@ -27,12 +27,6 @@ Rows padded_rows(const LinearBf16& task, int slot) {
   return {copy, padded};
 }
 
-// Where the next panel is read from, which is fetched while this one is multiplied.
-struct Ahead {
-  const char* next;
-  int64_t lines;  // of each block
-};
-
 // R rows by one panel, which with `IS_READ` comes from memory only now.
 template <int R, bool IS_READ>
 TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& all, int64_t row,
@@ -44,9 +38,7 @@ TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& 
   for (int c = 0; c < CHAINS; c++)
     for (int r = 0; r < R; r++) sums[c][r][0] = sums[c][r][1] = _mm512_setzero_ps();
   for (int64_t block = 0; block < num_blocks; block++, panel += 2 * TILE) {
-    if (!IS_READ)
-      for (int64_t line = 0; line < ahead.lines; line++, ahead.next += 64)
-        _mm_prefetch(ahead.next, _MM_HINT_T1);
+    if (!IS_READ) ahead.fetch();
 #pragma GCC unroll 16
     for (int j = 0; j < 16; j++) {
       if (IS_READ) {
@@ -122,29 +114,18 @@ TARGET_BF16 void widen_bytes(const LinearBf16& task, int64_t panel, bf16* out) {
     }
 }
 
-// Multiplies all rows by all panels, where there are several steps of rows: while they go by, the
-// next panel that this thread has is fetched.
+// Multiplies all rows by all panels, where there are several steps of rows.
 template <typename PanelOf>
-void multiply_steps(const LinearBf16& task, const Rows& rows, const char* weight,
+void multiply_steps(const LinearBf16& task, const Rows& rows, const void* weight,
                     int64_t panel_bytes, int num_threads, PanelOf&& panel_of) {
-  const int64_t num_panels = task.num_panels(), num_steps = divide_up(task.num_rows, MOST_ROWS);
-  const int64_t size = panels_of_chunk(num_panels, panel_bytes, num_threads);
   const int64_t num_blocks = padded_inputs(task.num_inputs) / K_BLOCK;
-  const int64_t lines = divide_up(panel_bytes / 64, num_blocks * num_steps);
-  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
-    for (int64_t chunk = cursor.take(); chunk < cursor.total;) {
-      const int64_t next = cursor.take();  // known early, so that its weights are on their way
-      const int64_t end = smaller(num_panels, (chunk + 1) * size);
-      for (int64_t number = chunk * size; number < end; number++) {
-        const int64_t after = number + 1 < end ? number + 1 : next < cursor.total ? next * size : 0;
-        const bf16* panel = panel_of(number);
-        Ahead ahead{weight + after * panel_bytes, lines};
-        for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
-          vector_rows<false>(task, rows, row, number, panel, ahead);
-      }
-      chunk = next;
-    }
-  });
+  const int64_t num_turns = num_blocks * divide_up(task.num_rows, MOST_ROWS);
+  over_panels_ahead(task, weight, panel_bytes, num_turns, num_threads,
+                    [&](int64_t number, Ahead& ahead) {
+                      const bf16* panel = panel_of(number);
+                      for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
+                        vector_rows<false>(task, rows, row, number, panel, ahead);
+                    });
 }
 
 }  // namespace
@@ -153,9 +134,8 @@ void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
   const Rows rows = padded_rows(task, 0);
   const int64_t size = padded_inputs(task.num_inputs) * PANEL, panel_bytes = size * sizeof(bf16);
   const auto panel_of = [&](int64_t number) { return task.weight + number * size; };
-  if (task.num_rows > MOST_ROWS)
-    return multiply_steps(task, rows, reinterpret_cast<const char*>(task.weight), panel_bytes,
-                          num_threads, panel_of);
+  if (task.num_rows > 1)
+    return multiply_steps(task, rows, task.weight, panel_bytes, num_threads, panel_of);
   over_panels(task, panel_bytes, MOST_ROWS, num_threads, [&](int64_t row, int64_t number) {
     Ahead none{nullptr, 0};
     vector_rows<true>(task, rows, row, number, panel_of(number), none);
@@ -168,8 +148,7 @@ void linear_widened(const LinearBf16& task, int num_threads) {
   const bool is_grouped = task.groups.numbers != nullptr;
   const int64_t panel_bytes = is_grouped ? num_blocks * block_bytes_of(task.groups.bits)
                                          : padded_bytes(task.num_inputs) * PANEL;
-  const char* weight = is_grouped ? reinterpret_cast<const char*>(task.groups.numbers)
-                                  : reinterpret_cast<const char*>(task.bytes);
+  const void* weight = is_grouped ? static_cast<const void*>(task.groups.numbers) : task.bytes;
   multiply_steps(task, rows, weight, panel_bytes, num_threads, [&](int64_t number) {
     bf16* panel = static_cast<bf16*>(scratch(4, padded * PANEL * sizeof(bf16)));
     if (is_grouped)

@@ -23,8 +23,8 @@ namespace {
 
 constexpr int64_t MOST_INPUTS = 65536;  // of which the sums of products of bytes fit in 32 bits
 constexpr int64_t VECTOR_ROWS = 4;  // up to so many rows vectors read weights at the memory's speed
-constexpr int64_t MOST_ROWS = 6;    // of which the registers hold the sums
-constexpr int64_t WIDENED_ROWS = 12;  // from so many on, without tiles, it pays to widen weights
+constexpr int64_t MOST_ROWS = 8;    // of which the registers hold the sums
+constexpr int64_t WIDENED_ROWS = 48;  // from so many on, without tiles, it pays to widen weights
 constexpr int64_t GROUP = 16;       // rows of a tile
 constexpr int64_t A_BYTES = 1 << 20;  // of activations that stay in the cache while weights pass
 
@@ -66,7 +66,8 @@ void pack_int8(const T* weight, int64_t num_outputs, int64_t num_inputs, bool is
   });
 }
 
-// Rows as bytes: [groups of 16 rows][blocks of 64 inputs][high, low][16 rows][64 inputs].
+// Rows as bytes: [groups of 16 rows][blocks of 64 inputs][high, low][16 rows][64 inputs]. For vectors
+// 128 is added to the high ones.
 struct ByteRows {
   int8_t* bytes;
   float* factors;  // of each row; no number if one of its inputs is none
@@ -74,35 +75,37 @@ struct ByteRows {
   int8_t* group(int64_t number) const { return bytes + number * num_blocks * 2 * BYTE_TILE; }
 };
 
-TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, const ByteRows& rows) {
+TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, bool has_sign,
+                           const ByteRows& rows) {
   const bf16* x = task.x + row * task.x_stride;
   const RowScale scale = scale_of_row(task, x, 32767.0f);
   rows.factors[row] = scale.factor;
   const __m512 inverse = _mm512_set1_ps(scale.inverse);
+  const __m512i added = _mm512_set1_epi32(has_sign ? 0 : 128);
   int8_t* to = rows.group(row / GROUP) + row % GROUP * 64;
   for (int64_t k = 0; k < rows.num_blocks * BYTE_BLOCK; k += 16) {
     const __m512i value = scaled_inputs(task, x, k, inverse);
     int8_t* place = to + k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
-                     _mm512_cvtepi32_epi8(_mm512_srai_epi32(value, 8)));
+    const __m512i high = _mm512_add_epi32(_mm512_srai_epi32(value, 8), added);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(place + BYTE_TILE), _mm512_cvtepi32_epi8(value));
   }
 }
 
-ByteRows split_rows(const LinearBf16& task, int num_threads) {
+ByteRows split_rows(const LinearBf16& task, bool for_tiles, int num_threads) {
   const int64_t num_groups = divide_up(task.num_rows, GROUP);
   ByteRows rows;
   rows.num_blocks = padded_bytes(task.num_inputs) / BYTE_BLOCK;
   const int64_t num_bytes = num_groups * rows.num_blocks * 2 * BYTE_TILE;
   rows.bytes = static_cast<int8_t*>(scratch(2, num_bytes + task.num_rows * sizeof(float)));
   rows.factors = reinterpret_cast<float*>(rows.bytes + num_bytes);
-  if (task.num_rows % GROUP != 0 && task.num_rows > VECTOR_ROWS)
+  if (task.num_rows % GROUP != 0 && for_tiles)
     std::memset(rows.group(num_groups - 1), 0, rows.num_blocks * 2 * BYTE_TILE);
   // Small activations are split sooner than another thread would notice.
   parallel(num_bytes < (128 << 10) ? 1 : num_threads, num_groups, [&](Cursor& cursor) {
     for (int64_t group; (group = cursor.take()) < cursor.total;)
       for (int64_t row = group * GROUP; row < smaller(task.num_rows, (group + 1) * GROUP); row++)
-        split_row(task, row, rows);
+        split_row(task, row, for_tiles, rows);
   });
   return rows;
 }
@@ -127,56 +130,67 @@ TARGET_VNNI INLINE __m512i four_bytes(const int8_t* from) {
   return _mm512_set1_epi32(value);
 }
 
-// R rows by one panel. The instruction takes bytes without a sign: 128 is added to the high ones,
-// and 128 times the sum of the weights taken away in the end.
+// R rows by one panel, half by half: the registers hold the sums of more rows so. The instruction
+// takes bytes without a sign: 128 has been added to the high ones, and 128 times the sum of the
+// weights is taken away in the end.
 template <int R>
 TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRows& rows,
-                                            int64_t first_row, int64_t panel) {
-  __m512i high[R][2], low[R][2], weights[2];
-  for (int half = 0; half < 2; half++) {
-    weights[half] = _mm512_setzero_si512();
-    for (int r = 0; r < R; r++) high[r][half] = low[r][half] = _mm512_setzero_si512();
-  }
-  const __m512i ones = _mm512_set1_epi8(1), sign = _mm512_set1_epi8(-128);
-  const int8_t* bytes = task.bytes + panel * rows.num_blocks * 2 * BYTE_TILE;
+                                            int64_t first_row, int64_t panel, Ahead& ahead) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i high[R][2], low[R][2];
   const int8_t* x[R];
   for (int r = 0; r < R; r++)
     x[r] = rows.group((first_row + r) / GROUP) + (first_row + r) % GROUP * 64;
-  for (int64_t block = 0; block < rows.num_blocks; block++, bytes += 2 * BYTE_TILE) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    const int8_t* line = task.bytes + (panel * rows.num_blocks * 2 + half) * BYTE_TILE;
+    __m512i weights = _mm512_setzero_si512(), highs[R], lows[R];
+    for (int r = 0; r < R; r++) highs[r] = lows[r] = _mm512_setzero_si512();
+    for (int64_t block = 0; block < rows.num_blocks; block++, line += 2 * BYTE_TILE) {
+      ahead.fetch();
 #pragma GCC unroll 16
-    for (int j = 0; j < 16; j++) {
-      for (int half = 0; half < 2; half++) {
-        const int8_t* line = bytes + half * BYTE_TILE + 64 * j;
-        prefetch_weights(bytes + 128 * j + 64 * half);
-        const __m512i w = _mm512_loadu_si512(line);
-        weights[half] = _mm512_dpbusd_epi32(weights[half], ones, w);
-#pragma GCC unroll 6
+      for (int j = 0; j < 16; j++) {
+        const __m512i w = _mm512_loadu_si512(line + 64 * j);
+        weights = _mm512_dpbusd_epi32(weights, ones, w);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
           const int8_t* own = x[r] + block * 2 * BYTE_TILE + 4 * j;
-          high[r][half] = _mm512_dpbusd_epi32(high[r][half],
-                                              _mm512_xor_si512(four_bytes(own), sign), w);
-          low[r][half] = _mm512_dpbusd_epi32(low[r][half], four_bytes(own + BYTE_TILE), w);
+          highs[r] = _mm512_dpbusd_epi32(highs[r], four_bytes(own), w);
+          lows[r] = _mm512_dpbusd_epi32(lows[r], four_bytes(own + BYTE_TILE), w);
         }
       }
     }
+    for (int r = 0; r < R; r++) {
+      high[r][half] = _mm512_sub_epi32(highs[r], _mm512_slli_epi32(weights, 7));
+      low[r][half] = lows[r];
+    }
   }
-  for (int r = 0; r < R; r++) {
-    for (int half = 0; half < 2; half++)
-      high[r][half] = _mm512_sub_epi32(high[r][half], _mm512_slli_epi32(weights[half], 7));
+  for (int r = 0; r < R; r++)
     store_row(task, first_row + r, panel, rows.factors[first_row + r], high[r], low[r]);
-  }
 }
 
 TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64_t first_row,
-                             int64_t panel) {
-#define CASE(R)                                     \
-  case R:                                           \
-    vector_panel<R>(task, rows, first_row, panel);  \
+                             int64_t num_rows, int64_t panel, Ahead& ahead) {
+#define CASE(R)                                            \
+  case R:                                                  \
+    vector_panel<R>(task, rows, first_row, panel, ahead);  \
     break;
-  switch (smaller(MOST_ROWS, task.num_rows - first_row)) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+  switch (num_rows) {
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
   }
 #undef CASE
+}
+
+void multiply_vectors(const LinearBf16& task, const ByteRows& rows, int num_threads) {
+  const int64_t num_steps = divide_up(task.num_rows, MOST_ROWS);
+  const int64_t step = divide_up(task.num_rows, num_steps);  // evenly
+  over_panels_ahead(task, task.bytes, rows.num_blocks * 2 * BYTE_TILE,
+                    rows.num_blocks * 2 * num_steps, num_threads,
+                    [&](int64_t panel, Ahead& ahead) {
+                      for (int64_t row = 0; row < task.num_rows; row += step)
+                        vector_rows(task, rows, row, smaller(step, task.num_rows - row), panel,
+                                    ahead);
+                    });
 }
 
 struct Prefetch {
@@ -253,13 +267,9 @@ TARGET_AMX void multiply_tiles(const LinearBf16& task, const ByteRows& rows, int
 }
 
 void linear_bytes(const LinearBf16& task, int32_t level, int num_threads) {
-  const ByteRows rows = split_rows(task, num_threads);
-  if (level >= AMX && task.num_rows > VECTOR_ROWS) {
-    multiply_tiles(task, rows, num_threads);
-    return;
-  }
-  over_panels(task, rows.num_blocks * 2 * BYTE_TILE, MOST_ROWS, num_threads,
-              [&](int64_t row, int64_t panel) { vector_rows(task, rows, row, panel); });
+  const bool goes_by_tiles = level >= AMX && task.num_rows > VECTOR_ROWS;
+  const ByteRows rows = split_rows(task, goes_by_tiles, num_threads);
+  (goes_by_tiles ? multiply_tiles : multiply_vectors)(task, rows, num_threads);
 }
 
 }  // namespace

@@ -29,6 +29,38 @@ TARGET_BF16 INLINE void prefetch_weights(const void* line) {
   _mm_prefetch(static_cast<const char*>(line) + AHEAD, _MM_HINT_T0);
 }
 
+// Where the next panel is read from, which is fetched while this one is multiplied.
+struct Ahead {
+  const char* next;
+  int64_t lines;  // in each turn
+  void fetch() {
+    for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+  }
+};
+
+// Calls multiply(panel, ahead) for all panels: while one is multiplied, in `num_turns` turns, the next
+// one that this thread has is fetched into its second cache.
+template <typename Multiply>
+void over_panels_ahead(const LinearBf16& task, const void* weight, int64_t panel_bytes,
+                       int64_t num_turns, int num_threads, Multiply&& multiply) {
+  const int64_t num_panels = task.num_panels();
+  const int64_t size = panels_of_chunk(num_panels, panel_bytes, num_threads);
+  const int64_t lines = divide_up(panel_bytes / 64, num_turns);
+  parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
+    for (int64_t chunk = cursor.take(); chunk < cursor.total;) {
+      const int64_t next = cursor.take();  // known early, so that its weights are on their way
+      const int64_t end = smaller(num_panels, (chunk + 1) * size);
+      for (int64_t panel = chunk * size; panel < end; panel++) {
+        const int64_t after = panel + 1 < end ? panel + 1 : next * size;
+        Ahead ahead{static_cast<const char*>(weight) + after * panel_bytes,
+                    after < num_panels ? lines : 0};
+        multiply(panel, ahead);
+      }
+      chunk = next;
+    }
+  });
+}
+
 TARGET_BF16 INLINE __m512 wide(__m256i narrow) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
