@@ -14,13 +14,18 @@ python -m bench.engine.parts steps --model DIR [--threads 2] [--quantization int
     [--steps 1,32,p512,p512+1536]
     where a step's time goes: decodes, or a prompt's tokens behind as many of its own; ms by
     operation of the native core, what is left for Python and torch, and page faults. Layers are
-    not recorded for that; `--recorded` gives only what a step takes as it is served
+    not recorded for that; `--recorded` gives only what a step takes as it is served. Behind it
+    stands what share of the ceiling products, attention and the whole step reach: the best of
+    products of 256 rows by a weight that stays in the cache, in turns with the steps
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import cProfile
+import dataclasses
+import math
 import pstats
 import sys
 import time
@@ -298,6 +303,8 @@ class Timed:
     def __init__(self, name: str, call: Callable[..., int], clock: Callable[[], float]) -> None:
         self.name, self.call, self.clock = name, call, clock
         self.seconds: dict[str, float] = {}
+        self.flop = 0.0
+        """Of products; of attention for each key that a token sees."""
 
     def __call__(self, *arguments: Any) -> int:
         start_s = self.clock()
@@ -305,6 +312,9 @@ class Timed:
         name = self.name
         if name == "linear":
             name += f" {arguments[9]} x {arguments[8]}"
+            self.flop += 2.0 * arguments[2] * arguments[8] * arguments[9]
+        elif name == "attention":
+            self.flop += 4.0 * arguments[11] * arguments[13]
         self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start_s
         return result
 
@@ -325,6 +335,37 @@ def rows_of(step: str) -> list[Row]:
         return [(CONTEXT, 1)] * int(step)
     count, _, start = step[1:].partition("+")
     return [(int(start or 0), int(count))]
+
+
+def make_ceiling(clock: Callable[[], float]) -> Callable[[], float]:
+    """Return what measures how many TFLOP/s of products this machine reaches at best."""
+    core = load_core()
+    native = NativeKernels(dataclasses.replace(core, bf16=copy.copy(core.bf16)))  # has no clocks
+    weight = native.pack_weight(torch.randn(512, 512).bfloat16())
+    x = torch.randn(256, 512).bfloat16()
+
+    def measure() -> float:
+        least_s = math.inf
+        for _ in range(5):
+            start_s = clock()
+            native.linear(x, weight, None)
+            least_s = min(least_s, clock() - start_s)
+        return 2e-12 * 256 * 512 * 512 / least_s
+
+    return measure
+
+
+def shares_of(timed: list[Timed], rows: list[Row], step_s: float, ceiling: float) -> str:
+    """Return what shares of `ceiling` TFLOP/s parts of steps reach that took `step_s`."""
+    keys = sum(count * start + count * (count + 1) // 2 for start, count in rows)
+    parts = []
+    for name, times in (("linear", 1), ("attention", keys)):
+        own = [operation for operation in timed if operation.name == name]
+        seconds = sum(sum(operation.seconds.values()) for operation in own)
+        parts.append((name, 1e-12 * times * sum(operation.flop for operation in own), seconds))
+    parts.append(("step", sum(work for _, work, _ in parts), step_s))
+    text = ", ".join(f"{name} {work / s / ceiling:.0%}" for name, work, s in parts if s > 0)
+    return f"of {ceiling:.3f} TFLOP/s: {text}"
 
 
 def _not_recorded(*_: object) -> NoReturn:
@@ -354,6 +395,8 @@ def steps() -> None:
     set_threads(config)
     timer = StepTimer(build_runner(config))
     clock: Callable[[], float] = time.thread_time if options.cpu_time else time.perf_counter
+    measure_ceiling = make_ceiling(clock)
+    measure_ceiling()
     timed = [] if options.recorded else timed_operations(clock)
     for step in options.steps.split(","):
         rows = rows_of(step)
@@ -361,11 +404,14 @@ def steps() -> None:
         timer.run(rows)
         for operation in timed:
             operation.seconds.clear()
+            operation.flop = 0.0
+        ceiling = 0.0
         faults, seconds = getrusage(RUSAGE_SELF).ru_minflt, list[float]()
         for _ in range(options.rounds):
             start_s = clock()
             timer.run(rows)
             seconds.append(clock() - start_s)
+            ceiling = max(ceiling, measure_ceiling())
         faults = getrusage(RUSAGE_SELF).ru_minflt - faults
         parts = {name: s for operation in timed for name, s in operation.seconds.items()}
         parts["rest"] = sum(seconds) - sum(parts.values())
@@ -373,7 +419,8 @@ def steps() -> None:
         text = ", ".join(f"{name} {1e3 * s / options.rounds:.2f}" for name, s in largest)
         print(
             f"{step:>10}: median {1e3 * median(seconds):.2f} ms, least {1e3 * min(seconds):.2f},"
-            f" {faults // options.rounds} faults: {text}",
+            f" {faults // options.rounds} faults: {text}; "
+            f"{shares_of(timed, rows, sum(seconds), ceiling)}",
             flush=True,
         )
 

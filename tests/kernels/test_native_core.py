@@ -51,7 +51,7 @@ INPUTS = (1, 2, 31, 32, 33, 100, 300)
 
 
 def kernels_of(level: Level) -> NativeKernels:
-    """Return kernels with these instructions; tiles are computed in software where there are none."""
+    """Return kernels with these instructions: AMX tiles are software where a machine has none."""
     if level <= load_core().level:
         return NativeKernels(level=level)
     own = software_core() if level is Level.AMX else None
@@ -219,7 +219,7 @@ def test_a_row_without_numbers_has_none_after_an_8_bit_product(level: Level, num
 
 
 def test_tiles_in_software_multiply_as_the_processor_does() -> None:
-    """Products of every kind of weight, and attention, go by tiles; numbers only where it has some."""
+    """Products of each kind of weight, and attention, go by tiles; numbers beside real ones."""
     own = software_core()
     if own is None:
         pytest.skip("no compiler, or no AVX512-bf16")

@@ -44,9 +44,11 @@ def software_core() -> Core | None:
     """Return it, or none where there is no compiler, or no AVX512-bf16 for all but tiles."""
     if shutil.which("c++") is None or load_core().level < Level.AVX512_BF16:
         return None
-    with TemporaryDirectory() as directory:
-        with mock.patch.object(core, "LIBRARY", build(Path(directory))):
-            loaded = load_core.__wrapped__()  # not the one that is kept
+    with (
+        TemporaryDirectory() as directory,
+        mock.patch.object(core, "LIBRARY", build(Path(directory))),
+    ):
+        loaded = load_core.__wrapped__()  # not the one that is kept
     loaded.library.tiles_fault.restype = ctypes.c_char_p
     loaded.library.tiles_products.restype = ctypes.c_int64
     return dataclasses.replace(loaded, level=Level.AMX)
