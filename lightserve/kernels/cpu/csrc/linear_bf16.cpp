@@ -70,12 +70,11 @@ TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& 
   }
 }
 
-template <bool IS_READ>
 TARGET_BF16 void vector_rows(const LinearBf16& task, const Rows& rows, int64_t row, int64_t number,
                              const bf16* panel, Ahead& ahead) {
-#define CASE(R)                                                         \
-  case R:                                                               \
-    vector_panel<R, IS_READ>(task, rows, row, number, panel, ahead);    \
+#define CASE(R)                                                       \
+  case R:                                                             \
+    vector_panel<R, false>(task, rows, row, number, panel, ahead);    \
     break;
   switch (smaller(MOST_ROWS, task.num_rows - row)) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
@@ -114,7 +113,7 @@ TARGET_BF16 void widen_bytes(const LinearBf16& task, int64_t panel, bf16* out) {
     }
 }
 
-// Multiplies all rows by all panels, where there are several steps of rows.
+// Multiplies all rows by all panels, MOST_ROWS at a time.
 template <typename PanelOf>
 void multiply_steps(const LinearBf16& task, const Rows& rows, const void* weight,
                     int64_t panel_bytes, int num_threads, PanelOf&& panel_of) {
@@ -124,7 +123,7 @@ void multiply_steps(const LinearBf16& task, const Rows& rows, const void* weight
                     [&](int64_t number, Ahead& ahead) {
                       const bf16* panel = panel_of(number);
                       for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
-                        vector_rows<false>(task, rows, row, number, panel, ahead);
+                        vector_rows(task, rows, row, number, panel, ahead);
                     });
 }
 
@@ -136,9 +135,9 @@ void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
   const auto panel_of = [&](int64_t number) { return task.weight + number * size; };
   if (task.num_rows > 1)
     return multiply_steps(task, rows, task.weight, panel_bytes, num_threads, panel_of);
-  over_panels(task, panel_bytes, MOST_ROWS, num_threads, [&](int64_t row, int64_t number) {
+  over_panels(task, panel_bytes, 1, num_threads, [&](int64_t row, int64_t number) {
     Ahead none{nullptr, 0};
-    vector_rows<true>(task, rows, row, number, panel_of(number), none);
+    vector_panel<1, true>(task, rows, row, number, panel_of(number), none);
   });
 }
 
