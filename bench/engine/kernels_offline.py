@@ -265,12 +265,16 @@ def mix(
 
 
 def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> None:
-    """Multiply by a packed weight: int8, fp8 in blocks or of outputs, integers in groups."""
+    """Multiply by a packed weight, one of `PACKED_KINDS`; groups are of 128 inputs, or 32."""
     x, group = meta(num_rows, num_inputs), 128
     if kind == "int8":
         integers = meta(num_outputs, num_inputs, dtype=torch.int8)
         factors = meta(1, num_outputs, dtype=torch.float32)
         quantized.linear_int8(x, Int8Weight(integers, factors, num_outputs), None, None)
+    elif kind == "int8 by int8":
+        integers = meta(num_outputs, num_inputs, dtype=torch.int8)
+        factors = meta(1, num_outputs, dtype=torch.float32)
+        quantized.linear_rounded(x, Int8Weight(integers, factors, num_outputs), None)
     elif kind.startswith("fp8"):
         group = num_inputs if kind == "fp8 of outputs" else group
         values = meta(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
@@ -325,7 +329,7 @@ PACKED_MIXTURES = {
     "int4": (8, 2, 4096, 14336),
     "int8": (128, 8, 2048, 768),
 }
-PACKED_KINDS = ("int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks")
+PACKED_KINDS = ("int8", "int8 by int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks")
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 
 

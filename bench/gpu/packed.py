@@ -20,7 +20,7 @@ from lightserve.worker.memory import KVPool
 
 SIZES, REHEARSED_SIZES = (14_336, 4096), (96, 128)
 """Outputs and inputs: gates of Llama-3-8B."""
-ROWS, REHEARSED_ROWS = (8, 512), (3,)
+ROWS, REHEARSED_ROWS = (8, 512), (3, 40)
 GROUP = 128
 FP8_CAPABILITY = (8, 9)
 
@@ -42,6 +42,8 @@ def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packe
     look_up = kernels.int8_rows(int8, num_inputs, torch.float32)
     every = torch.arange(num_outputs, device=device)
     yield Packed("int8", lambda x: kernels.linear_int8(x, int8, None), look_up(every))
+    name = "int8 by int8"
+    yield Packed(name, lambda x: kernels.linear_rounded(x, int8, None), look_up(every))
     sizes = (num_outputs, num_inputs // GROUP)
     for bits in (4, 8):
         integers = torch.randint(2**bits, weight.shape, dtype=torch.uint8, device=device)

@@ -440,6 +440,12 @@ class Fp8Kernels(QuantizingKernels, Protocol):
     def linear_fp8(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         """See `linear_int8`, for a weight from `pack_fp8`."""
 
+    def linear_rounded(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        """See `linear_int8`; many rows are rounded to 8 bits, each by its largest number.
+
+        Products are then of integers, as of a model whose files say so (W8A8, a factor a token).
+        """
+
 
 @runtime_checkable
 class PackedExpertKernels(ExpertKernels, Fp8Kernels, Protocol):

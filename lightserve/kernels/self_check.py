@@ -261,6 +261,11 @@ def _int8_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Compariso
             truth = ReferenceKernels().linear(x.float(), rounded, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"int8 linear ({name})", shape, result, truth)
+        if isinstance(kernels, Fp8Kernels):
+            with _Poison():
+                result = kernels.linear_rounded(x, packed, None)
+            truth = ReferenceKernels().linear(rounded_to_int8(x), rounded, None)
+            yield Comparison(f"int8 by int8 linear ({name})", shape, result, truth)
 
 
 def _int4_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:

@@ -69,6 +69,8 @@ class WeightFormat:
     """What is added to the zeros in the file."""
     has_order: bool = False
     """Whether each input names its group."""
+    rounds_tokens: bool = False
+    """Whether the inputs of products are made for 8 bits too, with a factor for each token."""
     factors: str = "weight_scale"
     """What the tensor of factors is called in a module."""
 
@@ -311,6 +313,21 @@ def _compressed_tensors(fields: JsonFields) -> WeightFormat:
         block_inputs=block_inputs,
         has_zeros=not is_symmetric,
         has_order=order in ("group", "dynamic"),
+        rounds_tokens=written == "int-quantized" and _rounds_tokens(group),
+    )
+
+
+def _rounds_tokens(group: JsonFields) -> bool:
+    """Whether inputs become symmetric integers of 8 bits, by the largest of each token."""
+    if not group.has("input_activations"):
+        return False
+    inputs = group.child("input_activations")
+    return (
+        inputs.integer("num_bits") == 8
+        and inputs.string("type", default="int") == "int"
+        and inputs.string("strategy", default="tensor") == "token"
+        and inputs.boolean("dynamic", default=False)
+        and inputs.boolean("symmetric", default=True)
     )
 
 

@@ -35,13 +35,8 @@ from lightserve.models.config import (
     resolve_dtype,
 )
 from lightserve.models.layers.fp8 import Fp8Method
-from lightserve.models.layers.linear import (
-    Int4Method,
-    Int8Method,
-    LinearMethod,
-    StoredMethod,
-    UnquantizedMethod,
-)
+from lightserve.models.layers.linear import Int4Method, Int8Method, LinearMethod, UnquantizedMethod
+from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.models.pooling import load_embedding
@@ -287,7 +282,14 @@ def build_runner(
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     stored_as = quantised_as(path, model_config)
-    method = linear_method(config.quantization, kernels, torch_dtype, is_stored=bool(stored_as))
+    form = model_config.weight_format
+    method = linear_method(
+        config.quantization,
+        kernels,
+        torch_dtype,
+        is_stored=bool(stored_as),
+        rounds_tokens=form is not None and form.rounds_tokens,
+    )
     check_latents(config, model_config, kernels)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
@@ -376,11 +378,17 @@ def _check(
 
 
 def linear_method(
-    quantization: str, kernels: Kernels, dtype: torch.dtype, *, is_stored: bool = False
+    quantization: str,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    *,
+    is_stored: bool = False,
+    rounds_tokens: bool = False,
 ) -> LinearMethod:
     """Return how weights are kept, as --quantization says.
 
     `is_stored`: the files have quantised ones, which stay as they are where they can.
+    `rounds_tokens`: see `WeightFormat`.
 
     Raises:
         ConfigError: these kernels, or the model's type, do not go with it.
@@ -389,7 +397,7 @@ def linear_method(
     if quantization == "none":
         is_typed = is_triton or dtype is not torch.float16  # which the native core has not
         if is_stored and isinstance(kernels, QuantizingKernels) and is_typed:
-            return StoredMethod(kernels)
+            return StoredMethod(kernels, rounds_tokens=rounds_tokens)
         return UnquantizedMethod(kernels)
     what = f"--quantization {quantization}"
     if quantization == "fp8":

@@ -30,7 +30,9 @@ from lightserve.kernels.reference import (
 )
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_quantized
+from lightserve.kernels.triton import quantized
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.models.config import load_model_config
 from lightserve.models.layers.fp8 import Fp8Method, rounded_to_fp8
 from lightserve.models.layers.linear import (
     Int4Method,
@@ -38,11 +40,11 @@ from lightserve.models.layers.linear import (
     Linear,
     LinearMethod,
     ModuleShard,
-    StoredMethod,
     UnquantizedMethod,
     WeightReader,
     merged_shards,
 )
+from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.stored_weights import StoredWeight, fp8_of
 from lightserve.worker.engine import linear_method
 
@@ -55,11 +57,19 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check(found: Tensor, x: Tensor, numbers: Tensor, bias: Tensor | None) -> None:
+def check(
+    found: Tensor,
+    x: Tensor,
+    numbers: Tensor,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Compare with the product by the same numbers, and see that others would be noticed."""
     truth = ReferenceKernels().linear(x.float(), numbers, None if bias is None else bias.float())
-    limit = 1e-5 if x.dtype is torch.float32 else LIMITS[x.dtype] / 4
-    assert found.dtype is x.dtype and relative_error(found, truth) <= limit
+    dtype = dtype or x.dtype
+    limit = 1e-5 if dtype is torch.float32 else LIMITS[dtype] / 4
+    assert found.dtype is dtype and relative_error(found, truth) <= limit
     assert relative_error(found, truth.flip(1)) > 0.1
 
 
@@ -79,6 +89,28 @@ def test_integers_of_8_bits(size: tuple[int, int, int], dtype: torch.dtype) -> N
     assert wide.dtype is torch.float32
     look_up = KERNELS.int8_rows(packed, inputs, torch.float32)
     assert torch.equal(look_up(torch.tensor([4, 0])), numbers[[4, 0]])
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_integers_by_integers(dtype: torch.dtype) -> None:
+    """Of many rows, each rounded by its own largest number; few stay as they are."""
+    for rows, outputs, inputs in ((40, 130, 64), (33, 70, 200)):
+        x, bias = normal(rows, inputs, dtype=dtype), normal(outputs, dtype=dtype)
+        x *= torch.logspace(-3, 3, rows)[:, None].to(dtype)
+        x[2] = 0.0
+        weight = normal(outputs, inputs, seed=1)
+        packed, numbers = KERNELS.quantize(weight), rounded_to_int8(weight)
+        with Poisoned():
+            found = KERNELS.linear_rounded(x, packed, bias)
+        check(found, rounded_to_int8(x), numbers, bias, dtype=dtype)
+        exact = x.float() @ numbers.T
+        assert relative_error(KERNELS.linear_rounded(x, packed, None), exact) > 3e-3
+        few = KERNELS.linear_rounded(x[:32], packed, bias)
+        assert torch.equal(few, KERNELS.linear_int8(x[:32], packed, bias))
+        x[5, 3] = torch.nan
+        is_good = torch.arange(rows) != 5
+        found = KERNELS.linear_rounded(x, packed, bias)
+        assert found[5].isnan().all() and found[is_good].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -218,6 +250,26 @@ def test_a_model_is_what_its_files_say(name: str, plain: Path, tmp_path: Path) -
     )
 
 
+def test_a_model_whose_files_round_activations(plain: Path, tmp_path: Path) -> None:
+    """Of prompts, tokens that decode alone stay as they are."""
+    path = quantise(plain, tmp_path, "w8a8 by token")
+    form = load_model_config(path).weight_format
+    assert form is not None and form.rounds_tokens
+    method = linear_method("none", KERNELS, torch.float32, is_stored=True, rounds_tokens=True)
+    tokens = torch.arange(7, 57)
+    with patch.object(quantized, "linear_rounded", side_effect=quantized.linear_rounded) as calls:
+        results = load_tiny(path, torch.float32, KERNELS, method=method).run(
+            [TokenSequence(tokens, torch.empty(0))], schedule([50], chunk=40, num_decodes=2)
+        )
+    assert results is not None and {len(call.args[0]) for call in calls.call_args_list} > {40, 1}
+    loaded = load_tiny(path / "numbers", torch.float32, ReferenceKernels())
+    exact = loaded.run(
+        [TokenSequence(tokens, torch.empty(0))], schedule([50], chunk=40, num_decodes=2)
+    )
+    assert exact is not None
+    assert 1e-3 < relative_error(results[0].float(), exact[0].float()) < 5e-2
+
+
 def test_triton_rounds_what_the_native_core_rounds() -> None:
     for name, method in (("int8", Int8Method), ("int4", Int4Method)):
         for dtype in (torch.bfloat16, torch.float16):
@@ -230,7 +282,8 @@ SHAPES = replace(SMALL_SHAPES, dtype=torch.float32, num_experts=4)
 
 
 @pytest.mark.parametrize(
-    "operation", ["linear_int8", "linear_groups", "linear_fp8", "mix_packed_experts"]
+    "operation",
+    ["linear_int8", "linear_rounded", "linear_groups", "linear_fp8", "mix_packed_experts"],
 )
 def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(self: TritonKernels, *args: Any, **options: Any) -> Tensor:
@@ -243,6 +296,7 @@ def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(TritonKernels, operation, shifted)
     name = {
         "linear_int8": "int8 linear",
+        "linear_rounded": "int8 by int8 linear",
         "linear_groups": "int4 linear",
         "linear_fp8": "fp8 linear",
     }

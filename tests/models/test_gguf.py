@@ -40,7 +40,8 @@ from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_blocks import numbers_of_blocks
 from lightserve.models.gguf_config import FREQUENCY_FACTORS, one_by_one
 from lightserve.models.gguf_model import unpack
-from lightserve.models.layers.linear import LinearMethod, StoredMethod
+from lightserve.models.layers.linear import LinearMethod
+from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.parallel import Part
 from lightserve.models.weight_files import check_weights, quantised_as
 from lightserve.supervisor.startup import check_model, resolve_model

@@ -22,7 +22,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.config import load_model_config
-from lightserve.models.layers.linear import StoredMethod
+from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.weight_files import check_weights
 
 GROUP = 32

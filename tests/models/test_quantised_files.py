@@ -27,7 +27,7 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.models.config import load_model_config, resolve_dtype
-from lightserve.models.layers.linear import StoredMethod
+from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.parallel import Part
 from lightserve.models.weight_files import SINGLE_FILE, check_weights

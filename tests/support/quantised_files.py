@@ -144,9 +144,16 @@ def fp8(weight: Tensor, *, block: tuple[int, int] | None, name: str = "weight_sc
     return {"weight": values, name: stored}, values.double() * grid.double()
 
 
-def compressed(form: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+def compressed(
+    form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what config.json says of `weights`, and of what is multiplied by them."""
     kind = "float" if form == "float-quantized" else "int"
-    group = {"targets": ["Linear"], "weights": {"type": kind, "symmetric": True, **weights}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": kind, "symmetric": True, **weights},
+        "input_activations": inputs,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -193,6 +200,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Module]]] = {
         lambda weight: packed(weight, bits=8, size=-1),
     ),
     "w8a8": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), int8),
+    "w8a8 by token": (
+        compressed(
+            "int-quantized",
+            {"num_bits": 8, "strategy": "channel"},
+            {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        ),
+        int8,
+    ),
     "fp8 blocks": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48]},
         lambda weight: fp8(weight, block=(32, 48), name="weight_scale_inv"),

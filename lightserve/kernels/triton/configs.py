@@ -206,9 +206,10 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
     width = padded_dim(shape)
     if width <= 64:
         two_per_sm = [PrefillConfig(128, 64, 4, 3)] if has_wgmma else []
+        if gpu.capability != 100:  # there three stages spill registers
+            two_per_sm.append(PrefillConfig(128, 64, 8, 3))
         return [
             *two_per_sm,
-            PrefillConfig(128, 64, 8, 3),
             PrefillConfig(128, 64, 8, 2),
             PrefillConfig(64, 32, 4, 2),
         ]

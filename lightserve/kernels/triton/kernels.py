@@ -132,6 +132,11 @@ class TritonKernels:
         product = quantized.linear_int8(x, weight, bias, dtype)
         return self.silu_and_mul(product) if weight.is_gated else product
 
+    def linear_rounded(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+        """See `Fp8Kernels.linear_rounded`."""
+        product = quantized.linear_rounded(x, weight, bias)
+        return self.silu_and_mul(product) if weight.is_gated else product
+
     def int8_rows(
         self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:

@@ -29,6 +29,8 @@ from lightserve.kernels.interface import Fp4Weight, Fp8Weight, GroupedWeight, In
 BLOCK_R, LARGE_BLOCK_R = 16, 64
 """Rows of a program: of decodes, and from `LARGE_FROM` rows on."""
 LARGE_FROM = 33
+INTEGERS_FROM = 33
+"""Rows from which W8A8 products are by integers: below, reading the weight takes the time."""
 NUM_STAGES = 4
 BLOCK_K = 64
 """Inputs that are taken at once, of both halves each; a divisor of groups, or half of it."""
@@ -63,6 +65,8 @@ def _add_part(
     """Add x [R, K] times values [K, N], whose factors stand at `places` [N]."""
     mask = is_row[:, None] & (inputs < NUM_INPUTS)[None, :]
     x = tl.load(x_lines + inputs[None, :], mask=mask, other=0.0)
+    if x.dtype == tl.int8:
+        return tl.dot(x, values, total, out_dtype=tl.int32)
     if WIDEN:
         x = x.to(tl.float32)
     numbers = _widened(values, KIND, x.dtype)
@@ -134,23 +138,31 @@ def finished(
 # fmt: off
 @triton.jit
 def _product_kernel(
-    x_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
-    factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr, KIND: tl.constexpr,
+    x_ptr, x_factors_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows,
+    num_outputs, x_stride, factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
+    KIND: tl.constexpr,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
-    """x [num_rows, NUM_INPUTS] times a weight, see `add_tile`: out [num_rows, num_outputs]."""
+    """x [num_rows, NUM_INPUTS] times a weight, see `add_tile`: out [num_rows, num_outputs].
+
+    x of int8 has a factor for each row, and sums are integers, of a weight of KIND int8.
+    """
+    is_integer: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_output = rows < num_rows, outputs < num_outputs
-    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.int32 if is_integer else tl.float32)
     for start in range(0, NUM_BYTES, BLOCK_K):
         total = add_tile(
             total, start, x_ptr + rows[:, None] * x_stride, is_row, values_ptr, factors_ptr,
             zeros_ptr, outputs, is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP,
             BLOCK_K, WIDEN,
         )  # fmt: skip
+    if is_integer:
+        of_rows = tl.load(x_factors_ptr + rows, mask=is_row, other=0.0)
+        total = total.to(tl.float32) * of_rows[:, None]
     total = finished(total, factors_ptr, bias_ptr, outputs, is_output, KIND, GROUP, HAS_BIAS)
     out = out_ptr + rows[:, None] * num_outputs + outputs[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -182,6 +194,7 @@ def _multiply(
     group: int,
     block_k: int,
     dtype: torch.dtype | None = None,
+    x_factors: Tensor | None = None,
 ) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_rows, num_inputs), (num_outputs, num_bytes) = x.shape, values.shape
@@ -192,6 +205,7 @@ def _multiply(
     blocks = triton.cdiv(num_rows, launch.block_r), triton.cdiv(num_outputs, launch.block_n)
     _product_kernel[blocks](
         x,
+        x_factors,
         values,
         factors,
         zeros,
@@ -226,6 +240,25 @@ def int8_of(weight: Tensor) -> Int8Weight:
     integers = (wide * torch.where(is_zero, 0.0, inverse)).round().to(torch.int8)
     factors = torch.where(is_zero, 0.0, largest / 127.0)
     return Int8Weight(integers, factors.T.contiguous(), len(weight))
+
+
+def linear_rounded(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    """See `Fp8Kernels.linear_rounded`."""
+    if len(x) < INTEGERS_FROM:
+        return linear_int8(x, weight, bias, None)
+    rounded = int8_of(x)
+    return _multiply(
+        rounded.packed,
+        weight.packed,
+        weight.factors,
+        None,
+        bias,
+        kind="int8",
+        group=0,
+        block_k=2 * BLOCK_K,
+        dtype=x.dtype,
+        x_factors=rounded.factors,
+    )
 
 
 def linear_int8(

@@ -32,10 +32,10 @@ from lightserve.models.layers.linear import (
     ModuleShard,
     RoundingMethod,
     RowParallelLinear,
-    StoredMethod,
     UnquantizedMethod,
 )
 from lightserve.models.layers.packed_weights import packed_fp4, packed_weight
+from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.parallel import Part, even_part
 from lightserve.models.plain_config import Activation

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.interface import (
-    Fp8Kernels,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
@@ -27,7 +26,6 @@ from lightserve.kernels.interface import (
     QuantizingKernels,
 )
 from lightserve.models.base import logits_dtype
-from lightserve.models.layers.packed_weights import packed_weight
 from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.stored_weights import StoredWeight
 
@@ -249,10 +247,11 @@ def merged_shards(
             weight[start:end], f"{shard.name}.weight", rows=shard.rows, columns=shard.columns
         )
         start = end
-    return weight, _merged_bias(reader, shards)
+    return weight, merged_bias(reader, shards)
 
 
-def _merged_bias(reader: WeightReader, shards: Sequence[ModuleShard]) -> Tensor | None:
+def merged_bias(reader: WeightReader, shards: Sequence[ModuleShard]) -> Tensor | None:
+    """Read their biases into one; None: they have none."""
     if not shards[0].has_bias:
         return None
     num_rows = sum(shard.rows.size for shard in shards)
@@ -407,65 +406,6 @@ class Int4Method(Int8Method):
                 " --quantization int4 can hold"
             )
         return rounded
-
-
-class StoredMethod(UnquantizedMethod):
-    """Weights that are quantised in the files, by their own integers and factors, others plain.
-
-    Where the kernels cannot hold them without a loss, they become plain as well.
-    """
-
-    def __init__(self, kernels: QuantizingKernels) -> None:
-        super().__init__(kernels)
-        self.kernels = kernels
-        self.num_kept = 0
-        self.num_widened = 0
-        """Products by quantised weights that became plain."""
-
-    def create(
-        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
-    ) -> Linear:
-        """See `LinearMethod.create`."""
-        parts = [
-            reader.read_stored(f"{shard.name}.weight", rows=shard.rows, columns=shard.columns)
-            for shard in shards
-        ]
-        stored = [part for part in parts if part is not None]
-        packed = None
-        if len(stored) == len(parts):
-            packed = packed_weight(self.kernels, stored, reader.device, is_gated=is_gated)
-        if packed is None:
-            self.num_widened += bool(stored)
-            return super().create(reader, shards, is_gated=is_gated)
-        self.num_kept += 1
-        bias = _merged_bias(reader, shards)
-        match packed:
-            case Int8Weight():
-                return Int8Linear(self.kernels, packed, bias)
-            case GroupedWeight():
-                return GroupedLinear(self.kernels, packed, bias)
-        assert isinstance(self.kernels, Fp8Kernels)
-        return Fp8Linear(self.kernels, packed, bias)
-
-
-class Fp8Linear:
-    """A weight of floating point of 8 bits, and perhaps a bias [out]."""
-
-    __slots__ = ("bias", "kernels", "weight")
-
-    def __init__(self, kernels: Fp8Kernels, weight: Fp8Weight, bias: Tensor | None) -> None:
-        self.kernels = kernels
-        self.weight = weight
-        self.bias = bias
-
-    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Linear.apply`."""
-        assert dtype is None, "no output layer is of 8 bits in files"
-        return self.kernels.linear_fp8(x, self.weight, self.bias)
-
-    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Linear.rows`."""
-        return None
 
 
 class ColumnParallelLinear:
