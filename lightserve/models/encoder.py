@@ -6,6 +6,11 @@ al., 2024, section 3). No KV is kept, and there is no LM head.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,11 +25,56 @@ from lightserve.models.layers.linear import VocabEmbedding, VocabWeight
 from lightserve.models.parallel import Part
 from lightserve.models.weight_files import EMBEDDING, POSITIONS, TOKEN_TYPES
 
+GPU_SHARE = 0.75
+"""On a GPU, the shortest prompt of a group is at least this share of the longest: the rest is
+padding, which costs less than a launch for each length."""
+
+
+class Group(NamedTuple):
+    """Prompts whose attention is one product, each as a line of the longest one's length."""
+
+    tokens: Tensor
+    """int64 [B, L], which of the step's tokens; for padding any of them."""
+    places: Tensor
+    """int64 [B, L], where their results stand; of padding behind all others."""
+    mask: Tensor | None
+    """bool [B, 1, 1, L], which are tokens; None: all."""
+
+
+def groups_of(batch: AttentionBatch, share: float) -> list[Group]:
+    """Return a step's prompts, those of about one length together.
+
+    `share`: at least so much of the longest of a group is the shortest; 1: all are of one length,
+    and nothing depends, to the bit, on what is beside a prompt. Waits for no device: rows are
+    sorted on both sides, which gives the same order.
+    """
+    num_tokens = len(batch.positions)
+    lengths = batch.cu_seqlens_q.diff()
+    order = lengths.argsort(stable=True)
+    sorted_lengths = sorted(batch.host_q_lens)
+    groups, end = [], len(sorted_lengths)
+    while end and sorted_lengths[end - 1]:
+        longest = sorted_lengths[end - 1]
+        first = bisect_left(sorted_lengths, max(1, math.ceil(share * longest)))
+        rows = order[first:end]
+        steps = torch.arange(longest, device=rows.device)
+        tokens = batch.cu_seqlens_q[:-1][rows].long()[:, None] + steps
+        mask, places = None, tokens
+        if sorted_lengths[first] < longest:
+            is_token = steps < lengths[rows][:, None]
+            tokens, places = tokens.clamp_max(num_tokens - 1), tokens.where(is_token, num_tokens)
+            mask = is_token[:, None, None]
+        groups.append(Group(tokens, places, mask))
+        end = first
+    return groups
+
 
 class EncoderAttention(SelfAttention):
     """Attention of each row's new tokens, which are all that it has, to each other."""
 
-    def attend(self, x: Tensor, inputs: AttentionInputs, *, is_rotated: bool) -> Tensor:
+    def attend(
+        self, x: Tensor, inputs: AttentionInputs, groups: Sequence[Group], *, is_rotated: bool
+    ) -> Tensor:
         """x [T, hidden] -> [T, Hq * D]."""
         num_tokens, sizes = x.shape[0], (self._q_size, self._kv_size, self._kv_size)
         q, k, v = (
@@ -33,16 +83,14 @@ class EncoderAttention(SelfAttention):
         )
         if is_rotated:
             q, k = self._kernels.rotary(q, k, inputs.cos, inputs.sin)
-        out = torch.empty_like(q)
-        start = 0
-        # One prompt after the other: what is beside it does not change a bit of it.
-        for length in inputs.batch.host_q_lens:
-            own = slice(start, start + length)
-            own_q, own_k, own_v = (part[own].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-            mixed = functional.scaled_dot_product_attention(own_q, own_k, own_v, scale=self._scale)
-            out[own] = mixed.squeeze(0).transpose(0, 1)
-            start += length
-        return out.flatten(1)
+        out = q.new_empty(num_tokens + 1, *q.shape[1:])
+        for group in groups:
+            lines = (part[group.tokens].transpose(1, 2) for part in (q, k, v))
+            mixed = functional.scaled_dot_product_attention(
+                *lines, attn_mask=group.mask, scale=self._scale
+            )
+            out[group.places] = mixed.transpose(1, 2)
+        return out[:num_tokens].flatten(1)
 
 
 class EncoderLayer:
@@ -57,9 +105,9 @@ class EncoderLayer:
             context.norm(f"{prefix}.{name}", size=config.hidden_size) for name in config.layer_norms
         )
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+    def __call__(self, x: Tensor, inputs: AttentionInputs, groups: Sequence[Group]) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        heads = self._attention.attend(x, inputs, is_rotated=self._is_rotated)
+        heads = self._attention.attend(x, inputs, groups, is_rotated=self._is_rotated)
         x, _ = self._attention_norm.add(self._attention.project(heads), x)
         x, _ = self._mlp_norm.add(self._mlp(x), x)
         return x
@@ -116,6 +164,7 @@ class EncoderModel:
             x = x + self._positions.index_select(0, batch.positions)
         x = self._norm(x)
         inputs = AttentionInputs(batch, *self._rotary.select(batch.positions))
+        groups = groups_of(batch, GPU_SHARE if x.is_cuda else 1.0)
         for layer in self._layers:
-            x = layer(x, inputs)
+            x = layer(x, inputs, groups)
         return x if logit_rows is None else x.index_select(0, logit_rows)

@@ -454,7 +454,13 @@ class ModelRunner:
         vectors = row_vectors(indices, hidden[indices])
         if len(indices) == num_sampled:
             return _Passed(None, prompt_hidden, vectors)
-        return _Passed(self._model.logits(hidden[:num_sampled]), prompt_hidden, vectors)
+        drawn = sorted(set(range(num_sampled)).difference(indices))
+        logits = self._model.logits(hidden[drawn])
+        if logits is not None:
+            # Rows of vectors are drawn as well, which means nothing, but cost no product.
+            own, logits = logits, logits.new_zeros(num_sampled, logits.shape[1])
+            logits[drawn] = own
+        return _Passed(logits, prompt_hidden, vectors)
 
     def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
         """Run an encoder, each of whose rows is a prompt as a whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from support.tiny_encoders import (
     write_tokenizer,
 )
 from support.tiny_models import find_tiny_model, load_reference, write_tiny_model
+from torch.nn import functional
 
 from lightserve.config import ServeConfig
 from lightserve.kernels.select import missing_core
@@ -32,6 +34,9 @@ from lightserve.messages.router_worker import (
     StepPlan,
     row_results,
 )
+from lightserve.models import encoder
+from lightserve.models.config import load_model_config
+from lightserve.models.encoder import groups_of
 from lightserve.types import RequestOutput, RowId, SamplingParams, StepId
 from lightserve.worker.engine import build_runner
 from lightserve.worker.model_runner import ModelRunner
@@ -122,13 +127,33 @@ def test_encoders_make_the_vectors_of_transformers(
         assert np.abs(ours - theirs.numpy()).max() > 1e-4
 
 
+@pytest.mark.parametrize(("share", "calls"), [(1.0, 5), (0.75, 3)])
+def test_prompts_of_about_one_length_are_attended_together(
+    share: float, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU and as on a GPU: calls of a layer for seven prompts, one each before."""
+    tiny = TINY_ENCODERS[0]
+    write_tiny_encoder(tiny, tmp_path)
+    prompts = [[2, *range(4 + i, 4 + i + n), 3] for i, n in enumerate((7, 20, 3, 20, 18, 17, 7))]
+    expected = reference_vectors(tmp_path, prompts, tiny.pooling, family=tiny.family)
+    counted = Mock(side_effect=functional.scaled_dot_product_attention)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(encoder, "groups_of", lambda batch, _: groups_of(batch, share))
+    runner = runner_of(tmp_path, dtype="float32")
+    counted.reset_mock()
+    for ours, theirs in zip(whole(runner, prompts), expected, strict=True):
+        assert np.allclose(ours, theirs.numpy(), atol=2e-6)
+    assert counted.call_count == calls * load_model_config(tmp_path).num_layers
+
+
 @pytest.mark.parametrize("name", ["bert", "nomic"])
 def test_a_vector_does_not_depend_on_what_is_beside_it(name: str, tmp_path: Path) -> None:
     tiny = next(each for each in TINY_ENCODERS if each.name == name)
     write_tiny_encoder(tiny, tmp_path)
     runner = runner_of(tmp_path, BACKENDS[-1], batch_invariant=True)
-    together = whole(runner, PROMPTS)
-    for prompt, vector in zip(PROMPTS, together, strict=True):
+    prompts = [*PROMPTS, [2, *range(30, 50), 3], [2, 9, 8, 7, 3]]  # two of one length
+    together = whole(runner, prompts)
+    for prompt, vector in zip(prompts, together, strict=True):
         (alone,) = whole(runner, [prompt])
         assert (alone == vector).all()
 
@@ -159,7 +184,7 @@ def expected_of_decoder(path: Path) -> list[npt.NDArray[np.float32]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decoders_give_the_last_token_s_vector_in_chunks_and_beside_others(
-    backend: str, tmp_path: Path
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny_model(find_tiny_model("qwen3"), tmp_path, dtype=torch.float32)
     expected = expected_of_decoder(tmp_path)
@@ -172,12 +197,17 @@ def test_decoders_give_the_last_token_s_vector_in_chunks_and_beside_others(
         )
         chunks |= vectors_of(runner, plan)
     beside = plan_of(DECODER_PROMPTS, RequestOutput.VECTOR, wanted=[True, False, True])
+    logits = Mock(side_effect=runner._model.logits)
+    monkeypatch.setattr(runner._model, "logits", logits)
     results = {int(r.row): r for r in row_results(beside, runner.execute(beside))}
     for number, theirs in enumerate(expected):
         assert np.allclose(in_one[number], theirs, atol=2e-6)
         assert np.allclose(chunks[number], theirs, atol=2e-6)
     assert not results[1].vector
-    assert 0 <= results[1].token_ids[0] < 200
+    model = load_reference(tmp_path, torch.float32)
+    best = model(torch.tensor([DECODER_PROMPTS[1]])).logits[0, -1].argmax()
+    assert list(results[1].token_ids) == [int(best)]
+    assert [len(call.args[0]) for call in logits.call_args_list] == [1], "none for vectors"
     assert np.allclose(np.frombuffer(results[2].vector, np.float32), expected[2], atol=2e-6)
 
 
