@@ -85,9 +85,9 @@ class EncoderAttention(SelfAttention):
             q, k = self._kernels.rotary(q, k, inputs.cos, inputs.sin)
         out = q.new_empty(num_tokens + 1, *q.shape[1:])
         for group in groups:
-            lines = (part[group.tokens].transpose(1, 2) for part in (q, k, v))
+            own_q, own_k, own_v = (part[group.tokens].transpose(1, 2) for part in (q, k, v))
             mixed = functional.scaled_dot_product_attention(
-                *lines, attn_mask=group.mask, scale=self._scale
+                own_q, own_k, own_v, attn_mask=group.mask, scale=self._scale
             )
             out[group.places] = mixed.transpose(1, 2)
         return out[:num_tokens].flatten(1)
