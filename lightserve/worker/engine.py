@@ -281,15 +281,7 @@ def build_runner(
     sizes = graph_sizes(config, kernels, device, has_decodes=not model_config.is_encoder)
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    stored_as = quantised_as(path, model_config)
-    form = model_config.weight_format
-    method = linear_method(
-        config.quantization,
-        kernels,
-        torch_dtype,
-        is_stored=bool(stored_as),
-        rounds_tokens=form is not None and form.rounds_tokens,
-    )
+    method, stored_as = _method(config, model_config, kernels, torch_dtype)
     check_latents(config, model_config, kernels)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
@@ -375,6 +367,22 @@ def _check(
         check_quantized(method.kernels, shapes, device, has_int4=has_int4)
     if kv_type == "int8":
         check_int8_kv(kernels, shapes)
+
+
+def _method(
+    config: ServeConfig, model_config: ModelConfig, kernels: Kernels, dtype: torch.dtype
+) -> tuple[LinearMethod, str | None]:
+    """Return how weights are kept, and what the files' own are quantised as; None: they are not."""
+    stored_as = quantised_as(Path(config.model), model_config)
+    form = model_config.weight_format
+    method = linear_method(
+        config.quantization,
+        kernels,
+        dtype,
+        is_stored=bool(stored_as),
+        rounds_tokens=form is not None and form.rounds_tokens,
+    )
+    return method, stored_as
 
 
 def linear_method(
