@@ -96,6 +96,7 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "LEAST_OUTLIER": {"LEAST_OUTLIER": 0.0},
     "GUARD_CUT, GUARD_STEP": {"GUARD_CUT": 1.0},
     "GUARD_STEP": {"GUARD_STEP": 1.0},
+    "GUARD_FLOOR": {"GUARD_FLOOR": 0.0},
     "MAX_RATIO": {"MAX_RATIO": MANY},
     "ROUTER_TIME_FACTOR": {"ROUTER_TIME_FACTOR": 1.0},
     "ERROR_FACTOR": {"ERROR_FACTOR": 0.0},

@@ -92,7 +92,7 @@ least, says no more than that: it was stalled by something else, which no shorte
 avoided. Where steps get longer for good the deviation grows by a third with each."""
 MAX_RATIO = 4.0
 """The first step of a kind, which knows no deviation, says no more than that."""
-GUARD_CUT, GUARD_STEP = 0.5, 0.05
+GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
 
 
 class StepKind(StrEnum):
@@ -145,7 +145,7 @@ class StepGuard:
         """Learn whether a step with a limit kept it."""
         missed = seconds > limit_s
         share = self.share * GUARD_CUT if missed else self.share + GUARD_STEP
-        self.share = min(1.0, share)
+        self.share = min(1.0, max(GUARD_FLOOR, share))
 
     def limit(self, base_s: float, limit_s: float) -> float:
         """Return up to when prompts should fill a step that takes `base_s` without any."""
