@@ -23,6 +23,10 @@ void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32
                           int32_t);                                                              \
   void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
                         int32_t);                                                                \
+  void core_elements_##name(int32_t, const T*, int64_t, const T*, int64_t, float, int64_t,       \
+                            int64_t, T*, int64_t, int32_t, int32_t);                             \
+  void core_layer_norm_##name(const T*, int64_t, const T*, const T*, float, int64_t, int64_t,    \
+                              T*, int32_t, int32_t);                                             \
   int32_t core_rotate_##name(T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t,         \
                              int64_t, const float*, const float*, int64_t, void*, void*,         \
                              int64_t, int64_t, int32_t, const int64_t*, int64_t, const T*, const T*, float,        \
@@ -99,6 +103,12 @@ struct Buffer {
       Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
       core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
                        rows, inputs, normed, level, threads);                                   \
+      core_layer_norm_##name(x, inputs, scale, rows % 2 ? static_cast<T*>(scale) : nullptr,     \
+                             1e-5f, rows, inputs, normed, level, threads);                      \
+      for (int32_t element = COPY; element <= GELU_TANH; element++)                             \
+        core_elements_##name(element, x, inputs,                                                \
+                             element < GELU || rows % 2 ? static_cast<T*>(other) : nullptr,     \
+                             inputs, 0.5f, rows, inputs, normed, inputs, level, threads);       \
     }                                                                                           \
     const int64_t kv_heads = among(1, 3), heads = kv_heads * among(1, 9), size = among(1, 100); \
     const int64_t num_slots = among(1, 900), count = among(1, 4);                               \
