@@ -761,7 +761,7 @@ WEIGHTS = [
         "models/stored_weights.py",
         "and (part.group_size - start) % size == 0",
         "and part.group_size > start",
-        "models/test_mxfp4.py",
+        "models/test_quantised_files.py",
     ),
     fault(
         "models/stored_weights.py",

@@ -30,6 +30,7 @@ from lightserve.models.config import load_model_config, resolve_dtype
 from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.parallel import Part
+from lightserve.models.stored_weights import StoredWeight, groups_of
 from lightserve.models.weight_files import SINGLE_FILE, check_weights
 from lightserve.worker.engine import build_runner
 
@@ -350,3 +351,16 @@ def test_fuzzed_checkpoints(plain: Path, tmp_path: Path) -> None:
         tracemalloc.stop()
         assert peak < len(whole) + MORE_BYTES
     assert num_refused > num_tries * len(FORMATS) // 4
+
+
+@pytest.mark.parametrize(("first_input", "size"), [(0, 128), (64, 64), (32, 32), (96, 32)])
+def test_groups_that_begin_before_a_part_are_cut_where_all_of_it_can_begin(
+    first_input: int, size: int
+) -> None:
+    values = torch.randint(0, 16, (4, 256), dtype=torch.uint8)
+    factors = torch.tensor([[1.0, 0.5, 0.25]]).repeat(4, 1)
+    part = StoredWeight(values, factors, None, 4, 128, first_input)
+    groups = groups_of([part])
+    assert groups is not None and groups.group_size == size
+    places = torch.arange(256) // size
+    assert torch.equal(groups.integers * groups.factors[:, places], part.numbers())
