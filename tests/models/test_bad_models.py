@@ -189,7 +189,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("starcoder2", {"num_key_value_heads": 3}, "'num_key_value_heads' must divide"),
         ("opt", {"do_layer_norm_before": 0}, "'do_layer_norm_before' must be true or false"),
         ("opt", {"_remove_final_layer_norm": True}, "'_remove_final_layer_norm' must be false"),
-        ("opt", {"word_embed_proj_dim": 0}, "'word_embed_proj_dim' must be at least 1"),
+        ("opt", {"word_embed_proj_dim": 0}, "'word_embed_proj_dim' must be between 1 and"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "must be false"),
         ("mpt-6-heads", {"attn_config": {"clip_qkv": 6}}, "'attn_config.clip_qkv' must be null"),
         ("mpt", {"no_bias": False}, "'no_bias' must be true"),

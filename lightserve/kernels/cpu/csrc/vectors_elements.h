@@ -34,7 +34,7 @@ TARGET INLINE F element_of(F a, F b, float factor) {
 
 template <Element E, typename T>
 TARGET static void elements_of_row(const Elements<T>& task, int64_t row) {
-  // GELU of a gate is multiplied by what stands beside it.
+  // GELU of a gate is rounded, as in torch, and multiplied by what stands beside it.
   constexpr bool is_gate = E == GELU || E == GELU_TANH;
   const T* a = task.a + row * task.a_stride;
   const T* b = task.b == nullptr ? nullptr : task.b + row * task.b_stride;
@@ -42,7 +42,7 @@ TARGET static void elements_of_row(const Elements<T>& task, int64_t row) {
   FOR_VECTORS(offset, count, task.size) {
     const F other = b == nullptr ? F{} : load_some(b + offset, count);
     F value = element_of<E>(load_some(a + offset, count), other, task.factor);
-    if (is_gate && b != nullptr) value *= other;
+    if (is_gate && b != nullptr) value = rounded(value, a) * other;
     store_some(out + offset, value, count);
   }
 }
