@@ -46,7 +46,8 @@ LIMITS = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 ELEMENT_SHARE = 10.0
 """One element may be off by this many times the limit, in units of its vector's root mean square:
 values a few times that size are rounded more than once."""
-LINEAR_ROWS = (1, 33)
+LINEAR_ROWS = (1, 7, 33)
+"""One, few, and so many that kernels go another way."""
 INT8_STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
 CHECKED_GROUP = 32
@@ -225,7 +226,7 @@ class _Pair:
 def _comparisons(pair: _Pair) -> Iterator[Comparison]:
     yield from _linears(pair)
     yield from _norms(pair)
-    yield from _gate(pair)
+    yield from _activations(pair)
     if pair.shapes.num_experts and isinstance(pair.kernels, ExpertKernels):
         yield from _experts(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
@@ -320,6 +321,16 @@ def _norms(pair: _Pair) -> Iterator[Comparison]:
         lambda kernels, a: kernels.add_rms_norm(a[0], a[1], a[2], eps),
         (x, residual, weight),
     )
+    bias = pair.random(shapes.hidden_size)
+    yield from pair.compare(
+        "layer_norm",
+        shape,
+        lambda kernels, a: (
+            kernels.layer_norm(a[0], a[1], a[2], eps),
+            kernels.layer_norm(a[0], a[1], None, eps),
+        ),
+        (x + 1.0, weight, bias),
+    )
     if shapes.qk_norm:
         heads = pair.random(LINEAR_ROWS[-1], shapes.num_heads, shapes.head_dim)
         weight = pair.random(shapes.head_dim)
@@ -331,14 +342,22 @@ def _norms(pair: _Pair) -> Iterator[Comparison]:
         )
 
 
-def _gate(pair: _Pair) -> Iterator[Comparison]:
+def _activations(pair: _Pair) -> Iterator[Comparison]:
     gate_up = pair.random(LINEAR_ROWS[-1], 2 * pair.shapes.intermediate_size)
+    shape = f"{list(gate_up.shape)}"
+
+    def gelu(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        gate, up = inputs[0].chunk(2, dim=-1)
+        return tuple(
+            kernels.gelu(gate, second, is_exact=is_exact)
+            for second in (None, up)
+            for is_exact in (False, True)
+        )
+
     yield from pair.compare(
-        "silu_and_mul",
-        f"{list(gate_up.shape)}",
-        lambda kernels, a: (kernels.silu_and_mul(a[0]),),
-        (gate_up,),
+        "silu_and_mul", shape, lambda kernels, a: (kernels.silu_and_mul(a[0]),), (gate_up,)
     )
+    yield from pair.compare("gelu", shape, gelu, (gate_up,))
 
 
 def _experts(pair: _Pair) -> Iterator[Comparison]:

@@ -318,6 +318,32 @@ def test_rounded_products_in_each_way_of_multiplying(level: Level, num_rows: int
         assert error <= 5e-3, bits
 
 
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
+def test_products_of_each_number_of_few_rows(level: Level) -> None:
+    """Each has code of its own; while a panel is multiplied, the thread's next one is fetched."""
+    kernels, (num_outputs, num_inputs) = kernels_of(level), (514, 700)
+    torch.manual_seed(5)
+    weight = torch.randn(num_outputs, num_inputs).mul(num_inputs**-0.5).bfloat16()
+    x = torch.full((8, num_inputs + 5), torch.nan).bfloat16()
+    x[:, :num_inputs] = torch.randn(8, num_inputs).bfloat16()
+    bias = torch.randn(num_outputs).bfloat16()
+    grouped = shown(kernels, kernels.quantize_groups(weight, 64))
+    for form in ("plain", "gated"):
+        is_gated = form == "gated"
+        for packed, numbers in (
+            (kernels.pack_weight(weight, is_gated=is_gated), weight),
+            (kernels.quantize(weight, is_gated=is_gated), rounded_to_int8(weight)),
+            (kernels.quantize_groups(weight, 64, is_gated=is_gated), grouped),
+        ):
+            for num_rows in range(1, 9):
+                torch.set_num_threads(1 + num_rows % 3)
+                rows = x[:num_rows, :num_inputs]
+                result = product(kernels, form, rows, packed, bias)
+                error = relative_error(result, truth_of(form, rows, numbers, bias))
+                assert error <= 5e-3, (form, type(packed).__name__, num_rows)
+
+
 @pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
 @pytest.mark.usefixtures("_threads")
 def test_products_of_many_panels_are_the_same_on_any_number_of_threads(level: Level) -> None:

@@ -59,6 +59,8 @@ OPERATIONS = {
     "queries not rotated": "rotate_and_write with norms",
     "another eps": "rms_norm",
     "norm of the summand": "add_rms_norm",
+    "mean kept": "layer_norm",
+    "no up": "gelu",
     "gate and up swapped": r"linear \(gate_up\)",
     "last column lost": "linear",
     "no bias": r"linear \(qkv\)",

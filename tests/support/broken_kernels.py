@@ -126,6 +126,19 @@ class _NormOfTheSummand(TorchKernels):
         return self.rms_norm(x, weight, eps), residual + x
 
 
+class _MeanKept(TorchKernels):
+    """What RMSNorm would make of it."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        normed = self.rms_norm(x, weight, eps)
+        return normed if bias is None else normed + bias
+
+
+class _NoUp(TorchKernels):
+    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
+        return super().gelu(x, is_exact=is_exact)
+
+
 class _GateAndUpSwapped(TorchKernels):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return super().silu_and_mul(torch.cat(gate_up.chunk(2, dim=-1)[::-1], dim=-1))
@@ -177,6 +190,8 @@ FAULTS: dict[str, type[TorchKernels]] = {
     "queries not rotated": _UnrotatedQueries,
     "another eps": _NormWithoutEps,
     "norm of the summand": _NormOfTheSummand,
+    "mean kept": _MeanKept,
+    "no up": _NoUp,
     "gate and up swapped": _GateAndUpSwapped,
     "last column lost": _LastColumnLost,
     "no bias": _NoBias,
