@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from lightserve.kernels.interface import Kernels
 from lightserve.models.config import ModelConfig
-from lightserve.models.layers.linear import (
-    LinearMethod,
-    WeightReader,
-)
+from lightserve.models.layers.linear import LinearMethod, WeightReader, read_vector
 from lightserve.models.layers.norm import LayerNorm, Norm, RMSNorm
 from lightserve.models.parallel import TensorParallel
 
@@ -28,20 +25,9 @@ class ModelContext:
 
     def norm(self, name: str, *, size: int) -> Norm:
         """Load the normalisation `name`."""
-        if self.config.has_layer_norm:
-            return LayerNorm(
-                self.kernels,
-                self.reader,
-                name,
-                size=size,
-                eps=self.config.rms_norm_eps,
-                has_bias=self.config.has_norm_bias,
-            )
-        return RMSNorm(
-            self.kernels,
-            self.reader,
-            name,
-            size=size,
-            eps=self.config.rms_norm_eps,
-            offset=self.config.norm_offset,
-        )
+        config, reader = self.config, self.reader
+        weight = read_vector(reader, f"{name}.weight", size, offset=config.norm_offset)
+        if not config.has_layer_norm:
+            return RMSNorm(self.kernels, weight, config.rms_norm_eps)
+        bias = read_vector(reader, f"{name}.bias", size) if config.has_norm_bias else None
+        return LayerNorm(self.kernels, weight, bias, config.rms_norm_eps)

@@ -23,6 +23,7 @@ from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     WeightReader,
+    read_vector,
 )
 from lightserve.models.layers.norm import RMSNorm
 from lightserve.models.parallel import Part, even_part
@@ -40,14 +41,16 @@ class LatentAttention:
         heads = even_part(config.num_heads, context.tp)
         self._kernels, self._latent, self._num_heads = context.kernels, latent, heads.size
         self._scale = config.attention_scale
-        norms = (context.kernels, reader)
+
+        def norm(name: str, size: int) -> RMSNorm:
+            weight = read_vector(reader, f"{prefix}.{name}.weight", size)
+            return RMSNorm(context.kernels, weight, NORM_EPS)
+
         self._query_norm: RMSNorm | None = None
         source, in_size = f"{prefix}.q_proj", config.hidden_size
         if latent.query_rank is not None:
             self._query = self._linear(context, f"{prefix}.q_a_proj", Part(0, latent.query_rank))
-            self._query_norm = RMSNorm(
-                *norms, f"{prefix}.q_a_layernorm", size=latent.query_rank, eps=NORM_EPS
-            )
+            self._query_norm = norm("q_a_layernorm", latent.query_rank)
             source, in_size = f"{prefix}.q_b_proj", latent.query_rank
         rotated = NeighboursApart(
             reader,
@@ -66,7 +69,7 @@ class LatentAttention:
         self._kept = self._linear(
             context, f"{prefix}.kv_a_proj_with_mqa", Part(0, latent.rank + latent.rope_dim)
         )
-        self._norm = RMSNorm(*norms, f"{prefix}.kv_a_layernorm", size=latent.rank, eps=NORM_EPS)
+        self._norm = norm("kv_a_layernorm", latent.rank)
         self._to_latent, self._from_latent = self._absorbed(reader, f"{prefix}.kv_b_proj", heads)
         self._out = RowParallelLinear(
             context.method,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.broken_kernels import FAULTS
+from support.kernel_grid import SMALL_SHAPES
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -19,7 +20,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.device import DeviceTorchKernels
-from lightserve.kernels.interface import Kernels, KernelShapes
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, relative_error
@@ -27,21 +28,19 @@ from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker import engine
 
 CPU = torch.device("cpu")
-SHAPES = KernelShapes(
+SHAPES = replace(
+    SMALL_SHAPES,
     dtype=torch.float32,
     hidden_size=48,
-    intermediate_size=80,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=16,
-    rotary_dim=16,
     sliding_windows=(None, 24),
-    rms_norm_eps=1e-5,
     qk_norm=True,
     qkv_bias=True,
     has_alibi=True,
     soft_cap=50.0,
     context_len=2048,
+    num_experts=0,
 )
 IMPLEMENTATIONS = [
     ReferenceKernels,
@@ -97,7 +96,7 @@ def test_triton_kernels() -> None:
     ],
 )
 def test_other_shapes(changes: dict[str, object]) -> None:
-    check_kernels(TorchKernels(), replace(SHAPES, **changes), CPU)  # type: ignore[arg-type]
+    check_kernels(TorchKernels(), replace(SHAPES, **changes), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,15 +10,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.kernel_grid import SMALL_SHAPES
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightserve.kernels.device import DeviceTorchKernels
-from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes
+from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import _comparisons, _Pair
 
@@ -84,19 +86,8 @@ def test_what_would_be_seen() -> None:
 def test_the_check_at_the_start(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it compares is on the device; only the errors are read."""
     monkeypatch.setattr(torch, "Generator", NoGenerator)
-    shapes = KernelShapes(
-        dtype=torch.bfloat16,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=128,
-        sliding_windows=(4096, None),
-        rms_norm_eps=1e-5,
-        qk_norm=True,
-        qkv_bias=True,
-        context_len=32768,
+    shapes = replace(
+        SMALL_SHAPES, sliding_windows=(4096, None), qk_norm=True, qkv_bias=True, num_experts=0
     )
     with FakeTensorMode():
         operations = set()

@@ -335,7 +335,7 @@ class NativeKernels(TorchKernels):
         if operations is None:
             self._fall_back()
             return super().rms_norm(x, weight, eps)
-        return self._norm(operations, rows, None, weight, eps).view(x.shape)
+        return self._norm(operations.norm, rows, (None, weight), eps).view(x.shape)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -345,28 +345,7 @@ class NativeKernels(TorchKernels):
         if operations is None or not residual.is_contiguous():
             self._fall_back()
             return super().add_rms_norm(x, residual, weight, eps)
-        return self._norm(operations, x, residual.data_ptr(), weight, eps), residual
-
-    def _norm(
-        self, operations: Operations, x: Tensor, residual: int | None, weight: Tensor, eps: float
-    ) -> Tensor:
-        """Return norm(x [N, size]), or of the sum with what lies at `residual`."""
-        num_rows, size = x.shape
-        out = x.new_empty(num_rows, size)
-        if num_rows:
-            operations.norm(
-                x.data_ptr(),
-                x.stride(0),
-                residual,
-                weight.data_ptr(),
-                eps,
-                num_rows,
-                size,
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
-            )
-        return out
+        return self._norm(operations.norm, x, (residual, weight), eps), residual
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """See `Kernels.layer_norm`."""
@@ -375,14 +354,23 @@ class NativeKernels(TorchKernels):
         if operations is None:
             self._fall_back()
             return super().layer_norm(x, weight, bias, eps)
-        num_rows, size = rows.shape
-        out = rows.new_empty(num_rows, size)
+        return self._norm(operations.layer_norm, rows, (weight, bias), eps).view(x.shape)
+
+    def _norm(
+        self,
+        norm: Callable[..., int],
+        x: Tensor,
+        others: tuple[Tensor | None, Tensor | None],
+        eps: float,
+    ) -> Tensor:
+        """Return norm(x [N, size]); `others` are what else the core's function reads."""
+        num_rows, size = x.shape
+        out = x.new_empty(num_rows, size)
         if num_rows:
-            operations.layer_norm(
-                rows.data_ptr(),
-                rows.stride(0),
-                weight.data_ptr(),
-                None if bias is None else bias.data_ptr(),
+            norm(
+                x.data_ptr(),
+                x.stride(0),
+                *(None if other is None else other.data_ptr() for other in others),
                 eps,
                 num_rows,
                 size,
@@ -390,7 +378,7 @@ class NativeKernels(TorchKernels):
                 self._level,
                 torch.get_num_threads(),
             )
-        return out.view(x.shape)
+        return out
 
     def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
         """See `Kernels.gelu`."""

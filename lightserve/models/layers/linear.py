@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -264,15 +264,29 @@ def merged_bias(reader: WeightReader, shards: Sequence[ModuleShard]) -> Tensor |
     return bias
 
 
-class UnquantizedLinear:
-    """A dense weight [out, in], contiguous, and perhaps a bias [out]."""
+AnyKernels = TypeVar("AnyKernels", bound=Kernels)
+AnyWeight = TypeVar("AnyWeight")
+
+
+class WeightLinear(Generic[AnyKernels, AnyWeight]):
+    """A weight [out, in] as some kernels keep it, and perhaps a bias [out]."""
 
     __slots__ = ("bias", "kernels", "weight")
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, kernels: AnyKernels, weight: AnyWeight, bias: Tensor | None) -> None:
         self.kernels = kernels
         self.weight = weight
         self.bias = bias
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """See `Linear.rows`: there are none where no output layer is kept so."""
+        return None
+
+
+class UnquantizedLinear(WeightLinear[Kernels, Tensor]):
+    """A dense weight, contiguous."""
+
+    __slots__ = ()
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
@@ -312,15 +326,10 @@ class UnquantizedMethod:
         return self.make(*merged_shards(reader, shards), is_gated=is_gated)
 
 
-class Int8Linear:
-    """A weight of 8-bit integers, and perhaps a bias [out]."""
+class Int8Linear(WeightLinear[QuantizingKernels, Int8Weight]):
+    """A weight of 8-bit integers."""
 
-    __slots__ = ("bias", "kernels", "weight")
-
-    def __init__(self, kernels: QuantizingKernels, weight: Int8Weight, bias: Tensor | None) -> None:
-        self.kernels = kernels
-        self.weight = weight
-        self.bias = bias
+    __slots__ = ()
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
@@ -354,26 +363,15 @@ class Int8Method:
         return self.kernels.quantize(merged_shards(reader, shards)[0])
 
 
-class GroupedLinear:
-    """A weight of integers in groups of inputs, and perhaps a bias [out]."""
+class GroupedLinear(WeightLinear[QuantizingKernels, GroupedWeight]):
+    """A weight of integers in groups of inputs."""
 
-    __slots__ = ("bias", "kernels", "weight")
-
-    def __init__(
-        self, kernels: QuantizingKernels, weight: GroupedWeight, bias: Tensor | None
-    ) -> None:
-        self.kernels = kernels
-        self.weight = weight
-        self.bias = bias
+    __slots__ = ()
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
         assert dtype is None, "no output layer is in groups"
         return self.kernels.linear_groups(x, self.weight, self.bias)
-
-    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Linear.rows`: no output layer is in groups."""
-        return None
 
 
 class Int4Method(Int8Method):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
-from lightserve.models.layers.linear import WeightReader, read_vector
 
 
 class Norm(Protocol):
@@ -20,57 +20,35 @@ class Norm(Protocol):
         """Return (norm(x + residual), x + residual), all [T, size]; may overwrite `residual`."""
 
 
+@dataclass(frozen=True, slots=True)
 class RMSNorm:
     """x / rms(x) * weight over the last dimension, in float32 inside."""
 
-    __slots__ = ("_eps", "_kernels", "_weight")
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        reader: WeightReader,
-        name: str,
-        *,
-        size: int,
-        eps: float,
-        offset: float = 0.0,
-    ) -> None:
-        self._kernels = kernels
-        self._weight = read_vector(reader, f"{name}.weight", size, offset=offset)
-        self._eps = eps
+    kernels: Kernels
+    weight: Tensor
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Norm`."""
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `Norm.add`."""
-        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+@dataclass(frozen=True, slots=True)
 class LayerNorm:
     """(x - mean(x)) / std(x) * weight + bias over the last dimension, in float32 inside."""
 
-    __slots__ = ("_bias", "_eps", "_kernels", "_weight")
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        reader: WeightReader,
-        name: str,
-        *,
-        size: int,
-        eps: float,
-        has_bias: bool = True,
-    ) -> None:
-        self._kernels = kernels
-        self._weight = read_vector(reader, f"{name}.weight", size)
-        self._bias = read_vector(reader, f"{name}.bias", size) if has_bias else None
-        self._eps = eps
+    kernels: Kernels
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Norm`."""
-        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `Norm.add`."""

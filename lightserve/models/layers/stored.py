@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from lightserve.models.layers.linear import (
     Linear,
     ModuleShard,
     UnquantizedMethod,
+    WeightLinear,
     WeightReader,
     merged_bias,
 )
@@ -37,24 +38,15 @@ class RoundedLinear(Int8Linear):
         return self.kernels.linear_rounded(x, self.weight, self.bias)
 
 
-class Fp8Linear:
-    """A weight of floating point of 8 bits, and perhaps a bias [out]."""
+class Fp8Linear(WeightLinear[Fp8Kernels, Fp8Weight]):
+    """A weight of floating point of 8 bits."""
 
-    __slots__ = ("bias", "kernels", "weight")
-
-    def __init__(self, kernels: Fp8Kernels, weight: Fp8Weight, bias: Tensor | None) -> None:
-        self.kernels = kernels
-        self.weight = weight
-        self.bias = bias
+    __slots__ = ()
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
         assert dtype is None, "no output layer is of 8 bits in files"
         return self.kernels.linear_fp8(x, self.weight, self.bias)
-
-    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Linear.rows`."""
-        return None
 
 
 class StoredMethod(UnquantizedMethod):
