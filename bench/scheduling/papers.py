@@ -47,7 +47,7 @@ from bench.scheduling.paper_loads import (
     peak_load,
     tight_load,
 )
-from lightserve.config.scheduling import preset_values
+from lightserve.config.scheduling import AUTO_BATCHED_TOKENS, preset_values
 from lightserve.sim import HybridConfig
 from lightserve.sim.hybrid import HybridRun
 
@@ -66,7 +66,8 @@ class System(NamedTuple):
         """Return fields of `HybridConfig`."""
         values = {"policy": "unified", "admission": "risk"} | dict(self.options)
         values |= preset_values(self.preset, given=self.options.keys(), values=values)
-        budget = values.pop("max_num_batched_tokens", 512)
+        default = AUTO_BATCHED_TOKENS["cuda"] if values["policy"] == "unified" else 512
+        budget = values.pop("max_num_batched_tokens", default)
         chosen = {name: values.pop(name) for name in ("policy", "admission")}
         return chosen | {"budget_tokens": budget, "serve_options": values} | dict(self.load)
 

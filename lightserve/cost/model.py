@@ -87,11 +87,26 @@ def chunk_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
+FIXED_SHARE = 0.125
+"""Part of a step's time that may be what every step takes, however few its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """Predicts, in O(1)."""
 
     coefficients: StepCoefficients
+
+    @property
+    def fixed_s(self) -> float:
+        """What every step takes beside its tokens."""
+        c = self.coefficients
+        return max(0.0, c.floor_s - c.per_new_s * c.knee)
+
+    @property
+    def worthwhile_s(self) -> float:
+        """Time of a step that what every step takes is a small part of."""
+        return max(self.coefficients.floor_s, self.fixed_s / FIXED_SHARE)
 
     def seconds(self, shape: StepShape, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return the seconds of a step that waits for copies of so many tokens."""

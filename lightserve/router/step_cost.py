@@ -190,6 +190,11 @@ class StepCost:
         return 0.0 if self._model is None else self._model.coefficients.knee
 
     @property
+    def worthwhile_s(self) -> float:
+        """See `StepModel.worthwhile_s`; 0: nothing is known."""
+        return 0.0 if self._model is None else self._model.worthwhile_s
+
+    @property
     def guard(self) -> float:
         """Factor >= 1 on predicted times that makes misses rare, whatever the kind."""
         if self._guard is None:

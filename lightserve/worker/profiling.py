@@ -19,7 +19,14 @@ import torch
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.cost.model import StepModel, StepSample, StepShape, fit, held_out_errors
+from lightserve.cost.model import (
+    FIXED_SHARE,
+    StepModel,
+    StepSample,
+    StepShape,
+    fit,
+    held_out_errors,
+)
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -64,8 +71,6 @@ MIN_FITTED = 8
 """… without which nothing can be fitted."""
 NUM_REPEATS = 3
 COPIED_TOKENS = 256
-FIXED_SHARE = 1 / 8
-"""Part of a step's time that may be what a step of few tokens takes, too."""
 Row = tuple[int, int]
 """First position and number of tokens."""
 
@@ -103,8 +108,7 @@ def tokens_of_step(
     most = config.max_tokens_of_step(device_type)
     if config.max_num_batched_tokens or device_type != "cpu" or coefficients is None:
         return most
-    fixed_s = coefficients.floor_s - coefficients.per_new_s * coefficients.knee
-    worth_s = max(0.0, fixed_s) * (1 / FIXED_SHARE - 1)
+    worth_s = StepModel(coefficients).fixed_s * (1 / FIXED_SHARE - 1)
     if worth_s >= coefficients.per_new_s * most:
         return most
     return min(most, max(config.max_num_seqs, math.ceil(worth_s / coefficients.per_new_s)))

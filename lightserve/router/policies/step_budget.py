@@ -89,10 +89,10 @@ class StepBudget:
         self._shape = StepShape()
         self._timed = self._shape, 0.0
         """What it was when its time was last asked for, and that time."""
-        self._guard = limits.guard
-        self._idle_limit_s = limits.outlook.idle_limit_s
         self._limit_s = math.inf
         """By deadlines: of the whole step, with both guards."""
+        self._arrivals_limit_s = math.inf
+        """Likewise, for those that come while it runs."""
         self._best_effort_limit_s = math.inf
         """By deadlines that are met at best, before anything is lent."""
         self._lent_until_s = math.inf
@@ -145,8 +145,7 @@ class StepBudget:
 
     def running_of(self, request_class: RequestClass | None = None) -> Phase:
         """Return a phase of the requests of a class, or of all, that run and are not in it yet."""
-        running = self.running
-        rows = running.rows if request_class is None else running.of(request_class)
+        rows = self.running.rows if request_class is None else self.running.of(request_class)
         return self.phase_of(rows)
 
     def phase_of(self, rows: Rows) -> Phase:
@@ -356,8 +355,7 @@ class StepBudget:
     def note_rest(self) -> None:
         """Say of requests that were not tried why: it was not their turn."""
         reason = Reason.TOKENS if self.is_full else Reason.ORDER
-        num_in_it = self._shape.num_decodes + self._shape.num_chunks
-        if num_in_it - len(self.started) < len(self._table.rows):
+        if self.num_requests - len(self.started) < len(self._table.rows):
             others = self.not_in_it(self._table.rows)
             is_blocked = self.running.schedulable[others] == 0
             self.skips.note_rows(others[is_blocked], Reason.BLOCKED)
@@ -382,10 +380,9 @@ class StepBudget:
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
         rest, shape = request.num_schedulable_tokens, self._without(without)
-        if rest <= self._budget + len(without):
-            seconds = self._seconds_with_all_of(request, shape)
-            if seconds <= self._limit_s:
-                return seconds
+        whole_s = self._seconds_with_all_of(request, shape)
+        if rest <= self._budget + len(without) and whole_s <= self._prompts_limit_s:
+            return whole_s
         decodes = shape.decodes
         chunk = self._tokens_beside(decodes, request)
         if chunk >= rest:
@@ -393,9 +390,9 @@ class StepBudget:
         num_whole, last = divmod(rest, chunk)
         start = request.next_position
         ends = (start, start + (num_whole - 1) * chunk)
-        whole_s = sum(self._seconds(decodes.plus(place, chunk)) for place in ends) / 2
+        each_s = sum(self._seconds(decodes.plus(place, chunk)) for place in ends) / 2
         last_s = self._seconds(decodes.plus(start + rest - last, last)) if last else 0.0
-        return num_whole * whole_s + last_s
+        return num_whole * each_s + last_s
 
     def seconds_to_end_beside_others(self, request: Request) -> float:
         """Return the share of the time of full steps that a prompt takes, with the guard."""
@@ -406,15 +403,15 @@ class StepBudget:
     def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
         """Return how much of a prompt goes beside decodes in a step, at least MIN_CHUNK."""
         most = self.limits.max_num_batched_tokens - decodes.num_new
-        if math.isfinite(self._limit_s) and self._cost.is_known:
-            limit_s = self._limit_s / self._cost.guard
+        if math.isfinite(self._prompts_limit_s) and self._cost.is_known:
+            limit_s = self._prompts_limit_s / self._cost.guard
             most = self._cost.tokens_within(decodes, limit_s, request.next_position, most)
         return max(MIN_CHUNK, most)
 
     def is_urgent(self, request: Request) -> bool:
         """Whether a prompt can be in time, and no more if it waits for one step like this."""
         slack_s = self.residual(request) - self.seconds_to_end(request)
-        return 0.0 <= slack_s <= min(self._limit_s, self._idle_limit_s)
+        return 0.0 <= slack_s <= min(self._limit_s, self.limits.outlook.idle_limit_s)
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
         return self._seconds(shape.plus(request.next_position, request.num_schedulable_tokens))
@@ -441,8 +438,8 @@ class StepBudget:
         )
         self.deadline_s = self._limit_s = surely_s
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
-        if self._guard is not None and math.isfinite(surely_s):
-            self._limit_s = self._guard.limit(base_s, surely_s)
+        if self.limits.guard is not None and math.isfinite(surely_s):
+            self._limit_s = self.limits.guard.limit(base_s, surely_s)
 
     @property
     def decode_rows(self) -> Rows:
@@ -450,8 +447,22 @@ class StepBudget:
         rows = [part for part in self._added if isinstance(part, np.ndarray)]
         return rows[0] if len(rows) == 1 else np.concatenate([NO_ROWS, *rows])
 
+    def limit_for_arrivals(self) -> None:
+        """Limit the step for arrivals that have targets: they wait for the rest of it.
+
+        But to decodes it adds as much as makes what every step takes a small part of it.
+        """
+        if self.limits.outlook.ttft_s < math.inf and self._cost.is_known:
+            least_s = (self.seconds + self._cost.worthwhile_s) * self._cost.guard
+            self._arrivals_limit_s = max(self.limits.outlook.idle_limit_s, least_s)
+
+    @property
+    def _prompts_limit_s(self) -> float:
+        return min(self._limit_s, self._arrivals_limit_s)
+
     def lend(self, until_s: float) -> None:
         """Let best-effort requests have what is left: the step may take so long."""
+        self._arrivals_limit_s = math.inf
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         self._base_s = self.seconds
         self._lent_until_s = until_s
@@ -461,7 +472,7 @@ class StepBudget:
         """Within it the step may be filled for so much longer, whatever its limits."""
         limits = self._limit_s, self._lent_until_s
         self._limit_s = math.inf
-        self._lent_until_s = self.seconds + min(seconds, self._idle_limit_s)
+        self._lent_until_s = self.seconds + min(seconds, self.limits.outlook.idle_limit_s)
         yield
         self._limit_s, self._lent_until_s = limits
 
@@ -483,7 +494,7 @@ class StepBudget:
         Whatever the doubts, tokens that make it no longer may be in it: below the knee of the cost
         model they are free.
         """
-        return min(max(self._limit_s / self._cost.guard, self._base_s), self._lent_until_s)
+        return min(max(self._prompts_limit_s / self._cost.guard, self._base_s), self._lent_until_s)
 
     # ---------------------------------------------------------------- decodes
 

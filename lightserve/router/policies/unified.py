@@ -139,6 +139,7 @@ class _Order:
     def urgent(self) -> Iterator[Phase]:
         """Yield real-time prompts: those that can be in time, then those that cannot."""
         options, step = self._options, self._step
+        step.limit_for_arrivals()
         prompts = sorted(self._prompts, key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.arrivals import IDLE_LIMIT_S, Outlook
+from lightserve.router.arrivals import IDLE_LIMIT_S, NO_OUTLOOK, Outlook
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
@@ -52,7 +54,7 @@ def play(
     guard: StepGuard | None = None,
     into: list[StepBudget] | None = None,
     late_min_share: float = 0.1,
-    load: float = 0.0,
+    outlook: Outlook = NO_OUTLOOK,
 ) -> dict[int, int]:
     in_rows = running_of(running)
     limits = StepLimits(
@@ -65,7 +67,7 @@ def play(
         guard=guard,
         load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
         ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
-        outlook=Outlook(load=load),
+        outlook=outlook,
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
@@ -215,7 +217,7 @@ def test_in_overload_late_requests_have_what_they_can_use_of_their_share(cost: S
     in_time = due(make_request(2, prompt=600, computed=50), 80)
 
     def turns(load: float, *, late_min_share: float = 0.1) -> list[int]:
-        options = {"load": load, "late_min_share": late_min_share}
+        options = {"outlook": Outlook(load), "late_min_share": late_min_share}
         return [
             number
             for number in range(10, 241, 10)
@@ -246,7 +248,9 @@ def test_where_much_time_is_free_best_effort_goes_on_beyond_what_is_lent() -> No
     newcomer = make_request(40, BE, prompt=1000)
 
     def share_of_best_effort(load: float) -> tuple[int, int]:
-        shares = play(cost, [*real_time, *best_effort], [newcomer], num_slots=130, load=load)
+        shares = play(
+            cost, [*real_time, *best_effort], [newcomer], num_slots=130, outlook=Outlook(load)
+        )
         assert all(shares[number] == 1 for number in range(10))
         return sum(20 <= number < 40 for number in shares), shares.get(40, 0)
 
@@ -270,6 +274,21 @@ def test_without_deadlines_a_step_leaves_room_for_an_arrival(cost: StepCost) -> 
 
 def test_real_time_without_targets_is_not_limited(cost: StepCost) -> None:
     assert play(cost, [], [make_request(1, prompt=5000)]) == {1: 2048}
+
+
+def test_a_long_prompt_leaves_room_for_an_arrival_that_has_targets() -> None:
+    """It fills a quarter of the tightest time to a first token; but always 8 times the constant."""
+    cost = StepCost()
+    cost.use_profile(StepCoefficients(1e-2, 60.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+    def num_tokens(ttft_s: float) -> int:
+        running = [decode(number, 5000) for number in range(100)]
+        prompt = due(make_request(200, prompt=5000), 9000)
+        return play(cost, [*running, prompt], outlook=Outlook(ttft_s=ttft_s))[200]
+
+    assert num_tokens(0.4) == pytest.approx(1000 - 100 - 40, abs=2)
+    assert num_tokens(0.08) == pytest.approx(320, abs=2), "8 * 4 ms beside the decodes, not 6 ms"
+    assert num_tokens(math.inf) == 2048 - 100
 
 
 @pytest.mark.parametrize("reason", ["time", "memory", "budget"])
