@@ -664,6 +664,18 @@ CORE = [
         "kernels/test_native_core.py",
     ),
     fault(
+        "kernels/cpu/csrc/experts.cpp",
+        "const float share = shares[pairs[first + i]];",
+        "const float share = shares[first + i];",
+        "kernels/test_expert_kernels.py",
+    ),
+    fault(
+        "kernels/cpu/csrc/experts.cpp",
+        "x + pairs[first + i] / num_chosen * x_stride",
+        "x + pairs[first + i] / num_chosen * num_inputs",
+        "kernels/test_expert_kernels.py",
+    ),
+    fault(
         "kernels/cpu/csrc/vectors_attention.h",
         "smaller(num_keys, static_cast<int64_t>(tile.last_key[lane]) + 1 - first_key)",
         "smaller(num_keys, static_cast<int64_t>(tile.last_key[lane]) - first_key)",

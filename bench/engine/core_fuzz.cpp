@@ -35,6 +35,9 @@ void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32
                              const int32_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, \
                              int64_t, int64_t, float, float, const float*, const float*,         \
                              int32_t, T*, int32_t, int32_t);                                     \
+  int32_t core_mix_experts_##name(const T*, int64_t, int64_t, const int64_t*, const float*,      \
+                                  int64_t, const void*, int64_t, int64_t, int64_t, T*, int32_t,  \
+                                  int32_t);                                                      \
   int32_t core_rows_##name(const T*, int64_t, int64_t, const int64_t*, int64_t, T*, int32_t);    \
   int32_t core_rows_int8_##name(const int8_t*, const float*, int64_t, int64_t, const int64_t*,   \
                                 int64_t, T*, int32_t);
@@ -100,6 +103,21 @@ struct Buffer {
                                     zeros, threads);                                            \
       core_linear_##name(x, inputs, rows, (uint8_t*)grouped, (uint16_t*)halves, zeros, bits,    \
                          size, inputs, outputs, bias, form, out, level, threads);               \
+      if (gated) {                                                                              \
+        const int64_t each = outputs / 2, count = among(1, 4), most = among(1, count);          \
+        Buffer<T> downs(inputs * each), down(core_packed_size(inputs, each, is_bf16, 0));       \
+        core_pack_##name(downs, inputs, each, 0, down, threads);                                \
+        const void* words[] = {(T*)packed, 0, 0, 0, 0, (T*)down, 0, 0, 0, 0};                   \
+        std::vector<const void*> experts;                                                       \
+        for (int64_t i = 0; i < count; i++)                                                     \
+          experts.insert(experts.end(), words, words + 10);                                     \
+        Buffer<int64_t> own(rows * most);                                                       \
+        Buffer<float> shares(rows * most);                                                      \
+        for (int64_t i = 0; i < rows * most; i++) own[i] = among(0, count - 1);                 \
+        if (!core_mix_experts_##name(x, inputs, rows, own, shares, most, experts.data(), count, \
+                                     inputs, each, found, level, threads))                      \
+          std::abort();                                                                         \
+      }                                                                                         \
       Buffer<T> other(rows * inputs), normed(rows * inputs), scale(inputs);                     \
       core_norm_##name(x, inputs, rows % 2 ? static_cast<T*>(other) : nullptr, scale, 1e-5f,    \
                        rows, inputs, normed, level, threads);                                   \

@@ -21,6 +21,7 @@ from lightserve.kernels.check_batches import CheckBatch, check_batches
 from lightserve.kernels.interface import (
     ExpertBiases,
     ExpertKernels,
+    ExpertMixingKernels,
     Fp8Kernels,
     Kernels,
     KernelShapes,
@@ -227,7 +228,7 @@ def _comparisons(pair: _Pair) -> Iterator[Comparison]:
     yield from _linears(pair)
     yield from _norms(pair)
     yield from _activations(pair)
-    if pair.shapes.num_experts and isinstance(pair.kernels, ExpertKernels):
+    if pair.shapes.num_experts and (isinstance(pair.kernels, ExpertKernels) or _mixes(pair)):
         yield from _experts(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         yield from _heads(pair, case)
@@ -360,6 +361,13 @@ def _activations(pair: _Pair) -> Iterator[Comparison]:
     yield from pair.compare("gelu", shape, gelu, (gate_up,))
 
 
+def _mixes(pair: _Pair) -> bool:
+    """Return whether the kernels go through the model's experts in turn."""
+    plain = pair.shapes.expert_gate is None and not pair.shapes.has_expert_biases
+    has_type = pair.shapes.dtype is not torch.float16
+    return plain and has_type and isinstance(pair.kernels, ExpertMixingKernels)
+
+
 def _experts(pair: _Pair) -> Iterator[Comparison]:
     """Compare products of a few experts: as many as tokens choose, and one that none does."""
     shapes = pair.shapes
@@ -369,6 +377,14 @@ def _experts(pair: _Pair) -> Iterator[Comparison]:
     down = pair.random(num_experts, hidden, size, scale=size**-0.5)
 
     def mix(kernels: Kernels, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        if isinstance(kernels, ExpertMixingKernels):
+            packed = [
+                (kernels.pack_weight(first, is_gated=True), kernels.pack_weight(second))
+                for first, second in zip(*args[3:5], strict=True)
+            ]
+            mixer = kernels.expert_mixer(packed, shapes.dtype)
+            assert mixer is not None
+            return (mixer(*args[:3]),)
         assert isinstance(kernels, ExpertKernels)
         biases = ExpertBiases(*args[5:]) if shapes.has_expert_biases else None
         return (kernels.mix_experts(*args[:5], biases=biases, gate=shapes.expert_gate),)

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels
-from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
+from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import _comparisons, _Pair
 from lightserve.kernels.triton.kernels import TritonKernels
 
@@ -147,7 +149,15 @@ def test_the_check_at_the_start() -> None:
             return super().mix_experts(x, chosen.roll(1, dims=0), *args, **options)
 
     limit = LIMITS[torch.bfloat16]
-    for kernels, agrees in ((TritonKernels(), True), (Broken(), False)):
+
+    class BrokenInTurn(NativeKernels):
+        def expert_mixer(self, experts: Any, dtype: torch.dtype) -> Any:
+            return super().expert_mixer(experts[::-1], dtype)
+
+    checked = [(TritonKernels(), True), (Broken(), False)]
+    if not missing_core():
+        checked += [(NativeKernels(), True), (BrokenInTurn(), False)]
+    for kernels, agrees in checked:
         pair = _Pair(kernels, SHAPES, torch.device("cpu"))
         errors = [
             comparison.error()
@@ -156,3 +166,60 @@ def test_the_check_at_the_start() -> None:
         ]
         assert len(errors) == 3 and (max(errors) <= limit) == agrees, errors
     assert not isinstance(TorchKernels(), ExpertKernels)
+
+
+needs_core = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
+NATIVE_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@needs_core
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", NATIVE_LIMITS)
+@pytest.mark.parametrize("method", ["plain", "int8", "int4"])
+def test_native(case: tuple[int, int, int, int, int], dtype: torch.dtype, method: str) -> None:
+    """Weights as a method keeps them, beside numbers that are the same."""
+    kernels = NativeKernels()
+    x, chosen, weights, gate_up, down = inputs(case, dtype)
+
+    def packed(weight: Tensor, *, is_gated: bool) -> object:
+        if method == "int8":
+            return kernels.quantize(weight, is_gated=is_gated)
+        if method == "int4":
+            return kernels.quantize_groups(weight, 32, is_gated=is_gated)
+        return kernels.pack_weight(weight, is_gated=is_gated)
+
+    def numbers(weight: Tensor) -> Tensor:
+        if method == "int8":
+            return rounded_to_int8(weight)
+        if method == "int4":
+            own = kernels.quantize_groups(weight, 32)
+            return kernels.linear_groups(torch.eye(weight.shape[1]), own, None).T
+        return weight.float()
+
+    mix = kernels.expert_mixer(
+        [
+            (packed(first, is_gated=True), packed(second, is_gated=False))
+            for first, second in zip(gate_up, down, strict=True)
+        ],
+        dtype,
+    )
+    assert mix is not None
+    with Poisoned():
+        result = mix(x, chosen, weights)
+    assert result.dtype is dtype
+    both = (torch.stack([numbers(own) for own in part]) for part in (gate_up, down))
+    truth = ReferenceKernels().mix_experts(x.float(), chosen, weights, *both)
+    assert error(result, truth) < NATIVE_LIMITS[dtype]
+
+
+@needs_core
+def test_what_the_native_core_does_not_mix() -> None:
+    kernels, weight = NativeKernels(), torch.randn(4, 8)
+    pair = (kernels.pack_weight(weight, is_gated=True), kernels.pack_weight(torch.randn(8, 2)))
+    assert kernels.expert_mixer([pair], torch.float16) is None
+    assert kernels.expert_mixer([pair, (pair[0], "of another kind")], torch.float32) is None
+    mix = kernels.expert_mixer([pair, pair], torch.float32)
+    assert mix is not None
+    for wrong in (2, -1):
+        with pytest.raises(IndexError, match="none of 2"):
+            mix(torch.randn(1, 8), torch.tensor([[0, wrong]]), torch.ones(1, 2))

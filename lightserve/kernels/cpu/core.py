@@ -125,6 +125,8 @@ class Operations:
         self.norm = noted("norm", "plppfnlpit")
         self.layer_norm = noted("layer_norm", "plppfnlpit")
         self.elements = noted("elements", "iplplfnlplit")
+        self.mix_experts = function("mix_experts", "pllpplplllpii")
+        self.mix_experts.restype = _INT  # type: ignore[attr-defined]
         self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
         self.attention = noted("attention", "plpplliplpnllllffppipit")

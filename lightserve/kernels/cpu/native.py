@@ -10,7 +10,7 @@ the core's panels: only `linear` can read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ from lightserve.kernels.cpu.core import (
     num_panels,
 )
 from lightserve.kernels.cpu.default import TorchKernels
+from lightserve.kernels.cpu.experts import expert_mixer
 from lightserve.kernels.cpu.program import record, row_numbers
 from lightserve.kernels.interface import (
     AttentionBatch,
@@ -327,6 +328,13 @@ class NativeKernels(TorchKernels):
         packed, factors, zeros, num_outputs, _, bits, group_size, is_gated = weight
         numbers = (packed.data_ptr(), factors.data_ptr(), zeros.data_ptr(), bits, group_size)
         return self._multiply(x, numbers, num_outputs, bias, is_gated=is_gated)
+
+    def expert_mixer(
+        self, experts: Sequence[tuple[object, object]], dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """See `ExpertMixingKernels.expert_mixer`."""
+        operations = self._operations.get(dtype)
+        return None if operations is None else expert_mixer(operations, experts, self._level)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""

@@ -6,7 +6,7 @@ intermediate features, so all ranks have the same work whichever experts are cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from lightserve.kernels.interface import (
     ClampedGate,
     ExpertBiases,
     ExpertKernels,
+    ExpertMixingKernels,
     Fp4Weight,
     Fp8Weight,
     GroupedWeight,
@@ -33,6 +34,7 @@ from lightserve.models.layers.linear import (
     RoundingMethod,
     RowParallelLinear,
     UnquantizedMethod,
+    WeightLinear,
 )
 from lightserve.models.layers.packed_weights import packed_fp4, packed_weight
 from lightserve.models.layers.stored import StoredMethod
@@ -412,9 +414,21 @@ class _SeparateExperts:
             self._gate_ups.append(method.create(reader, pair, is_gated=self._gate is None))
             last = shard(f"{name}.{down}", inputs, part, has_bias=adds_bias)
             self._downs.append(method.create(reader, [last]))
+        self._mixer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        kernels = context.kernels
+        if isinstance(kernels, ExpertMixingKernels) and not (self._gate or moe.has_biases):
+            pairs = [
+                (gate_up.weight, down.weight)
+                for gate_up, down in zip(self._gate_ups, self._downs, strict=True)
+                if isinstance(gate_up, WeightLinear) and isinstance(down, WeightLinear)
+            ]
+            if len(pairs) == len(names):
+                self._mixer = kernels.expert_mixer(pairs, reader.dtype)
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `_Experts.mix`."""
+        if self._mixer is not None:
+            return self._mixer(x, chosen, weights)
         num_chosen = chosen.shape[1]
         pairs = chosen.flatten()
         order = pairs.argsort(stable=True)

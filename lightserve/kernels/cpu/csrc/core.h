@@ -343,6 +343,15 @@ INLINE float widened(bf16 value) {
   return wide;
 }
 
+// Rounded to a T; what is no number is none of bfloat16 if its lower half is zero, as that of a result of
+// bfloat16 numbers is.
+INLINE float narrowed(float, float value) { return value; }
+INLINE bf16 narrowed(bf16, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
 // `attend` adds a piece's keys to the states of its tiles, or returns true: the piece was all of its
 // context, and outputs are stored. `finish` stores them otherwise.
 template <typename T>

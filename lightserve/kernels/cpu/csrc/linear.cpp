@@ -105,14 +105,6 @@ int32_t copy_rows(const int64_t* rows, int64_t count, int64_t num_outputs, int n
   return 1;
 }
 
-float plain(float, float value) { return value; }
-
-bf16 plain(bf16, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 template <typename T>
 int32_t copy_rows_int8(const int8_t* bytes, const float* factors, int64_t num_outputs,
                        int64_t num_inputs, const int64_t* rows, int64_t count, T* out,
@@ -122,7 +114,7 @@ int32_t copy_rows_int8(const int8_t* bytes, const float* factors, int64_t num_ou
     const int8_t* from = bytes + panel * PANEL * padded + o / 16 * BYTE_TILE + o % 16 * 4;
     const float factor = factors[panel * PANEL + o];
     for (int64_t k = 0; k < num_inputs; k++)
-      out[i * num_inputs + k] = plain(
+      out[i * num_inputs + k] = narrowed(
           T{}, factor * from[k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK / 4 * 64 + k % 4]);
   });
 }
