@@ -1,12 +1,13 @@
 """Real-time requests over an endless backlog, live: `python -m bench.scheduling.hybrid_live`.
 
-Two cores, one server per policy, all up at once; they are loaded in turns, several rounds, so that
-whatever else the machine does falls on all alike (`bench/serving/server.py` says who runs where).
+Two cores, one server per system (a policy or a preset), all up at once; they are loaded in turns,
+several rounds, so that whatever else the machine does falls on all alike
+(`bench/serving/server.py` says who runs where).
 
-1. capacity: real-time requests per second of 64 closed-loop clients, the best policy's
+1. capacity: real-time requests per second of 64 closed-loop clients, the best system's
 2. targets: three times the p99 of TTFT, TPOT and largest gap, real-time requests alone, Poisson at
    0.6 of the capacity
-3. the same arrivals over a backlog, every policy in turn; real-time alone and best effort alone
+3. the same arrivals over a backlog, every system in turn; real-time alone and best effort alone
 4. decode gaps of running chats while prompts of 1,024 to 2,048 tokens stream in (bundled model)
 
 Bars: attainment 99 %; best-effort tokens per second 0.85 * 0.4 of what they are alone, as 0.4 is
@@ -34,10 +35,12 @@ from bench.serving.server import (
     write_random_model,
 )
 from bench.table import print_head, print_row
+from lightserve.config.scheduling import PRESETS
 from lightserve.loadtest.options import BE, RT
 from lightserve.loadtest.result import RequestRow, Run
 
-POLICIES = ("unified", "fcfs", "chunked", "priority")
+SYSTEMS = "unified,fcfs,chunked,priority"
+"""Policies, and presets by their names."""
 NUM_CLIENTS = 64
 RT_SHARE = 0.6
 TARGET_FACTOR = 3.0
@@ -111,7 +114,7 @@ def _measure_ms(row: RequestRow, name: str) -> float | None:
 
 
 class Bench:
-    """One model on a server per policy."""
+    """One model on a server per system."""
 
     def __init__(self, name: str, servers: Mapping[str, Server], seconds: float) -> None:
         self.case = CASES[name]
@@ -125,14 +128,14 @@ class Bench:
         skipped = ("--skip-first-s", str(RAMP_S), "--skip-last-s", "1")
         return ("--duration-s", str(RAMP_S + seconds + 1), *skipped)
 
-    def capacity_rps(self, policy: str) -> float:
+    def capacity_rps(self, system: str) -> float:
         """Return requests per second that end, of 64 closed-loop clients.
 
         Counted from the end of half as many requests until the last one is sent: then all
         clients are busy, however slow the machine is.
         """
         traffic = ("--concurrency", str(NUM_CLIENTS), "--num-requests", str(3 * NUM_CLIENTS))
-        run = load(self.servers[policy], *self._rt_lengths, *traffic, "--save-requests")
+        run = load(self.servers[system], *self._rt_lengths, *traffic, "--save-requests")
         ends = sorted(row.end_s for row in run.requests if row.error is None and row.end_s)
         start_s, end_s = ends[NUM_CLIENTS // 2], max(row.intended_s for row in run.requests)
         return sum(start_s < moment_s <= end_s for moment_s in ends) / (end_s - start_s)
@@ -141,7 +144,7 @@ class Bench:
         """Run real-time requests alone, on the unified server."""
         return load(self.servers["unified"], *self._rt(rate_rps, seed, scale), *self.targets)
 
-    def mixed(self, policy: str, rate_rps: float, seed: int) -> Run:
+    def mixed(self, system: str, rate_rps: float, seed: int) -> Run:
         """Run both classes."""
         prompts, outputs = self.case.be
         backlog = (
@@ -149,7 +152,7 @@ class Bench:
             f" output-tokens={outputs}"
         )
         traffic = (*self._rt(rate_rps, seed, 1.0), "--be", backlog)
-        return load(self.servers[policy], *traffic, *self.targets)
+        return load(self.servers[system], *traffic, *self.targets)
 
     def backlog_alone(self, seed: int) -> Run:
         """Run best-effort requests alone, on the unified server."""
@@ -177,7 +180,7 @@ class Bench:
         self.targets = ("--targets", text, "--send-targets")
         return limits
 
-    def gaps(self, policy: str, long_prompts: str | None) -> Run:
+    def gaps(self, system: str, long_prompts: str | None) -> Run:
         """Run eight chats, and two clients of long prompts of a class; None: chats alone."""
         chats = (*_lengths("64:128", "256"), "--concurrency", "8")
         stream: tuple[str, ...] = ()
@@ -187,7 +190,7 @@ class Bench:
             stream += ("--be-body", f'{{"service_tier": "{tier}"}}')
         # Nothing is skipped: a gap counts where its chat's arrival does.
         window = ("--duration-s", str(RAMP_S + self.seconds / 2), "--drain-s", "0.1")
-        return load(self.servers[policy], *chats, *stream, *self.targets, *window)
+        return load(self.servers[system], *chats, *stream, *self.targets, *window)
 
 
 def _lengths(prompts: str, outputs: str) -> tuple[str, ...]:
@@ -195,8 +198,8 @@ def _lengths(prompts: str, outputs: str) -> tuple[str, ...]:
 
 
 def compare(bench: Bench, rounds: int) -> None:
-    """Print capacity, targets and the table of policies."""
-    capacities = {policy: bench.capacity_rps(policy) for policy in POLICIES}
+    """Print capacity, targets and the table of systems."""
+    capacities = {system: bench.capacity_rps(system) for system in bench.servers}
     rate_rps = RT_SHARE * max(capacities.values())
     print("capacity, requests/s: " + ", ".join(f"{p} {c:.2f}" for p, c in capacities.items()))
     first = Sums()
@@ -208,11 +211,11 @@ def compare(bench: Bench, rounds: int) -> None:
         + f" ({len(first.rows)} requests alone)\n",
         flush=True,
     )
-    lines = {policy: Sums() for policy in POLICIES}
+    lines = {system: Sums() for system in bench.servers}
     alone, backlog = Sums(), Sums()
     for number in range(rounds):
-        for policy in POLICIES:
-            lines[policy].add(bench.mixed(policy, rate_rps, number))
+        for system, sums in lines.items():
+            sums.add(bench.mixed(system, rate_rps, number))
         alone.add(bench.alone(rate_rps, number))
         backlog.add(bench.backlog_alone(number))
     print_comparison(lines | {"no best effort": alone}, float(np.mean(backlog.be_tokens_per_s)))
@@ -221,9 +224,9 @@ def compare(bench: Bench, rounds: int) -> None:
 
 
 def print_comparison(lines: Mapping[str, Sums], be_alone: float) -> None:
-    """Print a line per policy, by round in parentheses."""
+    """Print a line per system, by round in parentheses."""
     heads = (
-        *("policy", "arrivals", f"attainment (≥ {ATTAINMENT_BAR:.0%})", "TTFT p50 / p99, ms"),
+        *("system", "arrivals", f"attainment (≥ {ATTAINMENT_BAR:.0%})", "TTFT p50 / p99, ms"),
         *("TPOT p50 / p99, ms", "largest gap p99, ms", "BE tokens/s"),
         *(f"of BE alone (≥ {BE_BAR:.2f})", "client's CPU"),
     )
@@ -249,15 +252,15 @@ def _rounds(values: Sequence[float], spec: str) -> str:
 
 def gaps(bench: Bench) -> None:
     """Print decode gaps of chats while long prompts come."""
-    heads = ("policy", "long prompts", "chat ITL p50 / p99 / max, ms", "chat tokens/s", "prompts/s")
+    heads = ("system", "long prompts", "chat ITL p50 / p99 / max, ms", "chat tokens/s", "prompts/s")
     print_head(*heads)
     for kind in (None, BE, RT):
-        for policy in POLICIES if kind else ("unified",):
-            run = bench.gaps(policy, kind)
+        for system in bench.servers if kind else ("unified",):
+            run = bench.gaps(system, kind)
             chats, prompts = run.classes[RT], run.classes.get(BE)
             itl = chats.itl_ms
             cells = (
-                *(policy, {None: "none", BE: "best effort", RT: "real time"}[kind]),
+                *(system, {None: "none", BE: "best effort", RT: "real time"}[kind]),
                 f"{itl.p50 or 0:.1f} / {itl.p99 or 0:.1f} / {itl.max or 0:.0f}",
                 f"{chats.output_tokens_per_s:.0f}",
                 f"{prompts.requests_per_s:.2f}" if prompts else "",
@@ -266,8 +269,10 @@ def gaps(bench: Bench) -> None:
     print(f"\nload average {load_average()}\n")
 
 
-def run_case(name: str, parts: Sequence[str], seconds: float, rounds: int) -> None:
-    """Start a server per policy and load them."""
+def run_case(
+    name: str, systems: Sequence[str], parts: Sequence[str], seconds: float, rounds: int
+) -> None:
+    """Start a server per system and load them."""
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model = Path(directory) / "model"
@@ -278,8 +283,8 @@ def run_case(name: str, parts: Sequence[str], seconds: float, rounds: int) -> No
         write_profile(profile, args, seconds=seconds)
         args += ["--profile", str(profile)]
         servers = {
-            policy: stack.enter_context(pinned_server([*args, "--policy", policy]))
-            for policy in POLICIES
+            system: stack.enter_context(pinned_server([*args, *_flags(system)]))
+            for system in systems
         }
         bench = Bench(name, servers, seconds)
         print(f"#### {name} model; load average {load_average()}\n", flush=True)
@@ -290,16 +295,22 @@ def run_case(name: str, parts: Sequence[str], seconds: float, rounds: int) -> No
     print(f"{time.perf_counter() - start_s:.0f} s\n", flush=True)
 
 
+def _flags(system: str) -> tuple[str, str]:
+    return ("--preset" if system in PRESETS else "--policy", system)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="bundled,random")
+    parser.add_argument("--systems", default=SYSTEMS, help="the first of them is unified")
     parser.add_argument("--parts", default="policies,gaps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="counted, of a run")
     args = parser.parse_args()
     for name in args.models.split(","):
-        run_case(name, args.parts.split(","), args.seconds, args.rounds)
+        systems, parts = args.systems.split(","), args.parts.split(",")
+        run_case(name, systems, parts, args.seconds, args.rounds)
 
 
 if __name__ == "__main__":

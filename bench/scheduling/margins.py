@@ -23,6 +23,7 @@ import numpy as np
 
 from bench.scheduling.paper_loads import SHAREGPT, accelgen_load, echo_load
 from bench.table import print_head, print_row
+from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepShape
 from lightserve.sim import HybridConfig, Targets
 from lightserve.sim.hybrid import HybridRun
@@ -124,6 +125,7 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "IDLE_LIMIT_S": {"IDLE_LIMIT_S": 0.5},
     "IDLE_SHARE": {"IDLE_SHARE": MANY},
     "MAX_IDLE_LIMIT_S": {"MAX_IDLE_LIMIT_S": MANY},
+    "FIXED_SHARE": {"FIXED_SHARE": 1e-9},
     # what arrives
     "MIN_SEEN_S": {"MIN_SEEN_S": 1e-9},
     "arrivals.NUM_PRIOR": {"arrivals.NUM_PRIOR": 1},
@@ -191,6 +193,7 @@ def play(scene: str, row: str, seed: int) -> Figures:
     """Run a scene with a row's numbers."""
     with tempfile.TemporaryDirectory() as folder, neutral(NEUTRAL[row]):
         options = SCENES[scene](Path(folder), seed) | {"margin_s": 1.0, "seed": seed}
+        options["budget_tokens"] = AUTO_BATCHED_TOKENS["cuda"]
         run = HybridRun(HybridConfig(**options))
         if row == "(chance)":
             run.worker._rng = np.random.default_rng(1000 + seed)
