@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from models.test_gguf import CONVERTED, converted
+from support.gguf_models import CONVERTED, converted
 from support.model_runs import load_tiny
 from support.parity import TokenSequence, schedule
 from torch import Tensor

@@ -1,8 +1,9 @@
 """Blocks of quantised numbers as GGUF files have them, made numbers of float32. Torch-free.
 
 The layouts are those of llama.cpp's `ggml-quants` (`block_q8_0`, `block_q4_0`, `block_q4_K`,
-`block_q5_K`, `block_q6_K`). K-quants: 256 numbers in sub-blocks of 32 or 16, whose factors (and, in
-Q4_K and Q5_K, least values) are themselves integers times a factor of the whole block.
+`block_q5_K`, `block_q6_K`, `block_mxfp4`). K-quants: 256 numbers in sub-blocks of 32 or 16, whose
+factors (and, in Q4_K and Q5_K, least values) are themselves integers times a factor of the whole
+block.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.models.gguf import BLOCK_TYPES
+from lightserve.models.moe_config import FP4_HALVES
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -46,6 +48,17 @@ def integers_of_blocks(data: Bytes, kind: int) -> tuple[Bytes, Floats, int] | No
     else:
         integers, zero = np.concatenate([packed & 15, packed >> 4], axis=1), 8
     return integers.reshape(len(data), -1), _halves(blocks, 0).reshape(len(data), -1), zero
+
+
+def codes_of_blocks(data: Bytes) -> tuple[Bytes, Bytes]:
+    """Return what rows of MXFP4 are made of; data [R, row bytes].
+
+    Codes [R, N] of numbers of 4 bits, and the exponent [R, N / 32] that 32 of them share.
+    """
+    blocks = data.reshape(-1, 17)
+    packed = blocks[:, 1:]
+    codes = np.concatenate([packed & 15, packed >> 4], axis=1)
+    return codes.reshape(len(data), -1), blocks[:, 0].reshape(len(data), -1)
 
 
 def _halves(blocks: Bytes, start: int) -> Floats:
@@ -105,4 +118,24 @@ def _q6_k(blocks: Bytes) -> Floats:
     return integers.reshape(-1, 16, 16) * factors[:, :, None]
 
 
-_UNPACK = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+_HALVES = np.array([*FP4_HALVES, *(-half for half in FP4_HALVES)])
+_FP4: Floats = (_HALVES / 2).astype(np.float32)
+_BIAS, _NO_NUMBER = 127, 255
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    codes, exponents = codes_of_blocks(blocks)
+    powers = np.minimum(exponents, _NO_NUMBER - 1).astype(np.int32) - _BIAS
+    factors = np.ldexp(np.float32(1), powers).astype(np.float32)
+    factors[exponents == _NO_NUMBER] = np.nan
+    return _FP4[codes] * factors
+
+
+_UNPACK = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+}

@@ -1,82 +1,30 @@
-"""The architectures of GGUF files: what their metadata and tensors' names mean. Torch-free.
-
-Keys, names and the ways in which weights are stored are those of llama.cpp's converter.
-"""
+"""A GGUF file's model in the words of config.json, and where its tensors are. Torch-free."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from lightserve.errors import ModelLoadError
+from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
+from lightserve.models.gguf_families import (
+    FAMILIES,
+    MIXTRAL,
+    OLMO3,
+    GgufFamily,
+    has,
+    window_of,
+)
+from lightserve.models.gguf_rope import rope_of
 from lightserve.models.moe_config import MAX_EXPERTS
 
-FREQUENCY_FACTORS = "rope_freqs.weight"
-_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _GATES = "ffn_gate_inp_shexp.weight"
-
-_NAMES = (
-    ("model.layers.", "blk."),
-    ("model.embed_tokens.", "token_embd."),
-    ("model.norm.", "output_norm."),
-    ("lm_head.", "output."),
-    ("self_attn.q_proj.", "attn_q."),
-    ("self_attn.k_proj.", "attn_k."),
-    ("self_attn.v_proj.", "attn_v."),
-    ("self_attn.o_proj.", "attn_output."),
-    ("self_attn.q_norm.", "attn_q_norm."),
-    ("self_attn.k_norm.", "attn_k_norm."),
-    ("mlp.gate_proj.", "ffn_gate."),
-    ("mlp.up_proj.", "ffn_up."),
-    ("mlp.down_proj.", "ffn_down."),
-    ("input_layernorm.", "attn_norm."),
-    ("post_attention_layernorm.", "ffn_norm."),
-)
-"""See `ModelConfig.stored_names`."""
-_OUTPUT_NORMS = (
-    ("post_attention_layernorm.", "post_attention_norm."),
-    ("pre_feedforward_layernorm.", "ffn_norm."),
-    ("post_feedforward_layernorm.", "post_ffw_norm."),
-)
-_MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
 _WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt")
-_PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _MAX_ALONE = 1 << 18
 """Tensors, where experts are counted one by one."""
-
-
-def _nothing(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufFamily:
-    """One value of `general.architecture`."""
-
-    architecture: str
-    """In the words of config.json."""
-    own_names: tuple[tuple[str, str], ...] = ()
-    """Names that it alone has, or has for something else."""
-    has_neighbours: bool = False
-    """Whether rotated pairs of queries and keys are neighbours in the file."""
-    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """What layers call the products of an expert; a file has those of all in one tensor."""
-    module: str = "mlp"
-    """What has the experts in it."""
-    theta: float = 10_000.0
-    """Base of rotary embeddings where the file gives none."""
-    own: Callable[[GgufFile, str], dict[str, Any]] = _nothing
-    """What else config.json would say."""
-
-    @property
-    def stored_names(self) -> tuple[tuple[str, str], ...]:
-        """See `ModelConfig.stored_names`."""
-        return self.own_names + _NAMES
 
 
 def family_of(gguf: GgufFile) -> GgufFamily:
@@ -84,7 +32,7 @@ def family_of(gguf: GgufFile) -> GgufFamily:
     name = gguf.string("general.architecture")
     if name == "llama" and gguf.integer("llama.expert_count", default=0):
         return MIXTRAL
-    if name == "olmo2" and _window(gguf, name) is not None:
+    if name == "olmo2" and window_of(gguf, name) is not None:
         return OLMO3
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -103,8 +51,8 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
         layer, _, rest = name.rpartition(".ffn_")
         if f"ffn_{rest}" == _GATES and len(tensor.shape) == 1:
             tensors[name] = dataclasses.replace(tensor, shape=(1, *tensor.shape))
-        kind = f"ffn_{rest.removesuffix('.weight')}"
-        if kind not in _EXPERTS or len(tensor.shape) != 3:
+        kind, _, part = f"ffn_{rest}".partition(".")
+        if kind not in _EXPERTS or len(tensor.shape) != {"weight": 3, "bias": 2}.get(part):
             continue
         if tensor.shape[0] > MAX_EXPERTS or len(tensors) > _MAX_ALONE:
             raise ModelLoadError(
@@ -113,18 +61,33 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
             )
         product = family.experts[_EXPERTS.index(kind)]
         for expert in range(tensor.shape[0]):
-            own = f"{layer}.{family.module}.experts.{expert}.{product}.weight"
+            own = f"{layer}.{family.module}.experts.{expert}.{product}.{part}"
             tensors[own] = _slice(tensor, expert)
     return dataclasses.replace(gguf, tensors=tensors)
 
 
 def _slice(tensor: GgufTensor, number: int) -> GgufTensor:
-    """Return one of the matrices of a tensor."""
+    """Return one of the matrices, or biases, of a tensor."""
     shape = tensor.shape[1:]
     if tensor.kind not in BLOCK_TYPES:
         return dataclasses.replace(tensor, shape=shape)
     size = math.prod(shape[:-1]) * tensor.row_bytes
     return dataclasses.replace(tensor, shape=shape, start=tensor.start + number * size)
+
+
+def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
+    """Return a model as its GGUF file has it, where safetensors have it otherwise.
+
+    Norms have their offset in them; products are merged, if they are, one after the other; each
+    expert has tensors of its own, once `one_by_one` has told them apart.
+    """
+    merged = config.merged
+    if merged & {"qkv", "grouped_qkv"}:  # all queries, then all keys, then all values
+        merged = merged - {"qkv", "grouped_qkv"}
+        if has(gguf, "attn_qkv.weight"):
+            merged |= {"qkv"}
+    moe = config.moe and dataclasses.replace(config.moe, stacked=None)
+    return dataclasses.replace(config, norm_offset=0.0, merged=merged, moe=moe)
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:
@@ -155,307 +118,9 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": gguf.number(f"{name}.attention.{norm}"),
         "max_position_embeddings": gguf.integer(f"{name}.context_length"),
-        "rope_parameters": _rope(gguf, name, head_dim, family.theta),
+        "rope_parameters": rope_of(gguf, name, head_dim, family.theta),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": name in ("llama", "granite", "smollm3") and _has(gguf, "attn_q.bias"),
+        "attention_bias": name in ("llama", "granite", "smollm3") and has(gguf, "attn_q.bias"),
         "dtype": "bfloat16",
         **family.own(gguf, name),
     }
-
-
-def _has(gguf: GgufFile, name: str) -> bool:
-    return f"blk.0.{name}" in gguf.tensors
-
-
-def _need(gguf: GgufFile, name: str) -> None:
-    if not _has(gguf, name):
-        raise ModelLoadError(f"{gguf.path}: tensor 'blk.0.{name}' is missing")
-
-
-def _rope(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, Any]:
-    rope: dict[str, Any] = {
-        "rope_theta": gguf.number(f"{name}.rope.freq_base", default=theta),
-        "rope_type": "default",
-    }
-    length = gguf.integer(f"{name}.context_length")
-    size = gguf.integer(f"{name}.rope.dimension_count", default=head_dim)
-    if size != head_dim and name not in _PARTLY_ROTATED:
-        key = f"{name}.rope.dimension_count"
-        raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
-    if name in _PARTLY_ROTATED:
-        rope["partial_rotary_factor"] = size / head_dim
-    if _LONG_FACTORS in gguf.tensors and _SHORT_FACTORS in gguf.tensors:
-        original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
-        scaled = rope | {
-            "rope_type": "longrope",
-            "short_factor": _float32(gguf, _SHORT_FACTORS),
-            "long_factor": _float32(gguf, _LONG_FACTORS),
-            "original_max_position_embeddings": original,
-        }
-        return scaled | _attention_factor(gguf, name)
-    if FREQUENCY_FACTORS in gguf.tensors:
-        # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
-        factors = _float32(gguf, FREQUENCY_FACTORS)
-        return rope | {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": length,
-        }
-    kind = gguf.string(f"{name}.rope.scaling.type", default="none")
-    match kind:
-        case "none":
-            return rope
-        case "linear":
-            factor = gguf.number(f"{name}.rope.scaling.factor")
-            return rope | {"rope_type": "linear", "factor": factor}
-        case "yarn":
-            original = gguf.integer(f"{name}.rope.scaling.original_context_length")
-            scaled = rope | {
-                "rope_type": "yarn",
-                "factor": gguf.number(f"{name}.rope.scaling.factor"),
-                "original_max_position_embeddings": original,
-            }
-            return scaled | _attention_factor(gguf, name)
-        case _:
-            key = f"{name}.rope.scaling.type"
-            raise gguf.error(key, f"must be none, linear or yarn, got {kind!r}")
-
-
-def _attention_factor(gguf: GgufFile, name: str) -> dict[str, Any]:
-    key = f"{name}.rope.scaling.attn_factor"
-    return {"attention_factor": gguf.number(key)} if key in gguf.metadata else {}
-
-
-def _float32(gguf: GgufFile, name: str) -> list[float]:
-    tensor = gguf.tensors[name]
-    if tensor.kind or len(tensor.shape) != 1:
-        raise ModelLoadError(f"{gguf.path}: tensor {name!r} must be a row of F32")
-    data = memoryview(gguf.data)[tensor.start : tensor.start + tensor.row_bytes]
-    return list(data.cast("f"))
-
-
-# What single families have.
-
-
-def _qwen2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    _need(gguf, "attn_q.bias")
-    return {}
-
-
-def _window(gguf: GgufFile, name: str) -> int | None:
-    return gguf.integer(f"{name}.attention.sliding_window", default=0) or None
-
-
-def _mixtral(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {
-        "num_local_experts": gguf.integer(f"{name}.expert_count"),
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
-    }
-
-
-def _qwen_moe(gguf: GgufFile, name: str) -> dict[str, Any]:
-    """Qwen2-MoE's experts keep the weights that all had together, Qwen3-MoE's do not."""
-    own = {
-        "num_experts": gguf.integer(f"{name}.expert_count"),
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
-        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length"),
-        "norm_topk_prob": name == "qwen3moe",
-    }
-    if name == "qwen2moe":
-        _need(gguf, "attn_q.bias")
-        shared = gguf.integer(f"{name}.expert_shared_feed_forward_length")
-        own["shared_expert_intermediate_size"] = shared
-    return own
-
-
-def _gemma2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    # The file has no scale of attention; llama.cpp knows the model by its layers, too.
-    return {
-        "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=46),
-        "sliding_window": _window(gguf, name) or 4096,
-        "attn_logit_softcapping": gguf.number(f"{name}.attn_logit_softcapping", default=50.0),
-        "final_logit_softcapping": gguf.number(f"{name}.final_logit_softcapping", default=30.0),
-    }
-
-
-def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
-    key = f"{name}.attention.sliding_window_pattern"
-    return {
-        "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=62),
-        "sliding_window": _window(gguf, name) or 4096,
-        "sliding_window_pattern": gguf.integer(key, default=6),
-        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    }
-
-
-def _query_scale(gguf: GgufFile, name: str, *, of_largest: int) -> int:
-    """Return what queries are divided by the root of: the size of a head, or an even share."""
-    num_heads = gguf.integer(f"{name}.attention.head_count")
-    share = gguf.integer(f"{name}.embedding_length") // num_heads
-    if gguf.integer(f"{name}.block_count") == of_largest:
-        return share
-    return gguf.integer(f"{name}.attention.key_length", default=share)
-
-
-def _granite(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {
-        "embedding_multiplier": gguf.number(f"{name}.embedding_scale", default=1.0),
-        "residual_multiplier": gguf.number(f"{name}.residual_scale", default=1.0),
-        "attention_multiplier": gguf.number(f"{name}.attention.scale"),
-        "logits_scaling": gguf.number(f"{name}.logit_scale", default=1.0),
-    }
-
-
-def _olmo3(gguf: GgufFile, name: str) -> dict[str, Any]:
-    """Layers with a window have the embedding without its scaling, by the same base."""
-    window, key = _window(gguf, name), f"{name}.attention.sliding_window_pattern"
-    own: dict[str, Any] = {
-        "sliding_window": window,
-        "rope_theta": (theta := gguf.number(f"{name}.rope.freq_base", default=10_000.0)),
-        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=theta),
-    }
-    if key in gguf.metadata:
-        flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
-        if len(flags) != num_layers:
-            raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
-        kinds = ("full_attention", "sliding_attention")
-        own["layer_types"] = [kinds[bool(has_window)] for has_window in flags]
-    return own
-
-
-def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return _mixtral(gguf, name) | {
-        "num_experts": gguf.integer(f"{name}.expert_count"),
-        "norm_topk_prob": False,
-    }
-
-
-def _gpt_neox(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {
-        "layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "use_parallel_residual": gguf.boolean(f"{name}.use_parallel_residual", default=True),
-        "attention_bias": _has(gguf, "attn_qkv.bias"),
-    }
-
-
-def _phi2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {"layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon")}
-
-
-def _bloom(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "seq_length": gguf.integer(f"{name}.context_length"),
-    }
-
-
-def _mpt(gguf: GgufFile, name: str) -> dict[str, Any]:
-    hidden = gguf.integer(f"{name}.embedding_length")
-    inner = gguf.integer(f"{name}.feed_forward_length")
-    if not hidden or inner % hidden:
-        key = f"{name}.feed_forward_length"
-        raise gguf.error(key, f"must be a multiple of {hidden}, got {inner}")
-    if gguf.number(key := f"{name}.attention.clamp_kqv", default=0.0):
-        raise gguf.error(key, "must be 0")
-    return {
-        "n_heads": gguf.integer(f"{name}.attention.head_count"),
-        "d_model": hidden,
-        "n_layers": gguf.integer(f"{name}.block_count"),
-        "max_seq_len": gguf.integer(f"{name}.context_length"),
-        "expansion_ratio": inner // hidden,
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "attn_config": {
-            "alibi_bias_max": gguf.number(f"{name}.attention.max_alibi_bias"),
-            "qk_ln": _has(gguf, "attn_q_norm.weight"),
-        },
-    }
-
-
-def _starcoder(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {
-        "n_head": gguf.integer(f"{name}.attention.head_count"),
-        "n_embd": gguf.integer(f"{name}.embedding_length"),
-        "n_layer": gguf.integer(f"{name}.block_count"),
-        "n_inner": gguf.integer(f"{name}.feed_forward_length"),
-        "n_positions": gguf.integer(f"{name}.context_length"),
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-    }
-
-
-def _starcoder2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    """The file has no window, and llama.cpp none."""
-    return {
-        "norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "use_bias": _has(gguf, "attn_q.bias"),
-        "sliding_window": None,
-    }
-
-
-_QWEN_EXPERTS = (
-    ("mlp.gate.", "ffn_gate_inp."),
-    ("mlp.shared_expert.gate_proj.", "ffn_gate_shexp."),
-    ("mlp.shared_expert.up_proj.", "ffn_up_shexp."),
-    ("mlp.shared_expert.down_proj.", "ffn_down_shexp."),
-    ("mlp.shared_expert_gate.", "ffn_gate_inp_shexp."),
-)
-MIXTRAL = GgufFamily(
-    architecture="MixtralForCausalLM",
-    own_names=(("block_sparse_moe.gate.", "ffn_gate_inp."),),
-    has_neighbours=True,
-    experts=("w1", "w3", "w2"),
-    module="block_sparse_moe",
-    own=_mixtral,
-)
-"""A `llama` with experts."""
-OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo3)
-"""An `olmo2` with windows."""
-FAMILIES = {
-    "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
-    "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
-    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM"),
-    "qwen2moe": GgufFamily(
-        architecture="Qwen2MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
-    ),
-    "qwen3moe": GgufFamily(
-        architecture="Qwen3MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
-    ),
-    "gemma": GgufFamily(architecture="GemmaForCausalLM"),
-    "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", own_names=_OUTPUT_NORMS, own=_gemma2),
-    "gemma3": GgufFamily(
-        architecture="Gemma3ForCausalLM", own_names=_OUTPUT_NORMS, theta=1e6, own=_gemma3
-    ),
-    "phi3": GgufFamily(
-        architecture="Phi3ForCausalLM",
-        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
-        own=lambda gguf, name: {"sliding_window": _window(gguf, name)},
-    ),
-    "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
-    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", own_names=_OUTPUT_NORMS),
-    "olmoe": GgufFamily(
-        architecture="OlmoeForCausalLM", own_names=(("mlp.gate.", "ffn_gate_inp."),), own=_olmoe
-    ),
-    "gptneox": GgufFamily(architecture="GPTNeoXForCausalLM", own_names=(_MERGED,), own=_gpt_neox),
-    "phi2": GgufFamily(architecture="PhiForCausalLM", own=_phi2),
-    "bloom": GgufFamily(
-        architecture="BloomForCausalLM",
-        own_names=(_MERGED, ("model.embed_norm.", "token_embd_norm.")),
-        own=_bloom,
-    ),
-    "mpt": GgufFamily(architecture="MptForCausalLM", own_names=(_MERGED,), own=_mpt),
-    "starcoder": GgufFamily(
-        architecture="GPTBigCodeForCausalLM",
-        own_names=(_MERGED, ("model.embed_positions.", "position_embd.")),
-        own=_starcoder,
-    ),
-    "smollm3": GgufFamily(
-        architecture="SmolLM3ForCausalLM",
-        has_neighbours=True,
-        own=lambda gguf, name: {"no_rope_layer_interval": 4},
-    ),
-    "starcoder2": GgufFamily(architecture="Starcoder2ForCausalLM", own=_starcoder2),
-}
-"""By `general.architecture`; Mistral's is `llama`."""

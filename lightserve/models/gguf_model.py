@@ -26,22 +26,43 @@ from lightserve.tokenization.sentencepiece_file import decoder, merges
 from lightserve.tokenization.tiktoken_file import SPLITS
 
 WEIGHTS_FILE = "model.gguf"
-_LAYOUT = "2"
+_LAYOUT = "3"
 """Of what is written: another one is written anew."""
 
-_SPLITS = {
-    **SPLITS,
-    "dbrx": SPLITS["llama-bpe"],
-    "smaug-bpe": SPLITS["llama-bpe"],
-    "smollm": None,
-    "starcoder": None,
-    "refact": None,
-    "gpt-2": None,
-    "default": None,
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **{name: (split,) for name, split in SPLITS.items()},
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (SPLITS["llama-bpe"],)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "gpt-2", "default"), ()),
+    "gpt-4o": (_GPT_4O,),
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",  # noqa: RUF001
+        r"\s+$",
+        r"[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+        rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
-"""How texts are split before they are merged, by `tokenizer.ggml.pre`; None: as GPT-2's are."""
+"""How texts are split before they are merged, step by step, by `tokenizer.ggml.pre`; without a
+step: as GPT-2's are."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 _CONTROL, _USER_DEFINED = 3, 4
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
 def unpacked_root() -> Path:
@@ -137,15 +158,13 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
     if pre not in _SPLITS:
         known = ", ".join(_SPLITS)
         raise gguf.error("tokenizer.ggml.pre", f"must be one of {known}, got {pre!r}")
-    split = _SPLITS[pre]
-    steps: list[dict[str, Any]] = []
-    if split is not None:
-        pattern = {"Regex": split}
-        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
+    splits = _SPLITS[pre]
+    kind = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps: list[dict[str, Any]] = [kind | {"pattern": {"Regex": split}} for split in splits]
     if pre in _SINGLE_DIGITS:
         steps.append({"type": "Digits", "individual_digits": True})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    steps.append(byte_level | {"use_regex": split is None})
+    steps.append(byte_level | {"use_regex": not splits})
 
     def merges() -> Iterator[str]:
         for merge in gguf.each_string("tokenizer.ggml.merges"):
@@ -207,15 +226,23 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
         if key in gguf.metadata:
             token_id = _token_id(gguf, key, num_pieces)
             config[f"{name}_token"] = gguf.string_at("tokenizer.ggml.tokens", token_id)
-    ends = [
+    ends = {
         _token_id(gguf, key, num_pieces)
         for name in ("eos", "eot", "eom")
         if (key := f"tokenizer.ggml.{name}_token_id") in gguf.metadata
-    ]
-    config["eos_token_id"] = sorted(set(ends)) or None
+    }
+    if gguf.string("general.architecture") == "gpt-oss":
+        ends = _harmony_ends(gguf) or ends
+    config["eos_token_id"] = sorted(ends) or None
     if "tokenizer.chat_template" in gguf.metadata:
         config["chat_template"] = gguf.string("tokenizer.chat_template")
     return config
+
+
+def _harmony_ends(gguf: GgufFile) -> set[int]:
+    """Return what ends an answer of gpt-oss: a message's own end does not, a call's does."""
+    pieces = gguf.each_string("tokenizer.ggml.tokens")
+    return {number for number, piece in enumerate(pieces) if piece in _HARMONY_ENDS}
 
 
 def _token_id(gguf: GgufFile, key: str, num_tokens: int) -> int:

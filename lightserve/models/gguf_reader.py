@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
-from lightserve.models.gguf_blocks import integers_of_blocks, numbers_of_blocks
+from lightserve.models.gguf_blocks import codes_of_blocks, integers_of_blocks, numbers_of_blocks
 from lightserve.models.parallel import Part
-from lightserve.models.stored_weights import StoredWeight
+from lightserve.models.stored_weights import StoredWeight, fp4_weight
 from lightserve.models.weight_copies import WeightCopies, is_finite, weight_copies
 from lightserve.models.weight_files import WeightFiles
 from lightserve.progress import Advance
@@ -91,21 +91,9 @@ class GgufReader:
         if tensor is None or len(tensor.shape) != 2:
             return None
         rows, columns = rows or Part(0, tensor.shape[0]), columns or Part(0, tensor.shape[1])
-        found = integers_of_blocks(self._data(tensor, rows), tensor.kind)
-        if found is None:
+        weight = _stored_weight(self._data(tensor, rows), tensor.kind, columns)
+        if weight is None:
             return None
-        integers, factors, zero = found
-        block = BLOCK_TYPES[tensor.kind]
-        size = block.num_numbers
-        first, end = columns.start // size, -(-(columns.start + columns.size) // size)
-        weight = StoredWeight(
-            torch.from_numpy(integers)[:, columns.start : columns.start + columns.size],
-            torch.from_numpy(factors)[:, first:end],
-            torch.full((rows.size, end - first), zero, dtype=torch.int16),
-            8 if block.name == "Q8_0" else 4,
-            size,
-            columns.start % size,
-        )
         if weight.factors.numel() and not is_finite(weight.factors):
             raise ModelLoadError(
                 f"{self._gguf.path}: tensor {stored!r} has values that are not finite"
@@ -167,3 +155,25 @@ class GgufReader:
             offset=tensor.start + rows.start * tensor.row_bytes,
         )
         return data.reshape(rows.size, -1)
+
+
+def _stored_weight(data: npt.NDArray[np.uint8], kind: int, columns: Part) -> StoredWeight | None:
+    """Return columns of rows [R, bytes of each] by their integers; None: blocks have more parts."""
+    block = BLOCK_TYPES[kind]
+    if block.name == "MXFP4":
+        codes, exponents = codes_of_blocks(data)
+        return fp4_weight(torch.from_numpy(codes), torch.from_numpy(exponents.copy()), columns)
+    found = integers_of_blocks(data, kind)
+    if found is None:
+        return None
+    integers, factors, zero = found
+    size = block.num_numbers
+    first, end = columns.start // size, -(-(columns.start + columns.size) // size)
+    return StoredWeight(
+        torch.from_numpy(integers)[:, columns.start : columns.start + columns.size],
+        torch.from_numpy(factors)[:, first:end],
+        torch.full((len(data), end - first), zero, dtype=torch.int16),
+        8 if block.name == "Q8_0" else 4,
+        size,
+        columns.start % size,
+    )

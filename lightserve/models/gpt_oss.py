@@ -15,10 +15,10 @@ from torch import Tensor
 from lightserve.errors import ModelLoadError
 from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.moe_config import MXFP4_GROUP, Stacked
+from lightserve.models.moe_config import Stacked
 from lightserve.models.parallel import Part
 from lightserve.models.safetensors_reader import SafetensorsReader
-from lightserve.models.stored_weights import StoredWeight
+from lightserve.models.stored_weights import StoredWeight, fp4_weight
 from lightserve.models.weight_copies import is_finite
 from lightserve.models.weight_files import BLOCKS, SCALES
 
@@ -26,25 +26,14 @@ _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<half>gate|up|down)_proj\.(?P<kind>weight|bias)"
 )
 
-# MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): a number has a sign, two bits of exponent and
-# one of mantissa; 32 inputs share a power of two, whose exponent is a byte. Twice a number is an
-# integer up to 12: these products of 8-bit integers in groups are exact.
-
-_HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
-_ZERO = 12
-_INTEGERS = torch.cat([_ZERO + _HALVES, _ZERO - _HALVES]).to(torch.uint8)
-"""Twice the number of each code, plus `_ZERO`."""
-_BIAS = 127
-_NAN = 255
-"""An exponent that stands for no number."""
-
 
 class GptOssForCausalLM(DecoderModel):
     """The decoder with sinks."""
 
     def __init__(self, context: ModelContext) -> None:
-        assert isinstance(context.reader, SafetensorsReader)
-        super().__init__(replace(context, reader=StackedExperts(context.reader, context)))
+        if isinstance(context.reader, SafetensorsReader):  # a GGUF file's experts are told apart
+            context = replace(context, reader=StackedExperts(context.reader, context))
+        super().__init__(context)
 
 
 class StackedExperts:
@@ -104,10 +93,11 @@ class StackedExperts:
         )
         if rows is not None:
             blocks, scales = (part.narrow(0, rows.start, rows.size) for part in (blocks, scales))
-        if bool((scales == _NAN).any()):
+        weight = _weight(blocks, scales, columns)
+        if weight.factors.numel() and not is_finite(weight.factors):
             place = self._reader.place_of(stacked + SCALES)
             raise ModelLoadError(f"{place} has values that are not finite")
-        return _weight(blocks, scales, columns)
+        return weight
 
     def _expert(self, match: re.Match[str]) -> Tensor:
         """Return one expert's part of a plain tensor, outputs before inputs."""
@@ -138,16 +128,4 @@ def _weight(blocks: Tensor, scales: Tensor, columns: Part | None) -> StoredWeigh
     The lower half of a byte is the first of its two numbers.
     """
     codes = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(1)
-    part = columns or Part(0, codes.shape[1])
-    first, end = part.start // MXFP4_GROUP, -(-(part.start + part.size) // MXFP4_GROUP)
-    exponents = scales[:, first:end].int() - _BIAS - 1  # of halves
-    own = codes.narrow(1, part.start, part.size)
-    return StoredWeight(
-        values=_INTEGERS[own.int()],
-        factors=torch.ldexp(torch.ones(exponents.shape), exponents),
-        zeros=torch.full(exponents.shape, _ZERO, dtype=torch.int16),
-        bits=8,
-        group_size=MXFP4_GROUP,
-        first_input=part.start % MXFP4_GROUP,
-        codes=own,
-    )
+    return fp4_weight(codes, scales, columns or Part(0, codes.shape[1]))

@@ -7,7 +7,6 @@ one copy of this rank's weights, plus file pages that the system may drop at any
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from lightserve.models.decoder import DecoderModel
 from lightserve.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from lightserve.models.gguf_config import family_of
+from lightserve.models.gguf_config import as_stored, family_of
 from lightserve.models.gguf_reader import GgufReader
 from lightserve.models.glm import Glm4ForCausalLM, GlmForCausalLM
 from lightserve.models.gpt_oss import GptOssForCausalLM
@@ -144,7 +143,7 @@ def load_model(
     check_tp(config, tp.size)
     files = check_weights(path, config)
     if files.gguf is not None:
-        config = _as_in_gguf(config)
+        config = as_stored(config, files.gguf)
     shapes = needed_tensors(config, files).values()
     total_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     with (
@@ -162,14 +161,6 @@ def load_model(
         model = MODELS[config.architecture](context)
         reader.check_finite()
         return model
-
-
-def _as_in_gguf(config: ModelConfig) -> ModelConfig:
-    """Return the same of a GGUF file: norms have their offset in them, heads another order."""
-    merged = config.merged
-    if "grouped_qkv" in merged:  # all queries, then all keys, then all values
-        merged = merged - {"grouped_qkv"} | {"qkv"}
-    return dataclasses.replace(config, norm_offset=0.0, merged=merged)
 
 
 def _reader(

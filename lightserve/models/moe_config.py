@@ -10,6 +10,8 @@ from lightserve.models.json_fields import JsonFields
 MAX_EXPERTS = 4096
 MXFP4_GROUP = 32
 """Inputs that share a factor in that format."""
+FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice what its numbers of 4 bits stand for, by their codes without the sign."""
 
 
 class Scoring(StrEnum):

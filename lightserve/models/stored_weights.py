@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightserve.models.moe_config import FP4_HALVES, MXFP4_GROUP
 from lightserve.models.parallel import Part
 from lightserve.models.weight_format import WORD_BITS, Layout, WeightFormat
 
@@ -69,7 +70,45 @@ class StoredWeight:
             self.group_size,
             self.first_input,
             self.groups,
+            None if self.codes is None else self.codes[order],
         )
+
+
+# MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): a number has a sign, two bits of exponent and
+# one of mantissa; 32 inputs share a power of two, whose exponent is a byte. Twice a number is an
+# integer up to 12: these products of 8-bit integers in groups are exact.
+
+_ZERO = max(FP4_HALVES)
+_INTEGERS = torch.tensor(
+    [*(_ZERO + half for half in FP4_HALVES), *(_ZERO - half for half in FP4_HALVES)],
+    dtype=torch.uint8,
+)
+"""Twice the number of each code, plus `_ZERO`."""
+_BIAS = 127
+_NO_NUMBER = 255
+"""An exponent that stands for none."""
+
+
+def fp4_weight(codes: Tensor, exponents: Tensor, columns: Part) -> StoredWeight:
+    """Return columns of a weight in MXFP4; codes uint8 [M, K], exponents uint8 [M, K / 32].
+
+    Groups whose exponent stands for no number have NaN as their factor.
+    """
+    first = columns.start // MXFP4_GROUP
+    end = -(-(columns.start + columns.size) // MXFP4_GROUP)
+    stored = exponents[:, first:end]
+    powers = stored.int() - _BIAS - 1  # of halves
+    factors = torch.ldexp(torch.ones(powers.shape), powers)
+    own = codes.narrow(1, columns.start, columns.size)
+    return StoredWeight(
+        values=_INTEGERS[own.int()],
+        factors=factors.masked_fill_(stored == _NO_NUMBER, torch.nan),
+        zeros=torch.full(powers.shape, _ZERO, dtype=torch.int16),
+        bits=8,
+        group_size=MXFP4_GROUP,
+        first_input=columns.start % MXFP4_GROUP,
+        codes=own,
+    )
 
 
 class IntegerGroups(NamedTuple):

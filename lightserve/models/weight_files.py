@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
-from lightserve.models.gguf_config import family_of, one_by_one
+from lightserve.models.gguf_config import as_stored, family_of, one_by_one
 from lightserve.models.gguf_model import WEIGHTS_FILE, unpacked_root
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
@@ -253,6 +253,9 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     if moe.stacked is not None:
         return shapes | _stacked_tensors(moe, hidden)
     for expert in range(moe.num_experts):
+        if moe.has_biases:
+            shapes |= {f"experts.{expert}.{name}.bias": (inner,) for name in (gate, up)}
+            shapes[f"experts.{expert}.{down}.bias"] = (hidden,)
         shapes |= {
             f"experts.{expert}.{gate}.weight": (inner, hidden),
             f"experts.{expert}.{up}.weight": (inner, hidden),
@@ -313,6 +316,8 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     if files.gguf is None:
         own = replace(files, stored_names=config.stored_names, form=config.weight_format)
         files = _with_prefix(own)
+    else:
+        config = as_stored(config, files.gguf)
     in_file: dict[Path, dict[str, StoredTensor]] = {}
     quantised: dict[str, tuple[int, int]] = {}
     for ours, shape in needed_tensors(config, files).items():

@@ -23,9 +23,11 @@ from support.gguf_files import (
     tokens_of,
     write_gguf,
 )
+from support.gguf_models import CONVERTED, MODELS, converted
 from support.model_runs import load_tiny, standard_sequences
 from support.parity import TokenSequence, compare_all, schedule
-from support.tiny_models import PART_ROPE, TinyModel, load_reference, rope, write_tiny_model
+from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
+from tokenizers import Regex, pre_tokenizers
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -34,15 +36,17 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
-from lightserve.models import gguf_reader
+from lightserve.models import gguf_model, gguf_reader
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_blocks import numbers_of_blocks
-from lightserve.models.gguf_config import FREQUENCY_FACTORS, one_by_one
+from lightserve.models.gguf_config import one_by_one
 from lightserve.models.gguf_model import unpack
+from lightserve.models.gguf_rope import FREQUENCY_FACTORS
 from lightserve.models.layers.linear import LinearMethod
 from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.parallel import Part
+from lightserve.models.rope import YarnRope
 from lightserve.models.weight_files import check_weights, quantised_as
 from lightserve.supervisor.startup import check_model, resolve_model
 from lightserve.tokenization.chat_template import find_chat_template
@@ -94,12 +98,20 @@ def q6_number(block: bytes, n: int) -> float:
     return half(block, 208) * signed(block[192 + n // 16]) * ((low | high << 4) - 32)
 
 
+def fp4_number(block: bytes, n: int) -> float:
+    code = block[1 + n % 16] >> 4 if n >= 16 else block[1 + n] & 15
+    exponent, mantissa = code >> 1 & 3, code & 1
+    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return float((-1) ** (code >> 3) * size * 2.0 ** (block[0] - 127))
+
+
 FORMULAS: dict[str, Callable[[bytes, int], float]] = {
     "Q8_0": lambda block, n: half(block, 0) * signed(block[2 + n]),
     "Q4_0": lambda b, n: half(b, 0) * ((b[2 + n % 16] >> 4 if n >= 16 else b[2 + n] & 15) - 8),
     "Q4_K": lambda block, n: k_number(block, n, has_fifth=False),
     "Q5_K": lambda block, n: k_number(block, n, has_fifth=True),
     "Q6_K": q6_number,
+    "MXFP4": fp4_number,
 }
 
 
@@ -111,6 +123,8 @@ def test_blocks(name: str) -> None:
     halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
     for start in [at + offset for at in halves for offset in (0, block.num_bytes)]:
         data[:, start + 1] = 0x31  # of the size of one: no NaN
+    if name == "MXFP4":
+        data[:, [0, block.num_bytes]] = [[0, 1], [127, 120], [130, 135]]
     found = numbers_of_blocks(data, KINDS[name])
     assert found.shape == (3, 2 * block.num_numbers)
     for row in range(3):
@@ -122,117 +136,6 @@ def test_blocks(name: str) -> None:
 
 
 # Whole models.
-
-MODELS = {
-    "llama": TinyModel("", "Llama", {"num_hidden_layers": 3, "vocab_size": 201}),
-    "qwen2": TinyModel("", "Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": TinyModel("", "Qwen3", {"head_dim": 32}),
-}
-GEMMA3_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
-}
-OLMO3_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
-    "full_attention": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-PHI3_ROPE = rope(
-    "longrope",
-    partial_rotary_factor=0.75,
-    short_factor=[1.0] * 6,
-    long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0],
-    original_max_position_embeddings=4,
-)
-CONVERTED = {
-    **MODELS,
-    "mixtral": TinyModel("", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen2moe": TinyModel(
-        "",
-        "Qwen2Moe",
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 56,
-        },
-    ),
-    "qwen3moe": TinyModel(
-        "",
-        "Qwen3Moe",
-        {
-            "head_dim": 32,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "moe_intermediate_size": 48,
-        },
-    ),
-    "gemma": TinyModel("", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),
-    "gemma2": TinyModel(
-        "",
-        "Gemma2",
-        {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 21,
-            "num_hidden_layers": 3,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gemma3": TinyModel(
-        "",
-        "Gemma3",
-        {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 32,
-            "sliding_window": 22,
-            "num_hidden_layers": 7,
-            "rope_parameters": GEMMA3_ROPE,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "phi3": TinyModel("", "Phi3", {"original_max_position_embeddings": 4, **PHI3_ROPE}),
-    "granite": TinyModel(
-        "",
-        "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 4.0,
-        },
-    ),
-    "olmo2": TinyModel("", "Olmo2", {"num_hidden_layers": 3}),
-    "olmo3": TinyModel(
-        "", "Olmo3", {"num_hidden_layers": 5, "sliding_window": 23, "rope_parameters": OLMO3_ROPE}
-    ),
-    "olmoe": TinyModel(
-        "", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-    ),
-    "gptneox": TinyModel("", "GPTNeoX", {"num_hidden_layers": 3, **PART_ROPE}),
-    "phi2": TinyModel("", "Phi", {"num_key_value_heads": 4, **PART_ROPE}),
-    "bloom": TinyModel("", "Bloom", {"tie_word_embeddings": True}),
-    "mpt": TinyModel("", "Mpt", {"max_seq_len": 256, "tie_word_embeddings": True}),
-    "starcoder": TinyModel("", "GPTBigCode", {"n_inner": 80}),
-    "smollm3": TinyModel("", "SmolLM3", {"num_hidden_layers": 5}),
-    "starcoder2": TinyModel("", "Starcoder2", {"sliding_window": None}),
-}
-"""By what `general.architecture` says, but for Mixtral and OLMo 3."""
-SAYS = {"mixtral": "llama", "olmo3": "olmo2"}
-
-
-def converted(name: str, tmp_path: Path, kind: str = "F32") -> tuple[Path, Path]:
-    """Write a model and a file of it; return both."""
-    plain = write_tiny_model(CONVERTED[name], tmp_path / "plain")
-    said = SAYS.get(name, name)
-    return plain, write_gguf(plain, tmp_path / "model.gguf", name=said, kind=kind)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -269,13 +172,12 @@ def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+@pytest.mark.parametrize("name", [*MODELS, "gpt-oss-mxfp4"])
 def test_blocks_of_integers_are_multiplied_as_they_are(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    plain = write_tiny_model(MODELS[name], tmp_path / "plain")
-    packed = unpack(write_gguf(plain, tmp_path / "model.gguf", name=name, kind=kind))
+    packed = unpack(converted(name, tmp_path, kind)[1])
     tokens = torch.arange(7, 67)
 
     def logits(kernels: Kernels, method: LinearMethod | None) -> torch.Tensor:
@@ -290,9 +192,11 @@ def test_blocks_of_integers_are_multiplied_as_they_are(
     assert isinstance(method, StoredMethod)
     expected = logits(ReferenceKernels(), None)
     torch.testing.assert_close(logits(kernels, method), expected, rtol=1e-4, atol=1e-4)
-    assert method.num_kept == 4 * (3 if name == "llama" else 2) and not method.num_widened
+    num_kept = {"llama": 4 * 3, "gpt-oss-mxfp4": (2 + 2 * 6) * 3}.get(name, 4 * 2)
+    assert method.num_kept == num_kept and not method.num_widened
     config = load_model_config(packed)
-    assert quantised_as(packed, config) == f"GGUF, {kind}"
+    kinds = [kind, "MXFP4"] if name == "gpt-oss-mxfp4" and kind != "MXFP4" else [kind]
+    assert quantised_as(packed, config) == f"GGUF, {', '.join(kinds)}"
 
 
 class ShapedReader(gguf_reader.GgufReader):
@@ -352,7 +256,63 @@ def test_factors_of_frequencies(tmp_path: Path) -> None:
     assert config.rope.attention_factor == 1.0  # type: ignore[union-attr]
 
 
+def test_what_a_file_of_gpt_oss_does_not_say(tmp_path: Path) -> None:
+    """YaRN's bounds are not rounded; a call ends an answer, a message's end does not."""
+    plain, _ = converted("gpt-oss", tmp_path)
+    marks = ["<|end|>", "<|return|>", "<|call|>"]
+    tokens = tiny_tokens(200) | {
+        "tokenizer.ggml.tokens": [*(chr(0x100 + number) for number in range(197)), *marks],
+        "tokenizer.ggml.token_type": [*[1] * 197, 3, 3, 3],
+        "tokenizer.ggml.eos_token_id": 198,
+        "tokenizer.ggml.eot_token_id": 197,
+        "tokenizer.ggml.pre": "gpt-4o",
+    }
+    path = unpack(write_gguf(plain, tmp_path / "marks.gguf", name="gpt-oss", tokens=tokens))
+    config = load_model_config(path)
+    assert isinstance(config.rope, YarnRope) and not config.rope.truncate
+    assert config.sliding_windows == (22, None, 22)
+    assert Tokenizer(path).eos_token_ids == (198, 199)
+
+
+def test_exponents_that_are_no_number(tmp_path: Path) -> None:
+    _, file = converted("gpt-oss-mxfp4", tmp_path)
+    gguf = read_gguf(file)
+    tensors = tensors_of(gguf)
+    name = "blk.1.ffn_up_exps.weight"
+    shape, kind, data = tensors[name]
+    tensors[name] = (shape, kind, b"\xff" + data[1:])
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(gguf_bytes(dict(gguf.metadata) | tiny_tokens(200), tensors))
+    kept = linear_method("none", NativeKernels(), torch.float32, is_stored=True)
+    for method in (None, kept):
+        with pytest.raises(ModelLoadError, match=r"experts\.0\.up_proj.* not finite"):
+            load_tiny(unpack(bad), torch.float32, NativeKernels(), method=method)
+
+
 # Tokenisers.
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-4o", ["HELLOworld", " don't", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        (
+            "deepseek-llm",
+            ["HELLOworld", " don", "'", "t", "12345", ".", "\n", "\n", " ", " \u00c7", "A"],
+        ),
+        (
+            "deepseek-coder",
+            ["HELLOworld", " don", "'", "t", *"12345", ".", "\n", "\n", " ", " \u00c7A"],
+        ),
+        ("deepseek-v3", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
+    ],
+)
+def test_texts_are_split_as_in_the_authors_tokenisers(pre: str, pieces: list[str]) -> None:
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in gguf_model._SPLITS[pre]]
+    )
+    found = split.pre_tokenize_str("HELLOworld don't12345.\n\n  \u00c7A")
+    assert [piece for piece, _ in found] == pieces
 
 
 def test_the_bundled_model_as_one_file(tmp_path: Path) -> None:
@@ -422,6 +382,7 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
     ("name", "key", "item", "complaint"),
     [
         ("olmo3", "olmo2.attention.sliding_window_pattern", [1, 0], "must have 5 entries, got 2"),
+        ("gpt-oss", "gpt-oss.attention.sliding_window", "128", "must be an integer"),
         ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
         ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
     ],

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file
+from torch import Tensor
 
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
-from lightserve.models.gguf_config import FAMILIES, MIXTRAL, OLMO3
+from lightserve.models.gguf_families import FAMILIES, MIXTRAL, OLMO3, GgufFamily
+from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
@@ -88,6 +90,8 @@ def blocks(numbers: np.ndarray, name: str) -> bytes:
         case "BF16":
             return (wide.view("<u4") >> 16).astype("<u2").tobytes()
     groups = wide.reshape(-1, 32)
+    if name == "MXFP4":
+        return fp4_blocks(groups)
     if name == "Q8_0":
         factors = (np.abs(groups).max(axis=1, keepdims=True) / 127).astype("<f2")
         integers = np.round(groups / np.maximum(factors.astype("<f4"), 1e-20)).clip(-127, 127)
@@ -100,6 +104,16 @@ def blocks(numbers: np.ndarray, name: str) -> bytes:
         integers = np.round(groups / divisors + 8).clip(0, 15).astype(np.uint8)
         packed = integers[:, :16] | (integers[:, 16:] << 4)
     return np.concatenate([factors.view(np.uint8).reshape(-1, 2), packed], axis=1).tobytes()
+
+
+def fp4_blocks(groups: np.ndarray) -> bytes:
+    """Return blocks of numbers [B, 32], the largest of which is made 4 or 6."""
+    exponents = np.floor(np.log2(np.abs(groups).max(axis=1, keepdims=True) + 1e-30)) - 2
+    sizes = np.abs(groups) / np.exp2(exponents)
+    known = np.array(FP4_HALVES) / 2
+    codes = np.abs(sizes[:, :, None] - known).argmin(axis=2) | np.where(groups < 0, 8, 0)
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    return np.concatenate([exponents + 127, packed], axis=1).astype(np.uint8).tobytes()
 
 
 def neighbours(weight: np.ndarray, head_dim: int) -> np.ndarray:
@@ -142,11 +156,19 @@ def sizes_of(sizes: ModelConfig, name: str) -> dict[str, Any]:
     }
 
 
+def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what architecture `name` alone has."""
+    match name:
+        case "mpt":
+            return {"mpt.attention.max_alibi_bias": 8.0}
+        case "gpt-oss":
+            return {"gpt-oss.expert_feed_forward_length": config["intermediate_size"]}
+    return {}
+
+
 def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
     """Return a model's sizes as a file of architecture `name` has them."""
-    found = sizes_of(sizes, name)
-    if name == "mpt":
-        found["mpt.attention.max_alibi_bias"] = 8.0
+    found = sizes_of(sizes, name) | own_metadata(config, name)
     for key, theirs in KEYS.items():
         if config.get(theirs) is not None:
             found[f"{name}.{key}"] = config[theirs]
@@ -224,25 +246,30 @@ def tensors_of(gguf: GgufFile) -> dict[str, tuple[tuple[int, ...], int, bytes]]:
     return found
 
 
-def write_gguf(
-    model_dir: Path,
-    file: Path,
-    *,
-    name: str,
-    kind: str = "F32",
-    tokens: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write the model of a directory with one file of weights; matrices in type `kind`."""
-    config = json.loads((model_dir / "config.json").read_text())
-    sizes = load_model_config(model_dir)
+def told_apart(name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+    """Return gates, ups and downs of gpt-oss's stacked experts, outputs before inputs."""
+    layer, _, product = name.removeprefix("model.layers.").partition(".mlp.experts.")
+    product, is_bias = product.removesuffix("_bias"), product.endswith("_bias")
+    kind, outputs = ("bias", weight) if is_bias else ("weight", weight.swapaxes(1, 2))
+    parts = {"down": outputs}
+    if product == "gate_up_proj":
+        parts = {"gate": outputs[:, ::2], "up": outputs[:, 1::2]}
+    return {f"blk.{layer}.ffn_{part}_exps.{kind}": own for part, own in parts.items()}
+
+
+def renamed(
+    loaded: Mapping[str, Tensor], sizes: ModelConfig, family: GgufFamily, name: str
+) -> dict[str, np.ndarray]:
+    """Return a directory's tensors by the names and shapes of a file of architecture `name`."""
     head_dim, group = sizes.head_dim, sizes.num_heads // sizes.num_kv_heads
-    known = {each.architecture: each for each in (MIXTRAL, OLMO3)}
-    family = known.get(config["architectures"][0], FAMILIES[name])
     tensors: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for ours, tensor in load_file(model_dir / SINGLE_FILE).items():
+    for ours, tensor in loaded.items():
         stored, weight = ours, tensor.float().numpy()
         # transformers saves experts one by one, in the order of their numbers.
+        if ".experts." in ours and name == "gpt-oss":
+            tensors |= told_apart(ours, weight)
+            continue
         if ".experts." in ours:
             module, _, rest = ours.partition(".experts.")
             number, _, product = rest.removesuffix(".weight").partition(".")
@@ -266,14 +293,36 @@ def write_gguf(
         tensors[stored] = weight
     for stored, stack in experts.items():
         tensors[stored] = np.stack([stack[number] for number in range(len(stack))])
+    return tensors
+
+
+def write_gguf(
+    model_dir: Path,
+    file: Path,
+    *,
+    name: str,
+    kind: str = "F32",
+    experts_kind: str | None = None,
+    tokens: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the model of a directory with one file of weights; matrices in type `kind`.
+
+    `experts_kind`: that of experts, the same unless told.
+    """
+    config = json.loads((model_dir / "config.json").read_text())
+    sizes = load_model_config(model_dir)
+    known = {each.architecture: each for each in (MIXTRAL, OLMO3)}
+    family = known.get(config["architectures"][0], FAMILIES[name])
+    tensors = renamed(load_file(model_dir / SINGLE_FILE), sizes, family, name)
     rope = config.get("rope_parameters") or {}
     for length in ("long", "short"):
         if (factors := rope.get(f"{length}_factor")) is not None:
             tensors[f"rope_factors_{length}.weight"] = np.array(factors)
     packed = {}
     for stored, weight in tensors.items():
-        is_plain = weight.ndim == 1 or "ffn_gate_inp" in stored
-        chosen = "F32" if is_plain else kind
+        is_plain = weight.ndim == 1 or "ffn_gate_inp" in stored or stored.endswith(".bias")
+        chosen = (experts_kind or kind) if "_exps." in stored else kind
+        chosen = "F32" if is_plain else chosen
         rows = weight.reshape(-1, weight.shape[-1])
         packed[stored] = (weight.shape, KINDS[chosen], blocks(rows, chosen))
     metadata = metadata_of(config, sizes, name) | dict(tokens or tiny_tokens(config["vocab_size"]))

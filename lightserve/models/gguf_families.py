@@ -1,0 +1,328 @@
+"""What single architectures of GGUF files say: their keys, and their tensors' names. Torch-free.
+
+Keys, names and the ways in which weights are stored are those of llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightserve.errors import ModelLoadError
+from lightserve.models.gguf import GgufFile
+from lightserve.models.gguf_rope import rope_of
+from lightserve.models.gpt_oss_config import THETA as GPT_OSS_THETA
+
+_NAMES = (
+    ("model.layers.", "blk."),
+    ("model.embed_tokens.", "token_embd."),
+    ("model.norm.", "output_norm."),
+    ("lm_head.", "output."),
+    ("self_attn.q_proj.", "attn_q."),
+    ("self_attn.k_proj.", "attn_k."),
+    ("self_attn.v_proj.", "attn_v."),
+    ("self_attn.o_proj.", "attn_output."),
+    ("self_attn.q_norm.", "attn_q_norm."),
+    ("self_attn.k_norm.", "attn_k_norm."),
+    ("mlp.gate_proj.", "ffn_gate."),
+    ("mlp.up_proj.", "ffn_up."),
+    ("mlp.down_proj.", "ffn_down."),
+    ("input_layernorm.", "attn_norm."),
+    ("post_attention_layernorm.", "ffn_norm."),
+)
+"""See `ModelConfig.stored_names`."""
+_OUTPUT_NORMS = (
+    ("post_attention_layernorm.", "post_attention_norm."),
+    ("pre_feedforward_layernorm.", "ffn_norm."),
+    ("post_feedforward_layernorm.", "post_ffw_norm."),
+)
+_MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
+_PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
+
+
+def _nothing(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFamily:
+    """One value of `general.architecture`."""
+
+    architecture: str
+    """In the words of config.json."""
+    own_names: tuple[tuple[str, str], ...] = ()
+    """Names that it alone has, or has for something else."""
+    has_neighbours: bool = False
+    """Whether rotated pairs of queries and keys are neighbours in the file."""
+    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """What layers call the products of an expert; a file has those of all in one tensor."""
+    module: str = "mlp"
+    """What has the experts in it."""
+    theta: float = 10_000.0
+    """Base of rotary embeddings where the file gives none."""
+    own: Callable[[GgufFile, str], dict[str, Any]] = _nothing
+    """What else config.json would say."""
+
+    @property
+    def stored_names(self) -> tuple[tuple[str, str], ...]:
+        """See `ModelConfig.stored_names`."""
+        return self.own_names + _NAMES
+
+
+def has(gguf: GgufFile, name: str) -> bool:
+    """Whether the first layer has a tensor."""
+    return f"blk.0.{name}" in gguf.tensors
+
+
+def need(gguf: GgufFile, name: str) -> None:
+    """Refuse a file whose first layer lacks a tensor."""
+    if not has(gguf, name):
+        raise ModelLoadError(f"{gguf.path}: tensor 'blk.0.{name}' is missing")
+
+
+def _qwen2(gguf: GgufFile, name: str) -> dict[str, Any]:
+    need(gguf, "attn_q.bias")
+    return {}
+
+
+def window_of(gguf: GgufFile, name: str) -> int | None:
+    """Return how many tokens layers with a window see."""
+    return gguf.integer(f"{name}.attention.sliding_window", default=0) or None
+
+
+def _mixtral(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "num_local_experts": gguf.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
+    }
+
+
+def _qwen_moe(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Qwen2-MoE's experts keep the weights that all had together, Qwen3-MoE's do not."""
+    own = {
+        "num_experts": gguf.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
+        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": name == "qwen3moe",
+    }
+    if name == "qwen2moe":
+        need(gguf, "attn_q.bias")
+        shared = gguf.integer(f"{name}.expert_shared_feed_forward_length")
+        own["shared_expert_intermediate_size"] = shared
+    return own
+
+
+def _gemma2(gguf: GgufFile, name: str) -> dict[str, Any]:
+    # The file has no scale of attention; llama.cpp knows the model by its layers, too.
+    return {
+        "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=46),
+        "sliding_window": window_of(gguf, name) or 4096,
+        "attn_logit_softcapping": gguf.number(f"{name}.attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": gguf.number(f"{name}.final_logit_softcapping", default=30.0),
+    }
+
+
+def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
+    key = f"{name}.attention.sliding_window_pattern"
+    return {
+        "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=62),
+        "sliding_window": window_of(gguf, name) or 4096,
+        "sliding_window_pattern": gguf.integer(key, default=6),
+        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+def _query_scale(gguf: GgufFile, name: str, *, of_largest: int) -> int:
+    """Return what queries are divided by the root of: the size of a head, or an even share."""
+    num_heads = gguf.integer(f"{name}.attention.head_count")
+    share = gguf.integer(f"{name}.embedding_length") // num_heads
+    if gguf.integer(f"{name}.block_count") == of_largest:
+        return share
+    return gguf.integer(f"{name}.attention.key_length", default=share)
+
+
+def _granite(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": gguf.number(f"{name}.embedding_scale", default=1.0),
+        "residual_multiplier": gguf.number(f"{name}.residual_scale", default=1.0),
+        "attention_multiplier": gguf.number(f"{name}.attention.scale"),
+        "logits_scaling": gguf.number(f"{name}.logit_scale", default=1.0),
+    }
+
+
+def _olmo3(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Layers with a window have the embedding without its scaling, by the same base."""
+    window, key = window_of(gguf, name), f"{name}.attention.sliding_window_pattern"
+    own: dict[str, Any] = {
+        "sliding_window": window,
+        "rope_theta": (theta := gguf.number(f"{name}.rope.freq_base", default=10_000.0)),
+        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=theta),
+    }
+    if key in gguf.metadata:
+        flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
+        if len(flags) != num_layers:
+            raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
+        kinds = ("full_attention", "sliding_attention")
+        own["layer_types"] = [kinds[bool(has_window)] for has_window in flags]
+    return own
+
+
+def _gpt_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """YaRN as its authors have it: between frequencies, not between whole dimensions of them.
+
+    llama.cpp rounds these bounds, and keeps the same alpha and limit of gates as is default here.
+    """
+    head_dim = gguf.integer(f"{name}.attention.key_length")
+    inner = gguf.integer(f"{name}.expert_feed_forward_length")
+    return _mixtral(gguf, name) | {
+        "intermediate_size": inner,
+        "sliding_window": gguf.integer(f"{name}.attention.sliding_window"),
+        "attention_bias": has(gguf, "attn_q.bias"),
+        "rope_parameters": rope_of(gguf, name, head_dim, GPT_OSS_THETA) | {"truncate": False},
+    }
+
+
+def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return _mixtral(gguf, name) | {
+        "num_experts": gguf.integer(f"{name}.expert_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def _gpt_neox(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "use_parallel_residual": gguf.boolean(f"{name}.use_parallel_residual", default=True),
+        "attention_bias": has(gguf, "attn_qkv.bias"),
+    }
+
+
+def _phi2(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {"layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon")}
+
+
+def _bloom(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "seq_length": gguf.integer(f"{name}.context_length"),
+    }
+
+
+def _mpt(gguf: GgufFile, name: str) -> dict[str, Any]:
+    hidden = gguf.integer(f"{name}.embedding_length")
+    inner = gguf.integer(f"{name}.feed_forward_length")
+    if not hidden or inner % hidden:
+        key = f"{name}.feed_forward_length"
+        raise gguf.error(key, f"must be a multiple of {hidden}, got {inner}")
+    if gguf.number(key := f"{name}.attention.clamp_kqv", default=0.0):
+        raise gguf.error(key, "must be 0")
+    return {
+        "n_heads": gguf.integer(f"{name}.attention.head_count"),
+        "d_model": hidden,
+        "n_layers": gguf.integer(f"{name}.block_count"),
+        "max_seq_len": gguf.integer(f"{name}.context_length"),
+        "expansion_ratio": inner // hidden,
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "attn_config": {
+            "alibi_bias_max": gguf.number(f"{name}.attention.max_alibi_bias"),
+            "qk_ln": has(gguf, "attn_q_norm.weight"),
+        },
+    }
+
+
+def _starcoder(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "n_head": gguf.integer(f"{name}.attention.head_count"),
+        "n_embd": gguf.integer(f"{name}.embedding_length"),
+        "n_layer": gguf.integer(f"{name}.block_count"),
+        "n_inner": gguf.integer(f"{name}.feed_forward_length"),
+        "n_positions": gguf.integer(f"{name}.context_length"),
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+    }
+
+
+def _starcoder2(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """The file has no window, and llama.cpp none."""
+    return {
+        "norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "use_bias": has(gguf, "attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+_QWEN_EXPERTS = (
+    ("mlp.gate.", "ffn_gate_inp."),
+    ("mlp.shared_expert.gate_proj.", "ffn_gate_shexp."),
+    ("mlp.shared_expert.up_proj.", "ffn_up_shexp."),
+    ("mlp.shared_expert.down_proj.", "ffn_down_shexp."),
+    ("mlp.shared_expert_gate.", "ffn_gate_inp_shexp."),
+)
+MIXTRAL = GgufFamily(
+    architecture="MixtralForCausalLM",
+    own_names=(("block_sparse_moe.gate.", "ffn_gate_inp."),),
+    has_neighbours=True,
+    experts=("w1", "w3", "w2"),
+    module="block_sparse_moe",
+    own=_mixtral,
+)
+"""A `llama` with experts."""
+OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo3)
+"""An `olmo2` with windows."""
+FAMILIES = {
+    "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
+    "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
+    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM"),
+    "qwen2moe": GgufFamily(
+        architecture="Qwen2MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
+    ),
+    "qwen3moe": GgufFamily(
+        architecture="Qwen3MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
+    ),
+    "gemma": GgufFamily(architecture="GemmaForCausalLM"),
+    "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", own_names=_OUTPUT_NORMS, own=_gemma2),
+    "gemma3": GgufFamily(
+        architecture="Gemma3ForCausalLM", own_names=_OUTPUT_NORMS, theta=1e6, own=_gemma3
+    ),
+    "phi3": GgufFamily(
+        architecture="Phi3ForCausalLM",
+        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
+        own=lambda gguf, name: {"sliding_window": window_of(gguf, name)},
+    ),
+    "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
+    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", own_names=_OUTPUT_NORMS),
+    "olmoe": GgufFamily(
+        architecture="OlmoeForCausalLM", own_names=(("mlp.gate.", "ffn_gate_inp."),), own=_olmoe
+    ),
+    "gpt-oss": GgufFamily(
+        architecture="GptOssForCausalLM",
+        own_names=(
+            ("self_attn.sinks", "attn_sinks.weight"),
+            ("mlp.router.", "ffn_gate_inp."),
+            ("post_attention_layernorm.", "post_attention_norm."),
+        ),
+        own=_gpt_oss,
+    ),
+    "gptneox": GgufFamily(architecture="GPTNeoXForCausalLM", own_names=(_MERGED,), own=_gpt_neox),
+    "phi2": GgufFamily(architecture="PhiForCausalLM", own=_phi2),
+    "bloom": GgufFamily(
+        architecture="BloomForCausalLM",
+        own_names=(_MERGED, ("model.embed_norm.", "token_embd_norm.")),
+        own=_bloom,
+    ),
+    "mpt": GgufFamily(architecture="MptForCausalLM", own_names=(_MERGED,), own=_mpt),
+    "starcoder": GgufFamily(
+        architecture="GPTBigCodeForCausalLM",
+        own_names=(_MERGED, ("model.embed_positions.", "position_embd.")),
+        own=_starcoder,
+    ),
+    "smollm3": GgufFamily(
+        architecture="SmolLM3ForCausalLM",
+        has_neighbours=True,
+        own=lambda gguf, name: {"no_rope_layer_interval": 4},
+    ),
+    "starcoder2": GgufFamily(architecture="Starcoder2ForCausalLM", own=_starcoder2),
+}
+"""By `general.architecture`; Mistral's is `llama`."""

@@ -1,0 +1,163 @@
+"""Random small models of every architecture that a GGUF file may be of, and files of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.weight_files import SINGLE_FILE
+from support.gguf_files import KINDS, blocks, write_gguf
+from support.tiny_models import PART_ROPE, TinyModel, rope, write_tiny_model
+
+MODELS = {
+    "llama": TinyModel("", "Llama", {"num_hidden_layers": 3, "vocab_size": 201}),
+    "qwen2": TinyModel("", "Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": TinyModel("", "Qwen3", {"head_dim": 32}),
+}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+}
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+PHI3_ROPE = rope(
+    "longrope",
+    partial_rotary_factor=0.75,
+    short_factor=[1.0] * 6,
+    long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0],
+    original_max_position_embeddings=4,
+)
+GPT_OSS = TinyModel(
+    "",
+    "GptOss",
+    {
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "sliding_window": 22,
+        **rope(
+            "yarn",
+            theta=1024.0,
+            factor=4.0,
+            original_max_position_embeddings=201,  # here llama.cpp's bounds, rounded, are the same
+            truncate=False,
+        ),
+    },
+)
+CONVERTED = {
+    **MODELS,
+    "mixtral": TinyModel("", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2moe": TinyModel(
+        "",
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3moe": TinyModel(
+        "",
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "gemma": TinyModel("", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": TinyModel(
+        "",
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 21,
+            "num_hidden_layers": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": TinyModel(
+        "",
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 22,
+            "num_hidden_layers": 7,
+            "rope_parameters": GEMMA3_ROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": TinyModel("", "Phi3", {"original_max_position_embeddings": 4, **PHI3_ROPE}),
+    "granite": TinyModel(
+        "",
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": TinyModel("", "Olmo2", {"num_hidden_layers": 3}),
+    "olmo3": TinyModel(
+        "", "Olmo3", {"num_hidden_layers": 5, "sliding_window": 23, "rope_parameters": OLMO3_ROPE}
+    ),
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-mxfp4": GPT_OSS,
+    "olmoe": TinyModel(
+        "", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    ),
+    "gptneox": TinyModel("", "GPTNeoX", {"num_hidden_layers": 3, **PART_ROPE}),
+    "phi2": TinyModel("", "Phi", {"num_key_value_heads": 4, **PART_ROPE}),
+    "bloom": TinyModel("", "Bloom", {"tie_word_embeddings": True}),
+    "mpt": TinyModel("", "Mpt", {"max_seq_len": 256, "tie_word_embeddings": True}),
+    "starcoder": TinyModel("", "GPTBigCode", {"n_inner": 80}),
+    "smollm3": TinyModel("", "SmolLM3", {"num_hidden_layers": 5}),
+    "starcoder2": TinyModel("", "Starcoder2", {"sliding_window": None}),
+}
+"""By what `general.architecture` says, but for those in `SAYS`."""
+SAYS = {"mixtral": "llama", "olmo3": "olmo2", "gpt-oss-mxfp4": "gpt-oss"}
+
+
+def converted(name: str, tmp_path: Path, kind: str = "F32") -> tuple[Path, Path]:
+    """Write a model and a file of it; return both."""
+    plain = write_tiny_model(CONVERTED[name], tmp_path / "plain")
+    experts_kind = None
+    if name == "gpt-oss-mxfp4":
+        experts_kind = "MXFP4"
+        round_experts(plain / SINGLE_FILE)
+    file = tmp_path / "model.gguf"
+    said = SAYS.get(name, name)
+    return plain, write_gguf(plain, file, name=said, kind=kind, experts_kind=experts_kind)
+
+
+def round_experts(file: Path) -> None:
+    """Make the numbers of gpt-oss's experts those that MXFP4 has."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            outputs = np.ascontiguousarray(tensor.mT.numpy())
+            packed = np.frombuffer(blocks(outputs, "MXFP4"), np.uint8)
+            rows = packed.reshape(outputs.shape[0] * outputs.shape[1], -1)
+            numbers = numbers_of_blocks(rows, KINDS["MXFP4"]).reshape(outputs.shape)
+            tensors[name] = torch.from_numpy(numbers).mT.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
