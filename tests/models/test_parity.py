@@ -97,12 +97,15 @@ def test_float32_keeps_n3(prepared: Prepared, chunk: int | None, alone: bool) ->
     assert report.holds(torch.float32), report
 
 
-def swap_early_tokens(prepared: Prepared) -> ParityReport:
-    """Only positions behind the swapped ones are compared, so context alone can show the swap."""
+def swap_early_tokens(prepared: Prepared, count: int = 2) -> ParityReport:
+    """Turn so many tokens round, at most six.
+
+    Only positions behind them are compared, so context alone can show it.
+    """
     sequence = prepared.sequences[0]
     tokens = sequence.tokens.clone()
-    tokens[[2, 3]] = tokens[[3, 2]]
-    assert tokens[2] != tokens[3]
+    tokens[2 : 2 + count] = tokens[2 : 2 + count].flip(0)
+    assert not torch.equal(tokens, sequence.tokens)
     passes = schedule([len(tokens)], chunk=None, num_decodes=NUM_DECODES)
     logits = run_sequences(prepared.loaded.driver([sequence]), [tokens], passes)
     assert logits is not None
@@ -204,7 +207,8 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
         assert report.num_excused <= 0.05 * report.num_positions, report
     if tiny.chooses_experts:
         return  # rounding sends tokens elsewhere, which hides more than a swap: float32 shows that
-    damaged = swap_early_tokens(prepared)
+    # Gemma's noise on torch's kernels is near what two tokens change.
+    damaged = swap_early_tokens(prepared, 6)
     assert damaged.max_logprob_delta > 2.0 * largest, (damaged, largest)
 
 
