@@ -222,7 +222,9 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
             PrefillConfig(64, 32, 4, 2),
         ]
     wide = [PrefillConfig(128, 32, 8, 3)] if has_wgmma else []
-    if gpu.capability != 100:  # there they spill registers
+    if gpu.capability == 100:  # there blocks of 32 positions spill registers
+        wide.append(PrefillConfig(64, 64, 8, 2))
+    else:
         wide.append(PrefillConfig(128, 32, 8, 2))
     return [
         *wide,

@@ -88,7 +88,8 @@ def _prefill_kernel(
     again = tl.load(block_starts_ptr + block, volatile=True)
     stacked = tl.arange(0, BLOCK_Q) + again * GROUP
     tokens = stacked // GROUP
-    if IS_CUT and HAS_WINDOW:  # as the compiler needs it to spill nothing at 255 registers
+    # As the compiler needs it to spill nothing at 255 registers.
+    if IS_CUT and (HAS_WINDOW or (BLOCK_D == 256 and (GROUP & (GROUP - 1)) == 0)):
         first = again
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
