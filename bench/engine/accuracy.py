@@ -1,7 +1,7 @@
 """What rounding costs: distributions of quantized engines beside those of bfloat16 and float32.
 
     python -m bench.engine.accuracy [--model DIR] [--tokens 150] [--files]
-        [--write-tokens tokens.json] [--other NAME=logits.npz ...]
+        [--checkpoint NAME=PATH ...] [--write-tokens tokens.json] [--other NAME=logits.npz ...]
 
 A model goes on with prompts, at temperature 1 and in float32; then each engine computes the logits
 of all these tokens, a prompt as one chunk and what follows token by token, as it is served.
@@ -11,7 +11,8 @@ bfloat16's two best are further apart than it is itself from float32 in the 99th
 
 With --files the model is also written in the formats of quantised checkpoints, by plain rounding,
 and each file served: as it is, and as plain numbers in bfloat16, which is what a machine without
-the native core makes of it.
+the native core makes of it. --checkpoint serves another directory or GGUF file of the same model
+as it is.
 
 Another program's logits stand beside them: it reads the tokens of --write-tokens (a list for each
 sequence) and writes float32 arrays [tokens, vocabulary] under the names "0", "1", ….
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150, help="of each answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", action="store_true", help="quantised checkpoints as well")
+    parser.add_argument("--checkpoint", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--write-tokens", type=Path)
     parser.add_argument("--other", action="append", default=[], metavar="NAME=FILE")
     args = parser.parse_args()
@@ -216,6 +218,10 @@ def main() -> None:
     found = {name: logits_of(args.model, engine, sequences) for name, engine in ENGINES.items()}
     if args.files:
         found |= logits_of_files(args.model, sequences)
+    for checkpoint in args.checkpoint:
+        name, _, path = checkpoint.partition("=")
+        served = unpack(Path(path)) if path.endswith(".gguf") else Path(path)
+        found[name] = logits_of(served, Engine(torch.bfloat16), sequences)
     for other in args.other:
         name, _, path = other.partition("=")
         with np.load(path) as arrays:
