@@ -84,11 +84,10 @@ def _prefill_kernel(
         total = tl.where(total > 0.0, total, 1.0)
         largest += tl.log2(total)
     # Read again, so that the compiler does not keep the places of the queries in registers, where
-    # the loop needs them all.
+    # the loop needs them all; `first` as well, where it needs that to spill nothing.
     again = tl.load(block_starts_ptr + block, volatile=True)
     stacked = tl.arange(0, BLOCK_Q) + again * GROUP
     tokens = stacked // GROUP
-    # As the compiler needs it to spill nothing at 255 registers.
     if IS_CUT and (HAS_WINDOW or (BLOCK_D == 256 and (GROUP & (GROUP - 1)) == 0)):
         first = again
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
