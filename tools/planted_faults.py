@@ -671,6 +671,18 @@ CORE = [
     ),
     fault(
         "kernels/cpu/csrc/experts.cpp",
+        "total += shares[i] = scores[chosen[i]];",
+        "total += shares[i] = ranks[chosen[i]];",
+        "models/test_feed_forward.py",
+    ),
+    fault(
+        "kernels/cpu/csrc/experts.cpp",
+        "for (int64_t k = 0; !is_taken[group] && k < size; k++)",
+        "for (int64_t k = 0; !is_taken[group] && k < size - 1; k++)",
+        "models/test_feed_forward.py",
+    ),
+    fault(
+        "kernels/cpu/csrc/experts.cpp",
         "x + pairs[first + i] / num_chosen * x_stride",
         "x + pairs[first + i] / num_chosen * num_inputs",
         "kernels/test_expert_kernels.py",

@@ -13,6 +13,8 @@ int64_t core_packed_size(int64_t, int64_t, int32_t, int32_t);
 int64_t core_packed_size_int8(int64_t, int64_t, int32_t);
 int64_t core_packed_size_groups(int64_t, int64_t, int64_t, int32_t);
 void core_pack_groups(const uint8_t*, int64_t, int64_t, int64_t, uint8_t*, int32_t);
+void core_choose_experts_f32(const float*, int64_t, const float*, int64_t, int64_t, int64_t, int64_t,
+                             int64_t, int32_t, int32_t, float, int64_t*, float*, int32_t);
 #define DECLARE(T, name)                                                                         \
   void core_pack_##name(const T*, int64_t, int64_t, int32_t, T*, int32_t);                       \
   void core_pack_int8_##name(const T*, int64_t, int64_t, int32_t, int8_t*, float*, int32_t);     \
@@ -208,6 +210,20 @@ static void fuzz_drawing(int32_t level) {
     if (tokens[i] < 0 || tokens[i] >= vocab) std::abort();
 }
 
+static void fuzz_choice() {
+  const int64_t groups = among(1, 4), size = among(1, 9), experts = groups * size;
+  const int64_t chosen_groups = among(1, groups), chosen = among(1, chosen_groups * size);
+  const int64_t rows = among(1, 40);
+  Buffer<float> products(rows * experts), bias(experts), shares(rows * chosen);
+  Buffer<int64_t> places(rows * chosen);
+  core_choose_experts_f32(products, rows, rows % 2 ? static_cast<float*>(bias) : nullptr, experts,
+                          groups, chosen_groups, among(1, size), chosen, rows % 3 == 0,
+                          rows % 5 == 0, 1.5f, places, shares,
+                          static_cast<int32_t>(among(1, 3)));
+  for (int64_t i = 0; i < rows * chosen; i++)
+    if (places[i] < 0 || places[i] >= experts) std::abort();
+}
+
 FUZZ(float, f32, 0)
 FUZZ(bf16, bf16, 1)
 
@@ -218,6 +234,7 @@ int main(int, char** arguments) {
       fuzz_f32(level);
       fuzz_bf16(level);
       fuzz_drawing(level);
+      fuzz_choice();
     }
   std::printf("good: %s rounds at each of %d levels\n", arguments[1], best);
 }

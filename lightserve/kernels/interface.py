@@ -249,16 +249,6 @@ class ExpertKernels(Kernels, Protocol):
         """
 
 
-@runtime_checkable
-class ExpertMixingKernels(Kernels, Protocol):
-    """Kernels that go through experts in turn, whose weights are packed as other weights are."""
-
-    def expert_mixer(
-        self, experts: Sequence[tuple[object, object]], dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """Return `mix_experts` of packed (gates and ups, down); None: not of such weights."""
-
-
 class PassInputs(NamedTuple):
     """What the layers of one pass read beside weights and KV."""
 

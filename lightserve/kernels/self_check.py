@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightserve.errors import LightserveError, StartupError
 from lightserve.kernels.check_batches import CheckBatch, check_batches
+from lightserve.kernels.experts import ExpertMixingKernels
 from lightserve.kernels.interface import (
     ExpertBiases,
     ExpertKernels,
-    ExpertMixingKernels,
     Fp8Kernels,
     Kernels,
     KernelShapes,

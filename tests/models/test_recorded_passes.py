@@ -27,8 +27,9 @@ LENGTHS = (23, 40, 9, 1, 17)
 RECORDED = (
     *("llama-mqa-tied", "llama-llama3", "mistral-full", "qwen2", "qwen3", "phi3", "smollm3"),
     *("glm", "gemma", "gemma2", "gemma3", "granite", "olmo2", "gpt-neox", "opt", "falcon"),
+    *("mixtral", "qwen3-moe", "olmoe", "glm4-moe"),
 )
-LEFT = ("mixtral", "ministral3", "deepseek-v2")
+LEFT = ("qwen2-moe", "ministral3", "deepseek-v2")
 """Their layers ask torch for something."""
 
 

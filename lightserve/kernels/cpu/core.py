@@ -125,8 +125,10 @@ class Operations:
         self.norm = noted("norm", "plppfnlpit")
         self.layer_norm = noted("layer_norm", "plppfnlpit")
         self.elements = noted("elements", "iplplfnlplit")
-        self.mix_experts = function("mix_experts", "pllpplplllpii")
+        self.mix_experts = noted("mix_experts", "plnpplplllpit")
         self.mix_experts.restype = _INT  # type: ignore[attr-defined]
+        if name == "f32":
+            self.choose_experts = noted("choose_experts", "pnpllllliifppt")
         self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
         self.attention = noted("attention", "plpplliplpnllllffppipit")

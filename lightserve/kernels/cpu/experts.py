@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.cpu.core import Operations
+from lightserve.kernels.experts import ExpertChoice
 from lightserve.kernels.interface import GroupedWeight, Int8Weight
 
 _NO_WEIGHT = ()
@@ -28,8 +29,8 @@ def expert_mixer(
     def mix(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         num_rows, num_inputs = x.shape
         x, out = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(num_rows, num_inputs)
-        chosen, shares = chosen.contiguous(), shares.contiguous()
         assert (chosen.dtype, shares.dtype) == (torch.int64, torch.float32)
+        assert chosen.is_contiguous() and shares.is_contiguous()
         if num_rows and not operations.mix_experts(
             x.data_ptr(),
             x.stride(0),
@@ -49,6 +50,34 @@ def expert_mixer(
         return out
 
     return mix
+
+
+def choose_experts(
+    operations: Operations, products: Tensor, bias: Tensor | None, choice: ExpertChoice
+) -> tuple[Tensor, Tensor]:
+    """See `ExpertMixingKernels.choose_experts`; `operations` are those of float32."""
+    num_rows, num_experts = products.shape
+    assert products.dtype is torch.float32 and products.is_contiguous()
+    chosen = products.new_empty(num_rows, choice.num_chosen, dtype=torch.int64)
+    shares = products.new_empty(num_rows, choice.num_chosen)
+    if num_rows:
+        operations.choose_experts(
+            products.data_ptr(),
+            num_rows,
+            None if bias is None else bias.data_ptr(),
+            num_experts,
+            choice.num_groups,
+            choice.num_chosen_groups,
+            choice.group_best,
+            choice.num_chosen,
+            choice.is_sigmoid,
+            choice.normalises,
+            choice.scale,
+            chosen.data_ptr(),
+            shares.data_ptr(),
+            torch.get_num_threads(),
+        )
+    return chosen, shares
 
 
 def _words(weight: object) -> tuple[int, ...]:

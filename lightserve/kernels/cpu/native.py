@@ -29,8 +29,9 @@ from lightserve.kernels.cpu.core import (
     num_panels,
 )
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.cpu.experts import expert_mixer
+from lightserve.kernels.cpu.experts import choose_experts, expert_mixer
 from lightserve.kernels.cpu.program import record, row_numbers
+from lightserve.kernels.experts import ExpertChoice
 from lightserve.kernels.interface import (
     AttentionBatch,
     GroupedWeight,
@@ -146,7 +147,7 @@ class NativeKernels(TorchKernels):
             out = x.new_empty(num_rows, num_outputs)
         else:
             assert dtype is torch.float32, dtype
-            form, out = Form.WIDE, torch.empty(num_rows, num_outputs, dtype=dtype)
+            form, out = Form.WIDE, x.new_empty(num_rows, num_outputs, dtype=dtype)
         if num_rows and num_outputs:
             self._operations[x.dtype].linear(
                 x.data_ptr(),
@@ -328,6 +329,12 @@ class NativeKernels(TorchKernels):
         packed, factors, zeros, num_outputs, _, bits, group_size, is_gated = weight
         numbers = (packed.data_ptr(), factors.data_ptr(), zeros.data_ptr(), bits, group_size)
         return self._multiply(x, numbers, num_outputs, bias, is_gated=is_gated)
+
+    def choose_experts(
+        self, products: Tensor, bias: Tensor | None, choice: ExpertChoice
+    ) -> tuple[Tensor, Tensor]:
+        """See `ExpertMixingKernels.choose_experts`."""
+        return choose_experts(self._core.f32, products, bias, choice)
 
     def expert_mixer(
         self, experts: Sequence[tuple[object, object]], dtype: torch.dtype

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightserve.kernels.experts import ExpertChoice, ExpertMixingKernels
 from lightserve.kernels.interface import (
     ClampedGate,
     ExpertBiases,
     ExpertKernels,
-    ExpertMixingKernels,
     Fp4Weight,
     Fp8Weight,
     GroupedWeight,
@@ -181,6 +181,19 @@ class ExpertMLP:
         return self._tp.all_reduce(out)
 
 
+def choice_of(moe: MoeConfig) -> ExpertChoice:
+    """Return how experts are chosen, for kernels; `Scoring.CHOSEN` they do not know."""
+    return ExpertChoice(
+        moe.num_chosen,
+        moe.scoring is Scoring.SIGMOID,
+        moe.normalises,
+        moe.scale,
+        moe.num_groups,
+        moe.num_chosen_groups,
+        moe.group_best,
+    )
+
+
 class _Router:
     """Chooses experts, in float32, the same on every rank."""
 
@@ -191,7 +204,8 @@ class _Router:
             device = context.reader.device
             self._bias = torch.empty(moe.num_experts, dtype=torch.float32, device=device)
             context.reader.read_into(self._bias, f"{name}.{CHOICE_BIAS}")
-        self._moe = moe
+        self._moe, self._kernels = moe, context.kernels
+        self._choice = choice_of(moe)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> experts int64 [T, num_chosen], their weights, float32."""
@@ -200,6 +214,8 @@ class _Router:
         if moe.scoring is Scoring.CHOSEN:
             best = products.topk(moe.num_chosen, dim=-1)
             return best.indices, best.values.softmax(-1)
+        if isinstance(self._kernels, ExpertMixingKernels):
+            return self._kernels.choose_experts(products, self._bias, self._choice)
         scores = products.softmax(-1) if moe.scoring is Scoring.SOFTMAX else _sigmoid(products)
         ranks = scores if self._bias is None else scores + self._bias
         if moe.num_groups > 1:

@@ -1,4 +1,5 @@
-// A mixture of experts: what each token's experts give, times their shares, one expert after another.
+// A mixture of experts: which ones a token goes through, and what they give, times their shares, one
+// expert after another.
 #include "core.h"
 
 extern "C" {
@@ -90,7 +91,94 @@ int32_t mix_experts(const T* x, int64_t x_stride, int64_t num_rows, const int64_
   return 1;
 }
 
+// How a token's experts follow from its products with the router's weight; see `ExpertChoice`.
+struct Choice {
+  const float* bias;  // or null
+  int64_t num_experts, num_groups, num_chosen_groups, group_best, num_chosen;
+  bool is_sigmoid, normalises;
+  float scale;
+};
+
+// Writes the places of the `count` largest numbers, largest first; of equals, and of what is no number,
+// the first ones.
+void find_largest(const float* numbers, int64_t num_numbers, int64_t count, uint8_t* is_taken,
+                  int64_t* places) {
+  std::memset(is_taken, 0, num_numbers);
+  for (int64_t i = 0; i < count; i++) {
+    int64_t best = -1;
+    for (int64_t k = 0; k < num_numbers; k++)
+      if (!is_taken[k] && (best < 0 || numbers[k] > numbers[best])) best = k;
+    is_taken[best] = 1;
+    places[i] = best;
+  }
+}
+
+void score(const float* products, const Choice& choice, float* scores) {
+  float most = products[0], total = 0.0f;
+  for (int64_t k = 1; k < choice.num_experts; k++) most = products[k] > most ? products[k] : most;
+  for (int64_t k = 0; k < choice.num_experts; k++) {
+    scores[k] = choice.is_sigmoid ? 1.0f / (1.0f + std::exp(-products[k]))
+                                  : std::exp(products[k] - most);
+    total += scores[k];
+  }
+  if (!choice.is_sigmoid)
+    for (int64_t k = 0; k < choice.num_experts; k++) scores[k] /= total;
+}
+
+// Makes the ranks of experts in all but the best groups the least there is.
+void leave_groups_out(const Choice& choice, float* ranks, float* sums, uint8_t* is_taken,
+                      int64_t* places) {
+  const int64_t size = choice.num_experts / choice.num_groups;
+  for (int64_t group = 0; group < choice.num_groups; group++) {
+    find_largest(ranks + group * size, size, choice.group_best, is_taken, places);
+    sums[group] = 0.0f;
+    for (int64_t i = 0; i < choice.group_best; i++) sums[group] += ranks[group * size + places[i]];
+  }
+  find_largest(sums, choice.num_groups, choice.num_chosen_groups, is_taken, places);
+  for (int64_t group = 0; group < choice.num_groups; group++)
+    for (int64_t k = 0; !is_taken[group] && k < size; k++)
+      ranks[group * size + k] = -__builtin_inff();
+}
+
+void choose(const float* products, const Choice& choice, int64_t* chosen, float* shares) {
+  const int64_t count = choice.num_experts;
+  float* scores = static_cast<float*>(scratch(5, count * (3 * sizeof(float) + 9)));
+  float *ranks = scores + count, *sums = ranks + count;
+  int64_t* places = static_cast<int64_t*>(scratch(6, count * sizeof(int64_t)));
+  uint8_t* is_taken = reinterpret_cast<uint8_t*>(sums + count);
+  score(products, choice, scores);
+  for (int64_t k = 0; k < count; k++)
+    ranks[k] = scores[k] + (choice.bias == nullptr ? 0.0f : choice.bias[k]);
+  if (choice.num_groups > 1) leave_groups_out(choice, ranks, sums, is_taken, places);
+  find_largest(ranks, count, choice.num_chosen, is_taken, chosen);
+  float total = 0.0f;
+  for (int64_t i = 0; i < choice.num_chosen; i++) total += shares[i] = scores[chosen[i]];
+  for (int64_t i = 0; i < choice.num_chosen; i++) {
+    if (choice.normalises) shares[i] /= total + 1e-20f;
+    shares[i] *= choice.scale;
+  }
+}
+
 }  // namespace
+
+// chosen [num_rows, num_chosen] and their shares of products [num_rows, num_experts], contiguous.
+EXPORT void core_choose_experts_f32(const float* products, int64_t num_rows, const float* bias,
+                                    int64_t num_experts, int64_t num_groups,
+                                    int64_t num_chosen_groups, int64_t group_best,
+                                    int64_t num_chosen, int32_t is_sigmoid, int32_t normalises,
+                                    float scale, int64_t* chosen, float* shares,
+                                    int32_t num_threads) {
+  const Choice choice{bias,       num_experts,     num_groups,      num_chosen_groups, group_best,
+                      num_chosen, is_sigmoid != 0, normalises != 0, scale};
+  const int64_t chunk = larger(1, 2048 / num_experts);
+  parallel(num_threads, divide_up(num_rows, chunk), [&](Cursor& cursor) {
+    for (int64_t i; (i = cursor.take()) < cursor.total;)
+      for (int64_t row = i * chunk; row < smaller(num_rows, (i + 1) * chunk); row++)
+        choose(products + row * num_experts, choice, chosen + row * num_chosen,
+               shares + row * num_chosen);
+  });
+}
+BY_WORDS(core_choose_experts_f32)
 
 // out [num_rows, num_inputs] = the sum of what the experts `chosen` [num_rows, num_chosen] give, each
 // times its share: down @ (silu(gates) * ups). Returns 0, and does nothing, if an expert is none.
@@ -101,6 +189,7 @@ int32_t mix_experts(const T* x, int64_t x_stride, int64_t num_rows, const int64_
       int64_t size, T* out, int32_t level, int32_t num_threads) {                                 \
     return mix_experts(x, x_stride, num_rows, chosen, shares, num_chosen, experts, num_experts,   \
                        num_inputs, size, out, level, num_threads);                                \
-  }
+  }                                                                                               \
+  BY_WORDS(core_mix_experts_##name)
 OPERATIONS(float, f32)
 OPERATIONS(bf16, bf16)
