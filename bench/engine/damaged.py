@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from models.test_gguf import CONVERTED, converted
 from models.test_quantised_files import PLAIN
+from support.gguf_models import CONVERTED, converted
 from support.model_runs import load_tiny
 from support.quantised_files import FORMATS, quantise_by
 from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, write_tiny_model

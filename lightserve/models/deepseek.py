@@ -70,7 +70,7 @@ class LatentAttention:
             context, f"{prefix}.kv_a_proj_with_mqa", Part(0, latent.rank + latent.rope_dim)
         )
         self._norm = norm("kv_a_layernorm", latent.rank)
-        self._to_latent, self._from_latent = self._absorbed(reader, f"{prefix}.kv_b_proj", heads)
+        self._to_latent, self._from_latent = self._absorbed(reader, prefix, heads)
         self._out = RowParallelLinear(
             context.method,
             reader,
@@ -96,17 +96,24 @@ class LatentAttention:
             has_bias=config.qkv_bias,
         )
 
-    def _absorbed(self, reader: WeightReader, name: str, heads: Part) -> tuple[Tensor, Tensor]:
+    def _absorbed(self, reader: WeightReader, prefix: str, heads: Part) -> tuple[Tensor, Tensor]:
         """Return W_UK [H, plain_dim, rank] and W_UV [H, rank, value_dim] of this rank's heads."""
         latent = self._latent
-        size = latent.plain_dim + latent.value_dim
-        weight = torch.empty(
-            heads.size * size, latent.rank, dtype=reader.dtype, device=reader.device
-        )
-        reader.read_into(weight, f"{name}.weight", rows=_features(heads, size))
-        keys, values = weight.view(heads.size, size, latent.rank).split_with_sizes(
-            (latent.plain_dim, latent.value_dim), dim=1
-        )
+
+        def of_heads(name: str, size: int, columns: int) -> Tensor:
+            shape = heads.size * size, columns
+            weight = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+            reader.read_into(weight, f"{prefix}.{name}.weight", rows=_features(heads, size))
+            return weight.view(heads.size, size, columns)
+
+        if latent.is_split:
+            keys = of_heads("k_b_proj", latent.rank, latent.plain_dim).transpose(1, 2)
+            values = of_heads("v_b_proj", latent.value_dim, latent.rank)
+        else:
+            size = latent.plain_dim + latent.value_dim
+            keys, values = of_heads("kv_b_proj", size, latent.rank).split_with_sizes(
+                (latent.plain_dim, latent.value_dim), dim=1
+            )
         return keys.contiguous(), values.transpose(1, 2).contiguous()
 
     def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from lightserve.models.gguf_families import (
+    DEEPSEEK3,
     FAMILIES,
     MIXTRAL,
     OLMO3,
     GgufFamily,
     has,
+    has_sigmoid,
     window_of,
 )
 from lightserve.models.gguf_rope import rope_of
@@ -23,6 +25,7 @@ from lightserve.models.moe_config import MAX_EXPERTS
 _GATES = "ffn_gate_inp_shexp.weight"
 _WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt")
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+_BY_HEAD = ("attn_k_b.weight", "attn_v_b.weight")
 _MAX_ALONE = 1 << 18
 """Tensors, where experts are counted one by one."""
 
@@ -34,6 +37,8 @@ def family_of(gguf: GgufFile) -> GgufFamily:
         return MIXTRAL
     if name == "olmo2" and window_of(gguf, name) is not None:
         return OLMO3
+    if name == "deepseek2" and has_sigmoid(gguf, name):
+        return DEEPSEEK3
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise gguf.error("general.architecture", f"names {name!r}; supported in GGUF are {known}")
@@ -51,6 +56,9 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
         layer, _, rest = name.rpartition(".ffn_")
         if f"ffn_{rest}" == _GATES and len(tensor.shape) == 1:
             tensors[name] = dataclasses.replace(tensor, shape=(1, *tensor.shape))
+        if name.endswith(_BY_HEAD) and len(tensor.shape) == 3:
+            first, second, columns = tensor.shape
+            tensors[name] = dataclasses.replace(tensor, shape=(first * second, columns))
         kind, _, part = f"ffn_{rest}".partition(".")
         if kind not in _EXPERTS or len(tensor.shape) != {"weight": 3, "bias": 2}.get(part):
             continue
@@ -87,7 +95,10 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
         if has(gguf, "attn_qkv.weight"):
             merged |= {"qkv"}
     moe = config.moe and dataclasses.replace(config.moe, stacked=None)
-    return dataclasses.replace(config, norm_offset=0.0, merged=merged, moe=moe)
+    latent = config.latent and dataclasses.replace(
+        config.latent, is_split=has(gguf, "attn_k_b.weight")
+    )
+    return dataclasses.replace(config, norm_offset=0.0, merged=merged, moe=moe, latent=latent)
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:
@@ -98,8 +109,10 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     if not num_heads:
         raise gguf.error(f"{name}.attention.head_count", "must be at least 1")
     head_dim = gguf.integer(f"{name}.attention.key_length", default=hidden // num_heads)
-    if (size := gguf.integer(f"{name}.attention.value_length", default=head_dim)) != head_dim:
-        key = f"{name}.attention.value_length"
+    rotated, key = head_dim, f"{name}.attention.value_length"
+    if name == "deepseek2":  # whose keys and values are of other sizes
+        rotated = gguf.integer(f"{name}.rope.dimension_count")
+    elif (size := gguf.integer(key, default=head_dim)) != head_dim:
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
     if "token_embd.weight" not in gguf.tensors:
         raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
@@ -118,7 +131,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": gguf.number(f"{name}.attention.{norm}"),
         "max_position_embeddings": gguf.integer(f"{name}.context_length"),
-        "rope_parameters": rope_of(gguf, name, head_dim, family.theta),
+        "rope_parameters": rope_of(gguf, name, rotated, family.theta),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": name in ("llama", "granite", "smollm3") and has(gguf, "attn_q.bias"),
         "dtype": "bfloat16",

@@ -37,6 +37,7 @@ _OUTPUT_NORMS = (
     ("pre_feedforward_layernorm.", "ffn_norm."),
     ("post_feedforward_layernorm.", "post_ffw_norm."),
 )
+_SOFTMAX, _SIGMOID = 1, 2
 _MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
 _PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
 
@@ -185,6 +186,66 @@ def _gpt_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
     }
 
 
+def has_sigmoid(gguf: GgufFile, name: str) -> bool:
+    """Whether experts' weights are sigmoids, as in DeepSeek-V3, not a softmax, as in DeepSeek-V2."""
+    kind = gguf.integer(key := f"{name}.expert_gating_func", default=_SOFTMAX) or _SOFTMAX
+    if kind not in (_SOFTMAX, _SIGMOID):
+        raise gguf.error(key, f"must be {_SOFTMAX} (softmax) or {_SIGMOID} (sigmoid), got {kind}")
+    return kind == _SIGMOID
+
+
+def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """DeepSeek-V2 or DeepSeek-V3, without its layers for several tokens at once.
+
+    Older files have the sizes of heads, newer ones those of the latent beside them.
+    """
+    if (key := f"{name}.attention.temperature_scale") in gguf.metadata:
+        raise gguf.error(key, "is not supported")
+    is_v3, rotated = has_sigmoid(gguf, name), gguf.integer(f"{name}.rope.dimension_count")
+    head_dim = _size_of_heads(gguf, name, "key")
+    if head_dim <= rotated:
+        raise gguf.error(f"{name}.rope.dimension_count", f"must be below {head_dim}, got {rotated}")
+    normalises = gguf.boolean(key := f"{name}.expert_weights_norm", default=False)
+    if normalises and not is_v3:
+        raise gguf.error(key, "must be false where weights are a softmax")
+    num_groups = gguf.integer(f"{name}.expert_group_count", default=1)
+    choice = "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy"
+    num_layers = gguf.integer(f"{name}.block_count")
+    num_more = gguf.integer(key := f"{name}.nextn_predict_layers", default=0)
+    if num_more >= num_layers:
+        raise gguf.error(key, f"must be below {num_layers}, got {num_more}")
+    rope = rope_of(gguf, name, rotated, 10_000.0)
+    if rope["rope_type"] == "yarn":
+        # A tenth of it is in the file, and both of config.json's numbers are the same.
+        scale = 10 * gguf.number(f"{name}.rope.scaling.yarn_log_multiplier")
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    return {
+        "num_hidden_layers": num_layers - num_more,
+        "q_lora_rank": gguf.integer(f"{name}.attention.q_lora_rank", default=0) or None,
+        "kv_lora_rank": gguf.integer(f"{name}.attention.kv_lora_rank"),
+        "qk_nope_head_dim": head_dim - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": _size_of_heads(gguf, name, "value"),
+        "n_routed_experts": gguf.integer(f"{name}.expert_count"),
+        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
+        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length"),
+        "n_shared_experts": gguf.integer(f"{name}.expert_shared_count"),
+        "first_k_dense_replace": gguf.integer(f"{name}.leading_dense_block_count"),
+        "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=1.0),
+        "norm_topk_prob": normalises,
+        "n_group": num_groups,
+        "topk_group": gguf.integer(f"{name}.expert_group_used_count", default=1),
+        "topk_method": choice,
+        "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "rope_parameters": rope,
+    }
+
+
+def _size_of_heads(gguf: GgufFile, name: str, of: str) -> int:
+    key = f"{name}.attention.{of}_length"
+    return gguf.integer(f"{key}_mla" if f"{key}_mla" in gguf.metadata else key)
+
+
 def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
     return _mixtral(gguf, name) | {
         "num_experts": gguf.integer(f"{name}.expert_count"),
@@ -271,6 +332,23 @@ MIXTRAL = GgufFamily(
 """A `llama` with experts."""
 OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo3)
 """An `olmo2` with windows."""
+_LATENTS = (
+    ("self_attn.q_a_proj.", "attn_q_a."),
+    ("self_attn.q_b_proj.", "attn_q_b."),
+    ("self_attn.q_a_layernorm.", "attn_q_a_norm."),
+    ("self_attn.kv_a_proj_with_mqa.", "attn_kv_a_mqa."),
+    ("self_attn.kv_a_layernorm.", "attn_kv_a_norm."),
+    ("self_attn.kv_b_proj.", "attn_kv_b."),
+    ("self_attn.k_b_proj.", "attn_k_b."),
+    ("self_attn.v_b_proj.", "attn_v_b."),
+    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    ("mlp.gate.", "ffn_gate_inp."),
+    ("mlp.shared_experts.gate_proj.", "ffn_gate_shexp."),
+    ("mlp.shared_experts.up_proj.", "ffn_up_shexp."),
+    ("mlp.shared_experts.down_proj.", "ffn_down_shexp."),
+)
+DEEPSEEK3 = GgufFamily(architecture="DeepseekV3ForCausalLM", own_names=_LATENTS, own=_deepseek)
+"""A `deepseek2` whose experts' weights are sigmoids."""
 FAMILIES = {
     "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
@@ -304,6 +382,9 @@ FAMILIES = {
             ("post_attention_layernorm.", "post_attention_norm."),
         ),
         own=_gpt_oss,
+    ),
+    "deepseek2": GgufFamily(
+        architecture="DeepseekV2ForCausalLM", own_names=_LATENTS, own=_deepseek
     ),
     "gptneox": GgufFamily(architecture="GPTNeoXForCausalLM", own_names=(_MERGED,), own=_gpt_neox),
     "phi2": GgufFamily(architecture="PhiForCausalLM", own=_phi2),

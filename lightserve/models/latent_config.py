@@ -26,6 +26,8 @@ class LatentConfig:
     """Of a query head, and kept of a token, rotated; even."""
     value_dim: int
     """Of a value head."""
+    is_split: bool = False
+    """Whether what makes keys, transposed, and what makes values are two tensors in the file."""
 
     @property
     def query_dim(self) -> int:

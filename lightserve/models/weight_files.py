@@ -222,9 +222,13 @@ def _latent_linears(config: ModelConfig, latent: LatentConfig) -> dict[str, tupl
         linears["self_attn.q_a_proj"] = (latent.query_rank, hidden, has_bias)
         linears["self_attn.q_b_proj"] = (query, latent.query_rank, False)
     values = heads * latent.value_dim
+    if latent.is_split:
+        linears["self_attn.k_b_proj"] = (heads * latent.rank, latent.plain_dim, False)
+        linears["self_attn.v_b_proj"] = (values, latent.rank, False)
+    else:
+        linears["self_attn.kv_b_proj"] = (heads * latent.plain_dim + values, latent.rank, False)
     return linears | {
         "self_attn.kv_a_proj_with_mqa": (latent.rank + latent.rope_dim, hidden, has_bias),
-        "self_attn.kv_b_proj": (heads * latent.plain_dim + values, latent.rank, False),
         "self_attn.o_proj": (hidden, values, config.attention_output_bias),
     }
 

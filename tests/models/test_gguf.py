@@ -17,6 +17,7 @@ from support.gguf_files import (
     KINDS,
     Typed,
     gguf_bytes,
+    latent_metadata,
     string,
     tensors_of,
     tiny_tokens,
@@ -274,6 +275,35 @@ def test_what_a_file_of_gpt_oss_does_not_say(tmp_path: Path) -> None:
     assert Tokenizer(path).eos_token_ids == (198, 199)
 
 
+def test_older_files_of_deepseek(tmp_path: Path) -> None:
+    """What makes keys and values is one tensor, and no size is the latent's."""
+    plain, file = converted("deepseek2", tmp_path)
+    gguf = read_gguf(file)
+    tensors = tensors_of(gguf)
+    for layer in range(3):
+        parts = []
+        for of in "kv":
+            shape, kind, data = tensors.pop(f"blk.{layer}.attn_{of}_b.weight")
+            parts.append(np.frombuffer(data, np.float32).reshape(shape))
+        whole = np.concatenate([parts[0].swapaxes(1, 2), parts[1]], axis=1)
+        whole = whole.reshape(-1, whole.shape[-1])
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = (whole.shape, kind, whole.tobytes())
+    metadata = {key: item for key, item in gguf.metadata.items() if not key.endswith("_mla")}
+    config = json.loads((plain / "config.json").read_text())
+    metadata |= tiny_tokens(200) | latent_metadata(config, is_old=True)
+    older = tmp_path / "older.gguf"
+    older.write_bytes(gguf_bytes(metadata, tensors))
+    tokens = torch.arange(5, 45)
+    found = []
+    for each in (file, older):
+        loaded = load_tiny(unpack(each), torch.float32, ReferenceKernels())
+        passes = schedule([len(tokens)], chunk=20, num_decodes=6)
+        logits = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
+        assert logits is not None
+        found.append(logits[0])
+    assert torch.equal(*found)
+
+
 def test_exponents_that_are_no_number(tmp_path: Path) -> None:
     _, file = converted("gpt-oss-mxfp4", tmp_path)
     gguf = read_gguf(file)
@@ -383,6 +413,12 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
     [
         ("olmo3", "olmo2.attention.sliding_window_pattern", [1, 0], "must have 5 entries, got 2"),
         ("gpt-oss", "gpt-oss.attention.sliding_window", "128", "must be an integer"),
+        ("deepseek2", "deepseek2.expert_gating_func", 3, "must be 1 (softmax) or 2 (sigmoid)"),
+        ("deepseek2", "deepseek2.expert_weights_norm", True, "must be false where weights are"),
+        ("deepseek2", "deepseek2.nextn_predict_layers", 3, "must be below 3, got 3"),
+        ("deepseek2", "deepseek2.rope.dimension_count", 32, "must be below 32, got 32"),
+        ("deepseek2", "deepseek2.rope.scaling.yarn_log_multiplier", "no", "must be a number"),
+        ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
         ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
         ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
     ],

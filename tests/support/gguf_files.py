@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
-from lightserve.models.gguf_families import FAMILIES, MIXTRAL, OLMO3, GgufFamily
+from lightserve.models.gguf_families import DEEPSEEK3, FAMILIES, MIXTRAL, OLMO3, GgufFamily
+from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.weight_files import SINGLE_FILE
 
@@ -163,7 +164,38 @@ def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             return {"mpt.attention.max_alibi_bias": 8.0}
         case "gpt-oss":
             return {"gpt-oss.expert_feed_forward_length": config["intermediate_size"]}
+        case "deepseek2":
+            return latent_metadata(config)
     return {}
+
+
+def latent_metadata(config: Mapping[str, Any], *, is_old: bool = False) -> dict[str, Any]:
+    """Return what DeepSeek's files have; old ones have kv_b whole, and the sizes of heads alone."""
+    is_v3, rope = "V3" in config["architectures"][0], config["rope_parameters"]
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    head_dim, value_dim = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    found: dict[str, Any] = {
+        "attention.head_count_kv": config["num_attention_heads"] if is_old else 1,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": head_dim if is_old else rank + rotated,
+        "attention.value_length": value_dim if is_old else rank,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_gating_func": 2 if is_v3 else 1,
+        "expert_weights_norm": is_v3,
+        "vocab_size": config["vocab_size"],
+    }
+    if not is_old:
+        found |= {"attention.key_length_mla": head_dim, "attention.value_length_mla": value_dim}
+    if config["q_lora_rank"] is not None:
+        found["attention.q_lora_rank"] = config["q_lora_rank"]
+    if is_v3:
+        found["expert_group_count"] = config["n_group"]
+        found["expert_group_used_count"] = config["topk_group"]
+    if "mscale_all_dim" in rope:
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"] / 10
+    return {f"deepseek2.{key}": item for key, item in found.items()}
 
 
 def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
@@ -174,7 +206,7 @@ def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dic
             found[f"{name}.{key}"] = config[theirs]
     if name in _WITHOUT_WINDOW:
         found.pop(f"{name}.attention.sliding_window", None)
-    for key in ("num_experts", "num_local_experts"):
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if key in config:
             found[f"{name}.expert_count"] = config[key]
     if "layer_types" in config and name == "olmo2":
@@ -246,6 +278,14 @@ def tensors_of(gguf: GgufFile) -> dict[str, tuple[tuple[int, ...], int, bytes]]:
     return found
 
 
+def split_latents(stored: str, weight: np.ndarray, latent: LatentConfig) -> dict[str, np.ndarray]:
+    """Return what makes keys [H, rank, plain_dim] and values [H, value_dim, rank], by name."""
+    heads = weight.reshape(-1, latent.plain_dim + latent.value_dim, latent.rank)
+    keys, values = np.split(heads, [latent.plain_dim], axis=1)
+    names = [stored.replace("attn_kv_b", own) for own in ("attn_k_b", "attn_v_b")]
+    return {names[0]: np.ascontiguousarray(keys.swapaxes(1, 2)), names[1]: values}
+
+
 def told_apart(name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
     """Return gates, ups and downs of gpt-oss's stacked experts, outputs before inputs."""
     layer, _, product = name.removeprefix("model.layers.").partition(".mlp.experts.")
@@ -290,6 +330,9 @@ def renamed(
             weight = weight + 1
         if "ffn_gate_inp_shexp" in stored:
             weight = weight[0]
+        if sizes.latent is not None and ".attn_kv_b." in stored:
+            tensors |= split_latents(stored, weight, sizes.latent)
+            continue
         tensors[stored] = weight
     for stored, stack in experts.items():
         tensors[stored] = np.stack([stack[number] for number in range(len(stack))])
@@ -311,7 +354,7 @@ def write_gguf(
     """
     config = json.loads((model_dir / "config.json").read_text())
     sizes = load_model_config(model_dir)
-    known = {each.architecture: each for each in (MIXTRAL, OLMO3)}
+    known = {each.architecture: each for each in (MIXTRAL, OLMO3, DEEPSEEK3)}
     family = known.get(config["architectures"][0], FAMILIES[name])
     tensors = renamed(load_file(model_dir / SINGLE_FILE), sizes, family, name)
     rope = config.get("rope_parameters") or {}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lightserve.models.gguf_blocks import numbers_of_blocks
 from lightserve.models.weight_files import SINGLE_FILE
 from support.gguf_files import KINDS, blocks, write_gguf
-from support.tiny_models import PART_ROPE, TinyModel, rope, write_tiny_model
+from support.tiny_models import LATENT, PART_ROPE, TinyModel, rope, write_tiny_model
 
 MODELS = {
     "llama": TinyModel("", "Llama", {"num_hidden_layers": 3, "vocab_size": 201}),
@@ -56,6 +56,15 @@ GPT_OSS = TinyModel(
         ),
     },
 )
+EXPERTS = {
+    **LATENT,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+"""Of DeepSeek, with its latents."""
 CONVERTED = {
     **MODELS,
     "mixtral": TinyModel("", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -123,6 +132,34 @@ CONVERTED = {
     ),
     "gpt-oss": GPT_OSS,
     "gpt-oss-mxfp4": GPT_OSS,
+    "deepseek2": TinyModel(
+        "",
+        "DeepseekV2",
+        {
+            **EXPERTS,
+            "q_lora_rank": 24,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "num_hidden_layers": 3,
+            **rope(
+                "yarn",
+                theta=1000.0,
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.7,
+                mscale_all_dim=0.7,
+            ),
+        },
+    ),
+    "deepseek2-lite": TinyModel(
+        "", "DeepseekV2", {**EXPERTS, "q_lora_rank": None, "num_hidden_layers": 26}
+    ),
+    "deepseek3": TinyModel(
+        "",
+        "DeepseekV3",
+        {**EXPERTS, "q_lora_rank": 20, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    ),
     "olmoe": TinyModel(
         "", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}
     ),
@@ -135,7 +172,13 @@ CONVERTED = {
     "starcoder2": TinyModel("", "Starcoder2", {"sliding_window": None}),
 }
 """By what `general.architecture` says, but for those in `SAYS`."""
-SAYS = {"mixtral": "llama", "olmo3": "olmo2", "gpt-oss-mxfp4": "gpt-oss"}
+SAYS = {
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "gpt-oss-mxfp4": "gpt-oss",
+    "deepseek2-lite": "deepseek2",
+    "deepseek3": "deepseek2",
+}
 
 
 def converted(name: str, tmp_path: Path, kind: str = "F32") -> tuple[Path, Path]:
