@@ -11,6 +11,7 @@ from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from lightserve.models.gguf_families import (
     DEEPSEEK3,
+    FALCON2,
     FAMILIES,
     MIXTRAL,
     OLMO3,
@@ -23,7 +24,7 @@ from lightserve.models.gguf_rope import rope_of
 from lightserve.models.moe_config import MAX_EXPERTS
 
 _GATES = "ffn_gate_inp_shexp.weight"
-_WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt")
+_WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _BY_HEAD = ("attn_k_b.weight", "attn_v_b.weight")
 _MAX_ALONE = 1 << 18
@@ -39,6 +40,8 @@ def family_of(gguf: GgufFile) -> GgufFamily:
         return OLMO3
     if name == "deepseek2" and has_sigmoid(gguf, name):
         return DEEPSEEK3
+    if name == "falcon" and has(gguf, "attn_norm_2.weight"):
+        return FALCON2
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise gguf.error("general.architecture", f"names {name!r}; supported in GGUF are {known}")

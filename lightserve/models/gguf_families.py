@@ -38,6 +38,7 @@ _OUTPUT_NORMS = (
     ("post_feedforward_layernorm.", "post_ffw_norm."),
 )
 _SOFTMAX, _SIGMOID = 1, 2
+_BAICHUAN_13B_LAYERS = 40
 _MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
 _PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
 
@@ -187,7 +188,7 @@ def _gpt_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 
 def has_sigmoid(gguf: GgufFile, name: str) -> bool:
-    """Whether experts' weights are sigmoids, as in DeepSeek-V3, not a softmax, as in DeepSeek-V2."""
+    """Whether experts' weights are sigmoids (DeepSeek-V3), not a softmax (DeepSeek-V2)."""
     kind = gguf.integer(key := f"{name}.expert_gating_func", default=_SOFTMAX) or _SOFTMAX
     if kind not in (_SOFTMAX, _SIGMOID):
         raise gguf.error(key, f"must be {_SOFTMAX} (softmax) or {_SIGMOID} (sigmoid), got {kind}")
@@ -244,6 +245,50 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
 def _size_of_heads(gguf: GgufFile, name: str, of: str) -> int:
     key = f"{name}.attention.{of}_length"
     return gguf.integer(f"{key}_mla" if f"{key}_mla" in gguf.metadata else key)
+
+
+def _glm4(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {"attention_bias": has(gguf, "attn_q.bias")}
+
+
+def _chatglm(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Half of each head is rotated; GLM-4-9B's later files have queries, keys and values apart."""
+    num_heads = gguf.integer(f"{name}.attention.head_count")
+    head_dim = gguf.integer(f"{name}.embedding_length") // num_heads
+    if 2 * (size := gguf.integer(key := f"{name}.rope.dimension_count")) != head_dim:
+        raise gguf.error(key, f"must be half a head's {head_dim}, got {size}")
+    return {
+        "num_layers": gguf.integer(f"{name}.block_count"),
+        "ffn_hidden_size": gguf.integer(f"{name}.feed_forward_length"),
+        "padded_vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "seq_length": gguf.integer(f"{name}.context_length"),
+        "layernorm_epsilon": gguf.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "kv_channels": head_dim,
+        "multi_query_attention": True,
+        "multi_query_group_num": gguf.integer(f"{name}.attention.head_count_kv"),
+        "add_qkv_bias": has(gguf, "attn_qkv.bias") or has(gguf, "attn_q.bias"),
+        "rope_ratio": gguf.number(f"{name}.rope.freq_base", default=10_000.0) / 10_000.0,
+    }
+
+
+def _baichuan(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """13B has ALiBi, which llama.cpp, too, knows by the number of layers."""
+    if gguf.integer(f"{name}.block_count") != _BAICHUAN_13B_LAYERS:
+        return {}
+    length = gguf.integer(f"{name}.context_length")
+    return {"max_position_embeddings": None, "model_max_length": length}
+
+
+def _falcon(gguf: GgufFile, name: str) -> dict[str, Any]:
+    num_kv_heads = gguf.integer(f"{name}.attention.head_count_kv", default=1)
+    num_norms = 2 if has(gguf, "attn_norm_2.weight") else 1
+    return {
+        "new_decoder_architecture": num_norms == 2 or num_kv_heads > 1,
+        "num_kv_heads": num_kv_heads,
+        "num_ln_in_parallel_attn": num_norms,
+        "ffn_hidden_size": gguf.integer(f"{name}.feed_forward_length"),
+        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+    }
 
 
 def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -349,6 +394,16 @@ _LATENTS = (
 )
 DEEPSEEK3 = GgufFamily(architecture="DeepseekV3ForCausalLM", own_names=_LATENTS, own=_deepseek)
 """A `deepseek2` whose experts' weights are sigmoids."""
+FALCON2 = GgufFamily(
+    architecture="FalconForCausalLM",
+    own_names=(
+        _MERGED,
+        ("post_attention_layernorm.", "attn_norm."),
+        ("input_layernorm.", "attn_norm_2."),
+    ),
+    own=_falcon,
+)
+"""A `falcon` that norms for each block."""
 FAMILIES = {
     "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
@@ -386,6 +441,23 @@ FAMILIES = {
     "deepseek2": GgufFamily(
         architecture="DeepseekV2ForCausalLM", own_names=_LATENTS, own=_deepseek
     ),
+    "glm4": GgufFamily(
+        architecture="Glm4ForCausalLM",
+        own_names=(
+            ("mlp.gate_up_proj.", "ffn_up."),
+            ("post_self_attn_layernorm.", "post_attention_norm."),
+            ("post_mlp_layernorm.", "post_ffw_norm."),
+        ),
+        own=_glm4,
+    ),
+    "chatglm": GgufFamily(
+        architecture="ChatGLMModel",
+        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
+        own=_chatglm,
+    ),
+    "internlm2": GgufFamily(architecture="InternLM2ForCausalLM", has_neighbours=True),
+    "baichuan": GgufFamily(architecture="BaichuanForCausalLM", has_neighbours=True, own=_baichuan),
+    "falcon": GgufFamily(architecture="FalconForCausalLM", own_names=(_MERGED,), own=_falcon),
     "gptneox": GgufFamily(architecture="GPTNeoXForCausalLM", own_names=(_MERGED,), own=_gpt_neox),
     "phi2": GgufFamily(architecture="PhiForCausalLM", own=_phi2),
     "bloom": GgufFamily(

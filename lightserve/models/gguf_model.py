@@ -39,9 +39,14 @@ _GPT_4O = (
 _ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _SPLITS: dict[str, tuple[str, ...]] = {
     **{name: (split,) for name, split in SPLITS.items()},
-    **dict.fromkeys(("dbrx", "smaug-bpe"), (SPLITS["llama-bpe"],)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (SPLITS["llama-bpe"],)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "gpt-2", "default"), ()),
     "gpt-4o": (_GPT_4O,),
+    "falcon": (
+        r"[\p{P}\$\+<=>\^~\|`]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"[0-9][0-9][0-9]",
+    ),
     "deepseek-llm": (
         r"[\r\n]",
         r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",

@@ -9,7 +9,7 @@ from lightserve.models.gguf import GgufFile
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
+_PARTLY_ROTATED = ("phi2", "phi3", "gptneox", "glm4", "chatglm")
 
 
 def rope_of(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, Any]:

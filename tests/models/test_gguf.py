@@ -419,6 +419,7 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("deepseek2", "deepseek2.rope.dimension_count", 32, "must be below 32, got 32"),
         ("deepseek2", "deepseek2.rope.scaling.yarn_log_multiplier", "no", "must be a number"),
         ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
+        ("chatglm", "chatglm.rope.dimension_count", 16, "must be half a head's 16, got 16"),
         ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
         ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
     ],

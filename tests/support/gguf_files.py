@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
-from lightserve.models.gguf_families import DEEPSEEK3, FAMILIES, MIXTRAL, OLMO3, GgufFamily
+from lightserve.models.gguf_families import DEEPSEEK3, FALCON2, FAMILIES, MIXTRAL, OLMO3, GgufFamily
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.weight_files import SINGLE_FILE
@@ -219,7 +219,7 @@ def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dic
         rope = rope["full_attention"]
     if len(sizes.unrotated_layers) == sizes.num_layers:
         return found
-    found[f"{name}.rope.freq_base"] = float(rope["rope_theta"])
+    found[f"{name}.rope.freq_base"] = float(rope.get("rope_theta", getattr(sizes.rope, "theta", 0)))
     if (kind := rope.get("rope_type")) in ("linear", "yarn"):
         found[f"{name}.rope.scaling.type"] = kind
         found[f"{name}.rope.scaling.factor"] = float(rope["factor"])
@@ -278,6 +278,15 @@ def tensors_of(gguf: GgufFile) -> dict[str, tuple[tuple[int, ...], int, bytes]]:
     return found
 
 
+def split_heads(stored: str, weight: np.ndarray, sizes: ModelConfig) -> dict[str, np.ndarray]:
+    """Return queries, keys and values of a merged weight, as a Llama's are stored, by name."""
+    size, head_dim = sizes.num_heads * sizes.head_dim, sizes.head_dim
+    q, k, v = np.split(weight, [size, (len(weight) + size) // 2])
+    parts = {"q": neighbours(q, head_dim), "k": neighbours(k, head_dim), "v": v}
+    layer = stored.split(".")[2]
+    return {f"blk.{layer}.attn_{own}.weight": part for own, part in parts.items()}
+
+
 def split_latents(stored: str, weight: np.ndarray, latent: LatentConfig) -> dict[str, np.ndarray]:
     """Return what makes keys [H, rank, plain_dim] and values [H, value_dim, rank], by name."""
     heads = weight.reshape(-1, latent.plain_dim + latent.value_dim, latent.rank)
@@ -322,6 +331,9 @@ def renamed(
             stored = stored.replace(theirs, part)
         if "grouped_qkv" in sizes.merged and "qkv_proj" in stored:
             weight = apart(weight, head_dim, group)
+        if name in ("internlm2", "baichuan") and "qkv_proj" in stored:
+            tensors |= split_heads(stored, weight, sizes)
+            continue
         for part, theirs in family.stored_names:
             stored = stored.replace(part, theirs)
         if family.has_neighbours and stored.split(".")[-2] in _UNROTATED:
@@ -356,6 +368,8 @@ def write_gguf(
     sizes = load_model_config(model_dir)
     known = {each.architecture: each for each in (MIXTRAL, OLMO3, DEEPSEEK3)}
     family = known.get(config["architectures"][0], FAMILIES[name])
+    if name == "falcon" and len(sizes.layer_norms) == 2:
+        family = FALCON2
     tensors = renamed(load_file(model_dir / SINGLE_FILE), sizes, family, name)
     rope = config.get("rope_parameters") or {}
     for length in ("long", "short"):

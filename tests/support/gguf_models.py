@@ -56,6 +56,11 @@ GPT_OSS = TinyModel(
         ),
     },
 )
+BAICHUAN_13B = {
+    "num_hidden_layers": 40,
+    "max_position_embeddings": None,
+    "model_max_length": 256,
+}
 EXPERTS = {
     **LATENT,
     "num_key_value_heads": 4,
@@ -160,6 +165,13 @@ CONVERTED = {
         "DeepseekV3",
         {**EXPERTS, "q_lora_rank": 20, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     ),
+    "glm4": TinyModel("", "Glm4", {"head_dim": 16, "num_hidden_layers": 3}),
+    "chatglm": TinyModel("", "ChatGLM", {"num_layers": 3}),
+    "internlm2": TinyModel("", "InternLM2"),
+    "baichuan": TinyModel("", "Baichuan", {"num_hidden_layers": 32}),
+    "baichuan-13b": TinyModel("", "Baichuan", BAICHUAN_13B),
+    "falcon": TinyModel("", "Falcon", {"new_decoder_architecture": False}),
+    "falcon-40b": TinyModel("", "Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "olmoe": TinyModel(
         "", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}
     ),
@@ -178,6 +190,8 @@ SAYS = {
     "gpt-oss-mxfp4": "gpt-oss",
     "deepseek2-lite": "deepseek2",
     "deepseek3": "deepseek2",
+    "baichuan-13b": "baichuan",
+    "falcon-40b": "falcon",
 }
 
 
