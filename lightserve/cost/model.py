@@ -98,15 +98,11 @@ class StepModel:
     coefficients: StepCoefficients
 
     @property
-    def fixed_s(self) -> float:
-        """What every step takes beside its tokens."""
-        c = self.coefficients
-        return max(0.0, c.floor_s - c.per_new_s * c.knee)
-
-    @property
     def worthwhile_s(self) -> float:
-        """Time of a step that what every step takes is a small part of."""
-        return max(self.coefficients.floor_s, self.fixed_s / FIXED_SHARE)
+        """Time of so many tokens that what every step takes is a small part of theirs."""
+        c = self.coefficients
+        fixed_s = max(0.0, c.floor_s - c.per_new_s * c.knee)
+        return fixed_s * (1 / FIXED_SHARE - 1)
 
     def seconds(self, shape: StepShape, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return the seconds of a step that waits for copies of so many tokens."""

@@ -244,7 +244,7 @@ class Outlook(NamedTuple):
 
     @property
     def idle_limit_s(self) -> float:
-        """Most time of a step with best-effort requests: an arrival waits for the rest of it."""
+        """Most time of a step with requests that can wait: an arrival waits for the rest of it."""
         if self.ttft_s == math.inf:
             return IDLE_LIMIT_S
         limit_s = min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)

@@ -192,7 +192,9 @@ class StepCost:
     @property
     def worthwhile_s(self) -> float:
         """See `StepModel.worthwhile_s`; 0: nothing is known."""
-        return 0.0 if self._model is None else self._model.worthwhile_s
+        if self._model is None:
+            return 0.0
+        return self._ratio(MIXED).mean * self._model.worthwhile_s
 
     @property
     def guard(self) -> float:

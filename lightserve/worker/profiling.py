@@ -19,14 +19,7 @@ import torch
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.cost.model import (
-    FIXED_SHARE,
-    StepModel,
-    StepSample,
-    StepShape,
-    fit,
-    held_out_errors,
-)
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit, held_out_errors
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -108,7 +101,7 @@ def tokens_of_step(
     most = config.max_tokens_of_step(device_type)
     if config.max_num_batched_tokens or device_type != "cpu" or coefficients is None:
         return most
-    worth_s = StepModel(coefficients).fixed_s * (1 / FIXED_SHARE - 1)
+    worth_s = StepModel(coefficients).worthwhile_s
     if worth_s >= coefficients.per_new_s * most:
         return most
     return min(most, max(config.max_num_seqs, math.ceil(worth_s / coefficients.per_new_s)))

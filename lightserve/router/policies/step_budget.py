@@ -76,6 +76,8 @@ class StepBudget:
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
+        self.leaves_room = False
+        """Whether prompts of real-time requests that have time leave some of it to arrivals."""
         self._meets_deadlines = meets_deadlines
         self._budget = limits.max_num_batched_tokens
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
@@ -91,8 +93,6 @@ class StepBudget:
         """What it was when its time was last asked for, and that time."""
         self._limit_s = math.inf
         """By deadlines: of the whole step, with both guards."""
-        self._arrivals_limit_s = math.inf
-        """Likewise, for those that come while it runs."""
         self._best_effort_limit_s = math.inf
         """By deadlines that are met at best, before anything is lent."""
         self._lent_until_s = math.inf
@@ -253,7 +253,7 @@ class StepBudget:
         can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)
         if can_go_beside and self._loads.is_free_for(request, self.seconds, self._due_for(request)):
             return self._offer_loading(request)
-        num_tokens = self.num_tokens_in_time(request, rest)
+        num_tokens = self.num_tokens_in_time(request, self._leaving_room(request, rest))
         least = min(rest, MIN_CHUNK) if self._meets_deadlines else 1
         if num_tokens <= 0 or (num_tokens < least and not self.is_empty):
             if can_go_beside and not self.is_full:
@@ -381,7 +381,7 @@ class StepBudget:
         """
         rest, shape = request.num_schedulable_tokens, self._without(without)
         whole_s = self._seconds_with_all_of(request, shape)
-        if rest <= self._budget + len(without) and whole_s <= self._prompts_limit_s:
+        if rest <= self._budget + len(without) and whole_s <= self._limit_s:
             return whole_s
         decodes = shape.decodes
         chunk = self._tokens_beside(decodes, request)
@@ -403,8 +403,8 @@ class StepBudget:
     def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
         """Return how much of a prompt goes beside decodes in a step, at least MIN_CHUNK."""
         most = self.limits.max_num_batched_tokens - decodes.num_new
-        if math.isfinite(self._prompts_limit_s) and self._cost.is_known:
-            limit_s = self._prompts_limit_s / self._cost.guard
+        if math.isfinite(self._limit_s) and self._cost.is_known:
+            limit_s = self._limit_s / self._cost.guard
             most = self._cost.tokens_within(decodes, limit_s, request.next_position, most)
         return max(MIN_CHUNK, most)
 
@@ -447,22 +447,8 @@ class StepBudget:
         rows = [part for part in self._added if isinstance(part, np.ndarray)]
         return rows[0] if len(rows) == 1 else np.concatenate([NO_ROWS, *rows])
 
-    def limit_for_arrivals(self) -> None:
-        """Limit the step for arrivals that have targets: they wait for the rest of it.
-
-        But to decodes it adds as much as makes what every step takes a small part of it.
-        """
-        if self.limits.outlook.ttft_s < math.inf and self._cost.is_known:
-            least_s = (self.seconds + self._cost.worthwhile_s) * self._cost.guard
-            self._arrivals_limit_s = max(self.limits.outlook.idle_limit_s, least_s)
-
-    @property
-    def _prompts_limit_s(self) -> float:
-        return min(self._limit_s, self._arrivals_limit_s)
-
     def lend(self, until_s: float) -> None:
         """Let best-effort requests have what is left: the step may take so long."""
-        self._arrivals_limit_s = math.inf
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         self._base_s = self.seconds
         self._lent_until_s = until_s
@@ -494,7 +480,7 @@ class StepBudget:
         Whatever the doubts, tokens that make it no longer may be in it: below the knee of the cost
         model they are free.
         """
-        return min(max(self._prompts_limit_s / self._cost.guard, self._base_s), self._lent_until_s)
+        return min(max(self._limit_s / self._cost.guard, self._base_s), self._lent_until_s)
 
     # ---------------------------------------------------------------- decodes
 
@@ -571,6 +557,21 @@ class StepBudget:
         in_time = self._cost.tokens_within(self._shape, limit_s, request.next_position, most)
         return max(in_time, min(most, MIN_CHUNK)) if self.is_empty else in_time
 
+    def _leaving_room(self, request: Request, most: int) -> int:
+        """Return how many of a prompt's tokens leave arrivals time, if it can be in time so.
+
+        They wait for the rest of the step. But it has tokens to which the constant is little.
+        """
+        outlook, cost, start = self.limits.outlook, self._cost, request.next_position
+        if not self.leaves_room or request.request_class is BE or outlook.ttft_s == math.inf:
+            return most
+        least_s = cost.seconds(self._shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
+        limit_s = max(outlook.idle_limit_s / cost.guard, least_s)
+        if (num_tokens := cost.tokens_within(self._shape, limit_s, start, most)) < most:
+            slack_s = self.residual(request) - self.seconds_to_end(request)
+            return most if 0.0 <= slack_s <= limit_s * cost.guard else num_tokens
+        return most
+
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what the step takes longer if so many tokens of a prompt join, loads included."""
         shape = self._shape.plus(request.next_position, num_tokens)
@@ -591,9 +592,8 @@ class StepBudget:
 
     def _seconds_loading(self, request: Request) -> float:
         """Return what the step takes longer for the loads of one more request."""
-        if num_loaded := num_loaded_by(request):
-            return self._loads.seconds(num_loaded) - self._loads.seconds()
-        return 0.0
+        num_loaded = num_loaded_by(request)
+        return self._loads.seconds(num_loaded) - self._loads.seconds() if num_loaded else 0.0
 
     def _seconds(self, shape: StepShape) -> float:
         return (self._cost.seconds(shape) + self._loads.seconds()) * self._cost.guard

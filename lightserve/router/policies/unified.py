@@ -2,7 +2,8 @@
 
 One time limit per step (BROS, section IV; Echo, section 4.2): the smallest residual among tokens
 that this step completes and that can still be in time; token budgets are the inverse of the cost
-model at that limit (AccelGen, section 3), so that prompts fill it exactly. Slack that early tokens
+model at that limit (AccelGen, section 3), so that prompts fill it exactly; only those that have
+time to spare leave some of it to what may come (`StepBudget.leaves_room`). Slack that early tokens
 bought is what long chunks and best-effort work live on.
 
     1. real-time decodes: they make the limit
@@ -139,7 +140,7 @@ class _Order:
     def urgent(self) -> Iterator[Phase]:
         """Yield real-time prompts: those that can be in time, then those that cannot."""
         options, step = self._options, self._step
-        step.limit_for_arrivals()
+        step.leaves_room = True
         prompts = sorted(self._prompts, key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]

@@ -277,18 +277,32 @@ def test_real_time_without_targets_is_not_limited(cost: StepCost) -> None:
 
 
 def test_a_long_prompt_leaves_room_for_an_arrival_that_has_targets() -> None:
-    """It fills a quarter of the tightest time to a first token; but always 8 times the constant."""
+    """It fills a quarter of the tightest time to a first token; but always 7 times the constant."""
     cost = StepCost()
     cost.use_profile(StepCoefficients(1e-2, 60.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0))
 
-    def num_tokens(ttft_s: float) -> int:
+    def num_tokens(ttft_s: float, due_ms: float = 9000, *, slack_s: float = math.inf) -> int:
         running = [decode(number, 5000) for number in range(100)]
-        prompt = due(make_request(200, prompt=5000), 9000)
-        return play(cost, [*running, prompt], outlook=Outlook(ttft_s=ttft_s))[200]
+        prompt = due(make_request(200, prompt=5000), due_ms)
+        outlook = Outlook(ttft_s=ttft_s, slack_s=slack_s)
+        return play(cost, [*running, prompt], outlook=outlook)[200]
 
     assert num_tokens(0.4) == pytest.approx(1000 - 100 - 40, abs=2)
-    assert num_tokens(0.08) == pytest.approx(320, abs=2), "8 * 4 ms beside the decodes, not 6 ms"
+    few = MIN_CHUNK + 280
+    assert num_tokens(0.08) == pytest.approx(few, abs=2), "7 * 4 ms beside the decodes, not 6 ms"
+    assert num_tokens(0.08, slack_s=-1.0) == num_tokens(0.08)
     assert num_tokens(math.inf) == 2048 - 100
+    assert num_tokens(0.08, 575) == 2048 - 100, "it has 33 ms to spare"
+    assert num_tokens(0.08, 500) == pytest.approx(few, abs=2), "late in any case"
+
+
+def test_no_context_is_so_long_that_a_prompt_stands_still_for_arrivals() -> None:
+    """Of some contexts a chunk takes longer than what arrivals are to wait for."""
+    cost = StepCost()
+    cost.use_profile(StepCoefficients(0.0, 0.0, 1e-4, 0.0, 0.0, 0.0, 1e-5, 1e-8))
+    running = [decode(number, 5000) for number in range(100)]
+    prompt = due(make_request(200, prompt=95_000, computed=90_000), 60_000)
+    assert play(cost, [*running, prompt], outlook=Outlook(ttft_s=0.1))[200] == MIN_CHUNK
 
 
 @pytest.mark.parametrize("reason", ["time", "memory", "budget"])
