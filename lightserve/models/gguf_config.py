@@ -111,7 +111,12 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     hidden = gguf.integer(f"{name}.embedding_length")
     if not num_heads:
         raise gguf.error(f"{name}.attention.head_count", "must be at least 1")
-    head_dim = gguf.integer(f"{name}.attention.key_length", default=hidden // num_heads)
+    if hidden < num_heads:
+        key = f"{name}.embedding_length"
+        raise gguf.error(key, f"must be at least the number of heads, {num_heads}, got {hidden}")
+    key = f"{name}.attention.key_length"
+    if (head_dim := gguf.integer(key, default=hidden // num_heads)) < 1:
+        raise gguf.error(key, "must be at least 1, got 0")
     rotated, key = head_dim, f"{name}.attention.value_length"
     if name == "deepseek2":  # whose keys and values are of other sizes
         rotated = gguf.integer(f"{name}.rope.dimension_count")

@@ -29,14 +29,14 @@ def rope_of(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str,
         original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
         scaled = rope | {
             "rope_type": "longrope",
-            "short_factor": _float32(gguf, _SHORT_FACTORS),
-            "long_factor": _float32(gguf, _LONG_FACTORS),
+            "short_factor": _float32(gguf, _SHORT_FACTORS, size // 2),
+            "long_factor": _float32(gguf, _LONG_FACTORS, size // 2),
             "original_max_position_embeddings": original,
         }
         return scaled | _attention_factor(gguf, name)
     if FREQUENCY_FACTORS in gguf.tensors:
         # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
-        factors = _float32(gguf, FREQUENCY_FACTORS)
+        factors = _float32(gguf, FREQUENCY_FACTORS, size // 2)
         return rope | {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -71,9 +71,13 @@ def _attention_factor(gguf: GgufFile, name: str) -> dict[str, Any]:
     return {"attention_factor": gguf.number(key)} if key in gguf.metadata else {}
 
 
-def _float32(gguf: GgufFile, name: str) -> list[float]:
+def _float32(gguf: GgufFile, name: str, length: int) -> list[float]:
+    """Return a row of numbers; its length comes first, for it may be as long as the file."""
     tensor = gguf.tensors[name]
-    if tensor.kind or len(tensor.shape) != 1:
-        raise ModelLoadError(f"{gguf.path}: tensor {name!r} must be a row of F32")
+    if tensor.kind or tensor.shape != (length,):
+        raise ModelLoadError(
+            f"{gguf.path}: tensor {name!r} must be a row of {length} in F32, got"
+            f" {list(tensor.shape)}"
+        )
     data = memoryview(gguf.data)[tensor.start : tensor.start + tensor.row_bytes]
     return list(data.cast("f"))

@@ -255,6 +255,9 @@ def test_factors_of_frequencies(tmp_path: Path) -> None:
     config = load_model_config(unpack(changed))
     assert config.rope.short_factors == config.rope.long_factors == tuple(factors)  # type: ignore[union-attr]
     assert config.rope.attention_factor == 1.0  # type: ignore[union-attr]
+    tensors[FREQUENCY_FACTORS] = ((1 << 16,), 0, bytes(4 << 16))
+    longer = refused(gguf_bytes(metadata, tensors), tmp_path / "longer.gguf")
+    assert f"'{FREQUENCY_FACTORS}' must be a row of 8 in F32, got [65536]" in longer
 
 
 def test_what_a_file_of_gpt_oss_does_not_say(tmp_path: Path) -> None:
@@ -304,6 +307,7 @@ def test_older_files_of_deepseek(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 def test_exponents_that_are_no_number(tmp_path: Path) -> None:
     _, file = converted("gpt-oss-mxfp4", tmp_path)
     gguf = read_gguf(file)
@@ -419,6 +423,8 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("deepseek2", "deepseek2.rope.dimension_count", 32, "must be below 32, got 32"),
         ("deepseek2", "deepseek2.rope.scaling.yarn_log_multiplier", "no", "must be a number"),
         ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
+        ("glm4", "glm4.attention.key_length", 0, "length' must be at least 1, got 0"),
+        ("phi2", "phi2.embedding_length", 3, "at least the number of heads, 4, got 3"),
         ("chatglm", "chatglm.rope.dimension_count", 16, "must be half a head's 16, got 16"),
         ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
         ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
