@@ -8,19 +8,30 @@ large weights keep it to milliseconds and some hundred megabytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightserve.errors import LightserveError, StartupError
 from lightserve.kernels.check_batches import CheckBatch, check_batches
-from lightserve.kernels.experts import ExpertMixingKernels
+from lightserve.kernels.check_experts import (
+    expert_products,
+    mixes_experts,
+    packed_expert_products,
+)
+from lightserve.kernels.check_pair import (
+    CHECKED_GROUP,
+    LIMITS,
+    LINEAR_ROWS,
+    MAX_WEIGHT_NUMBERS,
+    Comparison,
+    Pair,
+    Poison,
+)
 from lightserve.kernels.interface import (
-    ExpertBiases,
     ExpertKernels,
     Fp8Kernels,
     Kernels,
@@ -33,7 +44,6 @@ from lightserve.kernels.interface import (
 from lightserve.kernels.reference import (
     ReferenceKernels,
     kv_as_int8,
-    numbers_of_fp4,
     numbers_of_groups,
     numbers_of_int8_kv,
     rounded_to_int8,
@@ -41,36 +51,11 @@ from lightserve.kernels.reference import (
 from lightserve.kernels.select import make_kernels
 from lightserve.logs import one_line
 
-SEED = 7
-LIMITS = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Largest relative error by type."""
-ELEMENT_SHARE = 10.0
-"""One element may be off by this many times the limit, in units of its vector's root mean square:
-values a few times that size are rounded more than once."""
-LINEAR_ROWS = (1, 7, 33)
-"""One, few, and so many that kernels go another way."""
 INT8_STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
-CHECKED_GROUP = 32
-"""Inputs of a group of 4-bit weights."""
 CHECKED_FP8_GROUP = 128
 CHECKED_CAP = 2.0
 """Of random scores, about 1: a model's own cap would change next to nothing."""
-MAX_WEIGHT_NUMBERS = 1 << 22
-"""Of a large weight only so many numbers are tried: all inputs, fewer outputs."""
-
-
-class Comparison(NamedTuple):
-    """What an operation gave, and what it should have."""
-
-    operation: str
-    shape: str
-    result: Tensor
-    truth: Tensor
-
-    def error(self) -> float:
-        """Return the largest relative error of a vector along the last dimension."""
-        return relative_error(self.result, self.truth)
 
 
 def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
@@ -97,11 +82,11 @@ def check_quantized(
     Raises:
         StartupError: one disagrees.
     """
-    pair = _Pair(kernels, shapes, device)
+    pair = Pair(kernels, shapes, device)
     int4 = _int4_linears(pair, kernels) if has_int4 else ()
     fp8 = _fp8_linears(pair, kernels) if has_int4 and isinstance(kernels, Fp8Kernels) else ()
     has_experts = has_int4 and shapes.num_experts and isinstance(kernels, PackedExpertKernels)
-    experts = _packed_experts(pair, kernels) if has_experts else ()
+    experts = packed_expert_products(pair) if has_experts else ()
     comparisons = chain(_int8_linears(pair, kernels), int4, fp8, experts)
     reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
@@ -117,7 +102,7 @@ def check_int8_kv(kernels: Kernels, shapes: KernelShapes) -> None:
     Raises:
         StartupError: one disagrees.
     """
-    pair = _Pair(kernels, shapes, torch.device("cpu"))
+    pair = Pair(kernels, shapes, torch.device("cpu"))
     reason = _first_difference(_int8_kv(pair), LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(
@@ -128,7 +113,7 @@ def check_int8_kv(kernels: Kernels, shapes: KernelShapes) -> None:
 
 def disagreement(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str | None:
     """Return what differs first from the reference, None if nothing does."""
-    return _first_difference(_comparisons(_Pair(kernels, shapes, device)), LIMITS[shapes.dtype])
+    return _first_difference(_comparisons(Pair(kernels, shapes, device)), LIMITS[shapes.dtype])
 
 
 def _first_difference(comparisons: Iterator[Comparison], limit: float) -> str | None:
@@ -152,20 +137,6 @@ def _first_difference(comparisons: Iterator[Comparison], limit: float) -> str | 
                 )
 
 
-def relative_error(result: Tensor, truth: Tensor) -> float:
-    """Return the largest error of any vector along the last dimension, NaN if there is any.
-
-    Of its length, or of one element as `ELEMENT_SHARE` says, whichever is larger.
-    """
-    if result.shape != truth.shape:
-        return float("inf")
-    difference, truth = result.float() - truth.float(), truth.float()
-    size = truth.square().mean(dim=-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    lengths = difference.square().mean(dim=-1).sqrt() / size
-    elements = difference.abs().amax(dim=-1) / size / ELEMENT_SHARE
-    return float(torch.maximum(lengths, elements).max())
-
-
 def _advice(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str:
     """Return which --attention-backend works."""
     for name in ("triton", "torch"):
@@ -179,62 +150,17 @@ def _advice(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str
     return "--attention-backend reference is slow, but right"
 
 
-class _Poison(TorchFunctionMode):
-    """Fills with NaN whatever is allocated without a value: results have to be written."""
-
-    _ALLOCATIONS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in self._ALLOCATIONS and result.dtype.is_floating_point:
-            result.fill_(torch.nan)
-        return result
-
-
-class _Pair:
-    """The kernels beside the reference, and data for both."""
-
-    def __init__(self, kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
-        self.kernels = kernels
-        self.shapes = shapes
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(SEED)
-
-    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Return normally distributed numbers of the model's type."""
-        numbers = torch.randn(shape, generator=self.generator, device=self.device)
-        return (numbers * scale).to(self.shapes.dtype)
-
-    def compare(
-        self,
-        operation: str,
-        shape: str,
-        run: Callable[[Kernels, tuple[Tensor, ...]], tuple[Tensor, ...]],
-        inputs: tuple[Tensor, ...],
-    ) -> Iterator[Comparison]:
-        """Run both on copies of the inputs, the reference in float32."""
-        wide = tuple(
-            x.to(torch.float32, copy=True) if x.is_floating_point() else x.clone() for x in inputs
-        )
-        with _Poison():
-            results = run(self.kernels, tuple(x.clone() for x in inputs))
-        for result, truth in zip(results, run(ReferenceKernels(), wide), strict=True):
-            yield Comparison(operation, shape, result, truth)
-
-
-def _comparisons(pair: _Pair) -> Iterator[Comparison]:
+def _comparisons(pair: Pair) -> Iterator[Comparison]:
     yield from _linears(pair)
     yield from _norms(pair)
     yield from _activations(pair)
-    if pair.shapes.num_experts and (isinstance(pair.kernels, ExpertKernels) or _mixes(pair)):
-        yield from _experts(pair)
+    if pair.shapes.num_experts and (isinstance(pair.kernels, ExpertKernels) or mixes_experts(pair)):
+        yield from expert_products(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         yield from _heads(pair, case)
 
 
-def _linears(pair: _Pair) -> Iterator[Comparison]:
+def _linears(pair: Pair) -> Iterator[Comparison]:
     for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs) // 2 * 2)
         weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
@@ -244,33 +170,33 @@ def _linears(pair: _Pair) -> Iterator[Comparison]:
         packed = pair.kernels.pack_weight(weight, is_gated=name == "gate_up")
         for num_rows in LINEAR_ROWS:
             x = pair.random(num_rows, num_inputs)
-            with _Poison():
+            with Poison():
                 result = getattr(pair.kernels, operation)(x, packed, bias)
             truth = getattr(ReferenceKernels(), operation)(x.float(), wide_weight, wide_bias)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"linear ({name})", shape, result, truth)
 
 
-def _int8_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
+def _int8_linears(pair: Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
     for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
         packed, rounded = kernels.quantize(weight), rounded_to_int8(weight)
         for num_rows in LINEAR_ROWS:
             x = pair.random(num_rows, num_inputs)
-            with _Poison():
+            with Poison():
                 result = kernels.linear_int8(x, packed, None)
             truth = ReferenceKernels().linear(x.float(), rounded, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"int8 linear ({name})", shape, result, truth)
         if isinstance(kernels, Fp8Kernels):
-            with _Poison():
+            with Poison():
                 result = kernels.linear_rounded(x, packed, None)
             truth = ReferenceKernels().linear(rounded_to_int8(x), rounded, None)
             yield Comparison(f"int8 by int8 linear ({name})", shape, result, truth)
 
 
-def _int4_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
+def _int4_linears(pair: Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
     for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         sizes = (num_outputs, -(-num_inputs // CHECKED_GROUP))
@@ -284,14 +210,14 @@ def _int4_linears(pair: _Pair, kernels: QuantizingKernels) -> Iterator[Compariso
         wide = numbers_of_groups(integers, factors, zeros, CHECKED_GROUP)
         for num_rows in LINEAR_ROWS:
             x = pair.random(num_rows, num_inputs)
-            with _Poison():
+            with Poison():
                 result = kernels.linear_groups(x, packed, None)
             truth = ReferenceKernels().linear(x.float(), wide, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"int4 linear ({name})", shape, result, truth)
 
 
-def _fp8_linears(pair: _Pair, kernels: Fp8Kernels) -> Iterator[Comparison]:
+def _fp8_linears(pair: Pair, kernels: Fp8Kernels) -> Iterator[Comparison]:
     for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         values = pair.random(num_outputs, num_inputs).to(torch.float8_e4m3fn)
@@ -301,14 +227,14 @@ def _fp8_linears(pair: _Pair, kernels: Fp8Kernels) -> Iterator[Comparison]:
         grid = factors.repeat_interleave(CHECKED_FP8_GROUP, dim=1)[:, :num_inputs]
         for num_rows in LINEAR_ROWS:
             x = pair.random(num_rows, num_inputs)
-            with _Poison():
+            with Poison():
                 result = kernels.linear_fp8(x, packed, None)
             truth = ReferenceKernels().linear(x.float(), values.float() * grid, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"fp8 linear ({name})", shape, result, truth)
 
 
-def _norms(pair: _Pair) -> Iterator[Comparison]:
+def _norms(pair: Pair) -> Iterator[Comparison]:
     shapes, eps = pair.shapes, pair.shapes.rms_norm_eps
     x = pair.random(LINEAR_ROWS[-1], shapes.hidden_size)
     residual, weight = pair.random(*x.shape), pair.random(shapes.hidden_size)
@@ -343,7 +269,7 @@ def _norms(pair: _Pair) -> Iterator[Comparison]:
         )
 
 
-def _activations(pair: _Pair) -> Iterator[Comparison]:
+def _activations(pair: Pair) -> Iterator[Comparison]:
     gate_up = pair.random(LINEAR_ROWS[-1], 2 * pair.shapes.intermediate_size)
     shape = f"{list(gate_up.shape)}"
 
@@ -359,82 +285,6 @@ def _activations(pair: _Pair) -> Iterator[Comparison]:
         "silu_and_mul", shape, lambda kernels, a: (kernels.silu_and_mul(a[0]),), (gate_up,)
     )
     yield from pair.compare("gelu", shape, gelu, (gate_up,))
-
-
-def _mixes(pair: _Pair) -> bool:
-    """Return whether the kernels go through the model's experts in turn."""
-    plain = pair.shapes.expert_gate is None and not pair.shapes.has_expert_biases
-    has_type = pair.shapes.dtype is not torch.float16
-    return plain and has_type and isinstance(pair.kernels, ExpertMixingKernels)
-
-
-def _experts(pair: _Pair) -> Iterator[Comparison]:
-    """Compare products of a few experts: as many as tokens choose, and one that none does."""
-    shapes = pair.shapes
-    num_chosen, size, hidden = shapes.num_chosen_experts, shapes.expert_size, shapes.hidden_size
-    num_experts = min(shapes.num_experts, num_chosen + 1)
-    gate_up = pair.random(num_experts, 2 * size, hidden, scale=hidden**-0.5)
-    down = pair.random(num_experts, hidden, size, scale=size**-0.5)
-
-    def mix(kernels: Kernels, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        if isinstance(kernels, ExpertMixingKernels):
-            packed = [
-                (kernels.pack_weight(first, is_gated=True), kernels.pack_weight(second))
-                for first, second in zip(*args[3:5], strict=True)
-            ]
-            mixer = kernels.expert_mixer(packed, shapes.dtype)
-            assert mixer is not None
-            return (mixer(*args[:3]),)
-        assert isinstance(kernels, ExpertKernels)
-        biases = ExpertBiases(*args[5:]) if shapes.has_expert_biases else None
-        return (kernels.mix_experts(*args[:5], biases=biases, gate=shapes.expert_gate),)
-
-    for num_tokens in LINEAR_ROWS:
-        x = pair.random(num_tokens, hidden)
-        order = pair.random(num_tokens, num_chosen).float().argsort(dim=1)
-        weights = pair.random(num_tokens, num_chosen).float().softmax(dim=1)
-        biases: tuple[Tensor, ...] = ()
-        if shapes.has_expert_biases:
-            biases = (pair.random(num_experts, 2 * size), pair.random(num_experts, hidden))
-        yield from pair.compare(
-            "mix_experts",
-            f"{num_tokens} tokens, {num_chosen} of {num_experts} experts of {size}",
-            mix,
-            (x, order, weights, gate_up, down, *biases),
-        )
-
-
-def _packed_experts(pair: _Pair, kernels: Kernels) -> Iterator[Comparison]:
-    """Compare products of a few experts whose numbers have 4 bits."""
-    assert isinstance(kernels, PackedExpertKernels)
-    shapes, num_experts = pair.shapes, pair.shapes.num_chosen_experts + 1
-    packed, wide = [], []
-    for outputs, inputs in (
-        (2 * shapes.expert_size, shapes.hidden_size),
-        (shapes.hidden_size, shapes.expert_size),
-    ):
-        drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
-        codes = torch.randint(16, (num_experts, outputs, inputs), **drawn).byte()
-        sizes = (num_experts, outputs, -(-inputs // CHECKED_GROUP))
-        factors = pair.random(*sizes, scale=0.5 * inputs**-0.5).float()
-        pairs = list(zip(codes, factors, strict=True))
-        size = CHECKED_GROUP
-        own = [kernels.pack_fp4(*both, group_size=size) for both in pairs]
-        packed.append(kernels.stack_experts(own))
-        wide.append(torch.stack([numbers_of_fp4(*both, size) for both in pairs]))
-    for num_tokens in LINEAR_ROWS:
-        x = pair.random(num_tokens, shapes.hidden_size)
-        order = pair.random(num_tokens, num_experts).float().argsort(dim=1)[:, :-1]
-        weights = pair.random(*order.shape).float().softmax(dim=1)
-        with _Poison():
-            found = kernels.mix_packed_experts(
-                x, order, weights, packed[0], packed[1], gate=shapes.expert_gate
-            )
-        truth = ReferenceKernels().mix_experts(
-            x.float(), order, weights, wide[0], wide[1], gate=shapes.expert_gate
-        )
-        text = f"{num_tokens} tokens, {num_experts} experts of {shapes.expert_size}"
-        yield Comparison("packed mix_experts", text, found, truth)
 
 
 class _Heads(NamedTuple):
@@ -453,7 +303,7 @@ class _Heads(NamedTuple):
         return list(qkv.split_with_sizes(self.sizes, dim=1))
 
 
-def _heads_of(pair: _Pair, case: CheckBatch) -> _Heads:
+def _heads_of(pair: Pair, case: CheckBatch) -> _Heads:
     shapes, num_tokens = pair.shapes, len(case.batch.positions)
     sizes = (shapes.num_heads, shapes.num_kv_heads, shapes.num_kv_heads)
     qkv = pair.random(num_tokens, sum(sizes), shapes.head_dim)
@@ -465,7 +315,7 @@ def _heads_of(pair: _Pair, case: CheckBatch) -> _Heads:
     return _Heads(qkv, sizes, angles.cos(), angles.sin(), text)
 
 
-def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
+def _heads(pair: Pair, case: CheckBatch) -> Iterator[Comparison]:
     """Rotary embedding, writing KV, both at once as models do it, and attention."""
     batch, heads = case.batch, _heads_of(pair, case)
     rows = f"{case.name}, {len(batch.host_rows)} rows, {heads.text}"
@@ -505,7 +355,7 @@ def _heads(pair: _Pair, case: CheckBatch) -> Iterator[Comparison]:
     yield from pair.compare("attention", rows + window, attend, inputs)
 
 
-def _score_mod(pair: _Pair) -> ScoreMod | None:
+def _score_mod(pair: Pair) -> ScoreMod | None:
     """Return what is done to the model's scores, with slopes of the usual sizes."""
     shapes = pair.shapes
     if not shapes.has_alibi and shapes.soft_cap is None and not shapes.has_sinks:
@@ -517,7 +367,7 @@ def _score_mod(pair: _Pair) -> ScoreMod | None:
     return ScoreMod(cap, slopes, sinks if shapes.has_sinks else None)
 
 
-def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
+def _int8_kv(pair: Pair) -> Iterator[Comparison]:
     """Attention over a batch's keys and values as they are, and once more over those written."""
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         heads = _heads_of(pair, case)
@@ -536,7 +386,7 @@ def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
             weights = (pair.random(pair.shapes.head_dim), pair.random(pair.shapes.head_dim))
             norm = QKNorm(*weights, pair.shapes.rms_norm_eps)
         q, k, v = heads.split(heads.qkv.clone())
-        with _Poison():
+        with Poison():
             turned = pair.kernels.rotate_and_write(
                 q,
                 k,
@@ -567,7 +417,7 @@ def _int8_kv(pair: _Pair) -> Iterator[Comparison]:
 
 
 def _rotated_and_written(
-    pair: _Pair, case: CheckBatch, heads: _Heads, rows: str
+    pair: Pair, case: CheckBatch, heads: _Heads, rows: str
 ) -> Iterator[Comparison]:
     shapes = pair.shapes
 

@@ -15,6 +15,7 @@ import torch
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.kernels.check_pair import LIMITS
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import (
@@ -24,7 +25,7 @@ from lightserve.kernels.interface import (
     QuantizingKernels,
 )
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.self_check import LIMITS, check_int8_kv, check_kernels, check_quantized
+from lightserve.kernels.self_check import check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
 from lightserve.model_formats import choose_formats
 from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout

@@ -16,12 +16,15 @@ from support.kernel_grid import SMALL_SHAPES, Poisoned
 from torch import Tensor
 from torch.nn import functional
 
+from lightserve.kernels import check_experts
+from lightserve.kernels.check_experts import expert_products, packed_expert_products
+from lightserve.kernels.check_pair import Pair
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
-from lightserve.kernels.self_check import _comparisons, _Pair
+from lightserve.kernels.self_check import _comparisons
 from lightserve.kernels.triton.kernels import TritonKernels
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -158,7 +161,7 @@ def test_the_check_at_the_start() -> None:
     if not missing_core():
         checked += [(NativeKernels(), True), (BrokenInTurn(), False)]
     for kernels, agrees in checked:
-        pair = _Pair(kernels, SHAPES, torch.device("cpu"))
+        pair = Pair(kernels, SHAPES, torch.device("cpu"))
         errors = [
             comparison.error()
             for comparison in _comparisons(pair)
@@ -166,6 +169,15 @@ def test_the_check_at_the_start() -> None:
         ]
         assert len(errors) == 3 and (max(errors) <= limit) == agrees, errors
     assert not isinstance(TorchKernels(), ExpertKernels)
+
+
+@pytest.mark.parametrize("products", [expert_products, packed_expert_products])
+def test_parts_of_large_experts(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at the start takes some features of an expert, and groups of them whole."""
+    monkeypatch.setattr(check_experts, "MAX_WEIGHT_NUMBERS", 3 * 96 * 70)
+    for size, tried in ((40, 40), (80, 64), (14336, 64)):
+        pair = Pair(TritonKernels(), replace(SHAPES, expert_size=size), torch.device("cpu"))
+        assert next(products(pair)).shape.endswith(f" of {tried}")
 
 
 needs_core = pytest.mark.skipif(bool(missing_core()), reason=missing_core())

@@ -16,6 +16,7 @@ from support.kernel_grid import SMALL_SHAPES
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
+from lightserve.kernels.check_pair import relative_error
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
@@ -23,7 +24,7 @@ from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
-from lightserve.kernels.self_check import check_kernels, relative_error
+from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker import engine
 
