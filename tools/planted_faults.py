@@ -788,9 +788,9 @@ WEIGHTS = [
         "models/test_tensor_parallel.py",
     ),
     fault(
-        "models/gpt_oss.py",
-        "exponents = scales[:, first:end].int() - _BIAS - 1",
-        "exponents = scales[:, first:end].int() - _BIAS",
+        "models/stored_weights.py",
+        "powers = stored.int() - MXFP4_BIAS - 1",
+        "powers = stored.int() - MXFP4_BIAS",
         "models/test_mxfp4.py",
     ),
     fault(
@@ -800,8 +800,8 @@ WEIGHTS = [
         "models/test_mxfp4.py",
     ),
     fault(
-        "models/gpt_oss.py",
-        "first_input=part.start % MXFP4_GROUP,",
+        "models/stored_weights.py",
+        "first_input=columns.start % MXFP4_GROUP,",
         "first_input=0,",
         "models/test_mxfp4.py",
     ),

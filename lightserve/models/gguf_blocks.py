@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.models.gguf import BLOCK_TYPES
-from lightserve.models.moe_config import FP4_HALVES
+from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_NO_NUMBER
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -118,16 +118,14 @@ def _q6_k(blocks: Bytes) -> Floats:
     return integers.reshape(-1, 16, 16) * factors[:, :, None]
 
 
-_HALVES = np.array([*FP4_HALVES, *(-half for half in FP4_HALVES)])
-_FP4: Floats = (_HALVES / 2).astype(np.float32)
-_BIAS, _NO_NUMBER = 127, 255
+_FP4: Floats = (np.array(FP4_HALVES) / 2).astype(np.float32)
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
     codes, exponents = codes_of_blocks(blocks)
-    powers = np.minimum(exponents, _NO_NUMBER - 1).astype(np.int32) - _BIAS
+    powers = np.minimum(exponents, MXFP4_NO_NUMBER - 1).astype(np.int32) - MXFP4_BIAS
     factors = np.ldexp(np.float32(1), powers).astype(np.float32)
-    factors[exponents == _NO_NUMBER] = np.nan
+    factors[exponents == MXFP4_NO_NUMBER] = np.nan
     return _FP4[codes] * factors
 
 

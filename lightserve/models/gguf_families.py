@@ -40,7 +40,6 @@ _OUTPUT_NORMS = (
 _SOFTMAX, _SIGMOID = 1, 2
 _BAICHUAN_13B_LAYERS = 40
 _MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
-_PARTLY_ROTATED = ("phi2", "phi3", "gptneox")
 
 
 def _nothing(gguf: GgufFile, name: str) -> dict[str, Any]:

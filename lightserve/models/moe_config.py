@@ -10,8 +10,13 @@ from lightserve.models.json_fields import JsonFields
 MAX_EXPERTS = 4096
 MXFP4_GROUP = 32
 """Inputs that share a factor in that format."""
-FP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice what its numbers of 4 bits stand for, by their codes without the sign."""
+_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)
+FP4_HALVES = (*_HALVES, *(-half for half in _HALVES))
+"""Twice what its numbers of 4 bits stand for, by their codes."""
+MXFP4_BIAS = 127
+"""Of the byte that is a factor's exponent."""
+MXFP4_NO_NUMBER = 255
+"""An exponent that stands for none."""
 
 
 class Scoring(StrEnum):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightserve.models.moe_config import FP4_HALVES, MXFP4_GROUP
+from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_GROUP, MXFP4_NO_NUMBER
 from lightserve.models.parallel import Part
 from lightserve.models.weight_format import WORD_BITS, Layout, WeightFormat
 
@@ -79,14 +79,8 @@ class StoredWeight:
 # integer up to 12: these products of 8-bit integers in groups are exact.
 
 _ZERO = max(FP4_HALVES)
-_INTEGERS = torch.tensor(
-    [*(_ZERO + half for half in FP4_HALVES), *(_ZERO - half for half in FP4_HALVES)],
-    dtype=torch.uint8,
-)
+_INTEGERS = torch.tensor([_ZERO + half for half in FP4_HALVES], dtype=torch.uint8)
 """Twice the number of each code, plus `_ZERO`."""
-_BIAS = 127
-_NO_NUMBER = 255
-"""An exponent that stands for none."""
 
 
 def fp4_weight(codes: Tensor, exponents: Tensor, columns: Part) -> StoredWeight:
@@ -97,12 +91,12 @@ def fp4_weight(codes: Tensor, exponents: Tensor, columns: Part) -> StoredWeight:
     first = columns.start // MXFP4_GROUP
     end = -(-(columns.start + columns.size) // MXFP4_GROUP)
     stored = exponents[:, first:end]
-    powers = stored.int() - _BIAS - 1  # of halves
+    powers = stored.int() - MXFP4_BIAS - 1  # of halves
     factors = torch.ldexp(torch.ones(powers.shape), powers)
     own = codes.narrow(1, columns.start, columns.size)
     return StoredWeight(
         values=_INTEGERS[own.int()],
-        factors=factors.masked_fill_(stored == _NO_NUMBER, torch.nan),
+        factors=factors.masked_fill_(stored == MXFP4_NO_NUMBER, torch.nan),
         zeros=torch.full(powers.shape, _ZERO, dtype=torch.int16),
         bits=8,
         group_size=MXFP4_GROUP,

@@ -136,7 +136,7 @@ def test_blocks(name: str) -> None:
             assert found[row, number] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-# Whole models.
+# Weights and whole models.
 
 
 @pytest.mark.parametrize("name", CONVERTED)

@@ -111,7 +111,7 @@ def fp4_blocks(groups: np.ndarray) -> bytes:
     """Return blocks of numbers [B, 32], the largest of which is made 4 or 6."""
     exponents = np.floor(np.log2(np.abs(groups).max(axis=1, keepdims=True) + 1e-30)) - 2
     sizes = np.abs(groups) / np.exp2(exponents)
-    known = np.array(FP4_HALVES) / 2
+    known = np.array(FP4_HALVES[:8]) / 2
     codes = np.abs(sizes[:, :, None] - known).argmin(axis=2) | np.where(groups < 0, 8, 0)
     packed = codes[:, :16] | codes[:, 16:] << 4
     return np.concatenate([exponents + 127, packed], axis=1).astype(np.uint8).tobytes()
