@@ -303,13 +303,15 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="bundled,random")
-    parser.add_argument("--systems", default=SYSTEMS, help="the first of them is unified")
+    parser.add_argument("--systems", default=SYSTEMS, help="unified among them")
     parser.add_argument("--parts", default="policies,gaps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="counted, of a run")
     args = parser.parse_args()
+    systems, parts = args.systems.split(","), args.parts.split(",")
+    if "unified" not in systems:
+        parser.error("--systems: what runs alone runs on unified")
     for name in args.models.split(","):
-        systems, parts = args.systems.split(","), args.parts.split(",")
         run_case(name, systems, parts, args.seconds, args.rounds)
 
 
