@@ -118,12 +118,17 @@ class GgufFile:
         """Return the error that names file, key and complaint."""
         return ModelLoadError(f"{self.path}: key {key!r} {complaint}")
 
-    def integer(self, key: str, *, default: int | None = None) -> int:
-        """Return an integer of at least 0; without a default the key is required."""
+    def integer(
+        self, key: str, *, default: int | None = None, low: int = 0, high: int | None = None
+    ) -> int:
+        """Return an integer between `low` and `high`; without a default the key is required."""
         value = self.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            what = "is missing" if value is None else "must be an integer of at least 0"
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            what = "is missing" if value is None else f"must be an integer, {limits}"
             raise self.error(key, what)
+        if value < low or (high is not None and value > high):
+            raise self.error(key, f"must be {limits}, got {value}")
         return value
 
     def number(self, key: str, *, default: float | None = None) -> float:

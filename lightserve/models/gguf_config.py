@@ -77,6 +77,16 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
     return dataclasses.replace(gguf, tensors=tensors)
 
 
+def name_in_file(gguf: GgufFile, name: str) -> str:
+    """Return which tensor of the file has one of `one_by_one` in it, as a refusal should say."""
+    family = family_of(gguf)
+    layer, found, rest = name.partition(f".{family.module}.experts.")
+    if not found:
+        return name
+    _, product, part = rest.split(".")
+    return f"{layer}.{_EXPERTS[family.experts.index(product)]}.{part}"
+
+
 def _slice(tensor: GgufTensor, number: int) -> GgufTensor:
     """Return one of the matrices, or biases, of a tensor."""
     shape = tensor.shape[1:]
@@ -107,16 +117,10 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
 def config_of(gguf: GgufFile) -> dict[str, Any]:
     """Return what config.json would say. Raises ModelLoadError naming a key or a tensor."""
     family, name = family_of(gguf), gguf.string("general.architecture")
-    num_heads = gguf.integer(f"{name}.attention.head_count")
-    hidden = gguf.integer(f"{name}.embedding_length")
-    if not num_heads:
-        raise gguf.error(f"{name}.attention.head_count", "must be at least 1")
-    if hidden < num_heads:
-        key = f"{name}.embedding_length"
-        raise gguf.error(key, f"must be at least the number of heads, {num_heads}, got {hidden}")
+    num_heads = gguf.integer(f"{name}.attention.head_count", low=1)
+    hidden = gguf.integer(f"{name}.embedding_length", low=num_heads)
     key = f"{name}.attention.key_length"
-    if (head_dim := gguf.integer(key, default=hidden // num_heads)) < 1:
-        raise gguf.error(key, "must be at least 1, got 0")
+    head_dim = gguf.integer(key, default=hidden // num_heads, low=1)
     rotated, key = head_dim, f"{name}.attention.value_length"
     if name == "deepseek2":  # whose keys and values are of other sizes
         rotated = gguf.integer(f"{name}.rope.dimension_count")
@@ -133,9 +137,11 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
             f"{name}.feed_forward_length",
             default=gguf.integer(f"{name}.expert_feed_forward_length", default=0) or None,
         ),
-        "num_hidden_layers": gguf.integer(f"{name}.block_count"),
+        "num_hidden_layers": gguf.integer(f"{name}.block_count", low=1),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": gguf.integer(f"{name}.attention.head_count_kv", default=num_heads),
+        "num_key_value_heads": gguf.integer(
+            f"{name}.attention.head_count_kv", default=num_heads, low=1, high=num_heads
+        ),
         "head_dim": head_dim,
         "rms_norm_eps": gguf.number(f"{name}.attention.{norm}"),
         "max_position_embeddings": gguf.integer(f"{name}.context_length"),

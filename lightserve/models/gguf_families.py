@@ -13,6 +13,7 @@ from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import GgufFile
 from lightserve.models.gguf_rope import rope_of
 from lightserve.models.gpt_oss_config import THETA as GPT_OSS_THETA
+from lightserve.models.moe_config import MAX_EXPERTS
 
 _NAMES = (
     ("model.layers.", "blk."),
@@ -92,24 +93,28 @@ def window_of(gguf: GgufFile, name: str) -> int | None:
     return gguf.integer(f"{name}.attention.sliding_window", default=0) or None
 
 
+def _num_experts(gguf: GgufFile, name: str) -> int:
+    return gguf.integer(f"{name}.expert_count", low=1, high=MAX_EXPERTS)
+
+
 def _mixtral(gguf: GgufFile, name: str) -> dict[str, Any]:
     return {
-        "num_local_experts": gguf.integer(f"{name}.expert_count"),
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
+        "num_local_experts": (number := _num_experts(gguf, name)),
+        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
     }
 
 
 def _qwen_moe(gguf: GgufFile, name: str) -> dict[str, Any]:
     """Qwen2-MoE's experts keep the weights that all had together, Qwen3-MoE's do not."""
     own = {
-        "num_experts": gguf.integer(f"{name}.expert_count"),
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
-        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length"),
+        "num_experts": (number := _num_experts(gguf, name)),
+        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
+        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
         "norm_topk_prob": name == "qwen3moe",
     }
     if name == "qwen2moe":
         need(gguf, "attn_q.bias")
-        shared = gguf.integer(f"{name}.expert_shared_feed_forward_length")
+        shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
         own["shared_expert_intermediate_size"] = shared
     return own
 
@@ -129,7 +134,7 @@ def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=62),
         "sliding_window": window_of(gguf, name) or 4096,
-        "sliding_window_pattern": gguf.integer(key, default=6),
+        "sliding_window_pattern": gguf.integer(key, default=6, low=1),
         "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -208,7 +213,8 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
     normalises = gguf.boolean(key := f"{name}.expert_weights_norm", default=False)
     if normalises and not is_v3:
         raise gguf.error(key, "must be false where weights are a softmax")
-    num_groups = gguf.integer(f"{name}.expert_group_count", default=1)
+    num_experts = _num_experts(gguf, name)
+    num_groups = gguf.integer(f"{name}.expert_group_count", default=1, low=1, high=num_experts)
     choice = "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy"
     num_layers = gguf.integer(f"{name}.block_count")
     num_more = gguf.integer(key := f"{name}.nextn_predict_layers", default=0)
@@ -226,15 +232,17 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         "qk_nope_head_dim": head_dim - rotated,
         "qk_rope_head_dim": rotated,
         "v_head_dim": _size_of_heads(gguf, name, "value"),
-        "n_routed_experts": gguf.integer(f"{name}.expert_count"),
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count"),
-        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length"),
-        "n_shared_experts": gguf.integer(f"{name}.expert_shared_count"),
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=num_experts),
+        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
+        "n_shared_experts": gguf.integer(f"{name}.expert_shared_count", low=1),
         "first_k_dense_replace": gguf.integer(f"{name}.leading_dense_block_count"),
         "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=1.0),
         "norm_topk_prob": normalises,
         "n_group": num_groups,
-        "topk_group": gguf.integer(f"{name}.expert_group_used_count", default=1),
+        "topk_group": gguf.integer(
+            f"{name}.expert_group_used_count", default=1, low=1, high=num_groups
+        ),
         "topk_method": choice,
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "rope_parameters": rope,
@@ -292,7 +300,7 @@ def _falcon(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
     return _mixtral(gguf, name) | {
-        "num_experts": gguf.integer(f"{name}.expert_count"),
+        "num_experts": _num_experts(gguf, name),
         "norm_topk_prob": False,
     }
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from lightserve.cost.profile import cache_dir
 from lightserve.errors import ModelLoadError
+from lightserve.models.config import CONFIG_FILE, load_model_config
 from lightserve.models.gguf import GgufFile, read_gguf
 from lightserve.models.gguf_config import config_of
 from lightserve.tokenization.sentencepiece_file import decoder, merges
@@ -89,7 +90,7 @@ def unpack(path: Path) -> Path:
         return target
     gguf = read_gguf(path)
     files = {
-        "config.json": config_of(gguf),
+        CONFIG_FILE: config_of(gguf),
         "tokenizer.json": _tokenizer(gguf),
         "tokenizer_config.json": _tokenizer_config(gguf),
     }
@@ -100,6 +101,7 @@ def unpack(path: Path) -> Path:
             for name, content in files.items():
                 with (beside / name).open("w", encoding="utf-8") as file:
                     json.dump(content, file)  # piece by piece, not as one text
+            _check_config(path, beside)
             (beside / WEIGHTS_FILE).symlink_to(path)
             with contextlib.suppress(OSError):  # another server was faster
                 beside.rename(target)
@@ -108,6 +110,15 @@ def unpack(path: Path) -> Path:
     except OSError as error:
         raise ModelLoadError(f"{target}: {error.strerror}") from error
     return target
+
+
+def _check_config(path: Path, directory: Path) -> None:
+    """Refuse what cannot be served before it is kept, naming the GGUF file."""
+    try:
+        load_model_config(directory)
+    except ModelLoadError as error:
+        complaint = str(error).removeprefix(f"{directory / CONFIG_FILE}: ")
+        raise ModelLoadError(f"{path}: in the words of {CONFIG_FILE}: {complaint}") from error
 
 
 class _Made(list[Any]):

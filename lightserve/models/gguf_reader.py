@@ -12,6 +12,7 @@ from torch import Tensor
 from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from lightserve.models.gguf_blocks import codes_of_blocks, integers_of_blocks, numbers_of_blocks
+from lightserve.models.gguf_config import name_in_file
 from lightserve.models.parallel import Part
 from lightserve.models.stored_weights import StoredWeight, fp4_weight
 from lightserve.models.weight_copies import WeightCopies, is_finite, weight_copies
@@ -67,7 +68,7 @@ class GgufReader:
             return
         stored = self._files.stored(name)
         if stored not in self._gguf.tensors:
-            raise ModelLoadError(f"{self._gguf.path}: tensor {stored!r} is missing")
+            raise self._error(stored, "is missing")
         tensor = self._gguf.tensors[stored]
         if len(tensor.shape) == 1:  # a bias or a norm: the numbers are what `rows` counts
             part = rows or Part(0, tensor.shape[0])
@@ -95,9 +96,7 @@ class GgufReader:
         if weight is None:
             return None
         if weight.factors.numel() and not is_finite(weight.factors):
-            raise ModelLoadError(
-                f"{self._gguf.path}: tensor {stored!r} has values that are not finite"
-            )
+            raise self._error(stored, "has values that are not finite")
         self._count(stored, tensor)
         if not self._is_rotated(stored):
             return weight
@@ -116,10 +115,11 @@ class GgufReader:
     def check_finite(self) -> None:
         """Refuse NaN and infinity in what was read. Raises ModelLoadError naming a tensor."""
         if bad := self._copies.not_finite():
-            raise ModelLoadError(
-                f"{self._gguf.path}: tensor {bad[0]!r} has values that are not finite in"
-                f" {self.dtype}"
-            )
+            raise self._error(bad[0], f"has values that are not finite in {self.dtype}")
+
+    def _error(self, name: str, complaint: str) -> ModelLoadError:
+        name = name_in_file(self._gguf, name)
+        return ModelLoadError(f"{self._gguf.path}: tensor {name!r} {complaint}")
 
     def _read_matrix(
         self, target: Tensor, tensor: GgufTensor, name: str, rows: Part, columns: Part | None
@@ -134,10 +134,8 @@ class GgufReader:
 
     def _copy(self, target: Tensor, numbers: np.ndarray, name: str) -> None:
         if target.shape != numbers.shape:
-            raise ModelLoadError(
-                f"{self._gguf.path}: tensor {name!r} has {list(numbers.shape)} where"
-                f" {list(target.shape)} is needed"
-            )
+            shapes = f"has {list(numbers.shape)} where {list(target.shape)} is needed"
+            raise self._error(name, shapes)
         self._copies.copy(target, torch.from_numpy(np.ascontiguousarray(numbers)), name)
 
     def _numbers(self, tensor: GgufTensor, rows: Part) -> np.ndarray:

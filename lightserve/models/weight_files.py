@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
-from lightserve.models.gguf_config import as_stored, family_of, one_by_one
+from lightserve.models.gguf_config import as_stored, family_of, name_in_file, one_by_one
 from lightserve.models.gguf_model import WEIGHTS_FILE, unpacked_root
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
@@ -331,7 +331,8 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
             if name in files.file_of:
                 in_file.setdefault(files.file_of[name], {})[name] = tensor
             elif not tensor.is_optional:
-                raise ModelLoadError(f"{files.index}: tensor {name!r} is missing")
+                theirs = name_in_file(files.gguf, name) if files.gguf is not None else name
+                raise ModelLoadError(f"{files.index}: tensor {theirs!r} is missing")
         if len(tensors) > 1:
             quantised[stored] = (shape[0], shape[1])
     for file, tensors in in_file.items():
@@ -441,16 +442,17 @@ def _check_shard(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def _check_gguf(gguf: GgufFile, tensors: Mapping[str, StoredTensor]) -> None:
     for name, wanted in tensors.items():
-        tensor = gguf.tensors[name]
+        tensor, theirs = gguf.tensors[name], name_in_file(gguf, name)
         if tensor.kind not in BLOCK_TYPES:
             known = ", ".join(block.name for block in BLOCK_TYPES.values())
             raise ModelLoadError(
-                f"{gguf.path}: tensor {name!r} has GGUF's type {tensor.kind}, not one of {known}"
+                f"{gguf.path}: tensor {theirs!r} has GGUF's type {tensor.kind}, not one of {known}"
             )
         if tensor.shape not in wanted.shapes:
             raise ModelLoadError(
-                f"{gguf.path}: tensor {name!r} has shape {list(tensor.shape)}, its metadata imply"
-                f" {list(wanted.shapes[0])}"
+                f"{gguf.path}: tensor {theirs!r} has"
+                f"{' parts of' if theirs != name else ''} shape {list(tensor.shape)}, its metadata"
+                f" imply {list(wanted.shapes[0])}"
             )
 
 
