@@ -109,14 +109,32 @@ struct Buffer {
         const int64_t each = outputs / 2, count = among(1, 4), most = among(1, count);          \
         Buffer<T> downs(inputs * each), down(core_packed_size(inputs, each, is_bf16, 0));       \
         core_pack_##name(downs, inputs, each, 0, down, threads);                                \
-        const void* words[] = {(T*)packed, 0, 0, 0, 0, (T*)down, 0, 0, 0, 0};                   \
+        Buffer<int8_t> down8(core_packed_size_int8(inputs, each, 0));                           \
+        Buffer<float> factors8(panels_of(inputs, 0) * PANEL);                                   \
+        core_pack_int8_##name(downs, inputs, each, 0, down8, factors8, threads);                \
+        const int64_t places4 = panels_of(inputs, 0) * PANEL * divide_up(each, size);           \
+        Buffer<uint8_t> down4(core_packed_size_groups(inputs, each, 4, 0)), zeros4(places4);    \
+        Buffer<uint16_t> halves4(places4);                                                      \
+        core_quantize_groups_##name(downs, inputs, each, size, 0, down4, halves4, zeros4,       \
+                                    threads);                                                   \
+        const void* const group = (const void*)size;                                            \
+        const void *const four = (const void*)4, *const eight = (const void*)8;                 \
+        const void* kinds[3][10] = {                                                            \
+            {(T*)packed, 0, 0, 0, 0, (T*)down, 0, 0, 0, 0},                                     \
+            {(int8_t*)bytes, (float*)factors, 0, eight, 0, (int8_t*)down8, (float*)factors8, 0, \
+             eight, 0},                                                                         \
+            {(uint8_t*)grouped, (uint16_t*)halves, (uint8_t*)zeros, four, group,                \
+             (uint8_t*)down4, (uint16_t*)halves4, (uint8_t*)zeros4, four, group}};              \
+        const void** words = kinds[among(0, bits == 4 ? 2 : 1)];                                \
+        const int64_t stride = inputs + among(0, 9);                                            \
+        Buffer<T> spread((rows - 1) * stride + inputs);                                         \
         std::vector<const void*> experts;                                                       \
         for (int64_t i = 0; i < count; i++)                                                     \
           experts.insert(experts.end(), words, words + 10);                                     \
         Buffer<int64_t> own(rows * most);                                                       \
         Buffer<float> shares(rows * most);                                                      \
         for (int64_t i = 0; i < rows * most; i++) own[i] = among(0, count - 1);                 \
-        if (!core_mix_experts_##name(x, inputs, rows, own, shares, most, experts.data(), count, \
+        if (!core_mix_experts_##name(spread, stride, rows, own, shares, most, experts.data(), count, \
                                      inputs, each, found, level, threads))                      \
           std::abort();                                                                         \
       }                                                                                         \

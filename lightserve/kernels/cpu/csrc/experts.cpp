@@ -38,14 +38,11 @@ void multiply(const bf16* x, int64_t num_rows, const Weight& w, int64_t num_inpu
 }
 
 // Puts the pairs of tokens and experts in the order of experts, then of tokens. Afterwards `ends` says
-// where each expert's end. Returns the most that one has, -1 if an expert is none.
+// where each expert's end. Returns the most that one has.
 int64_t sort_pairs(const int64_t* chosen, int64_t num_pairs, int64_t num_experts, int64_t* ends,
                    int64_t* pairs) {
   std::memset(ends, 0, (num_experts + 1) * sizeof *ends);
-  for (int64_t i = 0; i < num_pairs; i++) {
-    if (chosen[i] < 0 || chosen[i] >= num_experts) return -1;
-    ends[chosen[i] + 1]++;
-  }
+  for (int64_t i = 0; i < num_pairs; i++) ends[chosen[i] + 1]++;
   int64_t most = 0;
   for (int64_t expert = 1; expert <= num_experts; expert++) {
     most = larger(most, ends[expert]);
@@ -56,16 +53,14 @@ int64_t sort_pairs(const int64_t* chosen, int64_t num_pairs, int64_t num_experts
 }
 
 template <typename T>
-int32_t mix_experts(const T* x, int64_t x_stride, int64_t num_rows, const int64_t* chosen,
-                    const float* shares, int64_t num_chosen, const Expert* experts,
-                    int64_t num_experts, int64_t num_inputs, int64_t size, T* out, int32_t level,
-                    int32_t num_threads) {
+void mix_block(const T* x, int64_t x_stride, int64_t num_rows, const int64_t* chosen,
+               const float* shares, int64_t num_chosen, const Expert* experts, int64_t num_experts,
+               int64_t num_inputs, int64_t size, T* out, int32_t level, int32_t num_threads) {
   const int64_t num_pairs = num_rows * num_chosen;
   int64_t* ends =
       static_cast<int64_t*>(scratch(5, (num_experts + 1 + num_pairs) * sizeof(int64_t)));
   int64_t* pairs = ends + num_experts + 1;
   const int64_t most = sort_pairs(chosen, num_pairs, num_experts, ends, pairs);
-  if (most < 0) return 0;
   T* rows = static_cast<T*>(scratch(6, most * (2 * num_inputs + size) * sizeof(T)));
   T* features = rows + most * num_inputs;
   T* added = features + most * size;
@@ -88,6 +83,22 @@ int32_t mix_experts(const T* x, int64_t x_stride, int64_t num_rows, const int64_
     }
   }
   for (int64_t i = 0; i < num_rows * num_inputs; i++) out[i] = narrowed(T{}, sums[i]);
+}
+
+// So many rows at a time: what is kept of their sums stays for the next call.
+constexpr int64_t BLOCK_ROWS = 2048;
+
+template <typename T>
+int32_t mix_experts(const T* x, int64_t x_stride, int64_t num_rows, const int64_t* chosen,
+                    const float* shares, int64_t num_chosen, const Expert* experts,
+                    int64_t num_experts, int64_t num_inputs, int64_t size, T* out, int32_t level,
+                    int32_t num_threads) {
+  for (int64_t i = 0; i < num_rows * num_chosen; i++)
+    if (chosen[i] < 0 || chosen[i] >= num_experts) return 0;
+  for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS)
+    mix_block(x + row * x_stride, x_stride, smaller(BLOCK_ROWS, num_rows - row),
+              chosen + row * num_chosen, shares + row * num_chosen, num_chosen, experts,
+              num_experts, num_inputs, size, out + row * num_inputs, level, num_threads);
   return 1;
 }
 
@@ -142,7 +153,7 @@ void leave_groups_out(const Choice& choice, float* ranks, float* sums, uint8_t* 
 
 void choose(const float* products, const Choice& choice, int64_t* chosen, float* shares) {
   const int64_t count = choice.num_experts;
-  float* scores = static_cast<float*>(scratch(5, count * (3 * sizeof(float) + 9)));
+  float* scores = static_cast<float*>(scratch(5, count * (3 * sizeof(float) + 1)));
   float *ranks = scores + count, *sums = ranks + count;
   int64_t* places = static_cast<int64_t*>(scratch(6, count * sizeof(int64_t)));
   uint8_t* is_taken = reinterpret_cast<uint8_t*>(sums + count);
