@@ -16,7 +16,7 @@ from lightserve.kernels.check_pair import (
     Pair,
     Poison,
 )
-from lightserve.kernels.experts import ExpertMixingKernels
+from lightserve.kernels.experts import ExpertMixingKernels, choose_experts
 from lightserve.kernels.interface import (
     ExpertBiases,
     ExpertKernels,
@@ -25,6 +25,8 @@ from lightserve.kernels.interface import (
     PackedExpertKernels,
 )
 from lightserve.kernels.reference import ReferenceKernels, numbers_of_fp4
+
+CHOICE_ROWS = 7
 
 
 def _size(shapes: KernelShapes) -> int:
@@ -38,6 +40,21 @@ def mixes_experts(pair: Pair) -> bool:
     plain = pair.shapes.expert_gate is None and not pair.shapes.has_expert_biases
     has_type = pair.shapes.dtype is not torch.float16
     return plain and has_type and isinstance(pair.kernels, ExpertMixingKernels)
+
+
+def expert_choices(pair: Pair) -> Iterator[Comparison]:
+    """Compare the experts of a few tokens and their weights, beside torch's."""
+    choice, num_experts = pair.shapes.expert_choice, pair.shapes.num_experts
+    if choice is None or not isinstance(pair.kernels, ExpertMixingKernels):
+        return
+    drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
+    products = torch.randn(CHOICE_ROWS, num_experts, **drawn)
+    bias = 0.1 * torch.randn(num_experts, **drawn) if pair.shapes.has_choice_bias else None
+    found, truth = (
+        torch.zeros_like(products).scatter(1, *choose(products, bias, choice))
+        for choose in (pair.kernels.choose_experts, choose_experts)
+    )
+    yield Comparison("choose_experts", f"{choice.num_chosen} of {num_experts}", found, truth)
 
 
 def expert_products(pair: Pair) -> Iterator[Comparison]:

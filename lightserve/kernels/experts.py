@@ -29,6 +29,35 @@ class ExpertChoice(NamedTuple):
     """… so many best."""
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Written out: torch's own depends, in its last bits, on where its vectors end."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def choose_experts(
+    products: Tensor, bias: Tensor | None, choice: ExpertChoice
+) -> tuple[Tensor, Tensor]:
+    """See `ExpertMixingKernels.choose_experts`; by torch."""
+    scores = sigmoid(products) if choice.is_sigmoid else products.softmax(-1)
+    ranks = scores if bias is None else scores + bias
+    if choice.num_groups > 1:
+        ranks = _within_groups(ranks, choice)
+    chosen = ranks.topk(choice.num_chosen, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if choice.normalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * choice.scale if choice.scale != 1.0 else weights
+
+
+def _within_groups(ranks: Tensor, choice: ExpertChoice) -> Tensor:
+    """Leave out experts [T, E] of groups that are not chosen."""
+    groups = ranks.view(len(ranks), choice.num_groups, -1)
+    sums = groups.topk(choice.group_best, dim=-1).values.sum(-1)
+    best = sums.topk(choice.num_chosen_groups, dim=-1).indices
+    is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
+
+
 @runtime_checkable
 class ExpertMixingKernels(Kernels, Protocol):
     """Kernels that go through experts in turn, whose weights are packed as other weights are."""

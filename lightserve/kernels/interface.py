@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from lightserve.kernels.experts import ExpertChoice
 
 # Moving the KV of single tokens between a pool, whose layers lie apart, and rows that hold all.
 #
@@ -572,6 +575,8 @@ class KernelShapes:
     num_chosen_experts: int = 0
     expert_size: int = 0
     """Intermediate features of each."""
+    expert_choice: ExpertChoice | None = None
+    has_choice_bias: bool = False
     expert_gate: ClampedGate | None = None
     has_expert_biases: bool = False
     has_sinks: bool = False

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightserve.errors import LightserveError, StartupError
 from lightserve.kernels.check_batches import CheckBatch, check_batches
 from lightserve.kernels.check_experts import (
+    expert_choices,
     expert_products,
     mixes_experts,
     packed_expert_products,
@@ -156,6 +157,7 @@ def _comparisons(pair: Pair) -> Iterator[Comparison]:
     yield from _activations(pair)
     if pair.shapes.num_experts and (isinstance(pair.kernels, ExpertKernels) or mixes_experts(pair)):
         yield from expert_products(pair)
+    yield from expert_choices(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         yield from _heads(pair, case)
 

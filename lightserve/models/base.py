@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightserve.kernels.experts import ExpertChoice
 from lightserve.kernels.interface import AttentionBatch, ClampedGate, KernelShapes
 from lightserve.models.config import ModelConfig
+from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.parallel import TensorParallel, even_part, kv_head_part
 
 # The sizes of a model's parts as the kernels of one rank see them.
@@ -42,10 +44,25 @@ def kernel_shapes(
         context_len=context_len,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen_experts=0 if moe is None else moe.num_chosen,
+        expert_choice=None if moe is None or moe.scoring is Scoring.CHOSEN else choice_of(moe),
+        has_choice_bias=moe is not None and moe.has_choice_bias,
         expert_gate=None if moe is None or moe.clamp is None else ClampedGate(*moe.clamp),
         has_expert_biases=moe is not None and moe.has_biases,
         has_sinks=config.has_sinks,
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
+    )
+
+
+def choice_of(moe: MoeConfig) -> ExpertChoice:
+    """Return how experts are chosen, for kernels; `Scoring.CHOSEN` they do not know."""
+    return ExpertChoice(
+        moe.num_chosen,
+        moe.scoring is Scoring.SIGMOID,
+        moe.normalises,
+        moe.scale,
+        moe.num_groups,
+        moe.num_chosen_groups,
+        moe.group_best,
     )
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels import check_experts
-from lightserve.kernels.check_experts import expert_products, packed_expert_products
+from lightserve.kernels.check_experts import expert_choices, expert_products, packed_expert_products
 from lightserve.kernels.check_pair import Pair
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.experts import ExpertChoice
 from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
@@ -40,6 +41,7 @@ CASES = [
     (90, 2, 2, 64, 24),
     (0, 4, 2, 64, 32),
     (17, 130, 6, 32, 16),
+    (2050, 4, 2, 8, 8),
 ]
 
 
@@ -222,6 +224,20 @@ def test_native(case: tuple[int, int, int, int, int], dtype: torch.dtype, method
     both = (torch.stack([numbers(own) for own in part]) for part in (gate_up, down))
     truth = ReferenceKernels().mix_experts(x.float(), chosen, weights, *both)
     assert error(result, truth) < NATIVE_LIMITS[dtype]
+
+
+@needs_core
+@pytest.mark.parametrize("groups", [(1, 1, 1), (3, 2, 2)])
+def test_choices_are_checked_at_the_start(groups: tuple[int, int, int]) -> None:
+    class Broken(NativeKernels):
+        def choose_experts(self, products: Tensor, bias: Any, choice: Any) -> Any:
+            return super().choose_experts(products, None, choice)
+
+    choice = ExpertChoice(2, True, True, 2.5, *groups)
+    shapes = replace(SHAPES, expert_choice=choice, has_choice_bias=True)
+    for kernels, agrees in ((NativeKernels(), True), (Broken(), False)):
+        comparison = next(expert_choices(Pair(kernels, shapes, torch.device("cpu"))))
+        assert (comparison.error() <= 1e-5) == agrees
 
 
 @needs_core

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
+from lightserve.kernels.experts import choose_experts, sigmoid
 from lightserve.kernels.interface import gelu
 from lightserve.kernels.select import missing_core
-from lightserve.models.layers.feed_forward import _Router, _sigmoid, choice_of
+from lightserve.models.base import choice_of
+from lightserve.models.layers.feed_forward import _Router
 from lightserve.models.moe_config import MoeConfig, Scoring
 
 
@@ -21,7 +22,7 @@ def torch_gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(_sigmoid, torch.sigmoid), (gelu, torch_gelu)])
+@pytest.mark.parametrize(("ours", "theirs"), [(sigmoid, torch.sigmoid), (gelu, torch_gelu)])
 def test_activations(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     for width in (1, 5, 24, 100, 130):
@@ -31,7 +32,7 @@ def test_activations(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor]
         for row in (0, 1, 150, 299):
             assert torch.equal(ours(x[row : row + 1].clone())[0], whole[row])
     extremes = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]])
-    assert bool(_sigmoid(extremes).isfinite().all())
+    assert bool(sigmoid(extremes).isfinite().all())
 
 
 class _Given:
@@ -69,9 +70,10 @@ def test_the_native_core_chooses_the_experts_that_torch_chooses(
     router = _Router.__new__(_Router)
     router._weight, router._bias, router._moe = _Given(products), bias, moe  # type: ignore[assignment]
     router._choice = choice_of(moe)
+    native = NativeKernels()
     found = []
-    for kernels in (TorchKernels(), NativeKernels()):
-        router._kernels = kernels
+    for choose in (choose_experts, native.choose_experts):
+        router._choose = choose
         chosen, weights = router(products)
         found.append(torch.zeros(300, 12).scatter(1, chosen, weights))
     torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-7)

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.experts import ExpertChoice, ExpertMixingKernels
+from lightserve.kernels.experts import (
+    ExpertMixingKernels,
+    choose_experts,
+    sigmoid,
+)
 from lightserve.kernels.interface import (
     ClampedGate,
     ExpertBiases,
@@ -26,6 +30,7 @@ from lightserve.kernels.interface import (
     PackedExperts,
     clamped_gate,
 )
+from lightserve.models.base import choice_of
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
@@ -49,11 +54,6 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden], the same on every rank."""
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """Written out: torch's own depends, in its last bits, on where its vectors end."""
-    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def feed_forward(context: ModelContext, layer: int) -> FeedForward:
@@ -176,22 +176,9 @@ class ExpertMLP:
         if self._shared is not None:
             shared = self._shared.share(x)
             if self._shared_gate is not None:
-                shared = shared * _sigmoid(self._shared_gate.apply(x))
+                shared = shared * sigmoid(self._shared_gate.apply(x))
             out = out + shared
         return self._tp.all_reduce(out)
-
-
-def choice_of(moe: MoeConfig) -> ExpertChoice:
-    """Return how experts are chosen, for kernels; `Scoring.CHOSEN` they do not know."""
-    return ExpertChoice(
-        moe.num_chosen,
-        moe.scoring is Scoring.SIGMOID,
-        moe.normalises,
-        moe.scale,
-        moe.num_groups,
-        moe.num_chosen_groups,
-        moe.group_best,
-    )
 
 
 class _Router:
@@ -204,8 +191,10 @@ class _Router:
             device = context.reader.device
             self._bias = torch.empty(moe.num_experts, dtype=torch.float32, device=device)
             context.reader.read_into(self._bias, f"{name}.{CHOICE_BIAS}")
-        self._moe, self._kernels = moe, context.kernels
-        self._choice = choice_of(moe)
+        kernels, self._moe, self._choice = context.kernels, moe, choice_of(moe)
+        self._choose = choose_experts
+        if isinstance(kernels, ExpertMixingKernels):
+            self._choose = kernels.choose_experts
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> experts int64 [T, num_chosen], their weights, float32."""
@@ -214,26 +203,7 @@ class _Router:
         if moe.scoring is Scoring.CHOSEN:
             best = products.topk(moe.num_chosen, dim=-1)
             return best.indices, best.values.softmax(-1)
-        if isinstance(self._kernels, ExpertMixingKernels):
-            return self._kernels.choose_experts(products, self._bias, self._choice)
-        scores = products.softmax(-1) if moe.scoring is Scoring.SOFTMAX else _sigmoid(products)
-        ranks = scores if self._bias is None else scores + self._bias
-        if moe.num_groups > 1:
-            ranks = self._within_groups(ranks)
-        chosen = ranks.topk(moe.num_chosen, dim=-1).indices
-        weights = scores.gather(-1, chosen)
-        if moe.normalises:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * moe.scale if moe.scale != 1.0 else weights
-
-    def _within_groups(self, ranks: Tensor) -> Tensor:
-        """Leave out experts [T, E] of groups that are not chosen."""
-        moe = self._moe
-        groups = ranks.view(len(ranks), moe.num_groups, moe.num_experts // moe.num_groups)
-        sums = groups.topk(moe.group_best, dim=-1).values.sum(-1)
-        best = sums.topk(moe.num_chosen_groups, dim=-1).indices
-        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-        return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
+        return self._choose(products, self._bias, self._choice)
 
 
 def _plain(context: ModelContext, name: str, num_outputs: int, *, has_bias: bool = False) -> Linear:
