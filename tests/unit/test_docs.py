@@ -23,6 +23,7 @@ from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.responses_request import ResponsesRequest
+from lightserve.models import loader
 
 PACKAGE = Path(lightserve.__file__).parent
 ROOT = PACKAGE.parent
@@ -269,3 +270,14 @@ def test_the_defaults_of_the_table_are_those_of_the_options() -> None:
     defaults = {flag_name(spec.name): spec.default for spec in dataclasses.fields(ServeConfig)}
     assert told == {name: defaults.get(name) for name in told}
     assert len(told) >= 10
+
+
+def test_lines_of_a_familys_own_file() -> None:
+    """docs/models.md has each file that builds a model, and about as many lines as it has."""
+    folder = Path(loader.__file__).parent
+    rows = re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", (DOCS / "models.md").read_text(), re.M)
+    built = {f"{model.__module__.rpartition('.')[2]}.py" for model in loader.MODELS.values()}
+    assert {name for name, _ in rows} == built
+    for name, told in rows:
+        count = len((folder / name).read_text().splitlines())
+        assert abs(count - int(told)) <= max(3, count // 10), name
