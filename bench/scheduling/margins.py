@@ -144,7 +144,7 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "STEP": {"STEP": 0.0},
     "_MIN_HISTORY": {"_MIN_HISTORY": 1},
     "PRIOR_MOST": {"PRIOR_MOST": MANY},
-    "NUM_PRIOR_LENGTHS": {"NUM_PRIOR_LENGTHS": 0},
+    "NUM_PRIOR_LENGTHS": {"NUM_PRIOR_LENGTHS": 1},
     "MOST_NEW": {"MOST_NEW": 1},
     "EVICTION_PORTIONS": {"EVICTION_PORTIONS": 1 << 40},
 }
