@@ -380,8 +380,8 @@ class StepBudget:
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
         rest, shape = request.num_schedulable_tokens, self._without(without)
-        whole_s = self._seconds_with_all_of(request, shape)
-        if rest <= self._budget + len(without) and whole_s <= self._limit_s:
+        fits = rest <= self._budget + len(without)
+        if fits and (whole_s := self._seconds_with_all_of(request, shape)) <= self._limit_s:
             return whole_s
         decodes = shape.decodes
         chunk = self._tokens_beside(decodes, request)
