@@ -16,10 +16,11 @@ from lightserve.kernels.check_pair import (
     Pair,
     Poison,
 )
-from lightserve.kernels.experts import ExpertMixingKernels, choose_experts
+from lightserve.kernels.composed import choose_experts
 from lightserve.kernels.interface import (
     ExpertBiases,
     ExpertKernels,
+    ExpertMixingKernels,
     Kernels,
     KernelShapes,
     PackedExpertKernels,

@@ -8,17 +8,12 @@ who owns a slot and in which direction it grows is invisible to them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-if TYPE_CHECKING:
-    from lightserve.kernels.experts import ExpertChoice
 
 # Moving the KV of single tokens between a pool, whose layers lie apart, and rows that hold all.
 #
@@ -229,6 +224,24 @@ class ExpertBiases(NamedTuple):
     """[E, K]."""
 
 
+class ExpertChoice(NamedTuple):
+    """How a token's experts and their weights follow from its products with the router's weight."""
+
+    num_chosen: int
+    is_sigmoid: bool
+    """Whether scores are sigmoids of products; else their softmax."""
+    normalises: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Of the weights."""
+    num_groups: int = 1
+    """Equal groups of experts, …"""
+    num_chosen_groups: int = 1
+    """… so many of which a token's are in: those with the largest sums of their …"""
+    group_best: int = 1
+    """… so many best."""
+
+
 @runtime_checkable
 class ExpertKernels(Kernels, Protocol):
     """Kernels that multiply by the weights of several experts at once."""
@@ -249,6 +262,29 @@ class ExpertKernels(Kernels, Protocol):
         An expert gives down @ `silu_and_mul`(gate_up @ x), or with another `gate` in its place. x
         [T, K], chosen int64 [T, C] (experts below E, different ones for a token), weights float32
         [T, C], gate_up [E, 2*I, K] (gates first), down [E, K, I], both contiguous -> [T, K].
+        """
+
+
+@runtime_checkable
+class ExpertMixingKernels(Kernels, Protocol):
+    """Kernels that go through experts in turn, whose weights are packed as other weights are."""
+
+    def choose_experts(
+        self, products: Tensor, bias: Tensor | None, choice: ExpertChoice
+    ) -> tuple[Tensor, Tensor]:
+        """Return experts int64 [T, num_chosen] and their weights, float32.
+
+        products float32 [T, E]; bias float32 [E] is added to scores where experts are chosen, and
+        nowhere else. Of equal ones the first are chosen.
+        """
+
+    def expert_mixer(
+        self, experts: Sequence[tuple[object, object]], dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """Return what gives `ExpertKernels.mix_experts` of x of `dtype`, chosen and weights.
+
+        `experts`: what these kernels made of each one's gates and ups, `is_gated`, and of its down.
+        None: they mix no such weights.
         """
 
 
@@ -474,53 +510,6 @@ class PackedExpertKernels(ExpertKernels, Fp8Kernels, Protocol):
         gate: ClampedGate | None = None,
     ) -> Tensor:
         """See `mix_experts`."""
-
-
-# Operations made of others, or of torch's, for kernels that have nothing faster.
-
-
-def gelu(x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
-    """See `Kernels.gelu`."""
-    if is_exact:
-        out = functional.gelu(x)
-    elif x.dtype is torch.float32:
-        # Written out: torch's own depends, in its last bits, on where its vectors end.
-        twice = x * (1.0 + 0.044715 * x * x) * (2.0 * math.sqrt(2.0 / math.pi))
-        out = x * (1.0 / (1.0 + torch.exp(-twice)))
-    else:
-        out = functional.gelu(x, approximate="tanh")
-    return out if up is None else out.mul_(up)
-
-
-def clamped_gate(gate_up: Tensor, gate: ClampedGate) -> Tensor:
-    """Return what a `ClampedGate` makes of gate_up [T, 2*I] (gates first), [T, I]."""
-    gates, ups = gate_up.float().chunk(2, dim=-1)
-    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
-    # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
-    features = gates / (1.0 + torch.exp(-gate.alpha * gates)) * (ups + 1.0)
-    return features.to(gate_up.dtype)
-
-
-def rotate_and_write(
-    kernels: Kernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cos: Tensor,
-    sin: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slot_mapping: Tensor,
-    qk_norm: QKNorm | None,
-) -> Tensor:
-    """See `Kernels.rotate_and_write`."""
-    if qk_norm is not None:
-        q = kernels.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
-        k = kernels.rms_norm(k, qk_norm.k_weight, qk_norm.eps)
-    q, k = kernels.rotary(q, k, cos, sin)
-    kernels.write_kv(k, v, k_pool, v_pool, slot_mapping)
-    return q
 
 
 # Stand-ins for values of the host in a pass that is recorded as a graph.

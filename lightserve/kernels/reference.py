@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import interface
+from lightserve.kernels import composed
+from lightserve.kernels.composed import clamped_gate
 from lightserve.kernels.interface import (
     AttentionBatch,
     ClampedGate,
     ExpertBiases,
     QKNorm,
     ScoreMod,
-    clamped_gate,
 )
 
 
@@ -140,7 +140,7 @@ class ReferenceKernels:
 
     def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
         """See `Kernels.gelu`."""
-        return interface.gelu(x, up, is_exact=is_exact)
+        return composed.gelu(x, up, is_exact=is_exact)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
@@ -168,7 +168,7 @@ class ReferenceKernels:
         qk_norm: QKNorm | None,
     ) -> Tensor:
         """See `Kernels.rotate_and_write`."""
-        return interface.rotate_and_write(
+        return composed.rotate_and_write(
             self,
             q,
             k,

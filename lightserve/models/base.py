@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightserve.kernels.experts import ExpertChoice
-from lightserve.kernels.interface import AttentionBatch, ClampedGate, KernelShapes
+from lightserve.kernels.interface import AttentionBatch, ClampedGate, ExpertChoice, KernelShapes
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.parallel import TensorParallel, even_part, kv_head_part

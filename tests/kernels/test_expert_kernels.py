@@ -21,8 +21,7 @@ from lightserve.kernels.check_experts import expert_choices, expert_products, pa
 from lightserve.kernels.check_pair import Pair
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.experts import ExpertChoice
-from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertKernels
+from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertChoice, ExpertKernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import _comparisons

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightserve.kernels.composed import choose_experts, gelu, sigmoid
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.experts import choose_experts, sigmoid
-from lightserve.kernels.interface import gelu
 from lightserve.kernels.select import missing_core
 from lightserve.models.base import choice_of
 from lightserve.models.layers.feed_forward import _Router

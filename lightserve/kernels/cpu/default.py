@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import interface
+from lightserve.kernels import composed
 from lightserve.kernels.cpu.plan import DecodeGroup, PrefillRow, attention_plan
 from lightserve.kernels.cpu.score_mod import modified_attention
 from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
@@ -138,7 +138,7 @@ class TorchKernels:
 
     def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
         """See `Kernels.gelu`."""
-        return interface.gelu(x, up, is_exact=is_exact)
+        return composed.gelu(x, up, is_exact=is_exact)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
@@ -166,7 +166,7 @@ class TorchKernels:
         qk_norm: QKNorm | None,
     ) -> Tensor:
         """See `Kernels.rotate_and_write`."""
-        return interface.rotate_and_write(
+        return composed.rotate_and_write(
             self,
             q,
             k,

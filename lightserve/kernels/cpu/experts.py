@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.cpu.core import Operations
-from lightserve.kernels.experts import ExpertChoice
-from lightserve.kernels.interface import GroupedWeight, Int8Weight
+from lightserve.kernels.interface import ExpertChoice, GroupedWeight, Int8Weight
 
 _NO_WEIGHT = ()
 

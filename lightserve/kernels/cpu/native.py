@@ -31,9 +31,9 @@ from lightserve.kernels.cpu.core import (
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.experts import choose_experts, expert_mixer
 from lightserve.kernels.cpu.program import record, row_numbers
-from lightserve.kernels.experts import ExpertChoice
 from lightserve.kernels.interface import (
     AttentionBatch,
+    ExpertChoice,
     GroupedWeight,
     Int8Weight,
     PassInputs,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import interface
+from lightserve.kernels import composed
 from lightserve.kernels.interface import (
     AttentionBatch,
     ClampedGate,
@@ -229,7 +229,7 @@ class TritonKernels:
 
     def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
         """See `Kernels.gelu`."""
-        return interface.gelu(x, up, is_exact=is_exact)
+        return composed.gelu(x, up, is_exact=is_exact)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""

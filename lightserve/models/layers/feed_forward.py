@@ -13,22 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.experts import (
-    ExpertMixingKernels,
-    choose_experts,
-    sigmoid,
-)
+from lightserve.kernels.composed import choose_experts, clamped_gate, sigmoid
 from lightserve.kernels.interface import (
     ClampedGate,
     ExpertBiases,
     ExpertKernels,
+    ExpertMixingKernels,
     Fp4Weight,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
     PackedExpertKernels,
     PackedExperts,
-    clamped_gate,
 )
 from lightserve.models.base import choice_of
 from lightserve.models.context import ModelContext
