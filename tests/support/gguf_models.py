@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 from lightserve.models.gguf_blocks import numbers_of_blocks
 from lightserve.models.weight_files import SINGLE_FILE
 from support.gguf_files import KINDS, blocks, write_gguf
-from support.tiny_models import LATENT, PART_ROPE, TinyModel, rope, write_tiny_model
+from support.tiny_models import (
+    DEEPSEEK_YARN_ROPE,
+    LATENT,
+    PART_ROPE,
+    TinyModel,
+    rope,
+    write_tiny_model,
+)
 
 MODELS = {
     "llama": TinyModel("", "Llama", {"num_hidden_layers": 3, "vocab_size": 201}),
@@ -147,14 +154,7 @@ CONVERTED = {
             "n_shared_experts": 2,
             "routed_scaling_factor": 1.5,
             "num_hidden_layers": 3,
-            **rope(
-                "yarn",
-                theta=1000.0,
-                factor=4.0,
-                original_max_position_embeddings=64,
-                mscale=0.7,
-                mscale_all_dim=0.7,
-            ),
+            **DEEPSEEK_YARN_ROPE,
         },
     ),
     "deepseek2-lite": TinyModel(

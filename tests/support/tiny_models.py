@@ -83,6 +83,14 @@ LATENT: Mapping[str, Any] = {
     "v_head_dim": 20,
 }
 YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
+DEEPSEEK_YARN_ROPE = rope(
+    "yarn",
+    theta=1000.0,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    mscale=0.7,
+    mscale_all_dim=0.7,
+)
 
 TINY_MODELS = (
     TinyModel("llama-mha", "Llama", {"num_key_value_heads": 4}),
@@ -340,14 +348,7 @@ TINY_MODELS = (
             "moe_intermediate_size": 40,
             "first_k_dense_replace": 1,
             "num_hidden_layers": 3,
-            **rope(
-                "yarn",
-                theta=1000.0,
-                factor=4.0,
-                original_max_position_embeddings=64,
-                mscale=0.7,
-                mscale_all_dim=0.7,
-            ),
+            **DEEPSEEK_YARN_ROPE,
         },
         sharded=True,
     ),
