@@ -158,6 +158,7 @@ def _check(
             f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters,"
             f" got {len(given.custom_id)}",
         )
+    # A client's own id may have any character but the one that PostgreSQL's texts cannot hold.
     if "\0" in given.custom_id:
         raise _refusal(
             number, f"custom_id must not have the character U+0000, got {_show(given.custom_id)}"

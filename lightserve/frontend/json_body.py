@@ -448,3 +448,10 @@ def show(value: Any) -> str:
     if len(text) <= _MAX_SHOWN_CHARS:
         return text
     return text[:_MAX_SHOWN_CHARS] + ('…"' if isinstance(value, str) else "…")
+
+
+def printable(text: str) -> str:
+    """Return a text that is to be found again or shown. Raises ValueError: control characters."""
+    if not text.isprintable():
+        raise ValueError(f"must not have control characters, got {show(text)}")
+    return text

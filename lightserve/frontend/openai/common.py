@@ -21,7 +21,7 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, Completion, Usage, raised_slo
-from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, show
+from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, printable, show
 from lightserve.frontend.middleware import ARRIVAL_KEY
 from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
@@ -269,13 +269,7 @@ Metadata = Annotated[
 ]
 
 
-def _printable(value: str) -> str:
-    if not value.isprintable():
-        raise ValueError(f"must not have control characters, got {show(value)}")
-    return value
-
-
-StoredId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)]
+StoredId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(printable)]
 """Of what a store holds."""
 
 

@@ -27,7 +27,7 @@ from lightserve.batches.records import (
 )
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.errors import ClientGone, RequestFailed
-from lightserve.frontend.json_body import UNKNOWN_PARAMETER, StrictModel, show
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, StrictModel, printable, show
 from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.service import Service
 
@@ -150,11 +150,10 @@ def read_query(request: Request, names: Iterable[str]) -> dict[str, str]:
             )
         if name in query:
             raise InvalidRequest(f"the query parameter {name} must be given once", param=name)
-        if not value.isprintable():
-            raise InvalidRequest(
-                f"{name} must not have control characters, got {show(value)}", param=name
-            )
-        query[name] = value
+        try:
+            query[name] = printable(value)
+        except ValueError as error:
+            raise InvalidRequest(f"{name} {error}", param=name) from None
     return query
 
 
@@ -470,9 +469,10 @@ def _filename(given: bytes) -> str:
             f"the file's name must have at most {MAX_FILENAME_CHARS} characters, got {len(name)}",
             param="file",
         )
-    if not name.isprintable():
-        raise InvalidRequest("the file's name must not have control characters", param="file")
-    return name
+    try:
+        return printable(name)
+    except ValueError as error:
+        raise InvalidRequest(f"the file's name {error}", param="file") from None
 
 
 def _ttl_of(values: dict[str, str]) -> int | None:

@@ -428,6 +428,7 @@ PURPOSE = ('name="purpose"', b"batch")
         (b"nonsense", 400, "not a valid form"),
         (b"", 400, "ends before its last boundary"),
         (form((f'name="file"; filename="{"x" * 256}"', b"{}"), PURPOSE), 400, "got 256"),
+        (form(('name="file"; filename="x\x9b"', b"{}"), PURPOSE), 400, 'got "x\\u009b"'),
         (form(FILE, ('name="purpose"', b"x" * 2000)), 400, "at most 1024 bytes"),
         (
             form(FILE, PURPOSE, ('name="expires_after[seconds]"', b"5")),
