@@ -5,6 +5,7 @@ What is in them is in rows, or in objects (see `contents`), of which only the ro
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Any, NamedTuple
 
@@ -251,9 +252,9 @@ class Files:
         doomed = []
         with self._db.transaction():
             rows = self._db.rows(
-                "SELECT number, is_whole FROM files WHERE CASE WHEN is_whole THEN expires_s <= ?"
-                f" AND NOT EXISTS ({_IN_USE}) ELSE touched_s <= ? END LIMIT 16",
-                *(now_s, now_s - STALE_UPLOAD_S),
+                "SELECT number, is_whole FROM files WHERE (is_whole AND expires_s <= ?"
+                f" AND NOT EXISTS ({_IN_USE})) OR (NOT is_whole AND touched_s <= ?) LIMIT 16",
+                *(math.floor(now_s), math.floor(now_s) - STALE_UPLOAD_S),
             )
             for number, is_whole in rows:
                 found = self._give_up(number, now_s, is_stale=not is_whole)

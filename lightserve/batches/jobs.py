@@ -12,6 +12,7 @@ batch in the same transaction. Output and error files are no copies: their rows 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
@@ -437,8 +438,8 @@ class Jobs:
         with self._db.transaction():
             return self._db.write(
                 "DELETE FROM batches WHERE number IN (SELECT number FROM batches"
-                " WHERE status != 'in_progress' AND ended_s <= ? LIMIT ?)",
-                *(now_s - MAX_TTL_S, PURGE_ROWS),
+                " WHERE ended_s <= ? LIMIT ?)",
+                *(math.floor(now_s) - MAX_TTL_S, PURGE_ROWS),
             )
 
     def held(self, owner: str, epoch: int) -> Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -259,5 +260,5 @@ class Responses:
             return self._db.write(
                 "DELETE FROM responses WHERE number IN (SELECT number FROM responses"
                 " WHERE expires_s <= ? AND batch IS NULL LIMIT ?)",
-                *(now_s, PAGE_ROWS),
+                *(math.floor(now_s), PAGE_ROWS),
             )

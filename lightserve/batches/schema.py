@@ -148,6 +148,14 @@ ALTER TABLE files ADD COLUMN kept TEXT NOT NULL DEFAULT 'rows';
 """Where the content of a file is: in 'rows', in rows of which objects are made ('moving'), in
 'objects', or in objects that are to be deleted ('gone')."""
 
+_ENDS = """
+CREATE INDEX batches_by_end ON batches (ended_s) WHERE ended_s IS NOT NULL;
+CREATE INDEX files_by_end ON files (expires_s) WHERE is_whole;
+CREATE INDEX files_by_touch ON files (touched_s) WHERE NOT is_whole;
+"""
+"""By which `purge` finds what is over. It asks with whole seconds: PostgreSQL looks up no fraction
+in an index of whole numbers."""
+
 _SQLITE_TRIGGERS = "".join(
     f"""
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
@@ -180,7 +188,7 @@ $$;
     for table in ("files", "responses")
 )
 
-_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS)
+_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS, _ENDS)
 VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER)
 """What makes each version of SQLite's schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -288,6 +289,27 @@ def test_a_batch_is_forgotten_once_no_file_of_it_can_be_left(tmp_path: Path) -> 
         assert store.jobs.purge(NOW_S + 5 + MAX_TTL_S) == 1
         left, _ = store.jobs.page(KEY, NOW_S, limit=9)
         assert [batch.id for batch in left] == [goes_on.id]
+
+
+def test_what_is_over_is_found_by_indices(
+    tmp_path: Path, both_stores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a minute, while nothing else may write: not by reading every row."""
+    with open_store(tmp_path) as store:
+        database, asked = store.database, []
+        with monkeypatch.context() as patch:
+            for name in ("rows", "write"):
+                plain = getattr(database, name)
+                patch.setattr(database, name, lambda *sql, do=plain: asked.append(sql) or do(*sql))
+            for part in (store.jobs, store.files, store.responses):
+                part.purge(NOW_S)
+        explain = "EXPLAIN QUERY PLAN "
+        if both_stores == "postgresql":
+            database.write("SET enable_seqscan = off")  # else it is used on tables of no rows
+            explain = "EXPLAIN "
+        plan = [str(row[-1]) for sql, *v in asked for row in database.rows(explain + sql, *v)]
+        bounds = re.findall(r"(?:INDEX \w+|Index Cond:) \((\w+) ?<", "\n".join(plan))
+        assert sorted(bounds) == ["ended_s", "expires_s", "expires_s", "touched_s"], plan
 
 
 def test_a_key_has_so_many_batches_at_once_and_no_more(tmp_path: Path) -> None:
