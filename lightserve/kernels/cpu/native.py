@@ -1,11 +1,8 @@
-"""The CPU kernels of the native core: weights, attention and what lies between them.
+"""The CPU kernels of the native core: products, attention and what lies between them.
 
 bfloat16 and float32; what is of another type (float16) goes the way of `TorchKernels`. Nothing
 depends on how many threads there are or on which of them did what: the same batch gives the same
 bits.
-
-A packed weight is a tensor that looks like the one it was made of, [M, K], over memory that holds
-the core's panels: only `linear` can read it.
 """
 
 from __future__ import annotations
@@ -15,18 +12,15 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lightserve.kernels.cpu import packing
 from lightserve.kernels.cpu.core import (
-    BYTE_BLOCK,
-    PANEL,
     Core,
     Element,
     Form,
     Level,
     Operations,
     load_core,
-    num_panels,
 )
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.experts import choose_experts, expert_mixer
@@ -90,22 +84,7 @@ class NativeKernels(TorchKernels):
         operations = self._operations.get(weight.dtype)
         if operations is None or weight.numel() == 0:
             return super().pack_weight(weight, is_gated=is_gated)
-        weight = weight.contiguous()
-        num_outputs, num_inputs = weight.shape
-        size = self._core.packed_size(
-            num_outputs, num_inputs, is_bf16=weight.dtype is torch.bfloat16, is_gated=is_gated
-        )
-        packed = torch.empty(size, dtype=weight.dtype)
-        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
-        operations.pack(
-            weight.data_ptr(),
-            num_outputs,
-            num_inputs,
-            is_gated,
-            packed.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return packed[: weight.numel()].view(weight.shape)
+        return packing.pack(self._core, operations, weight, is_gated=is_gated)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
@@ -211,24 +190,7 @@ class NativeKernels(TorchKernels):
     def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
         """See `QuantizingKernels.quantize`."""
         operations = self._operations[weight.dtype]
-        weight = weight.contiguous()
-        num_outputs, num_inputs = weight.shape
-        size = self._core.packed_bytes(num_outputs, num_inputs, is_gated=is_gated)
-        packed = torch.empty(size, dtype=torch.int8)
-        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
-        factors = torch.empty(
-            num_panels(num_outputs, is_gated=is_gated) * PANEL, dtype=torch.float32
-        )
-        operations.pack_int8(
-            weight.data_ptr(),
-            num_outputs,
-            num_inputs,
-            is_gated,
-            packed.data_ptr(),
-            factors.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return Int8Weight(packed, factors, num_outputs, is_gated)
+        return packing.quantize(self._core, operations, weight, is_gated=is_gated)
 
     def linear_int8(
         self,
@@ -248,37 +210,13 @@ class NativeKernels(TorchKernels):
     ) -> GroupedWeight:
         """See `QuantizingKernels.quantize_groups`."""
         operations = self._operations[weight.dtype]
-        weight = weight.contiguous()
-        num_outputs, num_inputs = weight.shape
-        result = self._grouped(
-            num_outputs, num_inputs, bits=4, group_size=group_size, is_gated=is_gated
+        return packing.quantize_groups(
+            self._core, operations, weight, group_size, is_gated=is_gated
         )
-        operations.quantize_groups(
-            weight.data_ptr(),
-            num_outputs,
-            num_inputs,
-            group_size,
-            is_gated,
-            result.packed.data_ptr(),
-            result.factors.data_ptr(),
-            result.zeros.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return result
 
     def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
-        """See `QuantizingKernels.pack_int8`; the layout is that of `core.h`."""
-        num_outputs, num_inputs = integers.shape
-        lines, factors = (_in_panels(part, is_gated=is_gated) for part in (integers, factors))
-        padded = -(-num_inputs // BYTE_BLOCK) * BYTE_BLOCK
-        lines = functional.pad(lines, (0, padded - num_inputs))
-        # [panels, halves, outputs, blocks, fours, inputs of a four]
-        fours = lines.view(-1, 2, PANEL // 2, padded // BYTE_BLOCK, BYTE_BLOCK // 4, 4)
-        packed = torch.empty(lines.numel(), dtype=torch.int8)
-        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
-        placed = fours.permute(0, 3, 1, 4, 2, 5)
-        packed.view(placed.shape).copy_(placed)
-        return Int8Weight(packed, factors.float().contiguous(), num_outputs, is_gated)
+        """See `QuantizingKernels.pack_int8`."""
+        return packing.pack_int8(self._core, integers, factors, is_gated=is_gated)
 
     def pack_groups(
         self,
@@ -291,37 +229,14 @@ class NativeKernels(TorchKernels):
         is_gated: bool = False,
     ) -> GroupedWeight:
         """See `QuantizingKernels.pack_groups`."""
-        num_outputs, num_inputs = integers.shape
-        result = self._grouped(
-            num_outputs, num_inputs, bits=bits, group_size=group_size, is_gated=is_gated
-        )
-        lines = _in_panels(integers, is_gated=is_gated).contiguous()
-        self._core.pack_groups(
-            lines.data_ptr(),
-            (len(lines), num_inputs),
-            bits,
-            result.packed.data_ptr(),
-            torch.get_num_threads(),
-        )
-        for target, source in ((result.factors, factors), (result.zeros, zeros)):
-            own = _in_panels(source, is_gated=is_gated)
-            target.copy_(own.view(len(target), PANEL, -1).mT)
-        return result
-
-    def _grouped(
-        self, num_outputs: int, num_inputs: int, *, bits: int, group_size: int, is_gated: bool
-    ) -> GroupedWeight:
-        """Return a weight that is to be filled."""
-        num_bytes = self._core.packed_group_bytes(num_outputs, num_inputs, bits, is_gated=is_gated)
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-        self._core.use_large_pages(packed.data_ptr(), packed.nbytes)
-        shape = (num_panels(num_outputs, is_gated=is_gated), -(-num_inputs // group_size), PANEL)
-        factors, zeros = (
-            torch.empty(shape, dtype=torch.float16),
-            torch.empty(shape, dtype=torch.uint8),
-        )
-        return GroupedWeight(
-            packed, factors, zeros, num_outputs, num_inputs, bits, group_size, is_gated
+        return packing.pack_groups(
+            self._core,
+            integers,
+            factors,
+            zeros,
+            bits=bits,
+            group_size=group_size,
+            is_gated=is_gated,
         )
 
     def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
@@ -574,16 +489,6 @@ class InvariantNativeKernels(NativeKernels):
 
     def _fall_back(self) -> None:
         raise AssertionError("--batch-invariant: an operation that the native core has not")
-
-
-def _in_panels(rows: Tensor, *, is_gated: bool) -> Tensor:
-    """Return what belongs to each output [M, …] in the order of whole panels, zeros between."""
-    width = PANEL // 2 if is_gated else PANEL
-    halves = rows.chunk(2) if is_gated else (rows,)
-    padding = [0, 0] * (rows.dim() - 1) + [0, -len(halves[0]) % width]
-    panels = [functional.pad(half, padding) for half in halves]
-    shape = (-1, width, *rows.shape[1:])
-    return torch.cat([panel.view(shape) for panel in panels], dim=1).flatten(0, 1)
 
 
 def _checked(out: Tensor, indices: Tensor, is_good: int, num_rows: int) -> Tensor:
