@@ -3,7 +3,7 @@
 Algorithm 1 of the paper (section IV-B), each step:
 
     order       real-time requests, decodes and whole prompts alike, by what is left of their time
-    limit       the least of these times; of late ones none can be kept, so that none counts
+    limit       the least of these times; what will be late in any case does not count
     batch       at most BASE_BATCH requests, twice as many after each step in which real-time ones
                 did not run into the limit, BASE_BATCH again once they do ("Adaptive Batch Sizing")
     pack        best-effort requests, those with the fewest tokens on the host first
@@ -12,7 +12,8 @@ Algorithm 1 of the paper (section IV-B), each step:
 
 The paper's k (tokens of a group that are still due) is 1: each token has a deadline of its own. Its
 loop ends after one replacement, whether that worked or not; here it ends with the first that did
-not. A prompt longer than the token budget, which the paper does not have, is cut. Memory: blocks
+not. A prompt that never fits as a whole, which the paper does not have, is cut: it is longer than
+the token budget, or than the targets of the decodes beside it allow with the guard. Memory: blocks
 with two ends and lazy checkpoints (section V) are `kv.slots` and `kv.host`, and who loses memory
 first is `router.victims`.
 """
@@ -59,12 +60,22 @@ class BrosPolicy:
 
 
 def _least_residual(step: StepBudget, waiting: Iterable[Request]) -> float:
-    """Return the least time left to a real-time token that can be in time alone; inf: none."""
+    """Return the least time left to a real-time token that can be in time; inf: to none.
+
+    A prompt alone, a decode beside all that are more urgent: were one to count that they make late,
+    steps would stay small for it, and ever more tokens were late.
+    """
     cost = step.limits.cost
     rows = step.running.of(RT)
-    rows = rows[step.running.schedulable[rows] > 0]
-    due_s = step.due.of_rows(rows, step.due.residuals.due)
-    least_s = float(due_s[due_s >= cost.seconds(StepShape().plus(0, 1))].min(initial=math.inf))
+    rows = step.due.in_order(rows[step.running.schedulable[rows] > 0])
+    due_s = step.due.of_rows(rows, step.due.residuals.due).tolist()
+    contexts = np.cumsum(step.running.table.next_position[rows]).tolist()
+    in_time = (
+        residual_s
+        for number, (residual_s, context) in enumerate(zip(due_s, contexts, strict=True), 1)
+        if cost.seconds(StepShape().plus_decodes(number, context)) <= residual_s
+    )
+    least_s = float(next(in_time, math.inf))
     for request in waiting:
         residual_s = step.residual(request)
         shape = StepShape().plus(request.next_position, request.num_schedulable_tokens)
@@ -104,8 +115,22 @@ def _decodes(step: StepBudget, rows: Rows, size: int) -> Phase:
 
 
 def _fits(step: StepBudget) -> Callable[[Request], bool]:
-    """Return whether all of a request's prompt goes into a step, so that it is never cut."""
-    return lambda request: request.num_known_tokens <= step.limits.max_num_batched_tokens
+    """Return whether a step has room for all of a request's prompt, so that it is never cut.
+
+    With all real-time decodes, each of which has just had a token, and no other prompt.
+    """
+    cost, table, rows = step.limits.cost, step.running.table, step.running.of(RT)
+    rows = rows[step.running.schedulable[rows] == 1]
+    decodes = StepShape().plus_decodes(len(rows), int(table.next_position[rows].sum()))
+    longest_s = np.minimum(table.tpot_s[rows], table.mtpot_s[rows]).min(initial=math.inf)
+    most_s = float(longest_s) / cost.guard
+
+    def fits(request: Request) -> bool:
+        num_tokens = request.num_known_tokens
+        is_in_budget = num_tokens <= step.limits.max_num_batched_tokens
+        return is_in_budget and cost.seconds(decodes.plus(0, num_tokens)) <= most_s
+
+    return fits
 
 
 def _best_effort(step: StepBudget, size: int) -> Iterator[Phase]:

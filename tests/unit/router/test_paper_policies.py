@@ -117,6 +117,24 @@ class TestBros:
         ]
         assert parts(BrosPolicy(), requests, max_num_batched_tokens=85) == [(0, 1), (1, 49)]
 
+    def test_so_is_one_that_takes_longer_than_the_time_between_two_tokens(self) -> None:
+        """Beside the decode no step would ever have room for all of it."""
+        decode = due(make_request(0, output=2), 0.0505)
+        for prompt in (make_request(1, BE, prompt=90), due(make_request(1, prompt=90), 0.5)):
+            assert parts(BrosPolicy(), [decode, prompt]) == [(0, 1), (1, 49)]
+        assert parts(BrosPolicy(), [decode, make_request(1, BE, prompt=40)]) == [(0, 1), (1, 40)]
+
+    def test_a_token_that_is_late_beside_more_urgent_ones_sets_no_limit(self) -> None:
+        """It would keep every step small, so that ever more tokens are late."""
+        late = [make_request(number, output=2) for number in range(9)]
+        for request in late:
+            request.deadlines = TokenDeadlines(SLO(1.0, 100.0, 100.0), NOW_S - 0.2)
+            request.deadlines.on_tokens(1, NOW_S - 0.2)
+        others = [due(make_request(9, output=2), 0.0045), due(make_request(10, output=2), 0.0205)]
+        found = parts(BrosPolicy(), [*late, *others])
+        assert sorted(number for number, _ in found) == list(range(11))
+        assert len(parts(BrosPolicy(), [*late[:3], *others])) == 4
+
 
 class TestEcho:
     def test_no_offline_request_before_all_online_ones_are_in(self) -> None:
