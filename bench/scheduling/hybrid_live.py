@@ -309,6 +309,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="counted, of a run")
     args = parser.parse_args()
     systems, parts = args.systems.split(","), args.parts.split(",")
+    for flag, given, known in (
+        ("--models", args.models.split(","), CASES),
+        ("--parts", parts, ("policies", "gaps")),
+    ):
+        if unknown := set(given).difference(known):
+            parser.error(f"{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     if "unified" not in systems:
         parser.error("--systems: what runs alone runs on unified")
     for name in args.models.split(","):

@@ -2,8 +2,9 @@
 
     python -m bench.scheduling.papers --save cells.jsonl --plot docs/results/papers.svg
 
-Virtual time, on the virtual A100 with Llama-2-7B; every system is the real router core with the
-options of a preset (`lightserve.config.scheduling`), and knows step times by one fitted profile.
+Virtual time, on the virtual A100 with Llama-2-7B where a ground names no other hardware; every
+system is the real router core with the options of a preset (`lightserve.config.scheduling`), and
+knows step times by one fitted profile.
 What is in the file of `--save` is not run again: seeds can be run in turn, tables printed at last.
 """
 
