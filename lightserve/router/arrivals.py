@@ -236,6 +236,8 @@ class Outlook(NamedTuple):
     """Tightest target of those that came lately; infinite: they had none."""
     slack_s: float = math.inf
     """Least that one of these left of its target beyond what its prompt takes an idle server."""
+    freed_per_decode: float = 0.0
+    """Slots that requests give back at their end, per decode of their life."""
 
     @property
     def is_tight(self) -> bool:
@@ -366,7 +368,8 @@ class ArrivalStats:
             num_decodes=round(output),
             num_chunks=1,
         )
-        return Outlook(rate * work_s(life), rate * held, ttft_s, slack_s)
+        freed = (self._prompt + output) / output if output > 0 else math.inf
+        return Outlook(rate * work_s(life), rate * held, ttft_s, slack_s, freed)
 
     def _note_window(self, now_s: float) -> None:
         window = int(now_s // WINDOW_S)

@@ -298,7 +298,7 @@ class _Order:
         in_time = [r for r in weighed if r not in hopeless]
         num_free = LATE_POOL_SHARE * self._limits.num_slots - self._num_held
         is_too_much = next(iter(step.waiting.late()), None) is not None
-        if not _fit_all(in_time, in_progress, step, num_free):
+        if not _fit_all(in_time, in_progress, step, num_free, self._freed_per_s()):
             in_time.sort(key=lambda request: request.num_schedulable_tokens)
             is_too_much = True
         if is_too_much:
@@ -306,6 +306,14 @@ class _Order:
         yield from in_time
         yield from hopeless
         yield from rest
+
+    def _freed_per_s(self) -> float:
+        """Return the slots that real-time requests give back in a second, by the recent steps."""
+        step, limits = self._step, self._limits
+        if limits.average_step_s <= 0:
+            return 0.0
+        num_decodes = len(step.decode_rows)
+        return num_decodes * limits.outlook.freed_per_decode / limits.average_step_s
 
     def _one_long_at_once(
         self, newcomers: Iterable[Request], in_progress: Iterable[Request]
@@ -345,15 +353,21 @@ class _Order:
 
 
 def _fit_all(
-    newcomers: Sequence[Request], in_progress: Iterable[Request], step: StepBudget, num_free: float
+    newcomers: Sequence[Request],
+    in_progress: Iterable[Request],
+    step: StepBudget,
+    num_free: float,
+    freed_per_s: float,
 ) -> bool:
-    """Return whether newcomers, one after the other, have memory and are all in time."""
-    if sum(request.num_known_tokens for request in newcomers) > num_free:
-        return False
+    """Return whether newcomers, one after the other, have memory in time, and are all in time."""
     done_s = sum(step.seconds_to_end_beside_others(request) for request in in_progress)
     for request in newcomers:
+        num_free -= request.num_known_tokens
+        wait_s = 0.0
+        if num_free < 0:
+            wait_s = -num_free / freed_per_s if freed_per_s > 0 else math.inf
         done_s += step.seconds_to_end_beside_others(request)
-        if done_s > step.residual(request):
+        if done_s + wait_s > step.residual(request):
             return False
     return True
 
