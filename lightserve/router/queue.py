@@ -190,6 +190,24 @@ class WaitingQueue:
             return next(reversed(late[account].values()))
         return fresh.last_of(account)
 
+    def last_to_start(self, request: Request) -> Request | None:
+        """Return what of a full queue would start after a real-time request that is to join it.
+
+        Of its own account: what is late already; otherwise, as the shortest start where not all can
+        be in time, the longest prompt, if it is longer and its target and priority are no reason to
+        go before. None: the request itself would be the last.
+        """
+        if request.request_class is not RT:
+            return None
+        if late := self._late.get(request.account):
+            return next(reversed(late.values()))
+        if request.slo.ttft_ms is None:
+            return None
+        others = itertools.islice(self._fresh[RT].of(request.account), MAX_CANDIDATES)
+        alike = (r for r in others if r.slo.ttft_ms is not None and r.priority == request.priority)
+        longest = max(alike, key=operator.attrgetter("num_prompt_tokens"), default=request)
+        return longest if longest.num_prompt_tokens > request.num_prompt_tokens else None
+
     def best_effort(
         self, turn: Turn, resident: PrefixTree | None, context_len: float
     ) -> Iterator[Request]:
@@ -412,9 +430,13 @@ class _ByAccount:
         yield from _merged(heads)
         yield from _merged(rest)
 
+    def of(self, account: Account | None) -> Iterable[Request]:
+        """Return what an account has, by place."""
+        return self._of.get(account, ())
+
     def first_of(self, account: Account | None) -> Request | None:
         """Return the first that an account has."""
-        return next(iter(self._of.get(account, ())), None)
+        return next(iter(self.of(account)), None)
 
     def last_of(self, account: Account | None) -> Request:
         """Return the last that an account has, which has some."""

@@ -188,7 +188,11 @@ class Scheduler:
                 self._kv.expect(request)
 
     def _make_room(self, request: Request, deltas: DeltaBatch) -> bool:
-        """Return whether a request may wait; others, of one that has more of the queue, may go."""
+        """Return whether a request may wait; others may have to go for it.
+
+        Those of an account that has more of the queue, or where deadlines count what would start
+        after it.
+        """
         limits = self._config.queue_limits[request.request_class]
         while not limits.has_room(
             self._waiting.backlog(request.request_class), request.num_prompt_tokens
@@ -196,6 +200,8 @@ class Scheduler:
             crowding = self._waiting.crowding(
                 request, max_requests=limits.max_requests, max_tokens=limits.max_tokens
             )
+            if crowding is None and self._config.policy.meets_deadlines:
+                crowding = self._waiting.last_to_start(request)
             if crowding is None:
                 return False
             retry_after_s = self._waits.retry_after_s(crowding.request_class, self._kv)

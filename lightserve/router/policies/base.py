@@ -124,6 +124,8 @@ class Phase(NamedTuple):
     """Whether a newcomer is tried before a prompt; None: after all of them."""
     is_whole: bool = False
     """Whether prompts are not cut; one that is longer than the budget is a step of its own."""
+    leaves_room: bool = False
+    """Whether prompts of real-time requests that have time leave some of it to arrivals."""
     num_tokens: int = 0
     """Where not 0, each gets so many tokens, whatever time and budget are left (simulated workers
     decode on by themselves)."""

@@ -76,8 +76,6 @@ class StepBudget:
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
-        self.leaves_room = False
-        """Whether prompts of real-time requests that have time leave some of it to arrivals."""
         self._meets_deadlines = meets_deadlines
         self._budget = limits.max_num_batched_tokens
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
@@ -253,7 +251,8 @@ class StepBudget:
         can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)
         if can_go_beside and self._loads.is_free_for(request, self.seconds, self._due_for(request)):
             return self._offer_loading(request)
-        num_tokens = self.num_tokens_in_time(request, self._leaving_room(request, rest))
+        most = self._leaving_room(request, rest) if phase.leaves_room else rest
+        num_tokens = self.num_tokens_in_time(request, most)
         least = min(rest, MIN_CHUNK) if self._meets_deadlines else 1
         if num_tokens <= 0 or (num_tokens < least and not self.is_empty):
             if can_go_beside and not self.is_full:
@@ -408,10 +407,11 @@ class StepBudget:
             most = self._cost.tokens_within(decodes, limit_s, request.next_position, most)
         return max(MIN_CHUNK, most)
 
-    def is_urgent(self, request: Request) -> bool:
-        """Whether a prompt can be in time, and no more if it waits for one step like this."""
-        slack_s = self.residual(request) - self.seconds_to_end(request)
-        return 0.0 <= slack_s <= min(self._limit_s, self.limits.outlook.idle_limit_s)
+    def is_urgent(self, request: Request, step_s: float | None = None) -> bool:
+        """Whether a prompt can be in time, and no more after a step of `step_s`; None: as this."""
+        if step_s is None:
+            step_s = min(self._limit_s, self.limits.outlook.idle_limit_s)
+        return 0.0 <= self.residual(request) - self.seconds_to_end(request) <= step_s
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
         return self._seconds(shape.plus(request.next_position, request.num_schedulable_tokens))
@@ -558,19 +558,18 @@ class StepBudget:
         return max(in_time, min(most, MIN_CHUNK)) if self.is_empty else in_time
 
     def _leaving_room(self, request: Request, most: int) -> int:
-        """Return how many of a prompt's tokens leave arrivals time, if it can be in time so.
+        """Return how many of a prompt's tokens leave time to arrivals, if it is in time so.
 
         They wait for the rest of the step. But it has tokens to which the constant is little.
         """
         outlook, cost, start = self.limits.outlook, self._cost, request.next_position
-        if not self.leaves_room or request.request_class is BE or outlook.ttft_s == math.inf:
+        if request.request_class is BE or outlook.ttft_s == math.inf:
             return most
         least_s = cost.seconds(self._shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
         limit_s = max(outlook.idle_limit_s / cost.guard, least_s)
-        if (num_tokens := cost.tokens_within(self._shape, limit_s, start, most)) < most:
-            slack_s = self.residual(request) - self.seconds_to_end(request)
-            return most if 0.0 <= slack_s <= limit_s * cost.guard else num_tokens
-        return most
+        num_tokens = cost.tokens_within(self._shape, limit_s, start, most)
+        is_cut = num_tokens < most and not self.is_urgent(request, limit_s * cost.guard)
+        return num_tokens if is_cut else most
 
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what the step takes longer if so many tokens of a prompt join, loads included."""

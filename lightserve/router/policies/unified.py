@@ -3,7 +3,7 @@
 One time limit per step (BROS, section IV; Echo, section 4.2): the smallest residual among tokens
 that this step completes and that can still be in time; token budgets are the inverse of the cost
 model at that limit (AccelGen, section 3), so that prompts fill it exactly; only those that have
-time to spare leave some of it to what may come (`StepBudget.leaves_room`). Slack that early tokens
+time to spare leave some of it to what may come (`Phase.leaves_room`). Slack that early tokens
 bought is what long chunks and best-effort work live on.
 
     1. real-time decodes: they make the limit
@@ -140,7 +140,6 @@ class _Order:
     def urgent(self) -> Iterator[Phase]:
         """Yield real-time prompts: those that can be in time, then those that cannot."""
         options, step = self._options, self._step
-        step.leaves_room = True
         prompts = sorted(self._prompts, key=step.residual)
         late = [r for r in prompts if not step.can_be_in_time(r)]
         in_time = [r for r in prompts if r not in late]
@@ -161,7 +160,7 @@ class _Order:
         middle = Phase(prompts=in_time, newcomers=newcomers, goes_before=self._goes_before)
         for phase in (Phase(prompts=late_first), middle, Phase(prompts=late_last)):
             if phase is middle or phase.prompts:
-                yield phase._replace(classes=classes)
+                yield phase._replace(classes=classes, leaves_room=True)
                 if step.has_run_out:
                     self._is_left = True
                     return

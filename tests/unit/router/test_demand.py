@@ -62,6 +62,7 @@ def test_a_steady_stream_is_known() -> None:
     outlook = _steady(4.0, 500.0, prompt=60, output=40).outlook(_tokens, 500.0)
     assert outlook.load == pytest.approx(0.4, rel=0.05)
     assert outlook.kv_per_step_s == pytest.approx(4 * 40 * 80, rel=0.05)
+    assert outlook.freed_per_decode == pytest.approx((60 + 39) / 39, rel=0.05)
 
 
 def test_what_is_assumed_soon_weighs_nothing() -> None:

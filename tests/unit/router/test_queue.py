@@ -187,6 +187,30 @@ def test_an_urgent_one_that_came_later_goes_first_and_late_ones_last() -> None:
     assert len(waiting) == 1
 
 
+def test_what_would_start_last_makes_room_in_a_full_queue() -> None:
+    def prompt(number: int, num_tokens: int, ttft_ms: float | None = 100, **more: int) -> Request:
+        request = make_request(number, [1] * num_tokens, request_class=RT, **more)
+        request.slo = SLO(ttft_ms=ttft_ms)
+        request.deadlines = TokenDeadlines(request.slo, arrival_s=0.0)
+        return request
+
+    queue = WaitingQueue()
+    for request in (prompt(0, 9), prompt(1, 7), prompt(2, 99, None), prompt(3, 99, priority=1)):
+        queue.append(request)
+
+    def goes_for(request: Request) -> int | None:
+        last = queue.last_to_start(request)
+        return None if last is None else last.arrival_number
+
+    assert goes_for(prompt(4, 8)) == 0
+    assert goes_for(prompt(4, 9)) is None, "they are alike: the newer one"
+    assert goes_for(prompt(4, 8, None)) is None, "nothing is due of it: by arrival"
+    assert goes_for(make_request(4, [1], request_class=BE)) is None
+    queue.append(late := prompt(5, 1, 20))
+    queue.sink_late(0.05)
+    assert goes_for(prompt(4, 8)) == goes_for(prompt(4, 99)) == late.arrival_number
+
+
 def test_priority_orders_what_never_ran() -> None:
     """Requests that were put back stand before all of their class, whatever their priority."""
     queue = WaitingQueue()

@@ -55,6 +55,7 @@ def play(
     into: list[StepBudget] | None = None,
     late_min_share: float = 0.1,
     outlook: Outlook = NO_OUTLOOK,
+    average_step_s: float = 0.0,
 ) -> dict[int, int]:
     in_rows = running_of(running)
     limits = StepLimits(
@@ -68,6 +69,7 @@ def play(
         load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
         ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
         outlook=outlook,
+        average_step_s=average_step_s,
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
@@ -389,6 +391,21 @@ def test_the_longest_gives_way_where_not_all_can_be_in_time(cost: StepCost) -> N
     assert shares == {1: 100, 2: 100, 3: 100, 0: 150}
     waiting[0] = due(make_request(0, prompt=100), 45)
     assert play(cost, [], waiting, budget=150) == {0: 100, 1: 50}, "by deadline while all can"
+
+
+def test_short_memory_is_no_reason_to_go_by_length_while_it_comes_in_time(cost: StepCost) -> None:
+    """Two decodes free 2 / 0.01 s times as much as one does; 130 slots more are needed."""
+    running = [decode(number, 1000) for number in range(2)]
+    waiting = [due(make_request(7, prompt=100), 300), due(make_request(8, prompt=50), 400)]
+
+    def order(freed_per_decode: float) -> list[int]:
+        outlook = Outlook(freed_per_decode=freed_per_decode)
+        shares = play(cost, running, waiting, num_slots=25, outlook=outlook, average_step_s=0.01)
+        return [number for number in shares if number > 1]
+
+    assert order(3.0) == [7, 8], "all of it in 0.22 s"
+    assert order(1.5) == [8, 7], "0.43 s"
+    assert order(0.0) == [8, 7], "nothing is known"
 
 
 def test_without_targets_no_prompt_is_passed_by_shorter_ones(cost: StepCost) -> None:
