@@ -66,7 +66,7 @@ def test_who_loads_bit_by_bit_is_in_the_log_and_in_the_story(policy: str, tmp_pa
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     decisions = [fields for fields in records if fields["kind"] == "decision"]
     loads = [load for fields in decisions for load in fields["loaded"]]
-    assert len(loads) > 3
+    assert loads
     for fields in decisions:
         names = [load[:2] for load in fields["loaded"]]
         assert names == [s[:2] for s in fields["skipped"] if s[:2] in names and s[2] == "loading"]
