@@ -469,16 +469,19 @@ def _finish(axes: Axes, label: str) -> None:
 
 
 def _best_of(policy: str, runs: dict[Cell, Figures]) -> dict[float, Figures]:
-    """Return the means of the setting of highest goodput at each rate, M = 60k, no refusals."""
+    """Return the means over all seeds of the setting of highest goodput at each rate, M = 60k, no
+    refusals."""
     found: dict[float, dict[object, list[Figures]]] = defaultdict(lambda: defaultdict(list))
     for cell, figures in runs.items():
         plain = Cell(cell.setting, cell.rate, cell.seed)
-        if cell == plain and cell.setting.policy == policy and cell.duration_s > TUNING_S:
+        if cell == plain and cell.setting.policy == policy:
             found[cell.rate][cell.setting].append(figures)
-    return {
-        rate: max(map(mean, settings.values()), key=lambda figures: figures.goodput)
-        for rate, settings in found.items()
-    }
+    best = {}
+    for rate, settings in found.items():
+        num_seeds = max(map(len, settings.values()))  # a trial of the search has one
+        means = [mean(of) for of in settings.values() if len(of) == num_seeds]
+        best[rate] = max(means, key=lambda figures: figures.goodput)
+    return best
 
 
 def tune(bench: Bench) -> None:
