@@ -440,7 +440,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("get", "/metrics"): Operation(content=(_TEXT,), errors=(503,)),
     ("get", "/version"): Operation(),
     ("get", "/v1/requests/{request_id}/timeline"): Operation(
-        answers=TimelineObject, errors=(404, 429, 503, 504)
+        answers=TimelineObject, errors=(400, 404, 429, 503, 504)
     ),
     ("get", "/dashboard"): Operation(content=(_HTML,)),
     ("get", "/dashboard/events"): Operation(content=(_SSE,), errors=(503,)),
