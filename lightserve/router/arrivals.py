@@ -210,9 +210,12 @@ WINDOW_S = 30.0
 at most."""
 IDLE_LIMIT_S = 0.1
 """Most time of a step with best-effort requests while no targets are known."""
-IDLE_SHARE = 0.25
+IDLE_SHARE = 0.33
 """Otherwise so much of the tightest time to a first token: it waits for the rest of one such step,
-and runs in the next ones."""
+runs in the next one, and has as much again in reserve."""
+ROOM_SHARE = 0.25
+"""The same where a real-time prompt makes the step long: best-effort requests give way at once to
+what has come, but a prompt goes on beside it."""
 TIGHT_SHARE = 0.5
 """Targets are tight where a prompt leaves less than this share of the time to a first token."""
 SLACK_SHARE = 0.1
@@ -246,10 +249,18 @@ class Outlook(NamedTuple):
 
     @property
     def idle_limit_s(self) -> float:
-        """Most time of a step with requests that can wait: an arrival waits for the rest of it."""
+        """Most time of a step with best-effort requests: an arrival waits for the rest of it."""
+        return self._share_of_ttft(IDLE_SHARE)
+
+    @property
+    def room_limit_s(self) -> float:
+        """Likewise of a step with real-time prompts that can wait."""
+        return self._share_of_ttft(ROOM_SHARE)
+
+    def _share_of_ttft(self, share: float) -> float:
         if self.ttft_s == math.inf:
             return IDLE_LIMIT_S
-        limit_s = min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)
+        limit_s = min(share * self.ttft_s, MAX_IDLE_LIMIT_S)
         return min(limit_s, SLACK_SHARE * self.slack_s) if self.is_tight else limit_s
 
 

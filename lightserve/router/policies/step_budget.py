@@ -410,7 +410,7 @@ class StepBudget:
     def is_urgent(self, request: Request, step_s: float | None = None) -> bool:
         """Whether a prompt can be in time, and no more after a step of `step_s`; None: as this."""
         if step_s is None:
-            step_s = min(self._limit_s, self.limits.outlook.idle_limit_s)
+            step_s = min(self._limit_s, self.limits.outlook.room_limit_s)
         return 0.0 <= self.residual(request) - self.seconds_to_end(request) <= step_s
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
@@ -566,7 +566,7 @@ class StepBudget:
         if request.request_class is BE or outlook.ttft_s == math.inf:
             return most
         least_s = cost.seconds(self._shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
-        limit_s = max(outlook.idle_limit_s / cost.guard, least_s)
+        limit_s = max(outlook.room_limit_s / cost.guard, least_s)
         num_tokens = cost.tokens_within(self._shape, limit_s, start, most)
         is_cut = num_tokens < most and not self.is_urgent(request, limit_s * cost.guard)
         return num_tokens if is_cut else most
