@@ -124,6 +124,7 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "IDLE_FLOORS": {"IDLE_FLOORS": 1.0},
     "IDLE_LIMIT_S": {"IDLE_LIMIT_S": 0.5},
     "IDLE_SHARE": {"IDLE_SHARE": MANY},
+    "ROOM_SHARE": {"ROOM_SHARE": MANY},
     "MAX_IDLE_LIMIT_S": {"MAX_IDLE_LIMIT_S": MANY},
     "FIXED_SHARE": {"FIXED_SHARE": 1e-9},
     # what arrives

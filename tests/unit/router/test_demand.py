@@ -163,7 +163,7 @@ def test_an_idle_server_lends_all() -> None:
 
 
 def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
-    """A quarter of it, as far as no step is longer than half a second; of the last half minute."""
+    """A third of it, as far as no step is longer than half a second; of the last half minute."""
     demand = ArrivalStats()
 
     def limit_after(now_s: float, ttft_s: float) -> float:
@@ -172,13 +172,14 @@ def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
         return lent_until_s(0.0, 0.001, 0.0, outlook._replace(load=0, kv_per_step_s=0), 60_000)
 
     assert limit_after(0.0, math.inf) == IDLE_LIMIT_S
-    assert limit_after(1.0, 1.2) == pytest.approx(0.3)
-    assert limit_after(2.0, 0.2) == pytest.approx(0.05)
-    assert limit_after(29.0, 1.2) == pytest.approx(0.05)
-    assert limit_after(31.0, 1.2) == pytest.approx(0.05)
-    assert limit_after(65.0, 1.2) == pytest.approx(0.3)
-    assert limit_after(95.0, 60.0) == pytest.approx(0.3)
+    assert limit_after(1.0, 1.2) == pytest.approx(0.396)
+    assert limit_after(2.0, 0.2) == pytest.approx(0.066)
+    assert limit_after(29.0, 1.2) == pytest.approx(0.066)
+    assert limit_after(31.0, 1.2) == pytest.approx(0.066)
+    assert limit_after(65.0, 1.2) == pytest.approx(0.396)
+    assert limit_after(95.0, 60.0) == pytest.approx(0.396)
     assert limit_after(130.0, 60.0) == MAX_IDLE_LIMIT_S
+    assert Outlook(ttft_s=1.2).room_limit_s == pytest.approx(0.3), "prompts leave more"
 
 
 def test_tight_first_tokens_wait_for_less_and_find_decodes_that_have_time() -> None:
@@ -189,14 +190,14 @@ def test_tight_first_tokens_wait_for_less_and_find_decodes_that_have_time() -> N
         outlook = demand.outlook(_tokens, now_s)._replace(load=0.0, kv_per_step_s=0.0)
         return lent_until_s(base_s, 0.001, 0.0, outlook, 60_000, tpot_s=tpot_s)
 
-    assert lent(0.6, 0.0) == pytest.approx(0.25)
-    assert lent(0.6, 0.0, 0.01, 0.02) == pytest.approx(0.25)  # deadlines alone limit it
+    assert lent(0.6, 0.0) == pytest.approx(0.33)
+    assert lent(0.6, 0.0, 0.01, 0.02) == pytest.approx(0.33)  # deadlines alone limit it
     assert lent(0.4, 1.0) == pytest.approx(0.04)
     assert lent(0.9, 29.0) == pytest.approx(0.04)
     assert lent(0.9, 29.0, 0.01, 0.02) == pytest.approx(TIGHT_PACE * 0.02)
     assert lent(0.9, 29.0, 0.019, 0.02) == pytest.approx(0.019 * (1 + STRETCH_PER_FREE))
     lent(0.9, 65.0)
-    assert lent(0.9, 95.0) == pytest.approx(0.25)
+    assert lent(0.9, 95.0) == pytest.approx(0.33)
 
 
 def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:
