@@ -315,6 +315,8 @@ def main() -> None:
     ):
         if unknown := set(given).difference(known):
             parser.error(f"{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    if "policies" not in parts:
+        parser.error("--parts: policies is needed, which finds the targets that gaps has")
     if "unified" not in systems:
         parser.error("--systems: what runs alone runs on unified")
     for name in args.models.split(","):

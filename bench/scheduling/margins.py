@@ -2,7 +2,8 @@
 
 Short runs in virtual time, each with one number (or a few that hold up one rule) made to mean
 nothing, and beside them all as it is. `chance` is all as it is with other noise of step times: what
-two runs differ by that nothing was changed in. Runs are kept in a file of JSON lines, `--runs`.
+two runs differ by that nothing was changed in. What is in the file of `--runs` is not
+run again; without it none are kept.
 """
 
 from __future__ import annotations
@@ -240,16 +241,21 @@ def _is_in_time(arrival_s: float, times: Sequence[float], targets: Targets, stop
     return times[0] - arrival_s <= ttft_s and mean_s <= tpot_s and longest_s <= mtpot_s
 
 
+def _keep(path: Path, run: list[Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(run) + "\n")
+
+
 def main() -> None:
     """Print a table for each scene."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scene", choices=SCENES, action="append")
     parser.add_argument("--row", choices=NEUTRAL, action="append")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--runs", type=Path, default=Path("margins.jsonl"))
+    parser.add_argument("--runs", type=Path, help="file of runs, read and added to")
     args = parser.parse_args()
     known: dict[tuple[str, str, int], Figures] = {}
-    if args.runs.exists():
+    if args.runs and args.runs.exists():
         for line in args.runs.read_text().splitlines():
             scene, row, seed, values = json.loads(line)
             known[scene, row, seed] = Figures(*values)
@@ -259,8 +265,8 @@ def main() -> None:
             for seed in range(args.seeds):
                 if (scene, row, seed) not in known:
                     known[scene, row, seed] = play(scene, row, seed)
-                    with args.runs.open("a") as file:
-                        file.write(json.dumps([scene, row, seed, known[scene, row, seed]]) + "\n")
+                    if args.runs:
+                        _keep(args.runs, [scene, row, seed, known[scene, row, seed]])
             runs = [known[scene, row, seed] for seed in range(args.seeds)]
             columns = zip(*runs, strict=True)
             print_row(scene, row, *(", ".join(f"{x:.1f}" for x in column) for column in columns))

@@ -133,10 +133,14 @@ def over_seeds(cells: Sequence[Cell]) -> dict[str, Figure]:
 
 
 def print_table(rows: Mapping[str, Mapping[str, Figure]], columns: Sequence[str]) -> None:
-    """Print the figures of systems as a table; behind ± is the deviation over seeds."""
+    """Print the figures of systems as a table; behind ± is the deviation over seeds.
+
+    A dash: cells of a file that is older than the column have no such figure.
+    """
     print_head("system", *(COLUMNS[name] for name in columns))
     for system, figures in rows.items():
-        print_row(system, *(_shown(figures[name]) for name in columns))
+        shown = (_shown(figures[name]) if name in figures else "-" for name in columns)
+        print_row(system, *shown)
 
 
 def _shown(figure: Figure) -> str:

@@ -61,6 +61,9 @@ def report(reading: Reading, results: list[Comparison | None]) -> None:
     found = [result for result in results if result is not None]
     missed = sorted((r.num_requests, r.seed) for r in found if not r.is_found)
     print(f"\n{len(results)} states, a cut prompt advances with its {reading.value}:")
+    if not found:
+        print("  none feasible")
+        return
     print(f"  {len(found)} feasible, {len(missed)} missed = {len(missed) / len(found):.2%}")
     print(f"  smallest missed (requests, seed): {missed[:8]}")
     print("  BE tokens/s, share of      states  mean  " + "  ".join(f"p{p:<3}" for p in SHARES))
@@ -69,6 +72,9 @@ def report(reading: Reading, results: list[Comparison | None]) -> None:
         ("the best with RT as given", [r.of_best_given for r in found]),
     ):
         known = [share for share in shares if share is not None]
+        if len(known) < 2:  # no quantiles
+            print(f"  {name:26} {len(known):6}")
+            continue
         cuts = quantiles(known, n=100, method="inclusive")
         row = "  ".join(f"{cuts[p - 1]:.2f}" for p in SHARES)
         print(f"  {name:26} {len(known):6}  {mean(known):.3f}  {row}")

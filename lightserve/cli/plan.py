@@ -51,6 +51,13 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 )
 @click.option("--policy", default="unified", show_default=True)
 @click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(0, 1_048_576),
+    default=0,
+    show_default=True,
+    help="Most new tokens in one step, as of serve; 0: what a server takes on that hardware.",
+)
+@click.option(
     "--be-lengths",
     default="uniform:512-1024,32-128",
     show_default=True,
@@ -95,6 +102,7 @@ def command(trace: Path, *, plot: Path | None, as_json: bool, **asked: Any) -> i
         max_replicas=asked["max_replicas"],
         window_s=asked["window_s"],
         policy=asked["policy"],
+        max_num_batched_tokens=asked["max_num_batched_tokens"],
         be_lengths=asked["be_lengths"],
         hardware=A100_LLAMA2_7B if hardware is None else hardware,
     )

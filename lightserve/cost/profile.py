@@ -56,6 +56,11 @@ class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels: str
 
     @property
+    def device_type(self) -> str:
+        """Say "cpu" or "cuda": of a GPU alone `DeviceFacts.summary` says which CUDA it has."""
+        return "cuda" if ", CUDA " in self.device else "cpu"
+
+    @property
     def digest(self) -> str:
         """Hash of all of it: the name of the file."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
@@ -196,6 +201,23 @@ def _refusal(its: ProfileKey, key: ProfileKey) -> str:
         if theirs != ours:
             return f"its {name} is {theirs!r}, this server's is {ours!r}"
     return ""
+
+
+def tokens_of_step(
+    config: ServeConfig, device_type: str, coefficients: StepCoefficients | None
+) -> int:
+    """Return the token budget of a step, which the router is told.
+
+    On a CPU with a profile: as many tokens as make what every step takes, however few it has, a
+    small part of it. More would gain little, and all rows of a step wait for its end.
+    """
+    most = config.max_tokens_of_step(device_type)
+    if config.max_num_batched_tokens or device_type != "cpu" or coefficients is None:
+        return most
+    worth_s = StepModel(coefficients).worthwhile_s
+    if worth_s >= coefficients.per_new_s * most:
+        return most
+    return min(most, max(config.max_num_seqs, math.ceil(worth_s / coefficients.per_new_s)))
 
 
 # What `lightserve profile` and the worker processes that it starts tell each other.

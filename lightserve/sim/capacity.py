@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.errors import ConfigError
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
@@ -68,10 +69,17 @@ class PlanConfig:
     max_replicas: int = 64
     window_s: float = 300.0
     policy: str = "unified"
+    max_num_batched_tokens: int = 0
+    """The server's option; 0: what a server takes on this hardware."""
     be_lengths: str = "uniform:512-1024,32-128"
     be_clients: int = 64
     """Of each replica."""
     hardware: Hardware = A100_LLAMA2_7B
+
+    @property
+    def budget_tokens(self) -> int:
+        """Of a step."""
+        return self.max_num_batched_tokens or self.hardware.server_budget
 
 
 class Trial(NamedTuple):
@@ -118,7 +126,9 @@ def read_rows(path: Path) -> tuple[list[Row], Hardware | None]:
             for asked in recording.requests.values()
             if asked.submit.request_class is RequestClass.RT and asked.token_times_s
         ]
-        return sorted(rows), ProfiledHardware(recording.step_cost, kv_bytes_per_token=0)
+        budget = recording.token_budget or AUTO_BATCHED_TOKENS["cpu"]
+        hardware = ProfiledHardware(recording.step_cost, kv_bytes_per_token=0, server_budget=budget)
+        return sorted(rows), hardware
     if first.startswith(b"{"):
         return _read_mooncake(path), None
     trace = read_trace(path, flag="--trace")
@@ -245,6 +255,7 @@ def _attained(config: PlanConfig, window: list[Row], num_replicas: int, kv_token
                 margin_s=0.0,
                 capacity_tokens=kv_tokens,
                 policy=config.policy,
+                budget_tokens=config.budget_tokens,
                 targets=config.targets,
                 hardware=config.hardware,
             )
@@ -273,6 +284,7 @@ def _be_tokens_per_day(config: PlanConfig, plan: Plan, progress: Callable[[str],
                     margin_s=span_s / 10,
                     capacity_tokens=plan.kv_tokens,
                     policy=config.policy,
+                    budget_tokens=config.budget_tokens,
                     targets=config.targets,
                     hardware=config.hardware,
                 )

@@ -7,6 +7,7 @@ the last `margin_s` do not count. The same configuration gives the same report, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -174,13 +175,13 @@ def run_hybrid(
     """
     run = HybridRun(config)
     time_s = 0.0
-    while time_s < config.duration_s:
-        step_s = min(1.0, config.duration_s - time_s)
-        time_s += step_s
-        run.advance(time_s)
-        if progress is not None:
-            progress(step_s)
-    run.close()
+    with contextlib.closing(run):
+        while time_s < config.duration_s:
+            step_s = min(1.0, config.duration_s - time_s)
+            time_s += step_s
+            run.advance(time_s)
+            if progress is not None:
+                progress(step_s)
     return run.report()
 
 

@@ -101,8 +101,10 @@ def draw_plan(trials: Sequence[Trial], attainment: float, path: Path) -> None:
     """
     figure = _figure(11, 4)
     pool = max(trial.kv_tokens for trial in trials)
-    num_replicas = min((t.num_replicas for t in trials if t.kv_tokens < pool), default=None)
     by_replicas = sorted((t.num_replicas, t.attainment) for t in trials if t.kv_tokens == pool)
+    # Where the largest pool is the smallest as well, the fewest replicas that are enough have it.
+    enough = [num for num, attained in by_replicas if attained >= attainment]
+    num_replicas = min(enough, default=by_replicas[-1][0])
     by_pool = sorted((t.kv_tokens, t.attainment) for t in trials if t.num_replicas == num_replicas)
     parts = ((by_replicas, "replicas"), (by_pool, f"KV slots of each of {num_replicas} replicas"))
     for number, (points, label) in enumerate(parts, start=1):

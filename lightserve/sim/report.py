@@ -329,7 +329,7 @@ class WarmUpReport:
 
 @dataclass(frozen=True)
 class HybridReport:
-    """See the module's docstring; a class without traffic has no arrivals."""
+    """What a hybrid run came to; a class without traffic has no arrivals."""
 
     warm_up: WarmUpReport
     rt: ClassReport

@@ -203,7 +203,8 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
     """Read a trace; `flag` is the option to be named where it is not one.
 
     Raises:
-        ConfigError: no such file, or a column is missing or not a positive number.
+        ConfigError: no such file, or a column is missing or not a positive number, or a time is
+            not finite.
     """
     try:
         data = path.read_bytes()
@@ -224,8 +225,16 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
         raise ConfigError(f"{flag}: {path} is not a trace: {error}") from error
     if prompt.min() < 1 or output.min() < 1:
         raise ConfigError(f"{flag}: {path} needs lengths >= 1")
-    if arrival_s is not None and (np.diff(arrival_s) < 0).any():
-        raise ConfigError(f"{flag}: {path} needs times in order")
+    if arrival_s is not None:
+        wrong = np.flatnonzero(~np.isfinite(arrival_s))
+        if len(wrong):
+            row = int(wrong[0])
+            raise ConfigError(
+                f"{flag}: {path}, row {row + 1}: column t must be a finite number of seconds,"
+                f" got {rows[row]['t']!r}"
+            )
+        if (np.diff(arrival_s) < 0).any():
+            raise ConfigError(f"{flag}: {path} needs times in order")
     clients = [row.get("client") or "" for row in rows]
     for slo in slos or ():
         if any(target is not None and not 0 < target < math.inf for target in _fields(slo)):

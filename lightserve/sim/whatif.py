@@ -171,6 +171,7 @@ class Recording:
                 max(1, len(asked.token_times_s)),
                 [at_s - self.start_s for at_s in asked.token_times_s],
                 asked.is_whole,
+                is_refused=asked.is_refused,
                 targets=Targets.of(asked.submit.slo),
             )
             for key, asked in self.requests.items()
@@ -241,7 +242,7 @@ class Recording:
         """Return the options; what only the old policy or rule had a use for goes with it."""
         options = {
             **self.config,
-            "max_num_batched_tokens": self._budget(),
+            "max_num_batched_tokens": self.token_budget,
             **settings.options,
         }
         for name, value in self.config.items():
@@ -253,21 +254,23 @@ class Recording:
                 options[name] = getattr(_DEFAULTS, name, value)
         return ServeConfig(**options)
 
-    def _budget(self) -> int:
+    @property
+    def token_budget(self) -> int:
         """Return the token budget of a step that the workers said, or what was configured."""
         budget: int = self.workers.max_num_batched_tokens or self.config["max_num_batched_tokens"]
         return budget
 
     def mean_outputs(self) -> dict[RequestClass, int]:
-        """Return the mean length of whole outputs, for those that are not."""
-        lengths: dict[RequestClass, list[int]] = {each: [1] for each in RequestClass}
+        """Return the mean length of whole outputs, for those that are not; 1: none is whole."""
+        lengths: dict[RequestClass, list[int]] = {each: [] for each in RequestClass}
         for asked in self.requests.values():
             if asked.is_whole:
                 lengths[asked.submit.request_class].append(len(asked.token_times_s))
-        return {each: max(1, round(float(np.mean(of)))) for each, of in lengths.items()}
+        return {each: max(1, round(float(np.mean(of or [1])))) for each, of in lengths.items()}
 
 
 _DEFAULTS = ServeConfig()
+_TRUTH = {"true": True, "false": False}
 
 MOST_TIMES_AS_LONG = 20
 """As the log a simulation of it lasts: settings that are too small for the traffic never end it."""
@@ -456,7 +459,7 @@ class _Taker:
             case StepTimesWereMeasured(step_cost=step_cost):
                 self.step_cost = step_cost
             case MessageReceived(frontend_id=frontend_id, message=Submit() as submit):
-                self.start_s = self.start_s or record.now_s
+                self.start_s = record.now_s if not self.requests else self.start_s
                 key = RequestKey(frontend_id, submit.request_id)
                 self.requests[key] = Asked(submit, record.now_s)
             case MessageReceived(frontend_id=frontend_id, message=Abort(request_id=request_id)):
@@ -562,7 +565,8 @@ def parse_options(texts: tuple[str, ...]) -> dict[str, Any]:
             )
         kind = type(getattr(_DEFAULTS, name))
         try:
-            options[name] = value == "true" if kind is bool else kind(value)
-        except ValueError:
-            raise ConfigError(f"--set {name}: must be {kind.__name__}, got {value!r}") from None
+            options[name] = _TRUTH[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            wanted = "true or false" if kind is bool else kind.__name__
+            raise ConfigError(f"--set {name}: must be {wanted}, got {value!r}") from None
     return options

@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lightserve.config import ServeConfig
+from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepModel, StepShape
-from lightserve.cost.profile import read_profile
+from lightserve.cost.profile import read_profile, tokens_of_step
 from lightserve.errors import ConfigError
 from lightserve.messages.common import (
     Int32Array,
@@ -304,7 +306,8 @@ class VirtualWorker:
     def seconds(self, plan: StepPlan) -> float:
         """Return how long the next step takes, the copies that it waits for included.
 
-        So is the time before it in which copies ahead are finished, if the worker has not idled.
+        So is the time before it in which copies ahead of the step before are finished: all that was
+        left of them when that step ended, though the worker may have idled since.
         """
         shape = _shape_of(plan)
         forward_s = self._hardware.step_seconds(shape)
@@ -432,6 +435,10 @@ class Hardware(Protocol):
         """Of all layers."""
 
     @property
+    def server_budget(self) -> int:
+        """Token budget of a step that a server there takes, unless it is told one."""
+
+    @property
     def step_cost(self) -> StepCoefficients | None:
         """What the router is told of it; None: it learns from the steps."""
 
@@ -479,6 +486,7 @@ class VirtualHardware:
     """Of a copy, on the device: into one piece, or out of it; 0: it is part of the copy."""
 
     step_cost = None
+    server_budget = AUTO_BATCHED_TOKENS["cuda"]
 
     def seconds(
         self, num_new: int, *, decode_context: float = 0, chunk_context: float = 0
@@ -547,6 +555,7 @@ class ProfiledHardware:
     overlaps_copies: bool = False
     spread: float = 0.0
     """What the profile was off by, on shapes that it was not fitted to."""
+    server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
 
     @classmethod
     def read(cls, path: Path, *, flag: str = "--hardware") -> Self:
@@ -556,7 +565,10 @@ class ProfiledHardware:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{flag} {str(path)!r} is no profile: {error}") from error
         spread = profile.median_error / _MEDIAN_OF_NORMAL
-        return cls(profile.coefficients, profile.kv_bytes_per_token, spread=spread)
+        budget = tokens_of_step(ServeConfig(), profile.key.device_type, profile.coefficients)
+        return cls(
+            profile.coefficients, profile.kv_bytes_per_token, spread=spread, server_budget=budget
+        )
 
     @property
     def per_token_s(self) -> float:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from lightserve.channels import Link, connect_link, wait_readable
-from lightserve.cost.profile import ProfileJob, ProfileNews
+from lightserve.cost.profile import ProfileJob, ProfileNews, tokens_of_step
 from lightserve.errors import LightserveError
 from lightserve.logs import one_line, setup_logging
 from lightserve.messages.common import PROTOCOL_VERSION
@@ -35,7 +35,6 @@ from lightserve.worker.profiling import (
     profile_while_idle,
     stored_profile,
     take_profile,
-    tokens_of_step,
 )
 from lightserve.worker.step_loop import serve
 from lightserve.worker.tensor_parallel import join_group

@@ -30,7 +30,7 @@ from lightserve.cost.profile import (
     save_profile,
 )
 from lightserve.errors import ConfigError
-from lightserve.messages.common import Int32Array, StepCoefficients, TokenSegment, pack_int32
+from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
     KVCopies,
@@ -88,23 +88,6 @@ def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
         runner.context_len,
         runner.num_kv_slots,
     )
-
-
-def tokens_of_step(
-    config: ServeConfig, device_type: str, coefficients: StepCoefficients | None
-) -> int:
-    """Return the token budget of a step, which the router is told.
-
-    On a CPU with a profile: as many tokens as make what every step takes, however few it has, a
-    small part of it. More would gain little, and all rows of a step wait for its end.
-    """
-    most = config.max_tokens_of_step(device_type)
-    if config.max_num_batched_tokens or device_type != "cpu" or coefficients is None:
-        return most
-    worth_s = StepModel(coefficients).worthwhile_s
-    if worth_s >= coefficients.per_new_s * most:
-        return most
-    return min(most, max(config.max_num_seqs, math.ceil(worth_s / coefficients.per_new_s)))
 
 
 def random_steps(limits: ShapeLimits, seed: int) -> Iterator[list[Row]]:

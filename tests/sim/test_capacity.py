@@ -9,19 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.axes import Axes
 
 from lightserve.cli.plan import command as plan_command
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.errors import ConfigError
-from lightserve.sim import Targets, capacity
+from lightserve.messages.common import StepCoefficients
+from lightserve.sim import (
+    HybridConfig,
+    HybridReport,
+    ProfiledHardware,
+    Targets,
+    capacity,
+    run_hybrid,
+)
 from lightserve.sim.capacity import (
     POOL_STEP,
     PlanConfig,
     Row,
+    Trial,
     busiest_window,
     make_plan,
     read_rows,
 )
+from lightserve.sim.pictures import draw_plan
 
 TARGETS = Targets(ttft_s=0.5, tpot_s=0.1)
 
@@ -71,6 +82,28 @@ def test_the_answer_is_enough_and_less_is_not() -> None:
     assert len(told) == len(plan.trials) + capacity.NUM_BE_WINDOWS
 
 
+def test_steps_have_the_budget_that_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = set()
+
+    def run(config: HybridConfig) -> HybridReport:
+        budgets.add(config.budget_tokens)
+        return run_hybrid(config)
+
+    monkeypatch.setattr(capacity, "run_hybrid", run)
+    few = ProfiledHardware(StepCoefficients(0.01, *[0.0] * 7), 1, server_budget=96)
+    values: dict[str, Any] = {"rows": load(2, 4), "attainment": 0.5, "window_s": 10.0}
+    values |= {"targets": Targets(ttft_s=5.0), "max_kv_tokens": 2000, "be_clients": 1}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 8192),
+        ({"max_num_batched_tokens": 64}, 64),
+        ({"hardware": few}, 96),
+    ]
+    for changes, expected in cases:
+        budgets.clear()
+        make_plan(PlanConfig(**values | changes))
+        assert budgets == {expected}, changes
+
+
 def test_what_cannot_be_planned() -> None:
     def config(**changes: Any) -> PlanConfig:
         values = {"rows": load(2, 4), "attainment": 0.9, "targets": TARGETS}
@@ -109,6 +142,7 @@ def test_three_formats(tmp_path: Path) -> None:
     of_log, hardware = read_rows(log)
     assert len(of_log) > 10 and all(10 <= row.num_prompt <= 99 for row in of_log)
     assert hardware is not None and hardware.step_cost is not None
+    assert hardware.server_budget == 512
 
 
 @pytest.mark.parametrize(
@@ -137,8 +171,21 @@ def test_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is needed"):
         CliRunner().invoke(plan_command, common, catch_exceptions=False)
     arguments = [*common, "--ttft-slo-ms", "900", "--plot", str(picture), "--json"]
+    wrong = CliRunner().invoke(plan_command, [*arguments, "--max-num-batched-tokens", "-1"])
+    assert wrong.exit_code == 2 and "'--max-num-batched-tokens': -1 is not in" in wrong.output
     result = CliRunner().invoke(plan_command, arguments, catch_exceptions=False)
     document = json.loads(result.stdout)
     assert document["num_replicas"] == 1 and document["kv_tokens"] <= 3000
     assert document["trials"][0]["num_replicas"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_one_pool_names_its_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest pool was the smallest, too: no trial had another."""
+    labels = list[str]()
+    monkeypatch.setattr(Axes, "set_xlabel", lambda _axes, label: labels.append(label))
+    trials = [Trial(1, 900, 0.5), Trial(2, 900, 0.99), Trial(2, 900, 0.99)]
+    draw_plan(trials, 0.9, tmp_path / "plan.svg")
+    assert labels == ["replicas", "KV slots of each of 2 replicas"]

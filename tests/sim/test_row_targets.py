@@ -41,6 +41,8 @@ def test_a_trace_has_them_by_row(trace: Path) -> None:
         ("0,40,6,nan,,\n", "needs targets above 0"),
         ("0,40,6,soon,,\n", "is not a trace: could not convert"),
         ("0,40,6,900,,30\n", "completion_s and another target"),
+        ("0,40,6,,,\nnan,40,6,,,\n", "trace.csv, row 2: column t must be a finite .*got 'nan'"),
+        ("inf,40,6,,,\n", "row 1: column t must be a finite .*got 'inf'"),
     ],
 )
 def test_wrong_ones_are_refused(trace: Path, row: str, message: str) -> None:

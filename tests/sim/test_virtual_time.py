@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 from support.core_scenes import MAX_LEN, MAX_SEQS, NUM_SLOTS, Arrival, make_core, submit
@@ -15,7 +16,7 @@ from bench.scheduling.router_times import table
 from lightserve import sim
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import DeviceFacts, StepCoefficients
 from lightserve.router.events import FromFrontend
 from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import HybridRun
@@ -120,10 +121,42 @@ def test_steps_of_a_profile_vary_as_much_as_it_was_wrong(tmp_path: Path) -> None
     save_profile(StepProfile(SCHEMA_VERSION, "0", "m", key, cost, 8, 50, 0.1, 0.3), path)
     hardware = sim.ProfiledHardware.read(path)
     assert hardware.spread == pytest.approx(0.1 / 0.6745, rel=1e-3)
+    assert hardware.server_budget == 512
     run = HybridRun(dataclasses.replace(SMALL, hardware=hardware))
     run.advance(SMALL.duration_s)
     ratios = np.log(np.array(run.worker.sums.step_s) / 1e-2)
     assert np.median(np.abs(ratios)) == pytest.approx(0.1, rel=0.25)
+
+
+def test_a_profile_of_a_gpu_has_a_gpus_budget(tmp_path: Path) -> None:
+    facts = DeviceFacts("cuda", "A card", 1 << 34, "550", "12.4", "2.6", "3.1", "triton")
+    key = ProfileKey("a", "float32", facts.summary, 1, 1, "default")
+    cost = StepCoefficients(1e-2, 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    profile = StepProfile(SCHEMA_VERSION, "0", "m", key, cost, 8, 50, 0.1, 0.3)
+    path = tmp_path / "profile.json"
+    save_profile(profile, path)
+    assert sim.ProfiledHardware.read(path).server_budget == 8192
+    on_cpu = msgspec.structs.replace(key, device="A processor")
+    save_profile(msgspec.structs.replace(profile, key=on_cpu), path)
+    assert sim.ProfiledHardware.read(path).server_budget == 256
+
+
+def test_the_log_of_a_run_that_fails_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[HybridRun] = []
+
+    def close(run: HybridRun) -> None:
+        closed.append(run)
+
+    def fail(_seconds: float) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(HybridRun, "close", close)
+    config = dataclasses.replace(SMALL, decision_log=str(tmp_path / "log.jsonl"))
+    with pytest.raises(RuntimeError):
+        sim.run_hybrid(config, progress=fail)
+    assert len(closed) == 1
 
 
 def test_how_large_steps_are_and_what_they_use() -> None:

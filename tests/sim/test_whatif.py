@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -14,17 +15,19 @@ from support.core_scenes import Arrival, submit
 
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.cli.whatif import command as whatif_command
+from lightserve.decisions.records import MessageReceived
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.errors import ConfigError, DecisionLogError
 from lightserve.sim.whatif import (
     Asked,
     Recording,
     Settings,
+    _Taker,
     find_loop,
     parse_options,
     read_recording,
 )
-from lightserve.types import FinishReason, RequestClass
+from lightserve.types import FinishReason, FrontendId, RequestClass, RequestId, RequestKey
 
 RT, BE = RequestClass.RT, RequestClass.BE
 TRAFFIC = (
@@ -152,6 +155,7 @@ def test_what_belongs_to_the_old_policy_goes_with_it(recording: Recording) -> No
     [
         ("policy", "NAME=VALUE"),
         ("port=8000", "NAME=VALUE"),
+        ("kv-events-insecure=maybe", "kv_events_insecure: must be true or false, got 'maybe'"),
         ("max-num-seqs=many", "max_num_seqs: must be int, got 'many'"),
     ],
 )
@@ -163,6 +167,28 @@ def test_options_are_checked(text: str, message: str) -> None:
 def test_options_have_their_types() -> None:
     options = parse_options(("max-num-seqs=7", "--policy=fcfs", "late_min_share=0.1"))
     assert options == {"max_num_seqs": 7, "policy": "fcfs", "late_min_share": 0.1}
+    for text, value in (("True", True), ("false", False)):
+        assert parse_options((f"kv-events-insecure={text}",)) == {"kv_events_insecure": value}
+
+
+def test_a_recording_says_what_its_requests_were(path: Path) -> None:
+    """The first may come at zero; a refused one is one; mean outputs are those of whole ones."""
+    taker = _Taker(DecisionLogReader(path))
+    for number, now_s in ((1, 0.0), (2, 1.5)):
+        message = submit(number, Arrival(0.0, 3, 4, 5))
+        taker.feed(MessageReceived(now_s=now_s, frontend_id=FrontendId(0), message=message))
+    assert taker.start_s == 0.0 and len(taker.requests) == 2
+
+    keys = [RequestKey(FrontendId(0), RequestId(number)) for number in range(3)]
+    requests = {key: _request(0.0, 1.0) for key in keys}
+    requests[keys[0]].token_times_s = [0.5, 0.6, 1.0]
+    requests[keys[1]].token_times_s = [0.5, 0.6, 1.0]
+    requests[keys[2]].finish = FinishReason.ERROR
+    recording = dataclasses.replace(read_recording(DecisionLogReader(path)), requests=requests)
+    of_class = requests[keys[0]].submit.request_class
+    assert recording.mean_outputs() == {each: 3 if each is of_class else 1 for each in RequestClass}
+    seen = recording.clients().seen
+    assert [seen[key].is_refused for key in keys] == [False, False, True]
 
 
 def _asked(path: Path, *arguments: str) -> Any:

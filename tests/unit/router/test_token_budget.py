@@ -9,6 +9,7 @@ import torch
 from support.core_scenes import Arrival, make_core, submit
 
 from lightserve.config import ServeConfig
+from lightserve.cost.profile import tokens_of_step
 from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
@@ -17,7 +18,7 @@ from lightserve.router.events import FromFrontend, StepTimesKnown, WorkersGone, 
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FrontendId
-from lightserve.worker.profiling import limits_of, tokens_of_step
+from lightserve.worker.profiling import limits_of
 
 PROMPT_TOKENS = 40
 
