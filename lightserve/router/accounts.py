@@ -231,6 +231,11 @@ class Budget:
         self.requests.used += is_first
         self.tokens.used += num_prompt_tokens
 
+    def take_back(self, num_prompt_tokens: int, *, is_first: bool) -> None:
+        """Count one no more that had to leave before it began."""
+        self.requests.used = max(0.0, self.requests.used - is_first)
+        self.tokens.used = max(0.0, self.tokens.used - num_prompt_tokens)
+
 
 class Accounts:
     """All accounts and budgets; see the module."""

@@ -379,7 +379,7 @@ class ArrivalStats:
             num_decodes=round(output),
             num_chunks=1,
         )
-        freed = (self._prompt + output) / output if output > 0 else math.inf
+        freed = (self._prompt + output) / output if output > 0 else 0.0
         return Outlook(rate * work_s(life), rate * held, ttft_s, slack_s, freed)
 
     def _note_window(self, now_s: float) -> None:

@@ -39,6 +39,9 @@ class SchedulerConfig:
     """What real-time requests bring in this time stays free of best-effort ones; 0: nothing."""
     queue_limits: Mapping[RequestClass, QueueLimits]
     """Of every class."""
+    last_ones_go: bool = False
+    """Whether a real-time request leaves a full queue for a newcomer that would start before it:
+    where late ones go last, and the shortest first if there are too many."""
     max_parameter_bytes: int = NO_LIMIT
     """Memory of the parameters of all requests of a class, prompts aside."""
     policy: Policy
@@ -92,6 +95,7 @@ def make_scheduler_config(
         max_be_seqs=config.max_be_seqs or NO_LIMIT,
         rt_kv_deviations=config.rt_kv_deviations,
         burst_headroom_s=config.burst_headroom_s,
+        last_ones_go=config.policy == "unified",
         queue_limits={
             RequestClass.RT: QueueLimits(
                 config.rt_max_waiting_requests, config.rt_max_waiting_tokens

@@ -305,6 +305,7 @@ def request_of(
         prediction_key=prediction_key(submit.request_class, submit.prediction_key),
         constraint=parameters.constraint,
         output=submit.output,
+        is_first=submit.is_first,
         prefix_salt=submit.prefix_salt,
         num_retained_tokens=submit.num_retained_tokens,
         retention_s=submit.retention_s,

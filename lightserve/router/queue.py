@@ -22,7 +22,7 @@ import heapq
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightserve.router.accounts import Account, QueueBounds, share_of_queue
@@ -188,25 +188,47 @@ class WaitingQueue:
             return None
         if account in late:
             return next(reversed(late[account].values()))
-        return fresh.last_of(account)
+        (last,) = fresh.last_of(account, 1)
+        return last
 
-    def last_to_start(self, request: Request) -> Request | None:
-        """Return what of a full queue would start after a real-time request that is to join it.
+    def last_to_start(
+        self, request: Request, has_room: Callable[[Backlog, int], bool], *, by_length: bool
+    ) -> Request | None:
+        """Return one whose place in a full queue a request has that is to join it, as it goes last.
 
-        Of its own account: what is late already; otherwise, as the shortest start where not all can
-        be in time, the longest prompt, if it is longer and its target and priority are no reason to
-        go before. None: the request itself would be the last.
+        Both are real-time requests of one account: one is late already, or has a longer prompt. It
+        is enough, or none is returned, so that no request is refused for another that has no room
+        either. Nor is one of more importance, or a choice of an answer of which others may have
+        begun, or for its length one of which no first token is due.
+
+        Args:
+            request: has not joined yet.
+            has_room: whether a prompt of so many tokens may wait behind a backlog.
+            by_length: whether more is asked for than there is time: then the shortest go first.
         """
         if request.request_class is not RT:
             return None
-        if late := self._late.get(request.account):
-            return next(reversed(late.values()))
-        if request.slo.ttft_ms is None:
+        before = self._backlogs[RT]
+
+        def may_leave(other: Request) -> bool:
+            num_tokens = before.num_tokens - other.num_known_tokens
+            backlog = before._replace(num_requests=before.num_requests - 1, num_tokens=num_tokens)
+            is_spared = other.priority < request.priority or not other.is_first
+            return not is_spared and has_room(backlog, request.num_prompt_tokens)
+
+        late = reversed(self._late.get(request.account, {}).values())
+        for other in filter(may_leave, itertools.islice(late, MAX_CANDIDATES)):
+            return other
+        if not by_length or request.slo.ttft_ms is None:
             return None
-        others = itertools.islice(self._fresh[RT].of(request.account), MAX_CANDIDATES)
-        alike = (r for r in others if r.slo.ttft_ms is not None and r.priority == request.priority)
-        longest = max(alike, key=operator.attrgetter("num_prompt_tokens"), default=request)
-        return longest if longest.num_prompt_tokens > request.num_prompt_tokens else None
+        longer = [
+            other
+            for other in self._fresh[RT].last_of(request.account, MAX_CANDIDATES)
+            if other.num_prompt_tokens > request.num_prompt_tokens
+            and other.slo.ttft_ms is not None
+            and may_leave(other)
+        ]
+        return max(longer, key=operator.attrgetter("num_prompt_tokens"), default=None)
 
     def best_effort(
         self, turn: Turn, resident: PrefixTree | None, context_len: float
@@ -390,10 +412,9 @@ class _Sorted:
         at = self._requests.index(request, at)
         del self._places[at], self._requests[at]
 
-    @property
-    def last(self) -> Request:
-        """The last one."""
-        return self._requests[-1]
+    def last(self, most: int) -> list[Request]:
+        """Return the last of them."""
+        return self._requests[-most:]
 
 
 class _ByAccount:
@@ -430,17 +451,14 @@ class _ByAccount:
         yield from _merged(heads)
         yield from _merged(rest)
 
-    def of(self, account: Account | None) -> Iterable[Request]:
-        """Return what an account has, by place."""
-        return self._of.get(account, ())
-
     def first_of(self, account: Account | None) -> Request | None:
         """Return the first that an account has."""
-        return next(iter(self.of(account)), None)
+        return next(iter(self._of.get(account, ())), None)
 
-    def last_of(self, account: Account | None) -> Request:
-        """Return the last that an account has, which has some."""
-        return self._of[account].last
+    def last_of(self, account: Account | None, most: int) -> list[Request]:
+        """Return the last that an account has."""
+        of = self._of.get(account)
+        return [] if of is None else of.last(most)
 
     def add(self, request: Request, place: tuple[float, ...]) -> None:
         """Add a request behind those of its place."""

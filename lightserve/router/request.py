@@ -133,6 +133,8 @@ class Request:
     awaits_grammar: bool = False
     """Whether the workers may still be compiling its constraint: no token since it (re)started."""
     output: RequestOutput = RequestOutput.TOKENS
+    is_first: bool = True
+    """Of what one HTTP request asks for."""
     prefix_salt: str = ""
     num_retained_tokens: int = 0
     """So many at the beginning of the prompt are to stay longer in the prefix cache."""

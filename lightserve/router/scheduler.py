@@ -162,7 +162,7 @@ class Scheduler:
             deltas.fail(request, ErrorCode.TOO_LARGE, max_tokens=limit)
         elif submit.is_first and budget and (refusal := budget.refusal(client, now_s)):
             deltas.fail(request, refusal.error, retry_after_s=refusal.retry_after_s)
-        elif not (self._parameters.has_room(request) and self._make_room(request, deltas)):
+        elif not (self._parameters.has_room(request) and self._make_room(request, now_s, deltas)):
             retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
             deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
         else:
@@ -187,26 +187,27 @@ class Scheduler:
             if self._kv is not None:
                 self._kv.expect(request)
 
-    def _make_room(self, request: Request, deltas: DeltaBatch) -> bool:
-        """Return whether a request may wait; others may have to go for it.
-
-        Those of an account that has more of the queue, or where deadlines count what would start
-        after it.
-        """
+    def _make_room(self, request: Request, now_s: float, deltas: DeltaBatch) -> bool:
+        """Return whether a request may wait, if need be in the place of others."""
         limits = self._config.queue_limits[request.request_class]
         while not limits.has_room(
             self._waiting.backlog(request.request_class), request.num_prompt_tokens
         ):
-            crowding = self._waiting.crowding(
+            leaving = self._waiting.crowding(
                 request, max_requests=limits.max_requests, max_tokens=limits.max_tokens
             )
-            if crowding is None and self._config.policy.meets_deadlines:
-                crowding = self._waiting.last_to_start(request)
-            if crowding is None:
+            if leaving is None and self._config.last_ones_go:
+                is_too_much = self._demand.outlook(self._pipeline.cost.work, now_s).load > 1.0
+                leaving = self._waiting.last_to_start(
+                    request, limits.has_room, by_length=is_too_much
+                )
+            if leaving is None:
                 return False
-            retry_after_s = self._waits.retry_after_s(crowding.request_class, self._kv)
-            deltas.fail(crowding, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
-            self._end(crowding)
+            retry_after_s = self._waits.retry_after_s(leaving.request_class, self._kv)
+            deltas.fail(leaving, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
+            if leaving.budget is not None:
+                leaving.budget.take_back(leaving.num_prompt_tokens, is_first=leaving.is_first)
+            self._end(leaving)
         return True
 
     def _sink_late(self, now_s: float) -> None:
@@ -470,7 +471,7 @@ class Scheduler:
         if request.num_cached_tokens is not None:  # it has started
             others_wait = request.request_class in self.skip_counters.awaiting_memory
             self._config.accepted_risk.note_ended(request.request_class, others_wait=others_wait)
-        if request.request_class is RT:
+        if request.request_class is RT and request.num_cached_tokens is not None:
             self._demand.note_end(request.num_prompt_tokens, len(request.output_token_ids))
         if request.state is WAITING:
             self._waiting.remove(request)

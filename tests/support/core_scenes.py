@@ -86,6 +86,7 @@ def make_core(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
+            last_ones_go=policy == "unified",
             max_parameter_bytes=max_parameter_bytes,
             policy=POLICIES[policy](),
             slo_clock=slo_clock,

@@ -311,7 +311,7 @@ class _Order:
         step, limits = self._step, self._limits
         if limits.average_step_s <= 0:
             return 0.0
-        num_decodes = len(step.decode_rows)
+        num_decodes = int(self._table.is_rt[step.decode_rows].sum())
         return num_decodes * limits.outlook.freed_per_decode / limits.average_step_s
 
     def _one_long_at_once(

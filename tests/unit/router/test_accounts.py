@@ -255,6 +255,18 @@ def test_a_key_may_send_so_many_requests_in_a_minute() -> None:
     core.check_integrity()
 
 
+def test_what_had_to_leave_the_queue_counts_against_no_quota() -> None:
+    """Its first token is late when the next one comes."""
+    core, client = new_core(max_waiting=1), Client(key="a", requests_per_minute=6)
+    for number in range(9):
+        now_s = 0.2 * number
+        core._waiting.sink_late(now_s)  # as after each step
+        news = ask(core, number, client, now_s, slo=SLO(ttft_ms=100))
+        if number:
+            assert (news.request_id, news.error) == (number - 1, ErrorCode.QUEUE_FULL)
+    core.check_integrity()
+
+
 def test_a_key_may_have_so_many_tokens_in_a_minute() -> None:
     """Prompts as they come and answers as they are generated."""
     core = new_core()

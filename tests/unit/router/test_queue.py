@@ -25,6 +25,7 @@ from lightserve.router.queue import (
     MAX_COUNTED,
     MIN_IN_FLIGHT_TOKENS,
     OLDEST_EVERY,
+    Backlog,
     WaitingQueue,
     prefix_in_flight,
 )
@@ -195,20 +196,31 @@ def test_what_would_start_last_makes_room_in_a_full_queue() -> None:
         return request
 
     queue = WaitingQueue()
-    for request in (prompt(0, 9), prompt(1, 7), prompt(2, 99, None), prompt(3, 99, priority=1)):
+    important, choice = prompt(3, 99, priority=-1), prompt(4, 99)
+    choice.is_first = False
+    for request in (prompt(0, 9), prompt(1, 7), prompt(2, 99, None), important, choice):
         queue.append(request)
 
-    def goes_for(request: Request) -> int | None:
-        last = queue.last_to_start(request)
+    def goes_for(request: Request, *, by_length: bool = True, most: int = 1000) -> int | None:
+        def has_room(backlog: Backlog, num_tokens: int) -> bool:
+            return backlog.num_requests < 6 and backlog.num_tokens + num_tokens <= most
+
+        last = queue.last_to_start(request, has_room, by_length=by_length)
         return None if last is None else last.arrival_number
 
-    assert goes_for(prompt(4, 8)) == 0
-    assert goes_for(prompt(4, 9)) is None, "they are alike: the newer one"
-    assert goes_for(prompt(4, 8, None)) is None, "nothing is due of it: by arrival"
-    assert goes_for(make_request(4, [1], request_class=BE)) is None
-    queue.append(late := prompt(5, 1, 20))
+    assert goes_for(prompt(5, 8)) == 0
+    assert goes_for(prompt(5, 8), most=311) is None, "it would not be enough"
+    assert goes_for(prompt(5, 8), by_length=False) is None, "there is time for all"
+    assert goes_for(prompt(5, 9)) is None, "they are alike: the newer one"
+    assert goes_for(prompt(5, 8, None)) is None, "nothing is due of it: it is the last"
+    assert goes_for(prompt(5, 8, priority=-2)) == 3, "what is less important may go"
+    assert goes_for(make_request(5, [1], request_class=BE)) is None
+    queue.remove(important)
+    queue.append(prompt(6, 1, 20))
     queue.sink_late(0.05)
-    assert goes_for(prompt(4, 8)) == goes_for(prompt(4, 99)) == late.arrival_number
+    assert goes_for(prompt(7, 99), by_length=False) == 6
+    assert goes_for(prompt(7, 99, priority=-1)) == 6
+    assert goes_for(prompt(7, 99, priority=1), by_length=False) is None, "it is less important"
 
 
 def test_priority_orders_what_never_ran() -> None:
