@@ -344,7 +344,7 @@ class ArrivalStats:
         return max(self._most_held, self._most_held_before, kv_per_step_s * step_s)
 
     def note_end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Learn that a request has ended, by whatever."""
+        """Learn that a request that had begun has ended, by whatever."""
         count = max(0, num_output_tokens - 1)  # the first token is its prompt's
         held = count * (num_prompt_tokens + 0.5 * num_output_tokens)
         self._going_on = max(0.0, self._going_on - count)

@@ -471,8 +471,8 @@ class Scheduler:
         if request.num_cached_tokens is not None:  # it has started
             others_wait = request.request_class in self.skip_counters.awaiting_memory
             self._config.accepted_risk.note_ended(request.request_class, others_wait=others_wait)
-        if request.request_class is RT and request.num_cached_tokens is not None:
-            self._demand.note_end(request.num_prompt_tokens, len(request.output_token_ids))
+            if request.request_class is RT:
+                self._demand.note_end(request.num_prompt_tokens, len(request.output_token_ids))
         if request.state is WAITING:
             self._waiting.remove(request)
             if self._kv is not None and request.is_paused:
