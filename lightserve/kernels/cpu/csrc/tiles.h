@@ -18,6 +18,9 @@ TARGET_AMX static inline void configure_tiles() {
     config.bytes_of_row[tile] = 64;
     config.num_rows[tile] = 16;
   }
+  // Headers of gcc say that the instruction reads the first eight bytes alone: without this the
+  // compiler may leave the others unwritten, and the processor refuses them.
+  asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
