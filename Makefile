@@ -34,6 +34,7 @@ CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 
 LOCKED := --require-hashes --requirement
 ALONE := --no-deps --no-build-isolation
 SUPPLY := $(VENV)/supply
+OLDEST_TRITON := $(VENV)/triton-oldest
 TORCH_KEY := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 HAS_VENV  := $(VENV)/.has-venv
 HAS_TORCH := $(VENV)/.has-torch-$(TORCH_KEY)
@@ -123,6 +124,7 @@ lock: $(HAS_SUPPLY)
 	$(COMPILE) $(SUPPLY)/clients.in requirements/build.in --constraint requirements/test.txt \
 		--output-file requirements/clients.txt
 	$(COMPILE) requirements/triton.in --output-file requirements/triton.txt
+	$(COMPILE) requirements/triton_oldest.in --output-file requirements/triton_oldest.txt
 	$(COMPILE) requirements/supply.in --constraint requirements/test.txt \
 		--output-file requirements/supply.txt
 
@@ -161,10 +163,14 @@ $(HAS_SERVE): $(HAS_TORCH) pyproject.toml $(CORE)
 	$(PIP) $(ALONE) -e .
 	@touch $@
 
-# Builds of torch for a GPU have brought their own triton.
-$(HAS_TEST): $(HAS_TORCH) pyproject.toml $(CORE) requirements/test.txt requirements/triton.txt
+# Builds of torch for a GPU have brought their own triton. The oldest one stands beside the
+# environment, not in it: tests compile with it as well.
+$(HAS_TEST): $(HAS_TORCH) pyproject.toml $(CORE) requirements/test.txt requirements/triton.txt \
+		requirements/triton_oldest.txt
 	$(PIP) $(LOCKED) requirements/test.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(LOCKED) requirements/triton.txt
+	@rm -rf $(OLDEST_TRITON)
+	$(PIP) --target $(OLDEST_TRITON) --no-compile $(LOCKED) requirements/triton_oldest.txt
 	$(PIP) $(ALONE) -e .
 	@touch $@ $(HAS_SERVE)
 

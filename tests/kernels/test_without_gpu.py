@@ -6,12 +6,14 @@ needs a build of torch with CUDA: the CPU build cannot index such tensors.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,26 +115,61 @@ class NoGenerator:
 # is printed by bench/engine/kernels_offline.py.
 
 ROOT = Path(__file__).parents[2]
+KERNELS = sorted((ROOT / "lightserve" / "kernels" / "triton").glob("*.py"))
+OLDEST_TRITON = Path(sys.prefix) / "triton-oldest"
+"""Where `make test` puts it: see requirements/triton_oldest.in."""
 
 
-def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
+def compiled(
+    names: list[str], tmp_path: Path, config: pytest.Config, triton: Path | None = None
+) -> list[dict[str, Any]]:
+    """Compile the cases of these names for sm_90; return the table's rows.
 
-    What was compiled is kept for the next run, by the contents of all that it was made from.
+    In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile. What was compiled
+    is kept for the next run, by the contents of all that it was made from. `triton`: the directory
+    of another version than the installed one.
     """
-    cache = getattr(pytestconfig, "cache", None)
-    compiled = tmp_path / "compiled" if cache is None else cache.mkdir("triton")
+    cache = getattr(config, "cache", None)
+    kept = tmp_path / "compiled" if cache is None else cache.mkdir("triton")
     table = tmp_path / "table.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(compiled)}
+    paths = [str(path) for path in (triton, ROOT) if path is not None]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(kept)}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}  # kernels say for themselves what they want
-    options = ["--capability", "90", "--json", str(table), "--name", "28/4 heads of 128, window"]
+    options = ["--capability", "90", "--json", str(table), "--name", *names]
     done = subprocess.run(
         [sys.executable, "-m", "bench.engine.kernels_offline", *options],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(table.read_text())
+    rows: list[dict[str, Any]] = json.loads(table.read_text())
+    assert all(row["num_local"] == 0 and not row["faults"] for row in rows)
+    return rows
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_a_kernel_gives_a_value_in_one_place(path: Path) -> None:
+    """Triton 3.6 goes on compiling behind a `return` in an `if` whose condition it knows."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef) or not any(
+            "jit" in ast.unparse(decorator) for decorator in function.decorator_list
+        ):
+            continue
+        values = [x for x in ast.walk(function) if isinstance(x, ast.Return) and x.value]
+        assert all(value is function.body[-1] for value in values), function.name
+
+
+@pytest.mark.skipif(not OLDEST_TRITON.exists(), reason=f"no {OLDEST_TRITON}: `make test` makes it")
+def test_the_oldest_triton(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    names = ["products of", "experts", "28/4 heads of 128, window", "of 896", "of 64, QK", "top-p"]
+    rows = compiled(names, tmp_path, pytestconfig, OLDEST_TRITON)
+    assert {"_product_kernel", "_features_kernel", "_decode_kernel", "_add_rms_norm_kernel"} <= {
+        row["kernel"] for row in rows
+    }
+
+
+def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    rows = compiled(["28/4 heads of 128, window"], tmp_path, pytestconfig)
     mixed = {row["kernel"]: row for row in rows if row["case"].endswith("4096")}
     cut = {row["kernel"]: row for row in rows if row["case"].endswith(", cut")}
     assert set(mixed) == {
@@ -146,7 +183,6 @@ def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.
         assert prefill["num_wgmma"] and not prefill["num_mma"] and prefill["num_async_copies"]
     decode = mixed["_decode_kernel"]
     assert decode["num_mma"] and decode["num_async_copies"] and decode["blocks_per_sm"] >= 3
-    assert all(row["num_local"] == 0 and not row["faults"] for row in rows)
 
 
 @pytest.mark.long

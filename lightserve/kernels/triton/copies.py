@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
+
 TILE_BYTES = 16384
 """What a program moves at once: 128 threads with eight accesses of 16 bytes each in flight."""
 NUM_WARPS = 4
@@ -106,11 +108,11 @@ def _copy_rows(dense: Tensor, rows: Tensor, row_ids: Tensor, *, to_rows: bool) -
     is_over_bus = rows.device != dense.device
     dense, rows = _as_words(dense.flatten(1)), _as_words(rows.flatten(1))
     row_words = dense.shape[1]
-    block = min(TILE_BYTES // dense.itemsize, triton.next_power_of_2(row_words))
+    block = min(TILE_BYTES // dense.itemsize, next_power_of_2(row_words))
     most = MAX_PROGRAMS
     if is_over_bus:
         most = BUS_WRITERS if to_rows else BUS_READERS
-    _rows_kernel[min(most, len(row_ids) * triton.cdiv(row_words, block)),](
+    _rows_kernel[min(most, len(row_ids) * cdiv(row_words, block)),](
         dense,
         rows,
         row_ids,
@@ -128,10 +130,10 @@ def _move(pool: Tensor, slots: Tensor, rows: Tensor, *, to_pool: bool) -> None:
         return
     pool, rows = _as_words(pool), _as_words(rows)
     num_pieces, words = rows.shape[1:]
-    block_words = triton.next_power_of_2(words)
+    block_words = next_power_of_2(words)
     block_pieces = max(1, TILE_BYTES // (block_words * pool.itemsize))
-    block_pieces = min(block_pieces, triton.next_power_of_2(num_pieces))
-    num_tiles = len(slots) * triton.cdiv(num_pieces, block_pieces)
+    block_pieces = min(block_pieces, next_power_of_2(num_pieces))
+    num_tiles = len(slots) * cdiv(num_pieces, block_pieces)
     _move_kernel[min(MAX_PROGRAMS, num_tiles),](
         pool,
         slots,

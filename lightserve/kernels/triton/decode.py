@@ -32,6 +32,7 @@ from lightserve.kernels.triton.merge import (
     sinks_of,
     walk,
 )
+from lightserve.kernels.triton.sizes import next_power_of_2
 
 _ROW, _TOKEN, _BEGIN, _END, _LAST, _PART = (tl.constexpr(field) for field in range(6))
 _NUM_FIELDS = tl.constexpr(6)
@@ -306,9 +307,9 @@ def attend_decodes(
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         TURNED_DIM=q.shape[2] - head_dim,
-        BLOCK_Q=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
-        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
-        BLOCK_T=max(MIN_DOT, triton.next_power_of_2(q.shape[2] - head_dim)),
+        BLOCK_Q=max(MIN_DOT, next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
+        BLOCK_T=max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,

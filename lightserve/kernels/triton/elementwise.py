@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import QKNorm
+from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
 
 # QK-norm, rotary embedding and the write of KV in one kernel: six launches of a layer become one.
 #
@@ -163,11 +164,11 @@ def rotate_and_write(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]
     rest = head_dim - 2 * half
-    block_half = triton.next_power_of_2(half)
+    block_half = next_power_of_2(half)
     block_h = max(1, BLOCK_ELEMENTS // (2 * block_half))
     if not num_tokens:
         return q
-    num_blocks = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
+    num_blocks = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
     _rotate_and_write_kernel[num_tokens, num_blocks](
         q,
         k,
@@ -192,8 +193,8 @@ def rotate_and_write(
         REST=rest,
         BLOCK_H=block_h,
         BLOCK_HALF=block_half,
-        BLOCK_REST=triton.next_power_of_2(max(1, rest)),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_REST=next_power_of_2(max(1, rest)),
+        BLOCK_D=next_power_of_2(head_dim),
         HAS_NORM=qk_norm is not None,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
@@ -364,7 +365,7 @@ between warps."""
 
 def _norm_launch(width: int) -> dict[str, int]:
     """Return block sizes and warps for rows of a width."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1, SMALL_BLOCK // block)
     warps = min(MAX_NORM_WARPS, max(1, rows * block // (32 * THREAD_ELEMENTS)))
     return {"WIDTH": width, "ROWS": rows, "BLOCK": block, "num_warps": warps}
@@ -377,7 +378,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     launch = _norm_launch(width)
     if num_rows:
-        _rms_norm_kernel[triton.cdiv(num_rows, launch["ROWS"]),](
+        _rms_norm_kernel[cdiv(num_rows, launch["ROWS"]),](
             rows,
             weight,
             out,
@@ -396,7 +397,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     launch = _norm_launch(width)
     if num_rows:
-        _add_rms_norm_kernel[triton.cdiv(num_rows, launch["ROWS"]),](
+        _add_rms_norm_kernel[cdiv(num_rows, launch["ROWS"]),](
             x,
             residual,
             weight,
@@ -426,9 +427,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             NUM_HEADS=q.shape[1],
             NUM_KV_HEADS=k.shape[1],
             HALF=half,
-            BLOCK_H=triton.next_power_of_2(q.shape[1]),
-            BLOCK_KV_H=triton.next_power_of_2(k.shape[1]),
-            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_H=next_power_of_2(q.shape[1]),
+            BLOCK_KV_H=next_power_of_2(k.shape[1]),
+            BLOCK_HALF=next_power_of_2(half),
             enable_fp_fusion=True,
         )
     return q, k
@@ -438,9 +439,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `Kernels.silu_and_mul`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(SILU_BLOCK, triton.next_power_of_2(width))
+    block = min(SILU_BLOCK, next_power_of_2(width))
     if num_rows:
-        _silu_and_mul_kernel[num_rows, triton.cdiv(width, block)](
+        _silu_and_mul_kernel[num_rows, cdiv(width, block)](
             gate_up,
             out,
             gate_up.stride(0),
@@ -467,7 +468,7 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping:
         *v_pool.stride()[:2],
         NUM_KV_HEADS=k.shape[1],
         HEAD_DIM=k.shape[2],
-        BLOCK_H=triton.next_power_of_2(k.shape[1]),
-        BLOCK_D=triton.next_power_of_2(k.shape[2]),
+        BLOCK_H=next_power_of_2(k.shape[1]),
+        BLOCK_D=next_power_of_2(k.shape[2]),
         enable_fp_fusion=True,
     )

@@ -32,6 +32,7 @@ from lightserve.kernels.interface import (
 )
 from lightserve.kernels.triton import quantized
 from lightserve.kernels.triton.quantized import add_tile, finished, half_of
+from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
 
 BLOCK_P, BLOCK_N, BLOCK_K = 16, 64, 64
 """Pairs, outputs and inputs of a program's product; pairs are few, as decodes have them."""
@@ -100,8 +101,10 @@ def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
     if IS_CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    return gate / (1.0 + tl.exp(-gate)) * up
+        features = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        features = gate / (1.0 + tl.exp(-gate)) * up
+    return features
 
 
 # fmt: off
@@ -234,7 +237,7 @@ def mix_experts(
     block_n = BLOCK_N // 2 if is_large and down.kind == "int4" else BLOCK_N
     shared = {
         "NUM_EXPERTS": gate_up.num_experts,
-        "BLOCK_E": triton.next_power_of_2(gate_up.num_experts),
+        "BLOCK_E": next_power_of_2(gate_up.num_experts),
         "BLOCK_P": pairs.block,
         "WIDEN": x.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         "HAS_BIASES": biases is not None,
@@ -242,7 +245,7 @@ def mix_experts(
     }
     first, second = biases or (None, None)
     alpha, limit = gate or (0.0, 0.0)
-    _features_kernel[(pairs.num_blocks, triton.cdiv(size, block_f))](
+    _features_kernel[(pairs.num_blocks, cdiv(size, block_f))](
         x, gate_up.values, gate_up.factors, gate_up.zeros, first, features, pairs.order,
         pairs.starts, x.stride(0), _stride_of(gate_up), size, alpha, limit,
         NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
@@ -252,7 +255,7 @@ def mix_experts(
         enable_fp_fusion=True, **shared,
     )  # fmt: skip
     added = torch.empty((*chosen.shape, num_inputs), dtype=torch.float32, device=x.device)
-    _outputs_kernel[(pairs.num_blocks, triton.cdiv(num_inputs, block_n))](
+    _outputs_kernel[(pairs.num_blocks, cdiv(num_inputs, block_n))](
         features, down.values, down.factors, down.zeros, second, weights.contiguous(), added,
         pairs.order, pairs.starts, _stride_of(down), num_inputs, NUM_INPUTS=size,
         NUM_BYTES=down.values.shape[1], KIND=down.kind, GROUP=down.group, BLOCK_K=down.block_k,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightserve.kernels.triton.sizes import next_power_of_2
+
 # A walk over a stretch of context, one block of keys and values after the other.
 #
 # The softmax is online, in base 2, accumulated in float32. The context is walked in order of
@@ -171,7 +173,7 @@ def max_splits(
     """
     most = min(MAX_PARTS // num_kv_heads, MAX_PART_NUMBERS // part_size)
     wanted = min(most, -(-max_len // split_len))
-    return triton.next_power_of_2(max(1, wanted))
+    return next_power_of_2(max(1, wanted))
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +287,7 @@ def merge(
         HAS_SINKS=sinks is not None,
         MAX_SPLITS=max_splits,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
         BLOCK_S=min(_MERGED_AT_ONCE, max_splits),
         num_warps=1,
         enable_fp_fusion=True,

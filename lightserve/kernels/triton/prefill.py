@@ -18,6 +18,7 @@ from torch import Tensor
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
 from lightserve.kernels.triton.merge import MIN_DOT, load_part, merge, sinks_of, walk
 from lightserve.kernels.triton.plan import ChunkWork
+from lightserve.kernels.triton.sizes import next_power_of_2
 
 
 # fmt: off
@@ -158,9 +159,9 @@ def attend_chunks(
         TOKENS=config.tokens(group),
         HEAD_DIM=head_dim,
         TURNED_DIM=q.shape[2] - head_dim,
-        BLOCK_Q=max(config.block_m, triton.next_power_of_2(group)),
-        BLOCK_D=max(MIN_DOT, triton.next_power_of_2(head_dim)),
-        BLOCK_T=max(MIN_DOT, triton.next_power_of_2(q.shape[2] - head_dim)),
+        BLOCK_Q=max(config.block_m, next_power_of_2(group)),
+        BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
+        BLOCK_T=max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight
+from lightserve.kernels.triton.sizes import cdiv
 
 BLOCK_R, LARGE_BLOCK_R = 16, 64
 """Rows of a program: of decodes, and from `LARGE_FROM` rows on."""
@@ -41,19 +42,20 @@ SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 @triton.jit
 def _widened(values, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Return packed values as numbers of DTYPE: of fp8 and fp4 a part of what they stand for."""
+    numbers = values
     if KIND == "fp8":
         # A sign, four bits of exponent and three behind it, as they stand in float16: without a
         # GPU's own conversion, which those before sm_89 lack.
         wide = values.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
-    if KIND == "fp4":
+        numbers = bits.to(tl.float16, bitcast=True)
+    elif KIND == "fp4":
         wide = values.to(tl.uint16)
         bits = ((wide & 8) << 12) | ((wide & 7) << 9)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32).to(DTYPE)
-    if KIND == "plain":
-        return values.to(DTYPE)
-    return values.to(tl.float32).to(DTYPE)
+        numbers = bits.to(tl.float16, bitcast=True)
+    if KIND != "plain":
+        numbers = numbers.to(tl.float32)
+    return numbers.to(DTYPE)
 
 
 @triton.jit
@@ -65,19 +67,24 @@ def _add_part(
     """Add x [R, K] times values [K, N], whose factors stand at `places` [N]."""
     mask = is_row[:, None] & (inputs < NUM_INPUTS)[None, :]
     x = tl.load(x_lines + inputs[None, :], mask=mask, other=0.0)
+    # One way out, here and elsewhere: Triton 3.6 goes on compiling behind a `return` in an `if`
+    # whose condition it knows.
     if x.dtype == tl.int8:
-        return tl.dot(x, values, total, out_dtype=tl.int32)
-    if WIDEN:
-        x = x.to(tl.float32)
-    numbers = _widened(values, KIND, x.dtype)
-    if HAS_ZEROS:
-        zeros = tl.load(zeros_ptr + places, mask=is_output, other=0)
-        numbers -= zeros.to(tl.float32).to(x.dtype)[None, :]
-    if HAS_FACTORS:
-        part = tl.dot(x, numbers, input_precision="ieee")
-        factors = tl.load(factors_ptr + places, mask=is_output, other=0.0)
-        return total + part * factors.to(tl.float32)[None, :]
-    return tl.dot(x, numbers, total, input_precision="ieee")
+        total = tl.dot(x, values, total, out_dtype=tl.int32)
+    else:
+        if WIDEN:
+            x = x.to(tl.float32)
+        numbers = _widened(values, KIND, x.dtype)
+        if HAS_ZEROS:
+            zeros = tl.load(zeros_ptr + places, mask=is_output, other=0)
+            numbers -= zeros.to(tl.float32).to(x.dtype)[None, :]
+        if HAS_FACTORS:
+            part = tl.dot(x, numbers, input_precision="ieee")
+            factors = tl.load(factors_ptr + places, mask=is_output, other=0.0)
+            total += part * factors.to(tl.float32)[None, :]
+        else:
+            total = tl.dot(x, numbers, total, input_precision="ieee")
+    return total
 
 
 # fmt: off
@@ -109,17 +116,19 @@ def add_tile(
         # The last half may be beyond all inputs, and then beyond all factors.
         last: tl.constexpr = (NUM_INPUTS - 1) // GROUP
         high = outputs + tl.minimum((first + BLOCK_K) // GROUP, last) * factors_stride
-        return _add_part(
+        total = _add_part(
             total, x_lines, is_row, inputs + BLOCK_K, values >> 4, factors_ptr, zeros_ptr, high,
             is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
         )  # fmt: skip
-    own = outputs
-    if GROUP:
-        own += start // GROUP * factors_stride
-    return _add_part(
-        total, x_lines, is_row, places, values, factors_ptr, zeros_ptr, own, is_output,
-        NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
-    )  # fmt: skip
+    else:
+        own = outputs
+        if GROUP:
+            own += start // GROUP * factors_stride
+        total = _add_part(
+            total, x_lines, is_row, places, values, factors_ptr, zeros_ptr, own, is_output,
+            NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
+        )  # fmt: skip
+    return total
 
 
 @triton.jit
@@ -202,7 +211,7 @@ def _multiply(
     if not num_rows:
         return out
     launch = launch_of(num_rows, kind, block_k)
-    blocks = triton.cdiv(num_rows, launch.block_r), triton.cdiv(num_outputs, launch.block_n)
+    blocks = cdiv(num_rows, launch.block_r), cdiv(num_outputs, launch.block_n)
     _product_kernel[blocks](
         x,
         x_factors,

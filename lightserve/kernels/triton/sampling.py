@@ -26,6 +26,7 @@ from torch import Tensor
 from lightserve.kernels.triton import sampling_scan, sampling_search
 from lightserve.kernels.triton.sampling_scan import logit_of, token_of, weights_of
 from lightserve.kernels.triton.sampling_search import HIGHEST_KEY, measure
+from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
 
 # The kernel of `sampling` that finds log-probabilities among a row's candidates.
 
@@ -176,7 +177,7 @@ def scan(
     """Read all logits once."""
     own = logits.own
     num_rows, vocab_size = own.shape
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_chunks = cdiv(vocab_size, CHUNK)
     num_groups = num_chunks * (CHUNK // GROUP) if has_peaks else 0
     found = Scan(
         own.new_empty(num_rows, num_chunks, dtype=torch.float32),
@@ -212,7 +213,7 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
     own = logits.own
     num_rows, vocab_size = own.shape
     num_chunks, num_groups = found.largest.shape[1], found.peaks.shape[1]
-    block_c = triton.next_power_of_2(num_chunks)
+    block_c = next_power_of_2(num_chunks)
     candidates = Candidates(
         own.new_empty(num_rows, dtype=torch.float32),
         own.new_empty(num_rows, 2, dtype=torch.int32),
@@ -233,7 +234,7 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
         num_groups,
         CANDIDATES=CANDIDATES,
         BLOCK_C=block_c,
-        BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_G=next_power_of_2(num_groups),
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -292,7 +293,7 @@ def draw(
         IS_ADJUSTED=logits.adjusted is not None,
         HAS_KEPT=candidates is not None,
         CHUNK=CHUNK,
-        BLOCK_C=triton.next_power_of_2(num_chunks),
+        BLOCK_C=next_power_of_2(num_chunks),
         num_warps=8,
         enable_fp_fusion=True,
     )
@@ -332,7 +333,7 @@ def draw_top(
         IS_ADJUSTED=logits.adjusted is not None,
         CANDIDATES=CANDIDATES,
         TILE=TILE,
-        BLOCK_C=triton.next_power_of_2(num_chunks),
+        BLOCK_C=next_power_of_2(num_chunks),
         num_warps=8,
         enable_fp_fusion=True,
     )
@@ -373,7 +374,7 @@ def logprobs(
         num_top,
         CANDIDATES=CANDIDATES,
         TILE=TILE,
-        BLOCK_C=triton.next_power_of_2(num_chunks),
+        BLOCK_C=next_power_of_2(num_chunks),
         num_warps=8,
         enable_fp_fusion=True,
     )

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightserve.kernels.triton.sizes import cdiv
+
 CHUNK = 4096
 """Tokens of a program that changes logits."""
 COUNT_PARTS, COUNT_TILE = 8, 256
@@ -203,7 +205,7 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
     if changes.has_penalties:
         _count(changes)
     masks, bits = changes.mask_rows, changes.mask_bits
-    adjust_kernel[triton.cdiv(vocab_size, CHUNK), num_changed](
+    adjust_kernel[cdiv(vocab_size, CHUNK), num_changed](
         out if has_bias else own,
         out,
         changes.rows,

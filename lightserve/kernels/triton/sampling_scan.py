@@ -39,13 +39,15 @@ def logits_at(own, adjusted, source, IS_ADJUSTED: tl.constexpr, tokens, vocab_si
 
     The model's are of its own type, changed ones float32; only one of the two is read.
     """
-    if not IS_ADJUSTED:
-        return tl.load(own + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
-    end = tl.where(source < 0, vocab_size, 0)
-    x = tl.load(own + tokens, mask=tokens < end, other=-float("inf")).to(tl.float32)
-    end = tl.where(source < 0, 0, vocab_size)
-    changed = tl.load(adjusted + tokens, mask=tokens < end, other=-float("inf"))
-    return tl.where(source < 0, x, changed)
+    end = vocab_size
+    if IS_ADJUSTED:
+        end = tl.where(source < 0, vocab_size, 0)
+    logits = tl.load(own + tokens, mask=tokens < end, other=-float("inf")).to(tl.float32)
+    if IS_ADJUSTED:
+        end = tl.where(source < 0, 0, vocab_size)
+        changed = tl.load(adjusted + tokens, mask=tokens < end, other=-float("inf"))
+        logits = tl.where(source < 0, logits, changed)
+    return logits
 
 
 @triton.jit
