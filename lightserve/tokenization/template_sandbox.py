@@ -21,6 +21,7 @@ after its deadline without being killed.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,17 @@ from typing import Any
 
 import jinja2
 from jinja2 import ext, nodes
-from jinja2.filters import FILTERS, do_indent, do_join, do_replace
+from jinja2.filters import (
+    FILTERS,
+    do_batch,
+    do_center,
+    do_format,
+    do_indent,
+    do_join,
+    do_replace,
+    make_attrgetter,
+    sync_do_slice,
+)
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -38,21 +49,29 @@ from jinja2.visitor import NodeTransformer
 MAX_OUTPUT_CHARS = 1_000_000
 MAX_EMITTED_CHARS = 16 * MAX_OUTPUT_CHARS
 """Over all macros, set blocks and loops of one render, each emission counted."""
-MAX_INTEGER = 2**63
+MAX_INTEGER = 10**4300
+"""Python reads and writes numbers of so many digits, so requests have none that are larger."""
 DEADLINE_S = 1.0
 
 _FILTERS = frozenset(
-    "abs attr capitalize count d default dictsort e escape first float groupby indent int items"
-    " join last length list lower map max min reject rejectattr replace reverse round safe select"
-    " selectattr sort string title trim unique upper".split()
+    "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float"
+    " forceescape format groupby indent int items join last length list lower map max min random"
+    " reject rejectattr replace reverse round safe select selectattr slice sort string sum title"
+    " trim truncate unique upper urlencode wordcount xmlattr".split()
 )
+_GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
 _STR_METHODS = frozenset(
-    "capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal"
-    " isdigit islower isnumeric isspace istitle isupper join lower lstrip partition removeprefix"
-    " removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith"
-    " strip swapcase title upper".split()
+    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal"
+    " isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower"
+    " lstrip partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit"
+    " rstrip split splitlines startswith strip swapcase title upper zfill".split()
 )
+_PADDING_METHODS = ("center", "ljust", "rjust", "zfill")
 _MAX_INDENT = 256
+_FIELD = re.compile(r"%(?:\(\w*\))?[-+ #0]*(\d*)(?:\.(\d*))?([diouxXeEfFgGcrsa%]?)", re.ASCII)
+"""A field of a format for `%`: width, precision and kind, which is empty where it is none."""
+_LONGEST_NUMBER = 512
+"""Characters of any number with `%f`, without width and precision."""
 
 
 class TemplateLimit(jinja2.TemplateError):
@@ -90,7 +109,7 @@ def check_size(value: Any) -> Any:
         if isinstance(item, str):
             num_left -= len(item)
         elif isinstance(item, int) and abs(item) > MAX_INTEGER:
-            raise TemplateLimit("computes with numbers beyond 64 bits")
+            raise TemplateLimit("computes with numbers of more than 4300 digits")
         elif isinstance(item, Namespace):
             raise TemplateLimit("uses a namespace as a value")  # it could be a graph of any size
         elif isinstance(item, dict):
@@ -117,10 +136,59 @@ def _check_join(separator: Any, items: list[Any]) -> None:
         raise TemplateLimit("joins into too long a text")
 
 
-def _check_format(text: str) -> None:
-    # Widths and precisions are the only way for a format to be longer than what it is given.
-    if "%" in text or any(char in text for char in ":*"):
+def _check_format(text: str, values: Any) -> None:
+    """Check a text for `str.format`: each of its fields may be all that it is given."""
+    if any(char in text for char in "%:*"):
         raise TemplateLimit("uses a format with widths")
+    _check_fields(len(text), text.count("{"), values)
+
+
+def _check_percent(text: str, values: Any) -> None:
+    """Check a text for `%`, whose fields may have widths, as numbers, and names."""
+    num_chars = len(text)
+    num_fields = 0
+    for width, precision, kind in _FIELD.findall(text):
+        if not kind or max(len(width), len(precision)) > 7:
+            raise TemplateLimit("uses a format with other widths than small numbers")
+        num_fields += 1
+        num_chars += int(width or 0) + int(precision or 0) + _LONGEST_NUMBER
+    _check_fields(num_chars, num_fields, values)
+
+
+def _check_fields(num_chars: int, num_fields: int, values: Any) -> None:
+    if num_chars + num_fields * _num_chars_of(values) > MAX_OUTPUT_CHARS:
+        raise TemplateLimit("formats into too long a text")
+
+
+def _num_chars_of(value: Any) -> int:
+    """Return how long a value's text may be."""
+    check_size(value)
+    return len(repr(value))
+
+
+def _check_width(width: Any) -> None:
+    if isinstance(width, int) and width > MAX_OUTPUT_CHARS:
+        raise TemplateLimit("pads to too great a width")
+
+
+def _center(value: Any, width: Any = 80) -> str:
+    _check_width(width)
+    return do_center(value, width)
+
+
+def _batch(value: Iterable[Any], linecount: Any, fill_with: Any = None) -> Iterator[list[Any]]:
+    _check_width(linecount)
+    return do_batch(value, linecount, fill_with)
+
+
+def _slice(value: Any, slices: Any, fill_with: Any = None) -> Iterator[list[Any]]:
+    _check_width(slices)
+    return sync_do_slice(value, slices, fill_with)
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    _check_percent(str(value), kwargs or args)
+    return do_format(value, *args, **kwargs)
 
 
 @jinja2.pass_eval_context
@@ -194,14 +262,18 @@ def _filtered(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 class _Generation(ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which training marks with, renders as its body."""
+    """`{% generation %}…{% endgeneration %}`, which training marks with, renders as its body.
+
+    What is set in it ends with it, as in a macro.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the body."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [nodes.Scope(body, lineno=line)]
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -219,9 +291,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             finalize=self._on_output,
         )
         self._current = threading.local()
-        self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace")}
+        self.globals = {name: self.globals[name] for name in _GLOBALS}
         self.filters = {name: FILTERS[name] for name in _FILTERS}
-        self.filters |= {"join": _join, "replace": _replace, "indent": _indent}
+        self.filters |= {"join": _join, "replace": _replace, "indent": _indent, "center": _center}
+        self.filters |= {"batch": _batch, "slice": _slice, "format": _format, "sum": self._sum}
         self.filters |= {"charge_value": self._charge_value, "charge_steps": self._charge_steps}
 
     def render(
@@ -279,11 +352,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call within the limits."""
-        _check_method(__obj, args)
+        _check_method(__obj, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, Namespace):
             return result  # kept out of every other value by check_size
         return __self._charge_value(result)
+
+    @jinja2.pass_context
+    def _sum(
+        self, context: Context, iterable: Iterable[Any], attribute: Any = None, start: Any = 0
+    ) -> Any:
+        """Add as `+` does, within the limits."""
+        if attribute is not None:
+            iterable = map(make_attrgetter(self, attribute), iterable)
+        total = start
+        for item in iterable:
+            if isinstance(item, str):
+                raise TypeError("unsupported operand type(s) for sum: texts")
+            total = self.call_binop(context, "+", total, item)
+        return total
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator within the limits."""
@@ -294,11 +381,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_power(left, right)
         elif operator == "%" and isinstance(left, str):
-            raise TemplateLimit("formats with %")
+            _check_percent(left, right)
         return check_size(super().call_binop(context, operator, left, right))
 
 
-def _check_method(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _check_method(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     text = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if name == "format":  # Jinja's own wrapper around the method
@@ -312,8 +401,10 @@ def _check_method(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if isinstance(items, Iterator):
             raise TemplateLimit("joins what is not a list")
         _check_join(text, list(items))
+    elif name in _PADDING_METHODS and args:
+        _check_width(args[0])
     elif name == "format":
-        _check_format(text)
+        _check_format(text, [args, kwargs])
 
 
 def _check_product(left: Any, right: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.tokenizers_made import write_config
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
@@ -64,6 +65,33 @@ def test_what_templates_may_use(text: str, expected: str) -> None:
     assert _template(text).render(Conversation(messages=USER)) == expected
 
 
+JINJAS_OWN = [
+    "{{ [1, 2, 3.5] | sum }}|{{ [messages[0].role] | map('length') | sum }}|{{ [[1], [2]] | sum(start=[]) }}",
+    "{{ '%s has %d (%.2f%%), %-5s|%05d|%x' | format('x', 3, 2.5, 'ab', 42, 255) }}",
+    "{{ '%(a)s-%(b)s' | format(a=1, b='é') }}{{ '%s and %r' % ('x', 'y') }}{{ '%s' % messages[0].content }}",
+    "{% for row in range(7) | batch(3, '-') %}{{ row | join(',') }};{% endfor %}",
+    "{% for row in range(7) | slice(3, '-') %}{{ row | join(',') }};{% endfor %}",
+    "{{ 'some words, here' | wordcount }}{{ 'ab' | center(9) }}|{{ 'long text here' | truncate(9, True, '~', 0) }}",
+    "{{ 'x'.center(5) ~ 'x'.ljust(4) ~ 'x'.rjust(4) ~ '7'.zfill(3) ~ 'ab'.isprintable() }}",
+    "{% set j = joiner(', ') %}{% for m in messages %}{{ j() }}{{ m.role }}{% endfor %}",
+    "{% set c = cycler('odd', 'even') %}{% for i in range(3) %}{{ c.next() }}{% endfor %}{{ c.current }}",
+    "{{ '{}-{x}-{0}'.format(1, x=2) if false else '{0}-{x}-{0}'.format(1, x=2) }}",
+    "{{ 'a b&c/é' | urlencode }}{{ {'class': 'x', 'id': none} | xmlattr }}{{ 1234567 | filesizeformat }}",
+    "{{ '<a>' | forceescape }}{{ ['one'] | random }}",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{{ messages[0].role }}{% endgeneration %}{{ x }}",
+    "{{ 18446744073709551616 }}{{ [2 ** 64, -1e30] | tojson }}{{ messages[0].big }}{{ messages[0].big | string }}",
+]
+
+
+@pytest.mark.parametrize("text", JINJAS_OWN)
+def test_jinjas_own_tools_give_what_they_give_transformers(text: str) -> None:
+    values = {"big": 10**30}
+    messages = [{"role": "user", "content": "hi", **values}]
+    expected = render_jinja_template([messages], chat_template=text)[0][0]
+    given = Conversation(messages=[ChatMessage("user", "hi", values)])
+    assert _template(text).render(given) == expected
+
+
 BOMBS = {
     "dunder-walk": "{{ ''.__class__.__mro__ }}",
     "dunder-by-attr-filter": "{{ ('' | attr('__class__')).__mro__ }}",
@@ -80,10 +108,24 @@ BOMBS = {
     "doubling-block": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
     "doubling-list": "{% set ns = namespace(x=['a']) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
     "namespace-graph": "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
-    "power": "{{ 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
     "squaring": "{% set ns = namespace(n=2) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
     "center": "{{ 'a'.center(10**9) }}",
     "center-filter": "{{ 'a' | center(10**9) }}",
+    "rjust": "{{ 'a'.rjust(10**9) }}",
+    "zfill": "{{ 'a'.zfill(10**9) }}",
+    "batch": "{{ [1] | batch(10**9, 'x') | list }}",
+    "slice": "{{ [1] | slice(10**9, 'x') | list }}",
+    "sum": "{% set x = [[1]] * 99999 %}{{ (x * 10) | sum(start=x) | length }}",
+    "format-filter": "{{ ('%s' * 99999) | format('a' * 900000) }}",
+    "format-filter-width": "{{ '%999999999d' | format(1) }}",
+    "format-names": "{{ ('%(x)s' * 99999) | format(x='a' * 900000) }}",
+    "format-fields": "{{ ('{0}' * 99999).format('a' * 900000) }}",
+    "format-named-fields": "{{ ('{x}' * 99999).format(x='a' * 900000) }}",
+    "percent-star": "{{ '%*d' % (999999999, 1) }}",
+    "percent-precision": "{{ '%.999999999f' % 1 }}",
+    "percent-many": "{{ ('%9999999s' * 999) % ((1,) * 999) }}",
+    "cycler": "{% set c = cycler('a' * 900000) %}{% for i in range(99999) %}{{ c.next() }}{% endfor %}",
     "percent-width": "{{ '%999999999d' % 1 }}",
     "format-width": "{{ '{:999999999}'.format(1) }}",
     "range": "{{ range(10**9) | list }}",
