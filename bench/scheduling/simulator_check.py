@@ -40,8 +40,8 @@ from lightserve.loadtest.workload import load_trace
 from lightserve.messages.common import StepCoefficients
 from lightserve.sim.hybrid import HybridConfig, HybridRun
 from lightserve.sim.report import Targets
+from lightserve.sim.virtual_gpus import ProfiledHardware
 from lightserve.sim.whatif import Clients, Recording, Settings, read_recording
-from lightserve.sim.worker import ProfiledHardware
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -11,10 +11,14 @@ of each phase, and than Echo's mixture of both (`bench/engine/step_cost.py`). Co
 waits for are added (BROS takes the maximum, which is right where they overlap).
 
 No coefficient is negative, so time is monotone in every part of a shape.
+
+Where workers pad steps with chunks to some sizes, as they have recorded graphs of these alone, the
+new tokens of such a step are those of its size: up to the next size tokens cost their attention.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +91,12 @@ def chunk_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
+def padded(num_new: int, sizes: Sequence[int]) -> int:
+    """Return the tokens that a step with chunks computes for so many, the padding among them."""
+    place = bisect.bisect_left(sizes, num_new)
+    return sizes[place] if place < len(sizes) else num_new
+
+
 FIXED_SHARE = 0.125
 """Part of a step's time that may be what every step takes, however few its tokens."""
 
@@ -96,6 +106,8 @@ class StepModel:
     """Predicts, in O(1)."""
 
     coefficients: StepCoefficients
+    sizes: tuple[int, ...] = ()
+    """Rising numbers of new tokens to the next of which steps with chunks are padded."""
 
     @property
     def worthwhile_s(self) -> float:
@@ -106,17 +118,23 @@ class StepModel:
 
     def seconds(self, shape: StepShape, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return the seconds of a step that waits for copies of so many tokens."""
+        c, num_new = self.coefficients, shape.num_new
+        if shape.num_chunks:
+            num_new = padded(num_new, self.sizes)
+        step_s = self._seconds(shape, num_new)
+        return step_s + c.per_saved_token_s * num_saved + c.per_loaded_token_s * num_loaded
+
+    def _seconds(self, shape: StepShape, num_new: int) -> float:
+        """Return the seconds of a step that computes `num_new` tokens for those of its shape."""
         c = self.coefficients
         return (
             c.floor_s
-            + c.per_new_s * max(0.0, shape.num_new - c.knee)
+            + c.per_new_s * max(0.0, num_new - c.knee)
             + c.per_decode_s * shape.num_decodes
             + c.per_chunk_s * shape.num_chunks
             + c.per_decode_context_s * shape.decode_context
             + c.per_chunk_context_s * shape.chunk_context
             + c.per_chunk_pair_s * shape.chunk_pairs
-            + c.per_saved_token_s * num_saved
-            + c.per_loaded_token_s * num_loaded
         )
 
     def seconds_of_decodes(self, shape: StepShape) -> float:
@@ -132,9 +150,10 @@ class StepModel:
     def seconds_of_chunks(self, shape: StepShape) -> float:
         """Return what `seconds` says of the rows that compute more, alone."""
         c = self.coefficients
+        num_new = padded(shape.num_new - shape.num_decodes, self.sizes)
         return (
             c.floor_s
-            + c.per_new_s * max(0.0, shape.num_new - shape.num_decodes - c.knee)
+            + c.per_new_s * max(0.0, num_new - c.knee)
             + c.per_chunk_s * shape.num_chunks
             + c.per_chunk_context_s * shape.chunk_context
             + c.per_chunk_pair_s * shape.chunk_pairs
@@ -144,6 +163,9 @@ class StepModel:
         """Return `seconds`, `seconds_of_decodes` and `seconds_of_chunks`, the same to the bit."""
         c = self.coefficients
         num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context = shape
+        of_chunks = num_new - num_decodes
+        if self.sizes and num_chunks:
+            num_new, of_chunks = padded(num_new, self.sizes), padded(of_chunks, self.sizes)
         floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
         decodes_s = c.per_decode_s * num_decodes
         chunks_s = c.per_chunk_s * num_chunks
@@ -152,7 +174,7 @@ class StepModel:
         pairs_s = c.per_chunk_pair_s * chunk_pairs
         whole_s = floor_s + per_new_s * max(0.0, num_new - knee) + decodes_s + chunks_s
         of_decodes_s = floor_s + per_new_s * max(0.0, num_decodes - knee) + decodes_s
-        of_chunks_s = floor_s + per_new_s * max(0.0, num_new - num_decodes - knee) + chunks_s
+        of_chunks_s = floor_s + per_new_s * max(0.0, of_chunks - knee) + chunks_s
         return (
             whole_s + decode_context_s + chunk_context_s + pairs_s,
             of_decodes_s + decode_context_s,
@@ -160,10 +182,13 @@ class StepModel:
         )
 
     def work(self, shape: StepShape) -> float:
-        """Return what a shape adds to a step that is beyond the knee already, in seconds."""
+        """Return what a shape adds to a step that is beyond the knee already, in seconds.
+
+        Its tokens are its own: a large step has others' as well, and little padding for each.
+        """
         c = self.coefficients
         below_knee = min(c.knee, float(shape.num_new))
-        return self.seconds(shape) - c.floor_s + c.per_new_s * below_knee
+        return self._seconds(shape, shape.num_new) - c.floor_s + c.per_new_s * below_knee
 
     def chunk_within(self, shape: StepShape, limit_s: float, start: int) -> float:
         """Return how many tokens one more chunk, from `start` on, may have; inf: any number.
@@ -171,15 +196,26 @@ class StepModel:
         Exact but for rounding, and perhaps negative. The time is the larger one of what it is
         below the knee and of what it is beyond, so the count is the smaller one.
         """
-        c = self.coefficients
-        below_s = self.seconds(shape) - c.per_new_s * max(0.0, shape.num_new - c.knee)
+        c, before = self.coefficients, shape.num_new
+        below_s = self._seconds(shape, before) - c.per_new_s * max(0.0, before - c.knee)
         below_s += c.per_chunk_s + c.per_chunk_context_s * start
-        beyond_s = below_s + c.per_new_s * (shape.num_new - c.knee)
+        beyond_s = below_s + c.per_new_s * (before - c.knee)
         per_token_s = c.per_chunk_pair_s * (start - 0.5)
-        return min(
+        count = min(
             _root(c.per_chunk_pair_s, per_token_s, limit_s - below_s),
             _root(c.per_chunk_pair_s, per_token_s + c.per_new_s, limit_s - beyond_s),
         )
+        if not self.sizes or count < 1 or before + count >= self.sizes[-1] + 1:
+            return count
+        # Padding makes no step shorter, so it is this size or one below it.
+        for place in range(bisect.bisect_left(self.sizes, before + int(count)), -1, -1):
+            size, below = self.sizes[place], self.sizes[place - 1] if place else 0
+            size_s = below_s + c.per_new_s * max(0.0, size - c.knee)
+            room = _root(c.per_chunk_pair_s, per_token_s, limit_s - size_s)
+            count = min(float(size - before), room)
+            if before + count > below or below <= before:
+                return count
+        return count
 
 
 def _root(growth: float, slope: float, room: float) -> float:
@@ -223,14 +259,19 @@ class FitError(NamedTuple):
     p95: float
 
 
-def fit(samples: Sequence[StepSample], *, num_knees: int = NUM_KNEES) -> StepCoefficients:
+def fit(
+    samples: Sequence[StepSample], *, sizes: Sequence[int] = (), num_knees: int = NUM_KNEES
+) -> StepCoefficients:
     """Return the coefficients that fit at least one sample best, none of them negative.
+
+    `sizes` are those to which the steps were padded, see `StepModel`.
 
     Errors count relative to a step's time, as planners use quotients; large ones by their size
     instead of its square (Huber), as steps are slow when the machine has other work.
     """
     seconds = np.array([sample.seconds for sample in samples])
-    num_new = np.array([sample.shape.num_new for sample in samples], dtype=np.float64)
+    computed = [padded(x.num_new, sizes) if x.num_chunks else x.num_new for x, _ in samples]
+    num_new = np.array(computed, dtype=np.float64)
     best: tuple[float, float, FloatArray] | None = None
     for knee in knee_grid(num_new, num_knees):
         features = _features(samples, num_new, knee) * _SCALE / seconds[:, None]
@@ -254,12 +295,14 @@ def errors(model: StepModel, samples: Sequence[StepSample]) -> FitError:
     return FitError(float(np.median(off)), float(np.quantile(off, 0.95)))
 
 
-def held_out_errors(samples: Sequence[StepSample], num_folds: int = 4) -> FitError:
+def held_out_errors(
+    samples: Sequence[StepSample], num_folds: int = 4, *, sizes: Sequence[int] = ()
+) -> FitError:
     """Return the errors on samples of models that were fitted to the others."""
     off: list[float] = []
     for fold in range(num_folds):
         others = [sample for index, sample in enumerate(samples) if index % num_folds != fold]
-        model = StepModel(fit(others))
+        model = StepModel(fit(others, sizes=sizes), tuple(sizes))
         off += [abs(model.seconds(s.shape) / s.seconds - 1.0) for s in samples[fold::num_folds]]
     return FitError(float(np.median(off)), float(np.quantile(off, 0.95)))
 

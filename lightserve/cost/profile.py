@@ -83,6 +83,8 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p95_error: float
     crowding: float = 0.0
     """Share of the cores needed that other processes had meanwhile, 0 where that is unknown."""
+    mixed_sizes: tuple[int, ...] = ()
+    """To which the worker padded steps, see `WorkerHello`: the coefficients are of padded steps."""
 
     @property
     def noise(self) -> str:

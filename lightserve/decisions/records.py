@@ -95,6 +95,7 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     step_cost: StepCoefficients | None
     overlaps_copies: bool = False
     max_num_batched_tokens: int | None = None
+    mixed_sizes: tuple[int, ...] = ()
 
 
 class StepTimesWereMeasured(Record, frozen=True, tag="step_times"):
@@ -296,6 +297,7 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
                 step_cost=event.step_cost,
                 overlaps_copies=event.overlaps_copies,
                 max_num_batched_tokens=event.max_num_batched_tokens,
+                mixed_sizes=event.mixed_sizes,
             )
         case StepTimesKnown(step_cost, max_num_batched_tokens):
             return StepTimesWereMeasured(
@@ -318,6 +320,7 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
                 record.step_cost,
                 record.overlaps_copies,
                 record.max_num_batched_tokens,
+                record.mixed_sizes,
             )
         case StepTimesWereMeasured():
             return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)

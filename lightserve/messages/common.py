@@ -66,7 +66,7 @@ class StepCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copied back; 0: not measured."""
 
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024

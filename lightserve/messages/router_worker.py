@@ -62,6 +62,9 @@ class WorkerHello(Message, frozen=True):
     overlaps_copies: bool = False
     """Whether `ahead_saves` and `ahead_loads` run beside the forward pass of their plan, as on a
     GPU; otherwise between the steps."""
+    mixed_sizes: tuple[int, ...] = ()
+    """Rising numbers of new tokens: a step with a row of several new tokens runs padded to the
+    next of them; a larger one is not padded. Empty: none is."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -57,6 +57,8 @@ class WorkersReady:
     """See `WorkerHello`."""
     max_num_batched_tokens: int | None = None
     """Of a step; None: as configured."""
+    mixed_sizes: tuple[int, ...] = ()
+    """See `WorkerHello`."""
 
 
 @dataclass(frozen=True, slots=True)

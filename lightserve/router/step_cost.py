@@ -161,6 +161,8 @@ class StepCost:
 
     error_s: float = 0.0
     _model: StepModel | None = None
+    _sizes: tuple[int, ...] = ()
+    """To which the workers pad steps, see `StepModel`."""
     _is_profiled: bool = False
     _samples: dict[int, deque[StepSample]] = field(default_factory=dict)
     _num_observed: int = 0
@@ -207,9 +209,17 @@ class StepCost:
         """Return 1 + k sigma of observed over predicted time."""
         return 1.0 + GUARD_DEVIATIONS * math.sqrt(self._ratio(kind).variance)
 
+    def use_workers(self, coefficients: StepCoefficients | None, sizes: tuple[int, ...]) -> None:
+        """Start with fresh workers that pad steps to `sizes`; coefficients None: not measured."""
+        self._sizes = sizes
+        if coefficients is not None:
+            self.use_profile(coefficients)
+        elif self._model is not None:
+            self._model = StepModel(self._model.coefficients, sizes)
+
     def use_profile(self, coefficients: StepCoefficients) -> None:
         """Start from what was measured of fresh workers."""
-        self._model = StepModel(coefficients)
+        self._model = StepModel(coefficients, self._sizes)
         self._is_profiled = True
         self._samples.clear()
         self._forget_ratios()
@@ -319,7 +329,8 @@ class StepCost:
     def _fit(self) -> None:
         """Fit to the samples; what was last observed keeps correcting."""
         samples = [sample for of_size in self._samples.values() for sample in of_size]
-        self._model = StepModel(fit(samples, num_knees=NUM_KNEES))
+        coefficients = fit(samples, sizes=self._sizes, num_knees=NUM_KNEES)
+        self._model = StepModel(coefficients, self._sizes)
         self._forget_ratios()
         latest = [of_size[-8:] for of_size in map(list, self._samples.values())]
         for shape, seconds in (sample for of_size in latest for sample in of_size):

@@ -4,8 +4,7 @@ from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.offline import SimulationConfig, make_workload, run
 from lightserve.sim.report import HybridReport, Report, Targets
 from lightserve.sim.simulation import RouterTimes
-from lightserve.sim.virtual_gpus import read_hardware
-from lightserve.sim.worker import ProfiledHardware
+from lightserve.sim.virtual_gpus import ProfiledHardware, read_hardware
 
 __all__ = [
     "HybridConfig",

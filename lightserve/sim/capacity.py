@@ -24,8 +24,9 @@ from lightserve.errors import ConfigError
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.report import Targets
 from lightserve.sim.traffic import next_power_of_two, parse_lengths, read_trace
+from lightserve.sim.virtual_gpus import ProfiledHardware
 from lightserve.sim.whatif import read_recording
-from lightserve.sim.worker import A100_LLAMA2_7B, Hardware, ProfiledHardware
+from lightserve.sim.worker import A100_LLAMA2_7B, Hardware
 from lightserve.types import RequestClass
 
 TAIL_S = 60.0
@@ -127,7 +128,12 @@ def read_rows(path: Path) -> tuple[list[Row], Hardware | None]:
             if asked.submit.request_class is RequestClass.RT and asked.token_times_s
         ]
         budget = recording.token_budget or AUTO_BATCHED_TOKENS["cpu"]
-        hardware = ProfiledHardware(recording.step_cost, kv_bytes_per_token=0, server_budget=budget)
+        hardware = ProfiledHardware(
+            recording.step_cost,
+            kv_bytes_per_token=0,
+            server_budget=budget,
+            mixed_sizes=recording.workers.mixed_sizes,
+        )
         return sorted(rows), hardware
     if first.startswith(b"{"):
         return _read_mooncake(path), None

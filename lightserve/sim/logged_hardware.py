@@ -10,7 +10,7 @@ import numpy as np
 
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import StepCoefficients
-from lightserve.sim.worker import ProfiledHardware
+from lightserve.sim.virtual_gpus import ProfiledHardware
 
 NEIGHBOURS = 12
 """Steps on either side of one, whose median says how fast the machine was."""
@@ -44,14 +44,21 @@ class LoggedHardware(ProfiledHardware):
         samples: Sequence[LoggedStep],
         *,
         overlaps_copies: bool,
+        mixed_sizes: tuple[int, ...] = (),
         speed: float = 1.0,
         clock: Callable[[], float],
     ) -> None:
         """`speed`: times as fast as those of the log; `clock`: seconds since the first request."""
-        super().__init__(step_cost, kv_bytes_per_token=0, overlaps_copies=overlaps_copies)
+        super().__init__(
+            step_cost,
+            kv_bytes_per_token=0,
+            overlaps_copies=overlaps_copies,
+            mixed_sizes=mixed_sizes,
+        )
         self._speed = speed
         self._clock = clock
-        model_s = np.array([StepModel(step_cost).seconds(each.shape) for each in samples])
+        model = StepModel(step_cost, mixed_sizes)
+        model_s = np.array([model.seconds(each.shape) for each in samples])
         exec_s = np.array([each.exec_s for each in samples])
         padded = np.pad(exec_s / model_s, NEIGHBOURS, mode="edge")
         around = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)

@@ -1,4 +1,4 @@
-"""Virtual hardware by name: a model's shape on a number of GPUs of a kind, as `--hardware`.
+"""Virtual hardware as `--hardware`: a profile, or a model's shape on a number of GPUs of a kind.
 
     MODEL@GPU      opt-13b@a100-80g
     MODEL@GPUxN    qwen2.5-14b@a100-40gx2: tensor parallelism over N of them
@@ -23,11 +23,18 @@ An all-reduce over NVLink (a ring) moves 2 (N - 1) / N times the numbers, at 0.7
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from statistics import NormalDist
+from typing import NamedTuple, Self
 
+from lightserve.config import ServeConfig
+from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
+from lightserve.cost.model import StepModel, StepShape
+from lightserve.cost.profile import read_profile, tokens_of_step
 from lightserve.errors import ConfigError
-from lightserve.sim.worker import Hardware, ProfiledHardware, VirtualHardware
+from lightserve.messages.common import StepCoefficients
+from lightserve.sim.worker import Hardware, VirtualHardware
 
 BYTES = 2
 """Of a number: weights, KV and activations are bfloat16."""
@@ -106,6 +113,64 @@ def num_slots(model: ModelShape, gpu: GPU, num_ranks: int) -> int:
     """Return how many tokens have room beside the weights; negative: not even these do."""
     room = POOL_SHARE * gpu.memory_bytes * num_ranks - BYTES * model.num_params
     return int(room // model.kv_bytes)
+
+
+_MEDIAN_OF_NORMAL = NormalDist().inv_cdf(0.75)
+"""Median distance from the mean, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class ProfiledHardware:
+    """A worker as `lightserve profile` found it; its router knows the profile as a server's does.
+
+    `per_step_s` is what passes between the end of a step and the start of the next one, which
+    waits at the worker: no profile has it.
+    """
+
+    step_cost: StepCoefficients
+    kv_bytes_per_token: int
+    per_step_s: float = 0.0
+    overlaps_copies: bool = False
+    spread: float = 0.0
+    """What the profile was off by, on shapes that it was not fitted to."""
+    server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
+    mixed_sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path, *, flag: str = "--hardware") -> Self:
+        """Read the file of a profile. Raises ConfigError: it is none."""
+        try:
+            profile = read_profile(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{flag} {str(path)!r} is no profile: {error}") from error
+        spread = profile.median_error / _MEDIAN_OF_NORMAL
+        budget = tokens_of_step(ServeConfig(), profile.key.device_type, profile.coefficients)
+        return cls(
+            profile.coefficients,
+            profile.kv_bytes_per_token,
+            overlaps_copies=profile.key.device_type != "cpu",
+            spread=spread,
+            server_budget=budget,
+            mixed_sizes=profile.mixed_sizes,
+        )
+
+    @property
+    def per_token_s(self) -> float:
+        """See `Hardware`."""
+        return self.step_cost.per_new_s
+
+    def step_seconds(self, shape: StepShape) -> float:
+        """See `Hardware`."""
+        return self.per_step_s + StepModel(self.step_cost, self.mixed_sizes).seconds(shape)
+
+    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
+        """See `Hardware`."""
+        cost = self.step_cost
+        return cost.per_saved_token_s * num_saved + cost.per_loaded_token_s * num_loaded
+
+    def gather_seconds(self, num_tokens: int) -> float:
+        """Return 0: a profile's copies have it in them."""
+        return 0.0
 
 
 def read_hardware(spec: str, *, flag: str = "--hardware") -> Hardware:

@@ -200,6 +200,7 @@ class Recording:
             self.step_cost,
             self.steps,
             overlaps_copies=self.workers.overlaps_copies,
+            mixed_sizes=self.workers.mixed_sizes,
             speed=settings.speed,
             clock=lambda: simulation.now_s,
         )
@@ -216,6 +217,7 @@ class Recording:
             num_host_slots=self.workers.num_host_slots,
             step_cost=_times(self.known_cost, 1 / settings.speed),
             overlaps_copies=self.workers.overlaps_copies,
+            mixed_sizes=self.workers.mixed_sizes,
             frontend=traffic.on_news,
             hears_tokens=False,
             router_time_factor=1.0,
@@ -499,7 +501,8 @@ class _Taker:
     def fitted(self) -> StepCoefficients:
         """Return the formula of these workers' steps; copies cost what their profile says."""
         chosen = self.steps[:: max(1, len(self.steps) // MAX_SAMPLES)]
-        cost = fit([StepSample(each.shape, each.exec_s) for each in chosen])
+        sizes = self.workers.mixed_sizes if self.workers is not None else ()
+        cost = fit([StepSample(each.shape, each.exec_s) for each in chosen], sizes=sizes)
         if self.step_cost is None:
             return cost
         return msgspec.structs.replace(

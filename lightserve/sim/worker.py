@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import NormalDist
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.config import ServeConfig
 from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
-from lightserve.cost.model import StepModel, StepShape
-from lightserve.cost.profile import read_profile, tokens_of_step
-from lightserve.errors import ConfigError
+from lightserve.cost.model import StepShape
 from lightserve.messages.common import (
     Int32Array,
     StepCoefficients,
@@ -424,7 +419,6 @@ class LengthWorker:
 #         + 0.33 us x context of decodes + 3.5 ns x sum of chunk x context
 #
 # and 21 us for each token whose KV is copied to the host or back (512 KiB at 25 GB/s).
-# `ProfiledHardware` is what `lightserve profile` measured of a real worker.
 
 
 class Hardware(Protocol):
@@ -441,6 +435,10 @@ class Hardware(Protocol):
     @property
     def step_cost(self) -> StepCoefficients | None:
         """What the router is told of it; None: it learns from the steps."""
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """See `WorkerHello`."""
 
     @property
     def per_token_s(self) -> float:
@@ -486,6 +484,7 @@ class VirtualHardware:
     """Of a copy, on the device: into one piece, or out of it; 0: it is part of the copy."""
 
     step_cost = None
+    mixed_sizes = ()
     server_budget = AUTO_BATCHED_TOKENS["cuda"]
 
     def seconds(
@@ -535,55 +534,3 @@ A100_LLAMA2_7B = VirtualHardware(
     kv_bytes_per_token=524_288,
 )
 """The default of `lightserve simulate`."""
-
-
-_MEDIAN_OF_NORMAL = NormalDist().inv_cdf(0.75)
-"""Median distance from the mean, in standard deviations."""
-
-
-@dataclass(frozen=True)
-class ProfiledHardware:
-    """A worker as `lightserve profile` found it; its router knows the profile as a server's does.
-
-    `per_step_s` is what passes between the end of a step and the start of the next one, which
-    waits at the worker: no profile has it.
-    """
-
-    step_cost: StepCoefficients
-    kv_bytes_per_token: int
-    per_step_s: float = 0.0
-    overlaps_copies: bool = False
-    spread: float = 0.0
-    """What the profile was off by, on shapes that it was not fitted to."""
-    server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
-
-    @classmethod
-    def read(cls, path: Path, *, flag: str = "--hardware") -> Self:
-        """Read the file of a profile. Raises ConfigError: it is none."""
-        try:
-            profile = read_profile(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{flag} {str(path)!r} is no profile: {error}") from error
-        spread = profile.median_error / _MEDIAN_OF_NORMAL
-        budget = tokens_of_step(ServeConfig(), profile.key.device_type, profile.coefficients)
-        return cls(
-            profile.coefficients, profile.kv_bytes_per_token, spread=spread, server_budget=budget
-        )
-
-    @property
-    def per_token_s(self) -> float:
-        """See `Hardware`."""
-        return self.step_cost.per_new_s
-
-    def step_seconds(self, shape: StepShape) -> float:
-        """See `Hardware`."""
-        return self.per_step_s + StepModel(self.step_cost).seconds(shape)
-
-    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
-        """See `Hardware`."""
-        cost = self.step_cost
-        return cost.per_saved_token_s * num_saved + cost.per_loaded_token_s * num_loaded
-
-    def gather_seconds(self, num_tokens: int) -> float:
-        """Return 0: a profile's copies have it in them."""
-        return 0.0

@@ -310,6 +310,11 @@ class ModelRunner:
         return self._host_pool.overlaps_copies
 
     @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Rising numbers of new tokens to which steps with chunks are padded; empty: none are."""
+        return ()
+
+    @property
     def context_len(self) -> int:
         """Longest sequence, in tokens."""
         return self._model.context_len

@@ -136,6 +136,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             step_cost=step_cost,
             device=facts_of(spec.config, runner.device),
             overlaps_copies=runner.overlaps_copies,
+            mixed_sizes=runner.mixed_sizes,
             max_num_batched_tokens=tokens_of_step(spec.config, runner.device.type, step_cost),
         )
     )

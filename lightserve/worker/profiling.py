@@ -19,7 +19,14 @@ import torch
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.cost.model import StepModel, StepSample, StepShape, fit, held_out_errors
+from lightserve.cost.model import (
+    StepModel,
+    StepSample,
+    StepShape,
+    fit,
+    held_out_errors,
+    padded,
+)
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
     ProfileKey,
@@ -78,6 +85,8 @@ class ShapeLimits:
     max_tokens: int
     context_len: int
     num_slots: int
+    mixed_sizes: tuple[int, ...] = ()
+    """See `ModelRunner`."""
 
 
 def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
@@ -87,11 +96,15 @@ def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
         config.max_tokens_of_step(runner.device.type),
         runner.context_len,
         runner.num_kv_slots,
+        runner.mixed_sizes,
     )
 
 
 def random_steps(limits: ShapeLimits, seed: int) -> Iterator[list[Row]]:
-    """Yield steps for ever, decodes, chunks and both in turn; sizes are log-uniform."""
+    """Yield steps for ever, decodes, chunks and both in turn; sizes are log-uniform.
+
+    A step with a chunk has as many tokens as it is padded to, if it is.
+    """
     rng = np.random.default_rng(seed)
 
     def log_uniform(low: int, high: int) -> int:
@@ -110,6 +123,7 @@ def random_steps(limits: ShapeLimits, seed: int) -> Iterator[list[Row]]:
         room = min(limits.max_tokens - len(rows), limits.context_len - 1, limits.num_slots - 1)
         if kind != 0 and room > 1 and len(rows) < limits.max_rows:
             count = min(room, log_uniform(2, room))
+            count = min(room, padded(len(rows) + count, limits.mixed_sizes) - len(rows))
             most = min(limits.context_len - 1, limits.num_slots - 1) - count
             start = log_uniform(1, most) - 1 if most > 0 else 0
             rows.append((min(start, max(0, most)), count))
@@ -301,6 +315,7 @@ class _Measuring:
         num_slots = _smallest(tp, runner.num_kv_slots)
         num_on_host = _smallest(tp, runner.num_host_slots)
         limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
+        self._sizes = runner.mixed_sizes
         self._steps = random_steps(limits, seed=0)
         self._copy_s = self._timer.copy_seconds(min(num_slots, num_on_host))
         self._load = LoadWatch(config)
@@ -328,11 +343,12 @@ class _Measuring:
             return shape.num_new <= SMALL_TOKENS and context <= SMALL_CONTEXT
         # Where even the shortest takes longer, something has to be measured all the same.
         longest_s = max(longest_s, 2.0 * min(sample.seconds for sample in self.samples))
-        return StepModel(fit(self.samples, num_knees=1)).seconds(shape) <= longest_s
+        coefficients = fit(self.samples, sizes=self._sizes, num_knees=1)
+        return StepModel(coefficients, self._sizes).seconds(shape) <= longest_s
 
     def profile(self) -> StepProfile:
         """Return what was measured, fitted."""
-        held_out = held_out_errors(self.samples)
+        held_out = held_out_errors(self.samples, sizes=self._sizes)
         saved_s, loaded_s = self._copy_s
         return StepProfile(
             schema_version=SCHEMA_VERSION,
@@ -340,12 +356,15 @@ class _Measuring:
             model=self._config.model_name,
             key=profile_key(self._config),
             coefficients=msgspec.structs.replace(
-                fit(self.samples), per_saved_token_s=saved_s, per_loaded_token_s=loaded_s
+                fit(self.samples, sizes=self._sizes),
+                per_saved_token_s=saved_s,
+                per_loaded_token_s=loaded_s,
             ),
             kv_bytes_per_token=self._config.tp * self._runner.kv_bytes_per_token,
             num_samples=len(self.samples),
             median_error=held_out.median,
             p95_error=held_out.p95,
+            mixed_sizes=self._sizes,
             crowding=self._load.crowding(),
         )
 

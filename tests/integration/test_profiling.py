@@ -76,6 +76,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "limits",
     [
         ShapeLimits(256, 512, 4096, 100_000),
+        ShapeLimits(256, 512, 4096, 100_000, (16, 64, 256)),
         ShapeLimits(1, 1, 4096, 64),
         ShapeLimits(1, 512, 128, 64),
         ShapeLimits(64, 64, 16, 24),
@@ -91,6 +92,9 @@ def test_steps_are_such_as_a_router_plans(limits: ShapeLimits) -> None:
             assert start >= 0 and count >= 1
             assert start + count <= limits.context_len - 1
             assert start + count <= limits.num_slots
+        if limits.mixed_sizes and any(count > 1 for _, count in rows):
+            num_new = sum(count for _, count in rows)
+            assert num_new in limits.mixed_sizes or num_new > limits.mixed_sizes[-1]
     assert steps == list(itertools.islice(random_steps(limits, seed=3), 300)), "every rank alike"
     if limits.max_rows > 1 and limits.max_tokens > 2:
         shapes = [shape_of_rows(rows) for rows in steps]

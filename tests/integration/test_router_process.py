@@ -365,6 +365,16 @@ def test_only_the_first_rank_of_the_workers_of_now_tells_what_steps_take() -> No
     assert cost.is_known and cost.seconds(StepShape().plus(0, 4)) == 1.0
 
 
+def test_the_sizes_to_which_workers_pad_steps_come_with_their_hello() -> None:
+    scene = make_scene()
+    per_token = StepCoefficients(0.0, 0.0, 1.0, *[0.0] * 7)
+    scene.worker().send(scene.hello(step_cost=per_token, mixed_sizes=(16, 32)))
+    scene.turn()
+    cost = scene.process.core._pipeline.cost
+    num_tokens = (2, 16, 17, 33)
+    assert [cost.seconds(StepShape().plus(0, n)) for n in num_tokens] == [16.0, 16.0, 32.0, 33.0]
+
+
 @pytest.mark.parametrize(
     "prompt", [[], [TokenSegment(token_ids=b"abc")], [TokenSegment(token_ids=b"")]]
 )

@@ -25,11 +25,11 @@ from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
+from lightserve.sim.virtual_gpus import ProfiledHardware
 from lightserve.sim.worker import (
     A100_LLAMA2_7B,
     Hardware,
     LengthWorker,
-    ProfiledHardware,
     VirtualWorker,
 )
 from lightserve.types import RequestClass, RowId, StepId

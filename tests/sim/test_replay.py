@@ -20,9 +20,11 @@ from support.grids import long_but
 from lightserve.cli.replay import command as replay_command
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.config import ServeConfig
+from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.decisions.records import DECIDING_OPTIONS, new_hash
 from lightserve.decisions.replaying import MAX_LINES, DecisionLogReader, find_request, story_of
 from lightserve.errors import ConfigError, DecisionLogError
+from lightserve.messages.common import StepCoefficients
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.policies import POLICIES
 
@@ -167,6 +169,27 @@ def test_the_first_difference_is_shown(
 def test_rewriting_as_such_changes_nothing(log_path: Path, tmp_path: Path) -> None:
     path = rewritten(log_path, lambda _: None, tmp_path / "log.jsonl", is_chained=True)
     assert replayed(path).return_value == 0
+
+
+def without_sizes(records: list[dict[str, Any]]) -> None:
+    del next(fields for fields in records if fields["kind"] == "workers_ready")["mixed_sizes"]
+
+
+def test_the_sizes_of_the_workers_steps_are_in_the_log(tmp_path: Path) -> None:
+    """A log of before there were any has none, and none is what it is read as."""
+    key = ProfileKey("0", "bfloat16", "a GPU, CUDA 13", 1, 1, "triton")
+    cost = StepCoefficients(5e-3, 16.0, 1e-4, *[0.0] * 7)
+    profile = StepProfile(
+        SCHEMA_VERSION, "0", "m", key, cost, 8, 50, 0.01, 0.1, mixed_sizes=(64, 128, 256)
+    )
+    save_profile(profile, tmp_path / "profile.json")
+    path = record(tmp_path / "log.jsonl", "--hardware", str(tmp_path / "profile.json"))
+    assert replayed(path).return_value == 0
+    other = rewritten(path, without_sizes, tmp_path / "other.jsonl", is_chained=True)
+    result = replayed(other, "--json")
+    assert result.return_value == 1
+    difference = json.loads(result.stdout)["difference"]
+    assert difference["replayed"].keys() >= {"predicted_s"}
 
 
 def test_a_last_line_cut_off_is_left_out(log_path: Path, tmp_path: Path) -> None:

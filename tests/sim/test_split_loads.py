@@ -26,7 +26,8 @@ from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import Outcome
-from lightserve.sim.worker import ProfiledHardware, SimulatedWorker, VirtualWorker
+from lightserve.sim.virtual_gpus import ProfiledHardware
+from lightserve.sim.worker import SimulatedWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId
 
 RT, BE = RequestClass.RT, RequestClass.BE

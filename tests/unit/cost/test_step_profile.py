@@ -40,6 +40,8 @@ COEFFICIENTS = StepCoefficients(
     per_loaded_token_s=22e-6,
 )
 MODEL = StepModel(COEFFICIENTS)
+SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 1024)
+"""To which the steps with chunks of a GPU's workers may be padded."""
 ROWS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 400)), max_size=10)
 
 
@@ -138,11 +140,16 @@ def test_time_grows_with_every_part_of_a_shape(
     start=st.integers(0, 4000),
     num_tokens=st.integers(2, 500),
     ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
+    sizes=st.sampled_from([(), SIZES]),
 )
 def test_corrected_time_grows_with_every_row(
-    rows: list[tuple[int, int]], start: int, num_tokens: int, ratios: tuple[float, ...]
+    rows: list[tuple[int, int]],
+    start: int,
+    num_tokens: int,
+    ratios: tuple[float, ...],
+    sizes: tuple[int, ...],
 ) -> None:
-    cost = corrected(ratios)
+    cost = corrected(ratios, sizes)
     shape = shape_of(rows)
     for row in ((start, 1), (start, num_tokens)):
         assert cost.seconds(shape.plus(*row)) >= cost.seconds(shape)
@@ -160,10 +167,17 @@ def test_corrected_time_grows_with_every_row(
     most=st.integers(0, 3000),
     ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
 )
+@pytest.mark.parametrize("sizes", [(), SIZES])
 def test_the_budget_fits_and_one_more_does_not(
-    rows: list[tuple[int, int]], limit_s: float, start: int, most: int, ratios: tuple[float, ...]
+    rows: list[tuple[int, int]],
+    limit_s: float,
+    start: int,
+    most: int,
+    ratios: tuple[float, ...],
+    *,
+    sizes: tuple[int, ...],
 ) -> None:
-    cost, shape = corrected(ratios), shape_of(rows)
+    cost, shape = corrected(ratios, sizes), shape_of(rows)
     count = cost.tokens_within(shape, limit_s, start, most)
     assert 0 <= count <= most
     if count > 0:
@@ -174,13 +188,79 @@ def test_the_budget_fits_and_one_more_does_not(
         assert cost.seconds(shape.plus(start, 2)) > limit_s
 
 
-def corrected(ratios: tuple[float, ...]) -> StepCost:
+def corrected(ratios: tuple[float, ...], sizes: tuple[int, ...] = ()) -> StepCost:
     """Return a model whose kinds of steps take so many times as long as profiled."""
     cost, kinds = StepCost(), ([(9, 1)], [(9, 1), (9, 2)], [(9, 2)])
-    cost.use_profile(COEFFICIENTS)
+    cost.use_workers(COEFFICIENTS, sizes)
     for rows, ratio in zip(kinds, ratios, strict=True):
         cost.observe(shape_of(rows), ratio * MODEL.seconds(shape_of(rows)))
     return cost
+
+
+# Workers that pad steps with chunks to some sizes.
+
+
+@given(rows=ROWS, start=st.integers(0, 4000), num_tokens=st.integers(2, 500))
+def test_a_step_with_a_chunk_takes_what_its_size_takes(
+    rows: list[tuple[int, int]], start: int, num_tokens: int
+) -> None:
+    """All but the attention of its rows."""
+    shape = shape_of(rows).plus(start, num_tokens)
+    above = [size for size in SIZES if size >= shape.num_new]
+    whole = shape._replace(num_new=above[0]) if above else shape
+    assert StepModel(COEFFICIENTS, SIZES).seconds(shape) == MODEL.seconds(whole)
+    decodes = shape.decodes
+    assert StepModel(COEFFICIENTS, SIZES).seconds(decodes) == MODEL.seconds(decodes)
+
+
+def test_what_a_shape_adds_to_a_large_step_is_not_padded() -> None:
+    shape = StepShape().plus(0, 130)
+    assert StepModel(COEFFICIENTS, SIZES).work(shape) == MODEL.work(shape)
+
+
+def test_the_time_up_to_the_next_size_is_no_reason_to_cut_a_prompt() -> None:
+    """One token past a size, and a step takes as long as with all up to the next one."""
+    cost, decodes = StepCost(), StepShape().plus_decodes(60, 60_000)
+    cost.use_workers(COEFFICIENTS, SIZES)
+    of_512_s = cost.seconds(decodes.plus(0, 512 - 60))
+    pair_s = COEFFICIENTS.per_chunk_pair_s
+    assert of_512_s - cost.seconds(decodes.plus(0, 385 - 60)) < 100_000 * pair_s
+    # As much as the tokens of the next size cost is left of the limit, but for one.
+    limit_s = of_512_s + 511 * COEFFICIENTS.per_new_s
+    assert cost.tokens_within(decodes, limit_s, 0, 4000) == 512 - 60
+    assert cost.tokens_within(decodes, of_512_s * 1.0001, 0, 4000) == 512 - 60
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_steps_of_sizes_are_fitted_as_such(is_told: bool) -> None:
+    """Teeth: a line through the steps of the sizes is off by much more."""
+    padding = StepModel(COEFFICIENTS, SIZES)
+    samples = samples_of(padding, 300, noise=0.02)
+    sizes = SIZES if is_told else ()
+    error = held_out_errors(samples, sizes=sizes)
+    assert (error.median < 0.03 and error.p95 < 0.07) == is_told
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_sizes_are_learnt_while_serving_and_doubts_with_them(is_told: bool) -> None:
+    """A router without a profile: its guard shrinks as its steps are no riddle."""
+    padding, cost = StepModel(COEFFICIENTS, SIZES), StepCost()
+    cost.use_workers(None, SIZES if is_told else ())
+    for shape, seconds in samples_of(padding, 600, noise=0.02):
+        cost.observe(shape, seconds)
+    samples = samples_of(padding, 300, noise=0.02, seed=1)
+    off = [abs(cost.seconds(shape) / seconds - 1) for shape, seconds in samples]
+    assert (float(np.quantile(off, 0.95)) < 0.08) == is_told
+    assert (cost.guard < 1.25) == is_told
+
+
+def test_new_workers_may_pad_otherwise() -> None:
+    """What was learnt of the group before is kept, and its sizes are not."""
+    cost, shape = StepCost(), StepShape().plus(0, 130)
+    cost.use_workers(COEFFICIENTS, SIZES)
+    assert cost.seconds(shape) == MODEL.seconds(shape._replace(num_new=192))
+    cost.use_workers(None, ())
+    assert cost.seconds(shape) == MODEL.seconds(shape)
 
 
 KEY = ProfileKey("abc", "bfloat16", "a device", 1, 2, "auto")

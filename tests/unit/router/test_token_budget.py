@@ -81,6 +81,7 @@ class _Runner:
     """What a profile asks a runner for."""
 
     context_len, num_kv_slots = 10_000, 20_000
+    mixed_sizes = (64, 512)
 
     def __init__(self, device_type: str) -> None:
         self.device = torch.device(device_type)
@@ -90,6 +91,7 @@ class _Runner:
 def test_steps_are_profiled_up_to_the_budget(device_type: str, expected: int) -> None:
     limits = limits_of(_Runner(device_type), ServeConfig())  # type: ignore[arg-type]
     assert limits.max_tokens == expected
+    assert limits.mixed_sizes == (64, 512)
 
 
 def first_chunk(core: Scheduler) -> int:
