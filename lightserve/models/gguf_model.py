@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightserve.cost.profile import cache_dir
 from lightserve.errors import ModelLoadError
@@ -27,27 +28,63 @@ from lightserve.tokenization.sentencepiece_file import decoder, merges
 from lightserve.tokenization.tiktoken_file import SPLITS
 
 WEIGHTS_FILE = "model.gguf"
-_LAYOUT = "3"
+_LAYOUT = "4"
 """Of what is written: another one is written anew."""
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT_4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+
+
+def _by_case(ending: str, digits: str) -> str:
+    """Return how texts are split where capitals before small letters begin a word."""
+    return (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_THREE = r"\p{N}{1,3}"
+_DEEPSEEK_V3 = (
+    _THREE,
+    r"[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+    rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_AS_LLAMA3 = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "jina-v5-nano",
+)
+_AS_GLM4 = ("glm4", "glm5")
+_AS_QWEN2 = (
+    *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"),
+    *("solar-open", "grok-2"),
+)
+_AS_GPT2 = (
+    *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"),
+    *("gigachat", "a.x-4.0", "mellum", "modern-bert"),
+)
+_SINGLE_DIGITS = (
+    *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+    "mellum2",
+)
+_WITH_BOS = (*_AS_LLAMA3, "tekken")
+"""Pre-tokenisers whose texts begin with BOS where the file does not say."""
+_WHOLE_WORDS = (*_AS_LLAMA3, *_AS_GLM4, "tekken")
+"""Pre-tokenisers that take a word that is a token as this token, whatever the merges make of it."""
 _SPLITS: dict[str, tuple[str, ...]] = {
     **{name: (split,) for name, split in SPLITS.items()},
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (SPLITS["llama-bpe"],)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "gpt-2", "default"), ()),
-    "gpt-4o": (_GPT_4O,),
-    "falcon": (
-        r"[\p{P}\$\+<=>\^~\|`]+",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-        r"[0-9][0-9][0-9]",
-    ),
+    **dict.fromkeys((*_AS_LLAMA3, "dbrx", "smaug-bpe", "chatglm-bpe"), (SPLITS["llama-bpe"],)),
+    **dict.fromkeys(_AS_GLM4, (SPLITS["llama-bpe"],)),
+    **dict.fromkeys(_AS_QWEN2, (SPLITS["qwen2"],)),
+    **dict.fromkeys((*_SINGLE_DIGITS, *_AS_GPT2), ()),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (r" ?[^(\s|.,!?…。，、।۔،)]+",)),  # noqa: RUF001
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), (_by_case(_ENDING, _THREE),)),
+    "tekken": (_by_case("", r"\p{N}"),),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, r"[0-9][0-9][0-9]"),
     "deepseek-llm": (
         r"[\r\n]",
         r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
@@ -57,18 +94,29 @@ _SPLITS: dict[str, tuple[str, ...]] = {
         r"\p{N}+",
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-    "deepseek-v3": (
-        r"\p{N}{1,3}",
-        r"[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
-        rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
 }
 """How texts are split before they are merged, step by step, by `tokenizer.ggml.pre`; without a
 step: as GPT-2's are."""
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 _CONTROL, _USER_DEFINED = 3, 4
-_HARMONY_ENDS = ("<|return|>", "<|call|>")
+_ENDS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]"),
+        *("[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "[e~["),
+        "<|tool_response>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+    }
+)
+"""Tokens that end an answer whatever the keys say, as in llama.cpp's `llama-vocab.cpp`."""
+_PLAIN_END = "</s>"
+"""Another one, where the file has it as a control token: Gemma's is a tag of HTML."""
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_CALL_ENDS, _ANSWER_ENDS = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
+_MESSAGE_END = "<|end|>"
+"""Ends an answer, but for models that have one of both: there it ends one message of several."""
 
 
 def unpacked_root() -> Path:
@@ -151,27 +199,58 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(gguf, pieces),
-        "post_processor": None,
+        "post_processor": _end_of_texts(gguf, len(pieces)),
         **parts,
     }
 
 
 def _added_tokens(gguf: GgufFile, pieces: list[str]) -> list[dict[str, Any]]:
-    kinds = gguf.numbers("tokenizer.ggml.token_type")
-    if len(kinds) != len(pieces):
-        raise gguf.error("tokenizer.ggml.token_type", f"must have {len(pieces)} entries")
+    """Return the tokens that are found in texts before they are split.
+
+    One that ends answers is a control token even where the file says otherwise.
+    """
+    kinds = _kinds(gguf, len(pieces))
+    ends = np.fromiter((piece in _ENDS for piece in pieces), bool, count=len(pieces))
+    is_special = (kinds == _CONTROL) | ends
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": at, "content": pieces[at], "special": bool(kinds[at] == _CONTROL), **flags}
-        for at in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED)).tolist()
+        {"id": at, "content": pieces[at], "special": bool(is_special[at]), **flags}
+        for at in np.flatnonzero(is_special | (kinds == _USER_DEFINED)).tolist()
         if pieces[at]
     ]
 
 
+def _kinds(gguf: GgufFile, num_pieces: int) -> npt.NDArray[np.generic]:
+    """Return the kind of each token; without the key all are text."""
+    if (key := "tokenizer.ggml.token_type") not in gguf.metadata:
+        return np.ones(num_pieces, dtype=np.int32)
+    if len(kinds := gguf.numbers(key)) != num_pieces:
+        raise gguf.error(key, f"must have {num_pieces} entries")
+    return kinds
+
+
+def _end_of_texts(gguf: GgufFile, num_pieces: int) -> dict[str, Any] | None:
+    """Return what puts EOS behind texts, as files of models for vectors ask for."""
+    if not gguf.boolean("tokenizer.ggml.add_eos_token", default=False):
+        return None
+    token_id = _token_id(gguf, "tokenizer.ggml.eos_token_id", num_pieces)
+    name = gguf.string_at("tokenizer.ggml.tokens", token_id)
+    behind = {"SpecialToken": {"id": name, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, behind],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
+    }
+
+
+def _pre_tokeniser(gguf: GgufFile) -> str:
+    return gguf.string("tokenizer.ggml.pre", default="default")
+
+
 def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
     """Return a tokeniser as GPT-2's, whose merges the file has."""
-    pre = gguf.string("tokenizer.ggml.pre", default="default")
-    if pre not in _SPLITS:
+    if (pre := _pre_tokeniser(gguf)) not in _SPLITS:
         known = ", ".join(_SPLITS)
         raise gguf.error("tokenizer.ggml.pre", f"must be one of {known}, got {pre!r}")
     splits = _SPLITS[pre]
@@ -197,14 +276,15 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
             "type": "BPE",
             "vocab": vocab,
             "merges": _Made(merges()),
-            "ignore_merges": pre == "llama-bpe",
+            "ignore_merges": pre in _WHOLE_WORDS,
         },
     }
 
 
 def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> dict[str, Any]:
     """Return a tokeniser as Llama 2's: the best piece of two neighbours is merged first."""
-    scores = gguf.numbers("tokenizer.ggml.scores")
+    has_scores = "tokenizer.ggml.scores" in gguf.metadata
+    scores = gguf.numbers("tokenizer.ggml.scores") if has_scores else np.zeros(len(pieces))
     if len(scores) != len(pieces):
         raise gguf.error("tokenizer.ggml.scores", f"must have {len(pieces)} entries")
     try:
@@ -234,31 +314,39 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     """Return special tokens and the chat template."""
     num_pieces = gguf.count("tokenizer.ggml.tokens")
     is_llama = gguf.string("tokenizer.ggml.model") == "llama"
+    adds_bos = is_llama or _pre_tokeniser(gguf) in _WITH_BOS
     config: dict[str, Any] = {
-        "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=is_llama)
+        "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=adds_bos)
     }
-    for name in ("bos", "eos"):
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key in gguf.metadata:
-            token_id = _token_id(gguf, key, num_pieces)
-            config[f"{name}_token"] = gguf.string_at("tokenizer.ggml.tokens", token_id)
-    ends = {
-        _token_id(gguf, key, num_pieces)
-        for name in ("eos", "eot", "eom")
-        if (key := f"tokenizer.ggml.{name}_token_id") in gguf.metadata
-    }
-    if gguf.string("general.architecture") == "gpt-oss":
-        ends = _harmony_ends(gguf) or ends
-    config["eos_token_id"] = sorted(ends) or None
+    by_default = {"bos": 1, "eos": 2} if is_llama and num_pieces > 2 else {}
+    ids: dict[str, int] = {}
+    for name in ("bos", *_END_KEYS):
+        if (key := f"tokenizer.ggml.{name}_token_id") in gguf.metadata:
+            ids[name] = _token_id(gguf, key, num_pieces)
+        elif name in by_default:
+            ids[name] = by_default[name]
+    for name in ids.keys() & {"bos", "eos"}:
+        config[f"{name}_token"] = gguf.string_at("tokenizer.ggml.tokens", ids[name])
+    ends = {token_id for name, token_id in ids.items() if name != "bos"}
+    config["eos_token_id"] = _ends_of_answers(gguf, num_pieces, ends) or None
     if "tokenizer.chat_template" in gguf.metadata:
         config["chat_template"] = gguf.string("tokenizer.chat_template")
     return config
 
 
-def _harmony_ends(gguf: GgufFile) -> set[int]:
-    """Return what ends an answer of gpt-oss: a message's own end does not, a call's does."""
-    pieces = gguf.each_string("tokenizer.ggml.tokens")
-    return {number for number, piece in enumerate(pieces) if piece in _HARMONY_ENDS}
+def _ends_of_answers(gguf: GgufFile, num_pieces: int, by_key: set[int]) -> list[int]:
+    """Return the ids of all tokens that end an answer, by key or by name."""
+    pieces = list(gguf.each_string("tokenizer.ggml.tokens"))
+    kinds = _kinds(gguf, num_pieces)
+    ends = by_key | {
+        number
+        for number, piece in enumerate(pieces)
+        if piece in _ENDS or (piece == _PLAIN_END and kinds[number] == _CONTROL)
+    }
+    names = {pieces[number] for number in ends}
+    if names & _CALL_ENDS and names & _ANSWER_ENDS:
+        ends -= {number for number in ends if pieces[number] == _MESSAGE_END}
+    return sorted(ends)
 
 
 def _token_id(gguf: GgufFile, key: str, num_tokens: int) -> int:

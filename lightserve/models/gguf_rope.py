@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightserve.errors import ModelLoadError
@@ -9,6 +10,8 @@ from lightserve.models.gguf import GgufFile
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_KINDS = ("none", "linear", "yarn", "longrope")
+_OR_KINDS = "none, linear, yarn or longrope"
 _PARTLY_ROTATED = ("phi2", "phi3", "gptneox", "glm4", "chatglm")
 
 
@@ -25,50 +28,75 @@ def rope_of(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str,
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
     if name in _PARTLY_ROTATED:
         rope["partial_rotary_factor"] = size / head_dim
+    kind = gguf.string(f"{name}.rope.scaling.type", default="linear")
+    if kind not in _KINDS:
+        raise gguf.error(f"{name}.rope.scaling.type", f"must be {_OR_KINDS}, got {kind!r}")
+    factor = 1.0 if kind == "none" else _scaling_factor(gguf, name)
     if _LONG_FACTORS in gguf.tensors and _SHORT_FACTORS in gguf.tensors:
         original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
         scaled = rope | {
             "rope_type": "longrope",
-            "short_factor": _float32(gguf, _SHORT_FACTORS, size // 2),
-            "long_factor": _float32(gguf, _LONG_FACTORS, size // 2),
+            "short_factor": _factors(gguf, _SHORT_FACTORS, size // 2, times=factor),
+            "long_factor": _factors(gguf, _LONG_FACTORS, size // 2, times=factor),
             "original_max_position_embeddings": original,
         }
         return scaled | _attention_factor(gguf, name)
     if FREQUENCY_FACTORS in gguf.tensors:
+        if kind == "yarn":
+            key = f"{name}.rope.scaling.type"
+            raise gguf.error(key, f"must not be 'yarn' beside the tensor {FREQUENCY_FACTORS!r}")
         # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
-        factors = _float32(gguf, FREQUENCY_FACTORS, size // 2)
+        factors = _factors(gguf, FREQUENCY_FACTORS, size // 2, times=factor)
         return rope | {
             "rope_type": "longrope",
             "short_factor": factors,
             "long_factor": factors,
-            "attention_factor": 1.0,
+            "attention_factor": _attention_factor(gguf, name).get("attention_factor", 1.0),
             "original_max_position_embeddings": length,
         }
-    kind = gguf.string(f"{name}.rope.scaling.type", default="none")
-    match kind:
-        case "none":
-            return rope
-        case "linear":
-            factor = gguf.number(f"{name}.rope.scaling.factor")
-            return rope | {"rope_type": "linear", "factor": factor}
-        case "yarn":
-            original = gguf.integer(f"{name}.rope.scaling.original_context_length")
-            scaled = rope | {
-                "rope_type": "yarn",
-                "factor": gguf.number(f"{name}.rope.scaling.factor"),
-                "original_max_position_embeddings": original,
-                "beta_fast": gguf.number(f"{name}.rope.scaling.yarn_beta_fast", default=32.0),
-                "beta_slow": gguf.number(f"{name}.rope.scaling.yarn_beta_slow", default=1.0),
-            }
-            return scaled | _attention_factor(gguf, name)
-        case _:
-            key = f"{name}.rope.scaling.type"
-            raise gguf.error(key, f"must be none, linear or yarn, got {kind!r}")
+    if kind == "yarn":
+        original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
+        scaled = rope | {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": gguf.number(f"{name}.rope.scaling.yarn_beta_fast", default=32.0),
+            "beta_slow": gguf.number(f"{name}.rope.scaling.yarn_beta_slow", default=1.0),
+        }
+        if own := _attention_factor(gguf, name):
+            # By the file's factor queries and keys grow beyond YaRN's own growth.
+            own["attention_factor"] *= 0.1 * math.log(factor) + 1.0
+        return scaled | own
+    _refuse_growth(gguf, name)
+    return rope if factor == 1.0 else rope | {"rope_type": "linear", "factor": factor}
+
+
+def _scaling_factor(gguf: GgufFile, name: str) -> float:
+    """Return what positions are divided by; an old key has it where the new one is absent."""
+    key = f"{name}.rope.scaling.factor"
+    if key not in gguf.metadata:
+        key = f"{name}.rope.scale_linear"
+    factor = gguf.number(key, default=1.0) or 1.0
+    if factor < 1.0:
+        raise gguf.error(key, f"must be 0 or at least 1, got {factor}")
+    return factor
+
+
+def _refuse_growth(gguf: GgufFile, name: str) -> None:
+    """Refuse a factor of queries and keys where positions alone are scaled."""
+    if _attention_factor(gguf, name).get("attention_factor", 1.0) != 1.0:
+        key = f"{name}.rope.scaling.attn_factor"
+        raise gguf.error(key, "must be 1 without YaRN and without a factor for each frequency")
 
 
 def _attention_factor(gguf: GgufFile, name: str) -> dict[str, Any]:
     key = f"{name}.rope.scaling.attn_factor"
     return {"attention_factor": gguf.number(key)} if key in gguf.metadata else {}
+
+
+def _factors(gguf: GgufFile, name: str, length: int, *, times: float) -> list[float]:
+    """Return what each frequency is divided by: the file's number, times its common factor."""
+    return [times * number for number in _float32(gguf, name, length)]
 
 
 def _float32(gguf: GgufFile, name: str, length: int) -> list[float]:

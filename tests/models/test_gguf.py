@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 import tracemalloc
@@ -21,23 +22,19 @@ from support.gguf_files import (
     string,
     tensors_of,
     tiny_tokens,
-    tokens_of,
     write_gguf,
 )
 from support.gguf_models import CONVERTED, MODELS, converted
 from support.model_runs import load_tiny, standard_sequences
 from support.parity import TokenSequence, compare_all, schedule
 from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
-from tokenizers import Regex, pre_tokenizers
 
-from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.config import ServeConfig
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
-from lightserve.models import gguf_model, gguf_reader
+from lightserve.models import gguf_reader
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_blocks import numbers_of_blocks
@@ -47,10 +44,8 @@ from lightserve.models.gguf_rope import FREQUENCY_FACTORS
 from lightserve.models.layers.linear import LinearMethod
 from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.parallel import Part
-from lightserve.models.rope import YarnRope
+from lightserve.models.rope import DefaultRope, LinearRope, RopeConfig, YarnRope
 from lightserve.models.weight_files import check_weights, quantised_as
-from lightserve.supervisor.startup import check_model, resolve_model
-from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.worker.engine import linear_method
 
@@ -255,9 +250,59 @@ def test_factors_of_frequencies(tmp_path: Path) -> None:
     config = load_model_config(unpack(changed))
     assert config.rope.short_factors == config.rope.long_factors == tuple(factors)  # type: ignore[union-attr]
     assert config.rope.attention_factor == 1.0  # type: ignore[union-attr]
+    metadata["llama.rope.scaling.factor"] = 2.0
+    (further := tmp_path / "further.gguf").write_bytes(gguf_bytes(metadata, tensors))
+    twice = tuple(2 * factor for factor in factors)
+    assert load_model_config(unpack(further)).rope.short_factors == twice  # type: ignore[union-attr]
+    metadata["llama.rope.scaling.type"] = "yarn"
+    beside = refused(gguf_bytes(metadata, tensors), tmp_path / "yarn.gguf")
+    assert "'llama.rope.scaling.type' must not be 'yarn' beside the tensor" in beside
+    del metadata["llama.rope.scaling.type"]
     tensors[FREQUENCY_FACTORS] = ((1 << 16,), 0, bytes(4 << 16))
     longer = refused(gguf_bytes(metadata, tensors), tmp_path / "longer.gguf")
     assert f"'{FREQUENCY_FACTORS}' must be a row of 8 in F32, got [65536]" in longer
+
+
+ABSENT_SCALINGS: list[tuple[dict[str, Any], RopeConfig]] = [
+    ({"scale_linear": 4.0}, LinearRope(theta=500.0, factor=4.0)),
+    ({"scaling.factor": 4.0}, LinearRope(theta=500.0, factor=4.0)),
+    ({"scaling.factor": 2.0, "scale_linear": 4.0}, LinearRope(theta=500.0, factor=2.0)),
+    ({"scaling.factor": 0.0}, DefaultRope(theta=500.0)),
+    ({"scaling.type": "linear"}, DefaultRope(theta=500.0)),
+    ({"scaling.type": "longrope", "scaling.factor": 2.0}, LinearRope(theta=500.0, factor=2.0)),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, DefaultRope(theta=500.0)),
+    ({"scaling.type": "none", "scale_linear": 4.0}, DefaultRope(theta=500.0)),
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), ABSENT_SCALINGS, ids=str)
+def test_absent_keys_of_scaled_positions(
+    keys: dict[str, Any], expected: RopeConfig, tmp_path: Path
+) -> None:
+    """Linear by the old key or without a type, as in llama.cpp (to 3e-6 of its logits)."""
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    gguf = read_gguf(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
+    own = {f"llama__rope__{key.replace('.', '__')}": item for key, item in keys.items()}
+    file = tmp_path / "scaled.gguf"
+    file.write_bytes(rewritten(gguf, llama__rope__freq_base=500.0, **own))
+    assert load_model_config(unpack(file)).rope == expected
+
+
+def test_absent_keys_of_yarn(tmp_path: Path) -> None:
+    """The first length is the whole one; the file's growth is a factor of YaRN's own."""
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    gguf = read_gguf(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
+    keys = {"llama__rope__scaling__type": "yarn", "llama__rope__scale_linear": 4.0}
+    (file := tmp_path / "old.gguf").write_bytes(rewritten(gguf, **keys))
+    found = load_model_config(unpack(file)).rope
+    assert isinstance(found, YarnRope)
+    assert (found.factor, found.attention_factor) == (4.0, None)
+    assert found.original_max_position_embeddings == gguf.integer("llama.context_length")
+    keys["llama__rope__scaling__attn_factor"] = 1.25
+    (file := tmp_path / "growing.gguf").write_bytes(rewritten(gguf, **keys))
+    found = load_model_config(unpack(file)).rope
+    assert isinstance(found, YarnRope)
+    assert found.attention_factor == pytest.approx(1.25 * (0.1 * math.log(4.0) + 1.0))
 
 
 def test_what_a_file_of_gpt_oss_does_not_say(tmp_path: Path) -> None:
@@ -321,79 +366,6 @@ def test_exponents_that_are_no_number(tmp_path: Path) -> None:
     for method in (None, kept):
         with pytest.raises(ModelLoadError, match=f"'{name}' has values that are not finite"):
             load_tiny(unpack(bad), torch.float32, NativeKernels(), method=method)
-
-
-# Tokenisers.
-
-
-@pytest.mark.parametrize(
-    ("pre", "pieces"),
-    [
-        ("gpt-4o", ["HELLOworld", " don't", "123", "45", ".\n\n", " ", " \u00c7A"]),
-        (
-            "deepseek-llm",
-            ["HELLOworld", " don", "'", "t", "12345", ".", "\n", "\n", " ", " \u00c7", "A"],
-        ),
-        (
-            "deepseek-coder",
-            ["HELLOworld", " don", "'", "t", *"12345", ".", "\n", "\n", " ", " \u00c7A"],
-        ),
-        ("deepseek-v3", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
-    ],
-)
-def test_texts_are_split_as_in_the_authors_tokenisers(pre: str, pieces: list[str]) -> None:
-    split = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in gguf_model._SPLITS[pre]]
-    )
-    found = split.pre_tokenize_str("HELLOworld don't12345.\n\n  \u00c7A")
-    assert [piece for piece, _ in found] == pieces
-
-
-def test_the_bundled_model_as_one_file(tmp_path: Path) -> None:
-    """Weights, tokeniser and template: what the directory says, the file says."""
-    template = "{{ messages[0]['content'] }}"
-    extra = {
-        "tokenizer.chat_template": template,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.eot_token_id": 3,
-        "tokenizer.ggml.add_bos_token": True,
-    }
-    tokens = tokens_of(BUNDLED_MODEL_DIR) | extra
-    file = write_gguf(
-        BUNDLED_MODEL_DIR, tmp_path / "tiny.gguf", name="llama", kind="BF16", tokens=tokens
-    )
-    config = resolve_model(ServeConfig(model=str(file)))
-    check_model(config)
-    ours, theirs = Tokenizer(Path(config.model)), Tokenizer(BUNDLED_MODEL_DIR)
-    for text in ("Where is Mira's brass lantern?", "  12 blue  doors\n\n", "née, 東京 🚪"):
-        ids = ours.encode(text, add_special_tokens=False)
-        assert ids == theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, add_special_tokens=True) == [1, *ids]
-        assert ours.decode(ids) == text
-    assert ours.eos_token_ids == (2, 3)
-    found = find_chat_template(Path(config.model))
-    assert found is not None and found.text == template
-
-
-def test_a_sentencepiece_tokeniser(tmp_path: Path) -> None:
-    plain = write_tiny_model(TinyModel("", "Llama", {"vocab_size": 300}), tmp_path / "plain")
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "lo"]
-    tokens = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [*pieces, *words],
-        "tokenizer.ggml.scores": [0.0] * len(pieces) + [-float(n) for n in range(len(words))],
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
-    file = write_gguf(plain, tmp_path / "model.gguf", name="llama", tokens=tokens)
-    tokenizer = Tokenizer(unpack(file))
-    ids = tokenizer.encode("hello é", add_special_tokens=True)
-    names = [tokenizer.name_of(token_id) for token_id in ids]
-    assert names == ["<s>", "▁hello", "▁", "<0xC3>", "<0xA9>"]
-    assert tokenizer.decode(ids) == "hello é"
 
 
 # Files that are wrong.
@@ -515,7 +487,10 @@ def rewritten(gguf: GgufFile, **changes: Any) -> bytes:
         ({"llama__expert_count": 8}, "'llama.expert_used_count' is missing"),
         ({"llama__attention__head_count": 0}, "must be at least 1"),
         ({"llama__rope__dimension_count": 8}, "must be that of keys, 16, got 8"),
-        ({"llama__rope__scaling__type": "spiral"}, "must be none, linear or yarn"),
+        ({"llama__rope__scaling__type": "spiral"}, "must be none, linear, yarn or longrope"),
+        ({"llama__rope__scaling__factor": 0.5}, "must be 0 or at least 1, got 0.5"),
+        ({"llama__rope__scale_linear": 0.25}, "must be 0 or at least 1, got 0.25"),
+        ({"llama__rope__scaling__attn_factor": 1.5}, "must be 1 without YaRN"),
         ({"tokenizer__ggml__model": "bert"}, "must be gpt2 or llama"),
         ({"tokenizer__ggml__pre": "klingon"}, "must be one of llama-bpe, qwen2"),
         ({"tokenizer__ggml__tokens": ["a"] * 202}, "has 202 tokens for the embedding"),
