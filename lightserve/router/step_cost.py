@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lightserve.cost.model import StepModel, StepSample, StepShape, fit
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit, padded
 from lightserve.messages.common import StepCoefficients
 
 # What copying KV between the pool and the host costs, learnt while serving.
@@ -248,6 +248,10 @@ class StepCost:
         if self._model is None:
             return 0.0
         return self._ratio(kind_of(shape)).mean * self._model.work(shape)
+
+    def num_padding(self, shape: StepShape) -> int:
+        """Return how many tokens the workers compute in a step beside those of its shape."""
+        return padded(shape.num_new, self._sizes) - shape.num_new if shape.num_chunks else 0
 
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return what copies add by the profile; 0: it has not measured any."""

@@ -46,14 +46,9 @@ class StepBudget:
         *,
         meets_deadlines: bool,
     ) -> None:
-        """Begin with an empty step.
+        """Begin with an empty step, of requests that run and that may start.
 
-        Args:
-            running: the requests that run, and may advance.
-            waiting: those that may start.
-            limits: what it may use.
-            skips: is told what is left out.
-            meets_deadlines: whether the policy looks at deadlines.
+        `skips` is told what is left out; `meets_deadlines`: whether the policy looks at deadlines.
         """
         self.running = running
         self.waiting = waiting
@@ -447,10 +442,15 @@ class StepBudget:
         rows = [part for part in self._added if isinstance(part, np.ndarray)]
         return rows[0] if len(rows) == 1 else np.concatenate([NO_ROWS, *rows])
 
-    def lend(self, until_s: float) -> None:
-        """Let best-effort requests have what is left: the step may take so long."""
+    @property
+    def is_padded(self) -> bool:
+        """Whether workers fill it up with as many tokens as are worth a row."""
+        return self._cost.num_padding(self._shape) >= MIN_CHUNK
+
+    def lend(self, until_s: float, *, doubtless_s: float = 0.0) -> None:
+        """Let best-effort requests have what is left up to then, in doubt to `doubtless_s`."""
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
-        self._base_s = self.seconds
+        self._base_s = max(self.seconds, min(doubtless_s, self._limit_s))
         self._lent_until_s = until_s
 
     @contextmanager

@@ -198,8 +198,9 @@ class _Order:
             until_s = min(until_s, step.seconds)
             step.lend(until_s)
         yield from self._fill_with_best_effort()
-        if ample > 0 and self.wants_more:
-            step.lend(max(until_s, step.seconds * (1.0 + NEARLY_FREE)))
+        if self.wants_more and (ample > 0 or step.is_padded):
+            nearly_s = step.seconds * (1.0 + NEARLY_FREE)
+            step.lend(max(until_s, nearly_s), doubtless_s=nearly_s if step.is_padded else 0.0)
             yield from self._fill_with_best_effort(has_decodes=False)
             self.wants_more = True
         if len(displaced):
@@ -421,7 +422,8 @@ def is_turn_of_late(
 #
 # Where much time is free (`ample_share`) and little is lent, it is memory that is short. Decodes of
 # best-effort requests go beyond what is lent then, as one that waits keeps its memory from others,
-# and prompts get what adds next to nothing to a step (NEARLY_FREE).
+# and prompts get what adds next to nothing to a step (NEARLY_FREE). So they do in any case where
+# workers pad a step with a chunk: up to its size tokens cost their attention alone.
 
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""

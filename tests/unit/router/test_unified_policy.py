@@ -262,6 +262,37 @@ def test_where_much_time_is_free_best_effort_goes_on_beyond_what_is_lent() -> No
     assert share_of_best_effort(0.8) == (0, 0), "2 % of the 11.2 ms are all that is lent"
 
 
+@pytest.mark.parametrize("num_prompt", [71, 100, 119])
+def test_best_effort_has_what_workers_pad_a_step_with(num_prompt: int) -> None:
+    """Nothing is lent, and doubts are such that the step as it is may take all of its limit."""
+    cost, shares = StepCost(), []
+    coefficients = StepCoefficients(1e-2, 0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 1e-9)
+    running = holding([decode(number, 40) for number in range(9)])
+    waiting = [due(make_request(10, prompt=num_prompt), 400), make_request(20, BE, prompt=1000)]
+    for sizes in ((), (64, 128, 256)):
+        cost.use_workers(coefficients, sizes)
+        for factor in (0.3, 1.7) * 24:
+            shape = StepShape().plus_decodes(9, 9).plus(0, num_prompt)
+            cost.observe(shape, factor * cost.seconds(shape))
+        step = play(cost, running, waiting, outlook=Outlook(1.0), num_slots=117)
+        assert step[10] == num_prompt
+        shares.append(step.get(20, 0))
+    room = 128 - 9 - num_prompt
+    assert shares == [0, room if room >= MIN_CHUNK else 0]
+
+
+def test_padding_is_no_reason_to_be_late() -> None:
+    """A chunk costs 1 % of the step; a token is due before that."""
+    cost = StepCost()
+    cost.use_workers(StepCoefficients(1e-2, 0.0, 1e-4, 0.0, 2e-4, 0.0, 0.0, 0.0), (64, 128))
+    waiting = [due(make_request(10, prompt=80), 400), make_request(20, BE, prompt=1000)]
+    step_s = cost.seconds(StepShape().plus(10, 1).plus(0, 80))
+    for room_s, num_tokens in ((1e-6, 0), (3e-4, 128 - 81)):
+        running = holding([decode(0, (step_s + room_s) * 1e3)])
+        step = play(cost, running, waiting, outlook=Outlook(1.0), num_slots=13)
+        assert (step[10], step.get(20, 0)) == (80, num_tokens)
+
+
 def test_best_effort_gets_the_rest_of_the_time(cost: StepCost) -> None:
     running = [decode(0, 40), make_request(5, BE, output=3), make_request(6, BE, output=3)]
     shares = play(cost, running, [make_request(7, BE, prompt=5000)])
