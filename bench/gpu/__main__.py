@@ -1,11 +1,13 @@
-"""Everything that only a GPU can show, in one table: correctness first, then speed.
+"""Everything that only a GPU can show, in one table, the parts by their worth.
 
-    python -m bench.gpu [PART ...] [--out DIR] [--limit-s 570]
+    python -m bench.gpu [PART ...] [--out DIR] [--limit-s 350]
     python -m bench.gpu --rehearse        every part on the CPU, with tiny sizes
 
 Each part runs in a process of its own, within a time of its own; one that fails or hangs has its
-error in the table and stops no other. Parts that only say right or wrong run beside each other,
-before those that are timed. DIR gets report.json, parts.log and the trace of a checkpoint.
+error in the table and stops no other. Parts that only say right or wrong run beside each other.
+The rows of a part are printed when it ends, with the seconds that it took; behind the last one
+comes a list of what was missed. DIR gets report.json, parts.log, and what parts keep: decision
+logs and the profile of step times of `mission`, the trace of `checkpoints`.
 Exit status: 0 all targets met, 1 a target missed, 2 a part failed.
 """
 
@@ -15,12 +17,25 @@ import argparse
 import importlib
 import json
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.gpu.table import Bench, Job, Row, RowFile, exit_status, markdown, run_jobs
+from bench.gpu.table import (
+    HEAD,
+    Bench,
+    Job,
+    Row,
+    RowFile,
+    exit_status,
+    markdown_row,
+    run_jobs,
+    summary,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,29 +49,44 @@ class Part:
     limit_s: float
     is_timed: bool = True
     """Whether it is alone on the device."""
+    needs_weights: bool = False
+    """Whether it starts servers of the model that `weights` writes."""
 
 
 PARTS: dict[str, Part] = {
-    "kernels": Part("correctness", 200, is_timed=False),
-    "self-check": Part("correctness", 180, is_timed=False),
-    "parity": Part("correctness", 240, is_timed=False),
-    "graphs": Part(
-        "whole_model", 120
-    ),  # alone: how much memory graphs will take is read off the whole GPU
+    "ceilings": Part("device", 30),
+    "weights": Part("weights", 60),
+    "mission": Part("mission", 150, needs_weights=True),
+    "whole-model": Part("whole_model", 90),
+    "through-http": Part("through_http", 100, needs_weights=True),
+    "kernels": Part("correctness", 120, is_timed=False),
+    "self-check": Part("correctness", 120, is_timed=False),
+    "parity": Part("correctness", 120, is_timed=False),
     "tensor-parallel": Part("correctness", 120, is_timed=False),
     "dead-rank": Part("correctness", 180, is_timed=False),
-    "ceilings": Part("device", 60),
-    "decode-attention": Part("attention", 90),
-    "prefill-attention": Part("attention", 90),
+    "decode-attention": Part("attention", 60),
+    "prefill-attention": Part("attention", 60),
     "packed-products": Part("packed", 60),
-    "sampling": Part("correctness", 90),
-    "whole-model": Part("whole_model", 150),
+    # Timed, as how much memory graphs will take is read off the whole GPU.
+    "graphs": Part("whole_model", 90),
+    "sampling": Part("correctness", 60),
     "checkpoints": Part("whole_model", 90),
-    "through-http": Part("through_http", 240),
 }
-"""In the order of the table."""
+"""In the order in which they run."""
 AT_ONCE = 4
 """Parts beside each other that are not timed."""
+
+
+MEMORY_DIR = Path("/dev/shm")
+SHARED_BYTES = 20e9
+"""Room that weights and caches need, with some to spare."""
+
+
+def make_shared_dir(*, rehearse: bool) -> Path:
+    """Make a directory for what parts share: in memory where there is room, else on the disk."""
+    has_room = MEMORY_DIR.is_dir() and shutil.disk_usage(MEMORY_DIR).free > SHARED_BYTES
+    parent = MEMORY_DIR if has_room and not rehearse else None
+    return Path(tempfile.mkdtemp(prefix="gpu-check-", dir=parent))
 
 
 def function_of(name: str) -> Callable[[Bench], None]:
@@ -66,7 +96,15 @@ def function_of(name: str) -> Callable[[Bench], None]:
     return function
 
 
-def run_part(name: str, rows: Path, out: Path, *, rehearse: bool) -> None:
+def with_weights(names: Sequence[str]) -> list[str]:
+    """Return the parts by their worth, each once, and the writing of weights where one needs it."""
+    wanted = set(names)
+    if any(PARTS[name].needs_weights for name in wanted):
+        wanted.add("weights")
+    return [name for name in PARTS if name in wanted]
+
+
+def run_part(name: str, rows: Path, out: Path, shared: Path, *, rehearse: bool) -> None:
     """Be a part."""
 
     from bench.gpu.device import this_machine  # noqa: PLC0415 - torch, which the parent lacks
@@ -74,15 +112,18 @@ def run_part(name: str, rows: Path, out: Path, *, rehearse: bool) -> None:
     machine = this_machine(rehearse=rehearse)
     row_file = RowFile(rows, name, is_rehearsal=rehearse)
     print(f"\n## {name}\n", flush=True)
-    function_of(name)(Bench(machine, row_file, out, rehearse))
+    function_of(name)(Bench(machine, row_file, out, shared, rehearse))
 
 
-def job_of(name: str, out: Path, *, rehearse: bool) -> Job:
+def job_of(name: str, out: Path, shared: Path, *, rehearse: bool) -> Job:
     """Return how a part is started."""
     flags = ["--rehearse"] if rehearse else []
-    command = [sys.executable, "-m", "bench.gpu", name, *flags, "--out", str(out), "--rows"]
+    command = [sys.executable, "-m", "bench.gpu", name, *flags, "--out", str(out)]
+    command += ["--shared", str(shared), "--rows"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # of servers and ranks
     env = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    # What a server has measured before, perhaps with other code, counts for nothing.
+    env["XDG_CACHE_HOME"] = str(shared / "cache")
     if rehearse:  # Triton reads it when it is imported.
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return Job(name, command, PARTS[name].limit_s, env, is_timed=PARTS[name].is_timed)
@@ -94,23 +135,37 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), metavar="DIR")
-    parser.add_argument("--limit-s", type=float, default=570.0, help="for all parts together")
+    parser.add_argument("--limit-s", type=float, default=350.0, help="for all parts together")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.parts or list(PARTS)
     if unknown := set(names) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.rows is not None:
-        run_part(names[0], args.rows, args.out, rehearse=args.rehearse)
+        run_part(names[0], args.rows, args.out, args.shared, rehearse=args.rehearse)
         return 0
-    jobs = [job_of(name, args.out, rehearse=args.rehearse) for name in names]
+    # Asked to end, it removes what is shared as well: that may be in memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    shared = make_shared_dir(rehearse=args.rehearse)
+    try:
+        rows = _run(with_weights(names), args, shared)
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+    print(summary(rows))
+    return exit_status(rows)
+
+
+def _run(names: Sequence[str], args: argparse.Namespace, shared: Path) -> list[Row]:
+    jobs = [job_of(name, args.out.resolve(), shared, rehearse=args.rehearse) for name in names]
     rows: list[Row] = []
+    print(HEAD, flush=True)
     for found in run_jobs(jobs, args.out, limit_s=args.limit_s, at_once=AT_ONCE):
         rows += found
+        print("\n".join(map(markdown_row, found)), flush=True)
         (args.out / "report.json").write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    print(markdown(rows))
-    return exit_status(rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from bench.gpu.attention import Order, slot_table
-from bench.gpu.device import Machine
+from bench.gpu.device import Machine, device_intervals, length, profiled, union
+from bench.gpu.table import Bench
 from lightserve.config import ServeConfig
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.interface import Kernels
@@ -147,6 +148,19 @@ def run_plans(runner: ModelRunner, plans: Sequence[StepPlan]) -> Run:
     gaps_s = [after - before for before, after in pairwise(link.sent_s)]
     skipped = max(0, min(WARM_STEPS, len(gaps_s) - 1))
     return Run(numbered, link.results, gaps_s[skipped:], link.sent_s[-1] - start_s)
+
+
+def device_busy_s(bench: Bench, runner: ModelRunner, plans: Sequence[StepPlan]) -> float | None:
+    """Return the seconds per plan in which the device did anything, by a profiled run.
+
+    None: nothing ran on a device.
+    """
+    path = bench.out / "steps.trace.json"
+    with profiled(bench.machine, path):
+        run_plans(runner, plans)
+    busy = union(device_intervals(path))
+    path.unlink()
+    return 1e-6 * length(busy) / len(plans) if busy else None
 
 
 class Sequences:

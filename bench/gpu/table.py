@@ -15,12 +15,13 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,9 +122,12 @@ def markdown_row(row: Row) -> str:
     return f"| {row.part} | {name} | {value} | {row.target} | {row.verdict} |"
 
 
-def markdown(rows: Iterable[Row]) -> str:
-    """Return the table."""
-    return "\n".join((HEAD, *(markdown_row(row) for row in rows)))
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many targets were met, and the rows of those that were not."""
+    counts = Counter(row.verdict for row in rows if row.verdict is not Verdict.REPORTED)
+    numbers = ", ".join(f"{verdict} {number}" for verdict, number in counts.items())
+    bad = [row for row in rows if row.verdict in (Verdict.MISSED, Verdict.FAILED)]
+    return "\n".join((f"\n{numbers}", *(markdown_row(row) for row in bad)))
 
 
 def exit_status(rows: Sequence[Row]) -> int:
@@ -156,7 +160,8 @@ def run_jobs(
 ) -> Iterator[list[Row]]:
     """Run all parts within `limit_s`; yield the rows of each, in order, as soon as they are there.
 
-    Those that are not timed come first, `at_once` of them at a time; then the others, one by one.
+    Parts that are timed run alone. Those that are not, and follow each other, run beside each
+    other, `at_once` of them at a time.
     """
     end_s = time.monotonic() + limit_s
 
@@ -164,13 +169,12 @@ def run_jobs(
         return run_job(job, out, left_s=end_s - time.monotonic())
 
     (out / "parts.log").write_bytes(b"")
-    with ThreadPoolExecutor(at_once) as checks, ThreadPoolExecutor(1) as measurements:
-        checked = {job.part: checks.submit(run, job) for job in jobs if not job.is_timed}
-        measurements.submit(wait, checked.values())
-        measured = {job.part: measurements.submit(run, job) for job in jobs if job.is_timed}
-        found = checked | measured
-        for job in jobs:
-            yield found[job.part].result()
+    for is_timed, group in groupby(jobs, key=lambda job: job.is_timed):
+        if is_timed:
+            yield from map(run, group)
+            continue
+        with ThreadPoolExecutor(at_once) as pool:
+            yield from pool.map(run, list(group))
 
 
 def run_job(job: Job, out: Path, *, left_s: float) -> list[Row]:
@@ -203,14 +207,14 @@ def run_job(job: Job, out: Path, *, left_s: float) -> list[Row]:
     log_path.unlink()
     rows = read_rows(rows_path)
     rows_path.unlink(missing_ok=True)
+    seconds = time.monotonic() - start_s
     if code is None:
         rows.append(_failure(job.part, f"ended after its {limit_s:.0f} s"))
     elif code != 0:
         rows.append(_failure(job.part, _error_of(output.decode(errors="replace"), code)))
     elif not rows:
         rows.append(_failure(job.part, "gave no figure"))
-    print(f"{job.part}: {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
-    return rows
+    return [*rows, Row(job.part, "the part", round(seconds, 1), "s", "", Verdict.REPORTED)]
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -244,5 +248,7 @@ class Bench:
     machine: Machine
     rows: RowFile
     out: Path
+    shared: Path
+    """What parts share, of a size that stays on the machine: weights, caches of servers."""
     rehearse: bool
     """Tiny sizes, on the CPU."""

@@ -1,50 +1,46 @@
 """A real server on the device, loaded over HTTP, beside its engine alone.
 
-The model has the shape of Llama 3 8B and random weights, written to a temporary directory with
-the bundled tokenizer. Its greedy answers are words: the LM head's other rows are zero, so that
-every token is text and every event one token. Several load clients share the streams, as one
-would be what is measured.
+Several load clients share the streams, as one would be what is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import httpx
+import numpy as np
 
 from bench.gpu.device import Machine
-from bench.gpu.models import LLAMA_8B, TINY_LLAMA, RandomModel, RandomReader, Sequences, run_plans
+from bench.gpu.models import WARM_STEPS, RandomModel, Sequences, device_busy_s, run_plans
 from bench.gpu.table import Bench
+from bench.gpu.weights import served_model
 from bench.serving.server import Server, running_server
-from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.loadtest import result
-from lightserve.models.weight_files import LM_HEAD, expected_tensors
+from lightserve.worker.model_runner import ModelRunner
 
 LOAD_TEST = Path(__file__).parents[1] / "load_test.py"
 STREAMS_PER_CLIENT = 32
-MIN_RATIO = 0.9
+MIN_RATIO = 0.95
+MAX_SHORT_RATIO = 1.7
+SHORT_PROMPT, NUM_SHORT = 41, 30
 BODY = {"temperature": 0.0, "ignore_eos": True}
 """So every answer has as many tokens as it may; min_tokens would change logits in each step."""
-_WORD = re.compile("Ġ?[a-z]+")
 
 
 @dataclass(frozen=True)
 class Scale:
     """Sizes of the measurement."""
 
-    shape: Mapping[str, Any]
     streams: Sequence[int]
     prompt_tokens: tuple[int, int]
     """Uniform between these; so are outputs."""
@@ -69,18 +65,16 @@ class Scale:
 
 
 GPU = Scale(
-    shape=LLAMA_8B,
     streams=(64, 256),
     prompt_tokens=(64, 192),
     output_tokens=(128, 512),
-    duration_s=14.0,
-    skip_first_s=5.0,
+    duration_s=11.0,
+    skip_first_s=4.0,
     server=("--http-workers", "4", "--host-kv-memory", "1GiB"),
     budget=2048,
     max_model_len=4096,
 )
 REHEARSED = Scale(
-    shape=dict(TINY_LLAMA) | {"vocab_size": 4096, "max_position_embeddings": 512},
     streams=(2,),
     prompt_tokens=(8, 12),
     output_tokens=(8, 16),
@@ -93,66 +87,64 @@ REHEARSED = Scale(
 
 
 def through_http(bench: Bench) -> None:
-    """Compare output tokens per second."""
+    """Compare output tokens per second, and what a short prompt takes on an idle server."""
     scale = REHEARSED if bench.rehearse else GPU
-    with TemporaryDirectory() as directory:
-        model = RandomModel.make(Path(directory), scale.shape)
-        write_weights(model, bench.machine)
-        bench.machine.release()
-        flags = (
-            *("--model", directory, "--max-num-seqs", str(max(scale.streams))),
-            *("--max-num-batched-tokens", str(scale.budget)),
-            *("--max-model-len", str(scale.max_model_len), "--log-level", "warning"),
-        )
-        with running_server([*flags, *scale.server]) as server:
-            served = {number: served_rate(server, scale, number) for number in scale.streams}
-        alone = engine_rates(model, bench.machine, scale)
+    model = served_model(bench)
+    flags = (
+        *("--model", str(model.path), "--max-num-seqs", str(max(scale.streams))),
+        *("--max-num-batched-tokens", str(scale.budget)),
+        *("--max-model-len", str(scale.max_model_len), "--log-level", "warning"),
+    )
+    with running_server([*flags, *scale.server]) as server:
+        short_s = short_prompts(server, vocab_size=model.config.vocab_size)
+        served = {number: served_rate(server, scale, number) for number in scale.streams}
+    runner = engine(model, bench.machine, scale)
+    _report_short(bench, runner, model, short_s)
     for number in scale.streams:
         name = f"Llama-3-8B shape, {number} streams"
-        bench.rows.figure(f"{name}: engine alone", alone[number], "tokens/s")
+        alone = engine_rate(runner, model, scale, number)
+        bench.rows.figure(f"{name}: engine alone", alone, "tokens/s")
         through = served[number]
         note = f"the worker was idle for {through.idle_pct:.3g} % of that time"
         bench.rows.figure(f"{name}: through HTTP", through.tokens_per_s, "tokens/s", note=note)
-        ratio = through.tokens_per_s / alone[number]
+        ratio = through.tokens_per_s / alone
         bench.rows.figure(f"{name}: HTTP to engine", ratio, "x", at_least=MIN_RATIO)
 
 
-def write_weights(model: RandomModel, machine: Machine) -> None:
-    """Write random weights and the bundled tokenizer beside the model's config.json."""
-    reader = RandomReader(model.config, dtype=torch.bfloat16, device=machine.device)
-    files: dict[str, str] = {}
-    for number, names in enumerate(_shards(model)):
-        file = f"model-{number:05}.safetensors"
-        tensors = {name: _tensor(reader, model, name).cpu() for name in names}
-        save_file(tensors, model.path / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": files}
-    (model.path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_MODEL_DIR / name, model.path)
+def short_prompts(server: Server, *, vocab_size: int) -> float:
+    """Return the median seconds of a request for one token, one after the other."""
+    rng = np.random.default_rng(0)
+    seconds = []
+    with httpx.Client(timeout=60.0) as client:
+        for _ in range(WARM_STEPS + NUM_SHORT):
+            prompt = rng.integers(0, vocab_size, SHORT_PROMPT).tolist()
+            body = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            start_s = time.perf_counter()
+            client.post(f"{server.url}/v1/completions", json=body).raise_for_status()
+            seconds.append(time.perf_counter() - start_s)
+            time.sleep(0.02)  # the server is idle again
+    return statistics.median(seconds[WARM_STEPS:])
 
 
-def _shards(model: RandomModel) -> Iterator[list[str]]:
-    """Yield the names of each file's tensors: a layer, or one of the others."""
-    by_layer: dict[str, list[str]] = {}
-    for name in expected_tensors(model.config):
-        parts = name.split(".")
-        key = parts[2] if parts[1] == "layers" else name
-        by_layer.setdefault(key, []).append(name)
-    yield from by_layer.values()
-
-
-def _tensor(reader: RandomReader, model: RandomModel, name: str) -> Tensor:
-    shape = expected_tensors(model.config)[name]
-    tensor = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-    reader.read_into(tensor, name)
-    if name == LM_HEAD:
-        vocab = json.loads((BUNDLED_MODEL_DIR / "tokenizer.json").read_text())["model"]["vocab"]
-        words = [number for piece, number in vocab.items() if _WORD.fullmatch(piece)]
-        is_word = torch.zeros(shape[0], 1, dtype=tensor.dtype)
-        is_word[words] = 1
-        tensor *= is_word.to(tensor.device)
-    return tensor
+def _report_short(bench: Bench, runner: ModelRunner, model: RandomModel, short_s: float) -> None:
+    """Report a short prompt over HTTP beside the device's time of its pass."""
+    row = Sequences(1, SHORT_PROMPT + 1, vocab_size=model.config.vocab_size)
+    plans = row.prefills(SHORT_PROMPT, budget=SHORT_PROMPT) * NUM_SHORT
+    run_plans(runner, plans)
+    name = f"Llama-3-8B shape, {SHORT_PROMPT} tokens through HTTP, one token"
+    bench.rows.figure(name, 1e3 * short_s, "ms")
+    busy_s = device_busy_s(bench, runner, plans)
+    if busy_s is None:
+        bench.rows.skip(f"{name}: to the pass on the device", "nothing ran on a device")
+        return
+    note = f"the pass {1e3 * busy_s:.4g} ms"
+    bench.rows.figure(
+        f"{name}: to the pass on the device",
+        short_s / busy_s,
+        "x",
+        at_most=MAX_SHORT_RATIO,
+        note=note,
+    )
 
 
 class Served(NamedTuple):
@@ -210,26 +202,28 @@ def _client(
         process.wait()
 
 
-def engine_rates(model: RandomModel, machine: Machine, scale: Scale) -> dict[int, float]:
-    """Return the output tokens per second of the worker's loop with as many requests at once.
-
-    All are prefilled, then all decode; the time is that of both.
-    """
+def engine(model: RandomModel, machine: Machine, scale: Scale) -> ModelRunner:
+    """Return the worker's runner alone, with room for as many requests as the server had."""
     length = scale.mean_prompt + scale.mean_output
     most = max(scale.streams)
-    runner = model.runner(
+    return model.runner(
         machine,
         max_num_seqs=most,
         max_num_batched_tokens=scale.budget,
         max_kv_tokens=most * length + 64,
         max_model_len=scale.max_model_len,
     )
-    rates = {}
-    for number in scale.streams:
-        rows = Sequences(number, length, vocab_size=model.config.vocab_size)
-        prefills = rows.prefills(scale.mean_prompt, budget=scale.budget)
-        decodes = rows.decodes(scale.mean_prompt, scale.mean_output - 1)
-        run_plans(runner, [*prefills, *decodes[:3]])
-        run = run_plans(runner, [*prefills, *decodes])
-        rates[number] = number * scale.mean_output / run.whole_s
-    return rates
+
+
+def engine_rate(runner: ModelRunner, model: RandomModel, scale: Scale, number: int) -> float:
+    """Return the output tokens per second of the worker's loop with as many requests at once.
+
+    All are prefilled, then all decode; the time is that of both.
+    """
+    length = scale.mean_prompt + scale.mean_output
+    rows = Sequences(number, length, vocab_size=model.config.vocab_size)
+    prefills = rows.prefills(scale.mean_prompt, budget=scale.budget)
+    decodes = rows.decodes(scale.mean_prompt, scale.mean_output - 1)
+    run_plans(runner, [*prefills, *decodes[:3]])
+    run = run_plans(runner, [*prefills, *decodes])
+    return number * scale.mean_output / run.whole_s

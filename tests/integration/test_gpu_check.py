@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from bench.gpu.correctness import WrongScale
 from bench.gpu.device import Machine, this_machine
 from bench.gpu.models import TINY_LLAMA, RandomModel, Sequences, run_plans
 from bench.gpu.table import Bench, Row, RowFile, Verdict, read_rows
+from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.router_worker import plan_rows, row_results
 
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 def rehearse(part: str, out: Path) -> list[Row]:
     rows = RowFile(out / "rows", part, is_rehearsal=True)
-    bench = Bench(this_machine(rehearse=True), rows, out, rehearse=True)
+    bench = Bench(this_machine(rehearse=True), rows, out, out / "shared", rehearse=True)
     function_of(part)(bench)
     return read_rows(out / "rows")
 
@@ -42,7 +44,7 @@ def rehearse(part: str, out: Path) -> list[Row]:
         ("packed-products", 6),
         ("sampling", 14),
         ("graphs", 6),
-        ("whole-model", 18),
+        ("whole-model", 20),
         ("checkpoints", 5),
     ],
 )
@@ -121,13 +123,47 @@ def test_the_command_prints_one_table(tmp_path: Path) -> None:
         check=True,
     )
     table = done.stdout.splitlines()
-    assert table[0] == "| part | figure | value | target | |" and len(table) == 4
+    assert table[0] == "| part | figure | value | target | |"
+    assert table[-3].startswith("| ceilings | the part | ")  # its seconds
+    assert table[-1] == "rehearsed 2"
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [row["part"] for row in report] == ["ceilings"] * 2
+    assert [row["part"] for row in report] == ["ceilings"] * 3
     refused = subprocess.run(
         [*command, "nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert refused.returncode == 2 and "no such part: nonsense" in refused.stderr
+
+
+def test_servers_are_loaded(tmp_path: Path) -> None:
+    """Weights are written once; what the mission keeps is small and can be replayed."""
+    command = [sys.executable, "-m", "bench.gpu", "mission", "through-http", "--rehearse"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    log = (tmp_path / "parts.log").read_text()
+    assert done.returncode == 0, done.stdout + log
+    assert log.count("| weights written") == 1
+    rows = [Row(**row) for row in json.loads((tmp_path / "report.json").read_text())]
+    parts = list(dict.fromkeys(row.part for row in rows))
+    assert parts == ["weights", "mission", "through-http"]
+    assert {row.verdict for row in rows} <= {Verdict.REHEARSED, Verdict.SKIPPED, Verdict.REPORTED}
+    found = {row.name: row.value for row in rows if row.part == "mission"}
+    for policy in ("unified", "priority"):
+        for rate in (12, 24):
+            in_time = found[f"{policy}, {rate} chats/s: in time"]
+            assert in_time is not None and 0 <= in_time <= 100
+            assert (found[f"{policy}, {rate} chats/s: best effort"] or 0) > 0
+        with gzip.open(tmp_path / f"decisions-{policy}.gz") as packed:
+            (tmp_path / policy).write_bytes(packed.read())
+        header = DecisionLogReader(tmp_path / policy).header
+        assert header.config["policy"] == policy
+    kept = {path.name for path in tmp_path.iterdir()} - {"unified", "priority", "profile.json"}
+    assert kept == {*("report.json", "parts.log", "decisions-unified.gz", "decisions-priority.gz")}
 
 
 def test_reports_of_the_grid_are_added_up() -> None:

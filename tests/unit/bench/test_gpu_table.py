@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import sys
 import tomllib
+from itertools import groupby
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.processes import wait_gone
 
+from bench.gpu import table
+from bench.gpu.__main__ import PARTS, with_weights
 from bench.gpu.attention import Chunk, Heads, Order, slot_table
 from bench.gpu.device import DELAY_CYCLES, MAX_ROUNDS, Machine, idle_pct, overlapped_pct
 from bench.gpu.models import LLAMA_8B, QWEN_HALF_B, TINY_LLAMA, RandomModel
-from bench.gpu.table import Job, Row, RowFile, Verdict, exit_status, markdown, read_rows, run_job
+from bench.gpu.table import (
+    Job,
+    Row,
+    RowFile,
+    Verdict,
+    exit_status,
+    markdown_row,
+    read_rows,
+    run_job,
+    run_jobs,
+    summary,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,8 +62,11 @@ def test_figures_are_judged(tmp_path: Path) -> None:
         Verdict.FAILED,
         Verdict.SKIPPED,
     ]
-    assert "| part | high enough | 80 % | >= 80 | met |" in markdown(rows)
-    assert "| part | reported (why) | 3 GB/s |  |  |" in markdown(rows)
+    lines = [markdown_row(row) for row in rows]
+    assert lines[0] == "| part | high enough | 80 % | >= 80 | met |"
+    assert lines[3] == "| part | reported (why) | 3 GB/s |  |  |"
+    assert summary(rows).splitlines()[1] == "met 2, MISSED 2, FAILED 1, not run 1"
+    assert summary(rows).splitlines()[2:] == [lines[1], lines[2], lines[5]]
 
 
 def test_a_rehearsal_judges_no_figure_but_what_is_wrong(tmp_path: Path) -> None:
@@ -96,7 +117,41 @@ def test_a_part_that_fails_keeps_its_rows(code: str, notes: list[str], tmp_path:
     rows = run_job(job, tmp_path, left_s=400.0)
     failures = [row for row in rows if row.verdict is Verdict.FAILED]
     assert [row.note for row in failures] == notes
-    assert len(rows) - len(failures) == (1 if "write" in code else 0)
+    assert rows[-1].unit == "s" and rows[-1].name == "the part"
+    assert len(rows) - len(failures) == (2 if "write" in code else 1)
+
+
+def test_parts_run_in_their_order_and_only_untimed_ones_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_run = Barrier(2, timeout=60)
+    events: list[str] = []
+
+    def run(job: Job, out: Path, *, left_s: float) -> list[Row]:
+        events.append(f"begin {job.part}")
+        if not job.is_timed:
+            both_run.wait()
+        events.append(f"end {job.part}")
+        return [Row(job.part, "", left_s, "", "", Verdict.REPORTED)]
+
+    monkeypatch.setattr(table, "run_job", run)
+    jobs = [
+        Job(name, [], 60.0, {}, is_timed=is_timed)
+        for name, is_timed in (("a", True), ("b", False), ("c", False), ("d", True))
+    ]
+    found = list(run_jobs(jobs, tmp_path, limit_s=100.0, at_once=2))
+    assert [row.part for [row] in found] == ["a", "b", "c", "d"]
+    assert all(90.0 < (row.value or 0.0) <= 100.0 for [row] in found)
+    assert events[:2] == ["begin a", "end a"] and events[-2:] == ["begin d", "end d"]
+    assert set(events[2:4]) == {"begin b", "begin c"}
+
+
+def test_weights_are_written_only_for_parts_that_need_them() -> None:
+    assert with_weights(["sampling", "ceilings"]) == ["ceilings", "sampling"]
+    assert with_weights(["through-http", "mission"]) == ["weights", "mission", "through-http"]
+    assert with_weights(list(PARTS)) == list(PARTS)
+    kinds = [PARTS[name].is_timed for name in PARTS]
+    assert [key for key, _ in groupby(kinds)] == [True, False, True]  # checks: one group
 
 
 def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
@@ -174,22 +229,62 @@ def test_no_slot_has_two_owners(order: Order) -> None:
     assert order is not Order.BLOCKS or 150 < runs < 194
 
 
-PRESENT = {
-    *("torch", "tokenizers", "safetensors", "huggingface_hub", "numpy", "jinja2", "click"),
-    *("prometheus_client", "pyyaml", "triton", "transformers", "aiohttp", "rich", "tqdm"),
-    *("httpx", "psutil"),
+PYTHON_OF_GPU = {
+    "python_version": "3.12",
+    "python_full_version": "3.12.0",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "platform_machine": "x86_64",
 }
-"""What a machine that has PyTorch and transformers has too."""
+
+
+def present_on_gpu_machine() -> set[str]:
+    """What docs/gpu.md says is there already."""
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    [listed] = re.findall(r"What is taken to be there: (.*?)\.\n", text, flags=re.DOTALL)
+    return {canonicalize_name(name) for name in re.findall("`([^`]+)`", listed)}
+
+
+def listed_wheels() -> dict[str, str]:
+    lines = (ROOT / "bench" / "gpu" / "wheels.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
 
 
 def test_wheels_are_those_that_lightserve_needs() -> None:
+    """All that is needed, and what that needs, unless it is there with all that it needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = (ROOT / "bench" / "gpu" / "wheels.txt").read_text().splitlines()
-    wheels = {line.partition("==")[0] for line in lines if not line.startswith("#")}
-    needed = {re.split(r"[<>=\[]", need)[0] for need in project["dependencies"]}
-    assert needed - PRESENT <= wheels
-    beside = {"annotated-types", "opentelemetry-api", "pydantic_core", "starlette"}
-    assert wheels == (needed - PRESENT) | beside
+    present, needed = present_on_gpu_machine(), set()
+    waiting = [Requirement(text) for text in project["dependencies"]]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in present | needed:
+            continue
+        needed.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            of_it = Requirement(text)
+            extras = ("", *requirement.extras)
+            if of_it.marker is None or any(
+                of_it.marker.evaluate(PYTHON_OF_GPU | {"extra": extra}) for extra in extras
+            ):
+                waiting.append(of_it)
+    wheels = listed_wheels()
+    assert set(wheels) == needed
+    locked = (ROOT / "requirements" / "serve.txt").read_text()
+    assert all(f"{name}=={version} " in locked for name, version in wheels.items())
+
+
+def test_what_the_gpu_check_itself_imports_is_there() -> None:
+    present = present_on_gpu_machine() | set(listed_wheels())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in ("bench", "gpu"):
+        names = {
+            canonicalize_name(Requirement(need).name)
+            for need in project["optional-dependencies"][extra]
+        }
+        assert names <= present
+    assert {"transformers", "psutil", "httpx", "pytest"} <= present
 
 
 class FakeEvent:
