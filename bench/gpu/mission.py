@@ -115,7 +115,7 @@ def mission(bench: Bench) -> None:
     faster = copy_bandwidth(bench.machine) / H200_COPY
     bench.machine.release()
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(POLICIES), mp_context=spawn) as readers:
+    with ProcessPoolExecutor(1, mp_context=spawn) as reader:
         reading: dict[str, Future[Found]] = {}
         for policy in POLICIES:
             log = bench.out / f"decisions-{policy}"
@@ -123,11 +123,21 @@ def mission(bench: Bench) -> None:
             with running_server([*flags, *scale.server, "--log-level", "warning"]) as server:
                 if policy == POLICIES[0]:
                     _report_profile(bench)
+                # Read while this server started: a part that is ended keeps what was before.
+                _report_all(bench, scale, reading, faster)
                 sent = send(server, scale)
             bench.rows.figure(f"{policy}: busiest client", sent.busiest_pct, "% of a core")
-            reading[policy] = readers.submit(read_log, log, sent.windows)
-        for policy, found in reading.items():
-            _report(bench, policy, scale, found.result(), faster)
+            reading[policy] = reader.submit(read_log, log, sent.windows)
+        _report_all(bench, scale, reading, faster)
+
+
+def _report_all(
+    bench: Bench, scale: Scale, reading: dict[str, Future[Found]], faster: float
+) -> None:
+    """Say what came of the servers whose logs are being read, and take them out."""
+    while reading:
+        policy = next(iter(reading))
+        _report(bench, policy, scale, reading.pop(policy).result(), faster)
 
 
 def _report_profile(bench: Bench) -> None:
