@@ -20,6 +20,8 @@ ELEMENT_SHARE = 10.0
 values a few times that size are rounded more than once."""
 LINEAR_ROWS = (1, 7, 33)
 """One, few, and so many that kernels go another way."""
+PRODUCT_ROWS = (1, 2, 4, 7, 33)
+"""The same of plain products, of which every few rows may have a kernel of their own."""
 CHECKED_GROUP = 32
 """Inputs of a group of 4-bit weights."""
 MAX_WEIGHT_NUMBERS = 1 << 22

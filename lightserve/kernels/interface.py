@@ -20,8 +20,7 @@ from torch import Tensor
 #   pool  [2, num_layers, num_kv_heads, num_slots, head_dim]    one slot: 2 * layers * heads pieces
 #   rows  [num_rows, 2 * num_layers * num_kv_heads, head_dim]   one row: all pieces, side by side
 #
-# Bytes are never altered. Rows are staging memory on the device or memory of the
-# host; on a GPU in `kernels.triton.copies`.
+# Bytes are never altered. Rows are memory of the device or the host; see `kernels.triton.copies`.
 
 
 class CopyKernels(Protocol):
@@ -204,6 +203,26 @@ class Kernels(Protocol):
         of Hkv; query head h reads KV head h // (Hq / Hkv). Pools are as in `rotate_and_write`;
         kernels with `takes_latents` also take values of fewer numbers than keys, V of D, and
         return [T, Hq, V].
+        """
+
+
+@runtime_checkable
+class NormProductKernels(Kernels, Protocol):
+    """Kernels that add, normalise and multiply at once."""
+
+    def add_norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: tuple[Tensor, float],
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        is_gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (`linear` or `gated_linear` of `add_rms_norm`, x + residual); norm: weight, eps.
+
+        May overwrite `residual`.
         """
 
 
@@ -510,9 +529,6 @@ class PackedExpertKernels(ExpertKernels, Fp8Kernels, Protocol):
         gate: ClampedGate | None = None,
     ) -> Tensor:
         """See `mix_experts`."""
-
-
-# Stand-ins for values of the host in a pass that is recorded as a graph.
 
 
 class UnknownValues(Sequence[int]):

@@ -36,13 +36,17 @@ def tune_kernels(
     from lightserve.kernels.triton.kernels import TritonKernels  # noqa: PLC0415
     from lightserve.kernels.triton.tuning import (  # noqa: PLC0415
         cuda_timer,
+        product_works,
         tuned_configs,
+        tuned_products,
         works,
     )
 
     assert isinstance(kernels, TritonKernels)
-    with progress("tuning kernels", len(works(shapes)), is_shown=is_shown) as advance:
+    num_works = len(works(shapes)) + len(product_works(shapes))
+    with progress("tuning kernels", num_works, is_shown=is_shown) as advance:
         kernels.configs = tuned_configs(shapes, device, timer=cuda_timer, advance=advance)
+        kernels.products = tuned_products(shapes, device, timer=cuda_timer, advance=advance)
     torch.cuda.empty_cache()
 
 

@@ -28,6 +28,7 @@ from lightserve.kernels.check_pair import (
     LIMITS,
     LINEAR_ROWS,
     MAX_WEIGHT_NUMBERS,
+    PRODUCT_ROWS,
     Comparison,
     Pair,
     Poison,
@@ -37,6 +38,7 @@ from lightserve.kernels.interface import (
     Fp8Kernels,
     Kernels,
     KernelShapes,
+    NormProductKernels,
     PackedExpertKernels,
     QKNorm,
     QuantizingKernels,
@@ -170,13 +172,40 @@ def _linears(pair: Pair) -> Iterator[Comparison]:
         wide_weight, wide_bias = weight.float(), None if bias is None else bias.float()
         operation = "gated_linear" if name == "gate_up" else "linear"
         packed = pair.kernels.pack_weight(weight, is_gated=name == "gate_up")
-        for num_rows in LINEAR_ROWS:
+        for num_rows in PRODUCT_ROWS:
             x = pair.random(num_rows, num_inputs)
             with Poison():
                 result = getattr(pair.kernels, operation)(x, packed, bias)
             truth = getattr(ReferenceKernels(), operation)(x.float(), wide_weight, wide_bias)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"linear ({name})", shape, result, truth)
+            is_normed = name in {"qkv", "gate_up"} and num_rows < PRODUCT_ROWS[-1]
+            if is_normed and isinstance(pair.kernels, NormProductKernels):
+                yield from _norm_products(pair, x, weight, bias, is_gated=name == "gate_up")
+
+
+def _norm_products(
+    pair: Pair, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool
+) -> Iterator[Comparison]:
+    """Add, normalise and multiply at once, as layers do."""
+    eps = pair.shapes.rms_norm_eps
+    if (
+        pair.device.type == "cpu"
+    ):  # Triton's interpreter cuts bfloat16 off: so often, it is too much
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    residual, norm = pair.random(*x.shape).to(x.dtype), pair.random(x.shape[1]).to(x.dtype)
+    assert isinstance(pair.kernels, NormProductKernels)
+    with Poison():
+        result, total = pair.kernels.add_norm_linear(
+            x, residual.clone(), (norm, eps), weight, bias, is_gated=is_gated
+        )
+    reference = ReferenceKernels()
+    multiply = reference.gated_linear if is_gated else reference.linear
+    normed = reference.rms_norm(total.float(), norm.float(), eps)  # of the sum as it is kept
+    truth = multiply(normed, weight.float(), None if bias is None else bias.float())
+    shape = f"{list(x.shape)} to {len(weight)}"
+    yield Comparison("add_norm_linear", shape, total, x.float() + residual.float())
+    yield Comparison("add_norm_linear", shape, result, truth)
 
 
 def _int8_linears(pair: Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:

@@ -76,16 +76,14 @@ class DecoderLayer:
         Returns:
             (heads [T, Hq * D], residual [T, hidden]) for `finish`.
         """
+        pools = kv.k[self._layer], kv.v[self._layer]
         if residual is None:
-            residual, x = x, self._attention_norm(x)
-        else:
-            x, residual = self._attention_norm.add(x, residual)
-        return self._attention.mix(x, inputs, kv.k[self._layer], kv.v[self._layer]), residual
+            return self._attention.mix(self._attention_norm(x), inputs, *pools), x
+        return self._attention.mix_behind(self._attention_norm, x, residual, inputs, pools)
 
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x, residual), each [N, hidden], of any N of the tokens; their sum counts."""
-        x, residual = self._mlp_norm.add(self._attention.project(heads), residual)
-        return self._mlp(x), residual
+        return self._mlp.behind(self._mlp_norm, self._attention.project(heads), residual)
 
 
 class OutputNormLayer(DecoderLayer):
@@ -106,8 +104,8 @@ class OutputNormLayer(DecoderLayer):
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.finish`."""
         added = self._attention_output_norm(self._attention.project(heads))
-        x, residual = self._mlp_norm.add(added, residual)
-        return self._mlp_output_norm(self._mlp(x)), residual
+        x, residual = self._mlp.behind(self._mlp_norm, added, residual)
+        return self._mlp_output_norm(x), residual
 
 
 class ParallelLayer(DecoderLayer):

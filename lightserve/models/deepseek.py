@@ -25,7 +25,7 @@ from lightserve.models.layers.linear import (
     WeightReader,
     read_vector,
 )
-from lightserve.models.layers.norm import RMSNorm
+from lightserve.models.layers.norm import Norm, RMSNorm
 from lightserve.models.parallel import Part, even_part
 
 NORM_EPS = 1e-6
@@ -145,6 +145,18 @@ class LatentAttention:
         )
         values = torch.bmm(heads.transpose(0, 1), self._from_latent)
         return values.transpose(0, 1).reshape(num_tokens, self._num_heads * latent.value_dim)
+
+    def mix_behind(
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        inputs: AttentionInputs,
+        pools: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """See `Attention.mix_behind`."""
+        x, residual = norm.add(x, residual)
+        return self.mix(x, inputs, *pools), residual
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * value_dim] -> [N, hidden]."""

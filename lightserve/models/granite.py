@@ -18,8 +18,8 @@ class GraniteLayer(DecoderLayer):
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.finish`."""
         added = self._attention.project(heads) * self._multiplier
-        x, residual = self._mlp_norm.add(added, residual)
-        return self._mlp(x) * self._multiplier, residual
+        x, residual = self._mlp.behind(self._mlp_norm, added, residual)
+        return x * self._multiplier, residual
 
 
 class GraniteForCausalLM(DecoderModel):

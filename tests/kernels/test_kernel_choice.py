@@ -36,6 +36,7 @@ from lightserve.kernels.triton.configs import (
     default_decode,
     default_prefill,
 )
+from lightserve.kernels.triton.products import ProductConfig
 from lightserve.kernels.triton.tuning import (
     TuningKey,
     Work,
@@ -391,6 +392,74 @@ def test_on_a_gpu_every_candidate_is_compiled_before_one_is_measured(
         dict.fromkeys([default_decode(work.shape, GPUS[0]), *tuning.candidates(work, GPUS[0])])
     )
     assert calls == [num_configs] * len(scenes(work, 40)) and num_configs > 2
+
+
+# Products of few rows: ours where it is faster than cuBLAS, and nowhere else.
+
+
+class MadeUpProductTimes:
+    """Times by the configuration of the kernels that a call uses: a call is made, and counted."""
+
+    def __init__(self, time_of: Callable[[ProductConfig | None], float]) -> None:
+        self.num_calls = 0
+        self._time_of = time_of
+        self._used: ProductConfig | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def multiply(
+            x: torch.Tensor, weight: torch.Tensor, bias: None, config: ProductConfig, **_: object
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            self._used = config
+            return x, x
+
+        monkeypatch.setattr("lightserve.kernels.triton.kernels.multiply", multiply)
+
+    def __call__(self, call: tuning.Call) -> float:
+        self.num_calls += 1
+        self._used = None
+        call()
+        return self._time_of(self._used)
+
+
+def test_products_are_cublas_unless_another_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = make_shapes()
+    for gain, is_ours in ((0.5, True), (0.03, True), (0.01, False), (-0.5, False)):
+        timer = MadeUpProductTimes(lambda c, g=gain: 1e-3 * (1.0 if c is None else 1 - g))  # type: ignore[misc]
+        with monkeypatch.context() as patch:
+            timer.install(patch)
+            done: list[int] = []
+            directory = tmp_path / str(gain)
+            found = tuning.tuned_products(
+                shapes, TUNED_ON, timer=timer, directory=directory, advance=done.append
+            )
+            assert sum(done) == len(tuning.product_works(shapes)) == 16
+            num_calls = timer.num_calls
+            again = tuning.tuned_products(shapes, TUNED_ON, timer=timer, directory=directory)
+        assert timer.num_calls == num_calls, "nothing is measured twice"
+        assert again == found
+        assert len(found) == (16 if is_ours else 0)
+    (path,) = (tmp_path / "0.5").iterdir()
+    assert {choice["work"] for choice in json.loads(path.read_text())["choices"]} >= {
+        "norm, product 1x64 to 128 bfloat16",
+        "product 8x96 to 64 bfloat16",
+        "norm, gated product 4x64 to 192 bfloat16",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs"),
+    [
+        ({"dtype": torch.float32}, set()),
+        ({"value_dim": 8}, {64, 96}),
+        ({"intermediate_size": 0}, {64}),
+    ],
+)
+def test_which_products_are_measured(changes: dict[str, object], inputs: set[int]) -> None:
+    found = tuning.product_works(make_shapes(**changes))
+    assert {work.key.num_inputs for work in found} == inputs
+    assert not changes.get("value_dim") or all(w.num_outputs in {64, 192} for w in found)
 
 
 class FakeScenery:

@@ -1,4 +1,4 @@
-"""The Triton implementation of the kernel interface; matrix products stay with torch."""
+"""The Triton implementation of the kernel interface; products of many rows stay with torch."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from lightserve.kernels.triton.decode import attend_decodes
 from lightserve.kernels.triton.merge import LOG2_E
 from lightserve.kernels.triton.plan import attention_work
 from lightserve.kernels.triton.prefill import attend_chunks
+from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
 
 # Attention over a mixed batch: prefill chunks in a launch or two, decodes in others.
 
@@ -79,8 +80,12 @@ class TritonKernels:
     takes_latents = True
     is_capturable = True
 
-    def __init__(self, configs: AttentionConfigs | None = None) -> None:
+    def __init__(
+        self, configs: AttentionConfigs | None = None, products: ProductChoices | None = None
+    ) -> None:
         self.configs = configs or AttentionConfigs()
+        self.products: ProductChoices = products or {}
+        """Products of few rows that are not cuBLAS's."""
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
@@ -90,7 +95,29 @@ class TritonKernels:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `Kernels.linear`."""
+        if dtype is None or dtype is x.dtype:
+            config = product_config(self.products, x, weight, has_norm=False, is_gated=False)
+            if config is not None:
+                return multiply(x, weight, bias, config)[0]
         return F.linear(x, weight, bias).to(dtype or x.dtype)
+
+    def add_norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: tuple[Tensor, float],
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        is_gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See `NormProductKernels.add_norm_linear`."""
+        config = product_config(self.products, x, weight, has_norm=True, is_gated=is_gated)
+        if config is not None:
+            before = NormInputs(residual, *norm)
+            return multiply(x, weight, bias, config, norm=before, is_gated=is_gated)
+        x, residual = self.add_rms_norm(x, residual, *norm)
+        return (self.gated_linear if is_gated else self.linear)(x, weight, bias), residual
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""

@@ -1,6 +1,7 @@
-"""Which configuration of the attention kernels is fastest on this GPU, measured at the start.
+"""Which configuration of the kernels is fastest on this GPU, measured at the start.
 
-Per kind of work: kernel, shape and, for prefill, class of chunks. For decodes one configuration
+Per kind of work: kernel, shape and, for prefill, class of chunks; for products of few rows see the
+end of the file. For decodes one configuration
 serves all batches, as a row's bits must not depend on its neighbours: the best over several.
 Done before the pool is made, graphs are recorded or anything is served; kept in a file. The timer
 is an argument, so that the choice can be tested without a GPU.
@@ -44,8 +45,15 @@ from lightserve.kernels.triton.configs import (
     prefill_bytes,
     programs_per_sm,
 )
-from lightserve.kernels.triton.kernels import attention
+from lightserve.kernels.triton.kernels import TritonKernels, attention
 from lightserve.kernels.triton.merge import MIN_DOT
+from lightserve.kernels.triton.products import (
+    PRODUCT_ROWS,
+    ProductChoice,
+    ProductConfig,
+    ProductKey,
+)
+from lightserve.kernels.triton.products import candidates as candidates_of_product
 
 # Measured configurations of kernels, kept beside the profiles of step times (versioned JSON).
 #
@@ -127,8 +135,8 @@ def save_choices(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None
         raise
 
 
-KERNEL_VERSION = 2
-"""Of the attention kernels: raised when measured configurations may no longer be the best."""
+KERNEL_VERSION = 3
+"""Of the kernels: raised when measured configurations may no longer be the best."""
 MAX_POOL_BYTES = 1 << 30
 """Of the keys and values that are made up for a measurement."""
 HEAD_START_CYCLES = 2_000_000
@@ -187,22 +195,34 @@ def tuned_configs(
     `advance` is told of each of `num_works(shapes)` kinds of work when it is done.
     """
     gpu = gpu_of(device)
-    key = TuningKey(gpu.name, triton.__version__, KERNEL_VERSION)
-    path = tuning_path(key, directory)
-    choices = load_choices(path, key)
+    kept = Kept(gpu, directory)
     configs = AttentionConfigs()
     for work in works(shapes):
-        choice = choices.get(work.name)
+        choice = kept.choices.get(work.name)
         config = None if choice is None else _read(work, choice)
         if config is None:
             choice = choose(work, shapes.context_len, device, timer)
             config = _read(work, choice)
-            # Of several ranks the last to write wins, and has what the others had by then.
-            choices = {**load_choices(path, key), **choices, work.name: choice}
-            _save(path, key, choices)
+            kept.add(choice)
         configs = configs.plus(work.shape, work.chunks, config)
         advance(1)
     return configs
+
+
+class Kept:
+    """The choices of a GPU's file, to which others are added."""
+
+    def __init__(self, gpu: Gpu, directory: Path | None) -> None:
+        self._key = TuningKey(gpu.name, triton.__version__, KERNEL_VERSION)
+        self._path = tuning_path(self._key, directory)
+        self.choices = load_choices(self._path, self._key)
+
+    def add(self, choice: Choice) -> None:
+        """Keep a choice. Of several ranks the last to write wins, with what others had by then."""
+        self.choices = {
+            **load_choices(self._path, self._key), **self.choices, choice.work: choice
+        }  # fmt: skip
+        _save(self._path, self._key, self.choices)
 
 
 def works(shapes: KernelShapes) -> list[Work]:
@@ -450,3 +470,123 @@ def _save(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None:
         save_choices(path, key, choices)
     except OSError as error:
         log.warning("measured kernel configurations are not kept: %s", error)
+
+
+# Products of few rows (see `products`): a model's own weights, beside cuBLAS and what stands before
+# and behind it. A choice without a configuration is cuBLAS.
+
+MIN_PRODUCT_BYTES = 128 << 20
+MAX_COPIES = 16
+"""Weights are multiplied by one after the other, so many or of so many bytes: a GPU's cache holds
+some of a model's weights, but not those of the layer before."""
+
+
+@dataclass(frozen=True)
+class ProductWork:
+    """One kind of product that gets a configuration, or none."""
+
+    key: ProductKey
+    num_outputs: int
+    """Of the weight: of gates and ups both."""
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """What it is called in the file."""
+        key, dtype = self.key, str(self.dtype).removeprefix("torch.")
+        kind = ("norm, " if key.has_norm else "") + ("gated " if key.is_gated else "") + "product"
+        return f"{kind} {key.num_rows}x{key.num_inputs} to {self.num_outputs} {dtype}"
+
+
+def product_works(shapes: KernelShapes) -> list[ProductWork]:
+    """Return a model's kinds of products; of latents and float32 there are none."""
+    if shapes.dtype.itemsize != 2:
+        return []
+    left_out = {"qkv", "out"} if shapes.value_dim is not None else set()
+    return [
+        ProductWork(
+            ProductKey(num_inputs, num_rows, name in {"qkv", "gate_up"}, name == "gate_up"),
+            num_outputs,
+            shapes.dtype,
+        )
+        for name, (num_outputs, num_inputs) in shapes.linears().items()
+        if num_outputs and num_inputs and name not in left_out
+        for num_rows in PRODUCT_ROWS
+    ]
+
+
+def tuned_products(
+    shapes: KernelShapes,
+    device: torch.device,
+    *,
+    timer: Timer,
+    directory: Path | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[ProductKey, ProductChoice]:
+    """Return configurations for those of a model's products that are faster with one.
+
+    `advance` is told of each of `product_works(shapes)` when it is done.
+    """
+    kept = Kept(gpu_of(device), directory)
+    found: dict[ProductKey, ProductChoice] = {}
+    for work in product_works(shapes):
+        choice = kept.choices.get(work.name)
+        if choice is None or not _is_product_choice(choice):
+            choice = choose_product(work, device, timer)
+            kept.add(choice)
+        if choice.config:
+            found[work.key] = ProductChoice(ProductConfig(**choice.config), work.num_outputs)
+        advance(1)
+    return found
+
+
+def _is_product_choice(choice: Choice) -> bool:
+    try:
+        return not choice.config or bool(ProductConfig(**choice.config))
+    except TypeError:
+        return False
+
+
+def choose_product(work: ProductWork, device: torch.device, timer: Timer) -> Choice:
+    """Measure a product's candidates beside cuBLAS, which is taken in doubt."""
+    key = work.key
+    num_bytes = work.num_outputs * key.num_inputs * work.dtype.itemsize
+    num_copies = max(1, min(MAX_COPIES, MIN_PRODUCT_BYTES // num_bytes))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=work.dtype)
+
+    weights = normal(num_copies, work.num_outputs, key.num_inputs)
+    x, residual = normal(key.num_rows, key.num_inputs), normal(key.num_rows, key.num_inputs)
+    norm = normal(key.num_inputs)
+
+    def call(config: ProductConfig | None) -> Call:
+        choices = {} if config is None else {key: ProductChoice(config, work.num_outputs)}
+        kernels = TritonKernels(products=choices)
+
+        def run() -> None:
+            for weight in weights:
+                if key.has_norm:
+                    kernels.add_norm_linear(
+                        x, residual, (norm, 1e-5), weight, None, is_gated=key.is_gated
+                    )
+                else:
+                    kernels.linear(x, weight, None)
+
+        return run
+
+    calls = {config: call(config) for config in (None, *candidates_of_product(key, work.dtype))}
+    if device.type == "cuda":
+        compile_ahead(list(calls.values()), device, num_threads=torch.get_num_threads())
+    timed = {config: _time(run, timer) for config, run in calls.items()}
+    times = {config: time_s / num_copies for config, time_s in timed.items() if time_s is not None}
+    for config, time_s in times.items():
+        log.debug("%s: %.2f us by %s", work.name, 1e6 * time_s, config or "cuBLAS")
+    default = times[None]
+    best = min(times, key=times.__getitem__)
+    if times[best] > (1 - MIN_GAIN) * default:
+        best = None
+    log.info("%s: %s, %.1f us (cuBLAS: %.1f)", work.name, best, 1e6 * times[best], 1e6 * default)
+    config = {} if best is None else asdict(best)
+    return Choice(work.name, config, 1e6 * times[best], 1e6 * default)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
 from lightserve.models.context import ModelContext
 from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightReader
+from lightserve.models.layers.norm import Norm
 from lightserve.models.parallel import Part, even_part, kv_head_part
 from lightserve.models.rope import (
     DefaultRope,
@@ -41,6 +42,16 @@ class Attention(Protocol):
 
     def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Write the new tokens' KV and attend; x [T, hidden] -> [T, features of all heads]."""
+
+    def mix_behind(
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        inputs: AttentionInputs,
+        pools: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return (`mix` of norm(x + residual), x + residual); may overwrite `residual`."""
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states of any N of the tokens, [N, hidden]."""
@@ -119,11 +130,26 @@ class SelfAttention:
 
         x [T, hidden], pools [S, Hkv, D] (written at the batch's slots) -> [T, Hq * D].
         """
+        return self._mix(self._qkv(x), inputs, k_pool, v_pool)
+
+    def mix_behind(
+        self,
+        norm: Norm,
+        x: Tensor,
+        residual: Tensor,
+        inputs: AttentionInputs,
+        pools: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """See `Attention.mix_behind`."""
+        qkv, residual = self._qkv.behind(norm, x, residual)
+        return self._mix(qkv, inputs, *pools), residual
+
+    def _mix(self, qkv: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         kernels, head_dim = self._kernels, self._head_dim
         q_size, kv_size = self._q_size, self._kv_size
-        q, k, v = self._qkv(x).split_with_sizes((q_size, kv_size, kv_size), dim=-1)
+        q, k, v = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=-1)
         q, k = self.normalised(q, k)
-        num_tokens = x.shape[0]
+        num_tokens = qkv.shape[0]
         q = q.view(num_tokens, self._num_heads, head_dim)
         k = k.view(num_tokens, self._num_kv_heads, head_dim)
         v = v.view(num_tokens, self._num_kv_heads, head_dim)

@@ -37,6 +37,7 @@ from lightserve.models.layers.linear import (
     UnquantizedMethod,
     WeightLinear,
 )
+from lightserve.models.layers.norm import Norm
 from lightserve.models.layers.packed_weights import packed_fp4, packed_weight
 from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.moe_config import MoeConfig, Scoring
@@ -50,6 +51,9 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden], the same on every rank."""
+
+    def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (the block of norm(x + residual), x + residual); may overwrite `residual`."""
 
 
 def feed_forward(context: ModelContext, layer: int) -> FeedForward:
@@ -89,6 +93,11 @@ class PlainMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
         return self._down(self._activate(self._up(x)))
+
+    def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FeedForward.behind`."""
+        x, residual = self._up.behind(norm, x, residual)
+        return self._down(self._activate(x)), residual
 
     def _activate(self, x: Tensor) -> Tensor:
         match self._activation:
@@ -132,14 +141,18 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        return self._down(self._features(x))
+        return self._down(self._activate(self._gate_up(x)))
+
+    def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FeedForward.behind`."""
+        x, residual = self._gate_up.behind(norm, x, residual)
+        return self._down(self._activate(x)), residual
 
     def share(self, x: Tensor) -> Tensor:
         """Return what this rank adds."""
-        return self._down.share(self._features(x))
+        return self._down.share(self._activate(self._gate_up(x)))
 
-    def _features(self, x: Tensor) -> Tensor:
-        x = self._gate_up(x)
+    def _activate(self, x: Tensor) -> Tensor:
         if self._has_gelu:
             gate, up = x.chunk(2, dim=-1)
             x = self._kernels.gelu(gate, up)
@@ -175,6 +188,11 @@ class ExpertMLP:
                 shared = shared * sigmoid(self._shared_gate.apply(x))
             out = out + shared
         return self._tp.all_reduce(out)
+
+    def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FeedForward.behind`."""
+        x, residual = norm.add(x, residual)
+        return self(x), residual
 
 
 class _Router:

@@ -23,9 +23,11 @@ from lightserve.kernels.interface import (
     GroupedWeight,
     Int8Weight,
     Kernels,
+    NormProductKernels,
     QuantizingKernels,
 )
 from lightserve.models.base import logits_dtype
+from lightserve.models.layers.norm import Norm, RMSNorm
 from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.stored_weights import StoredWeight
 
@@ -409,7 +411,7 @@ class Int4Method(Int8Method):
 class ColumnParallelLinear:
     """Several modules with one input merged; each rank computes its part of the outputs."""
 
-    __slots__ = ("_linear",)
+    __slots__ = ("_is_gated", "_linear", "_norming", "_plain")
 
     def __init__(
         self,
@@ -430,11 +432,26 @@ class ColumnParallelLinear:
             ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
             for name, rows in parts
         ]
-        self._linear = method.create(reader, shards, is_gated=is_gated)
+        self._linear = linear = method.create(reader, shards, is_gated=is_gated)
+        self._is_gated = is_gated
+        self._plain: UnquantizedLinear | None = None
+        self._norming: NormProductKernels | None = None
+        if isinstance(linear, UnquantizedLinear) and isinstance(linear.kernels, NormProductKernels):
+            self._plain, self._norming = linear, linear.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's outputs; x [T, in] -> [T, sum of part sizes], gated: half of it."""
         return self._linear.apply(x)
+
+    def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (outputs of norm(x + residual), x + residual); may overwrite `residual`."""
+        if self._norming is None or self._plain is None or not isinstance(norm, RMSNorm):
+            x, residual = norm.add(x, residual)
+            return self._linear.apply(x), residual
+        weight, bias = self._plain.weight, self._plain.bias
+        return self._norming.add_norm_linear(
+            x, residual, (norm.weight, norm.eps), weight, bias, is_gated=self._is_gated
+        )
 
 
 class RowParallelLinear:
