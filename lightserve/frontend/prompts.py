@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeVar
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Backlog
-from lightserve.tokenization.chat_template import ChatTemplate, Conversation
+from lightserve.tokenization.chat_template import ChatTemplate
+from lightserve.tokenization.conversation import Conversation
 from lightserve.tokenization.tokenizer import Spans, Tokenizer, find_infilling, known_families
 
 NUM_THREADS = 2
@@ -243,6 +244,7 @@ class PromptEncoder:
             known = conversation()
             for number, message in enumerate(known.messages):
                 self._check_text(message.content, f"messages[{number}].content")
+            template.check(known)
             text = template.render(known)
             self._check_text(text, "messages")
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,8 @@ from lightserve.tokenization.tokenizer import Tokenizer, check_vocabulary
 
 if TYPE_CHECKING:
     from lightserve.frontend.tracing import RequestTracer
+
+log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------
 # What a frontend counts, and its question to the supervisor for the counts of all processes.
@@ -414,7 +417,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     vocab_size = model_config.vocab_size
     source = find_chat_template(model_dir, config.chat_template)
     formats = choose_formats(
-        None if source is None else source.text,
+        None if source is None else source.texts,
         tools=config.tool_call_parser,
         reasoning=config.reasoning_parser,
     )
@@ -423,6 +426,11 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     check_vocabulary(model_dir, tokenizer, vocab_size=vocab_size)
     names = tokenizer.special_tokens.names
     template = None if source is None else ChatTemplate(source, special_tokens=names)
+    if template is not None and template.left_out:
+        log.warning(
+            "the model's chat template leaves out: %s; conversations that have these are refused",
+            ", ".join(template.left_out),
+        )
     max_model_len = resolve_context_len(config.max_model_len, model_config)
     model = ServedModel(
         names=config.model_names,

@@ -1,8 +1,9 @@
 """Chat messages to prompt text through the model's own Jinja template.
 
-Looked for in this order: the file given with --chat-template, `chat_template.jinja` beside the
-model, `chat_template` in tokenizer_config.json (a string, or a list of named ones of which
-`default` is taken). The environment offers what transformers offers to templates.
+Looked for in this order: the file given with --chat-template; `chat_template.jinja` beside the
+model, with `additional_chat_templates/tool_use.jinja`; `chat_template` in tokenizer_config.json;
+the same in chat_template.json. A key holds a text or named ones, of which `default` is taken, and
+`tool_use` for conversations with tools. The environment offers what transformers offers.
 """
 
 from __future__ import annotations
@@ -11,65 +12,37 @@ import datetime
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import jinja2.meta
 
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.models.json_fields import JsonFields
+from lightserve.tokenization.conversation import (
+    ChatMessage,
+    Conversation,
+    Ending,
+    Forms,
+    Need,
+    Place,
+    needs_of,
+)
 from lightserve.tokenization.description import TOKENIZER_CONFIG_FILE
+from lightserve.tokenization.template_probes import PROBED_TOOL, TOOLS_NAMES, find_forms
 from lightserve.tokenization.template_sandbox import DEADLINE_S, TemplateLimit, TemplateSandbox
 from lightserve.tokenization.tokenizer import read_optional
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES_DIR = "additional_chat_templates"
+TEMPLATE_JSON_FILE = "chat_template.json"
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 MAX_TEMPLATE_BYTES = 1_000_000
 _MAX_JSON_INDENT = 16
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    others: dict[str, Any] = field(default_factory=dict)
-    """What else templates may look at: name, tool_calls, tool_call_id, reasoning."""
-
-
-class Ending(Enum):
-    """What a prompt ends with."""
-
-    ANSWER = "answer"
-    """What begins an answer of the assistant."""
-    MESSAGE = "message"
-    """The last message and what the template puts behind it."""
-    OPEN = "open"
-    """The last message alone, as far as it goes: the output continues it."""
-
-
-class Place(NamedTuple):
-    """A place in the messages: behind so many characters of one's content."""
-
-    message: int
-    num_chars: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """What a prompt is made of."""
-
-    messages: list[ChatMessage]
-    tools: Sequence[dict[str, Any]] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `ChatTemplate.option_names`."""
-    ending: Ending = Ending.ANSWER
-    mark: Place | None = None
-    """Where `ChatTemplate.marked_length` ends."""
 
 
 _BLANK = "\t"
@@ -82,14 +55,79 @@ class TemplateSource:
 
     text: str
     origin: str
+    tool_use: str | None = None
+    """The text of another one, for conversations with tools."""
+
+    @property
+    def texts(self) -> str:
+        """All that shows how the model writes: for tools first."""
+        return self.text if self.tool_use is None else f"{self.tool_use}\n{self.text}"
 
 
 class TemplateRejection(jinja2.TemplateError):
     """What `raise_exception` raises: the template refuses these messages."""
 
 
+class _Compiled:
+    """One template, for conversations with tools or for others."""
+
+    def __init__(
+        self,
+        text: str,
+        sandbox: TemplateSandbox,
+        special_tokens: dict[str, str],
+        *,
+        has_tools: bool,
+        deadline_s: float,
+    ) -> None:
+        """Compile it and try it. Raises what it raises where it does not parse, and limits."""
+        self._special_tokens = special_tokens
+        self._deadline_s = deadline_s
+        self._sandbox = sandbox
+        self._template = sandbox.from_string(text)
+        self.variables = jinja2.meta.find_undeclared_variables(sandbox.parse(text))
+        tools = [PROBED_TOOL] if has_tools else None
+        hello = Conversation(messages=[ChatMessage("user", "Hello")], tools=tools)
+        own = {*self._values(hello, Forms()), *sandbox.globals, *TOOLS_NAMES}
+        self.option_names = frozenset(self.variables - own)
+        self.forms = Forms()
+        self._try(hello)  # what takes too long would do so in each probe
+        self.forms = find_forms(self._render, self.variables, has_tools=has_tools)
+        self.failure = self._try(hello)
+        """Why it cannot be used, if so."""
+
+    def _try(self, conversation: Conversation) -> Exception | None:
+        try:
+            self.render(conversation)
+        except TemplateRejection:
+            return None  # it may well insist on other roles
+        except TemplateLimit:
+            raise
+        except Exception as error:  # a template can raise anything
+            return error
+        return None
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text. Raises what templates raise."""
+        return self._render(conversation, self.forms)
+
+    def _render(self, conversation: Conversation, forms: Forms) -> str:
+        values = {**conversation.options, **self._values(conversation, forms)}
+        return self._sandbox.render(self._template, values, deadline_s=self._deadline_s)
+
+    def _values(self, conversation: Conversation, forms: Forms) -> dict[str, Any]:
+        return {
+            **self._special_tokens,
+            "tools": None,
+            "messages": forms.rendered(conversation.messages),
+            forms.tools_name: conversation.tools,
+            "documents": None,
+            "add_generation_prompt": conversation.ending is Ending.ANSWER,
+        }
+
+
 class ChatTemplate:
-    """A compiled template. Thread-safe."""
+    """A model's compiled template, or two of them: one for tools. Thread-safe."""
 
     def __init__(
         self,
@@ -98,33 +136,51 @@ class ChatTemplate:
         special_tokens: dict[str, str],
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Compile it and try it once.
+        """Compile it and try it.
 
         Raises:
             ModelLoadError: it does not compile, or goes beyond its limits for one short message.
         """
-        self._special_tokens = special_tokens
-        self._deadline_s = deadline_s
-        self._sandbox = TemplateSandbox()
-        self._sandbox.filters["tojson"] = _tojson
-        self._sandbox.globals["raise_exception"] = _raise_exception
-        self._sandbox.globals["strftime_now"] = _strftime_now
+        sandbox = TemplateSandbox()
+        sandbox.filters["tojson"] = _tojson
+        sandbox.globals["raise_exception"] = _raise_exception
+        sandbox.globals["strftime_now"] = _strftime_now
         try:
-            self._template = self._sandbox.from_string(source.text)
-            variables = jinja2.meta.find_undeclared_variables(self._sandbox.parse(source.text))
-            hello = Conversation(messages=[ChatMessage("user", "Hello")])
-            own = {*self._values(hello), *self._sandbox.globals}
-            self.option_names = frozenset(variables - own)
-            """Variables that requests may give a value, such as Qwen3's `enable_thinking`."""
-            self.can_end_with_message = "add_generation_prompt" in variables
-            """Whether it leaves out what begins an answer where it is told to."""
-            self._render(hello)
-        except TemplateRejection:
-            pass  # it may well insist on other roles
+            self._plain, self._with_tools = both = [
+                _Compiled(text, sandbox, special_tokens, has_tools=has_tools, deadline_s=deadline_s)
+                for text, has_tools in (
+                    (source.text, False),
+                    (source.tool_use or source.text, True),
+                )
+            ]
+            if (failure := self._plain.failure) is not None and self._with_tools.failure:
+                raise failure
         except Exception as error:  # a template can raise anything
             raise ModelLoadError(
                 f"{source.origin}: chat template cannot be used: {_one_line(error)}"
             ) from error
+        self.option_names = both[0].option_names | both[1].option_names
+        """Variables that requests may give a value, such as Qwen3's `enable_thinking`."""
+        self.can_end_with_message = all("add_generation_prompt" in one.variables for one in both)
+        """Whether it leaves out what begins an answer where it is told to."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """What conversations may have and the template does not show, in words."""
+        left_out = self._plain.forms.left_out | self._with_tools.forms.left_out
+        return [need.value for need in Need if need in left_out]
+
+    def check(self, conversation: Conversation) -> None:
+        """Raise InvalidRequest where the template leaves out what a conversation has."""
+        left_out = self._compiled(conversation).forms.left_out
+        for need, place in needs_of(conversation) if left_out else ():
+            if need in left_out:
+                raise InvalidRequest(
+                    f"{place} cannot be shown to the model: its chat template leaves out"
+                    f" {need.value}",
+                    param=place.partition("[")[0],
+                    code="chat_template_error",
+                )
 
     def render(self, conversation: Conversation) -> str:
         """Return the prompt text.
@@ -135,7 +191,7 @@ class ChatTemplate:
         """
         with _refusing():
             if conversation.ending is not Ending.OPEN:
-                return self._render(conversation)
+                return self._compiled(conversation).render(conversation)
             last = len(conversation.messages) - 1
             end = Place(last, len(conversation.messages[last].content))
             text = self._text_before(end, conversation)
@@ -159,30 +215,17 @@ class ChatTemplate:
     def _text_before(self, place: Place, conversation: Conversation) -> str | None:
         """Return the text up to a place in a message; None: the template leaves it out."""
         messages = list(conversation.messages)
-        content = messages[place.message].content
         tag = secrets.token_hex(16)
-        tagged = f"{content[: place.num_chars]}{tag}{_BLANK}{content[place.num_chars :]}"
-        messages[place.message] = replace(messages[place.message], content=tagged)
-        text = self._render(replace(conversation, messages=messages))
+        tagged = messages[place.message].with_insertion(tag + _BLANK, place.num_chars)
+        messages[place.message] = tagged
+        text = self._compiled(conversation).render(replace(conversation, messages=messages))
         start, found, rest = text.rpartition(tag)
         if not found:
             return None
         return start if rest.startswith(_BLANK) else start.rstrip()
 
-    def _render(self, conversation: Conversation) -> str:
-        values = {**conversation.options, **self._values(conversation)}
-        return self._sandbox.render(self._template, values, deadline_s=self._deadline_s)
-
-    def _values(self, conversation: Conversation) -> dict[str, Any]:
-        return {
-            **self._special_tokens,
-            "messages": [
-                {"role": m.role, "content": m.content, **m.others} for m in conversation.messages
-            ],
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": conversation.ending is Ending.ANSWER,
-        }
+    def _compiled(self, conversation: Conversation) -> _Compiled:
+        return self._plain if conversation.tools is None else self._with_tools
 
 
 @contextmanager
@@ -221,26 +264,36 @@ def find_chat_template(model_dir: Path, override: str = "") -> TemplateSource | 
             return _read_template(Path(override))
         except ModelLoadError as error:
             raise ConfigError(f"--chat-template {error}") from error
-    beside = model_dir / TEMPLATE_FILE
+    beside, more = model_dir / TEMPLATE_FILE, model_dir / TEMPLATES_DIR
     if beside.is_file():
-        return _read_template(beside)
-    fields = read_optional(model_dir, TOKENIZER_CONFIG_FILE)
-    if not fields.has("chat_template"):
-        return None
+        source, tool_use = _read_template(beside), more / f"{_TOOL_USE}.jinja"
+        if tool_use.is_file():
+            source = replace(source, tool_use=_read_template(tool_use).text)
+        return source
+    for name in (TOKENIZER_CONFIG_FILE, TEMPLATE_JSON_FILE):
+        fields = read_optional(model_dir, name)
+        if fields.has("chat_template"):
+            return _from_key(fields)
+    return None
+
+
+def _from_key(fields: JsonFields) -> TemplateSource:
+    """Return the template under the key of a JSON file: a text, or named ones."""
     value: Any = dict(fields.items())["chat_template"]
     origin = f"{fields.path}: key 'chat_template'"
-    if not isinstance(value, list):
+    if isinstance(value, list):
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+    elif isinstance(value, dict):
+        named = value
+    else:
         return TemplateSource(fields.string("chat_template"), origin)
-    named = {
-        entry["name"]: entry["template"]
-        for entry in value
-        if isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("template"), str)
-    }
-    if "default" not in named:
-        raise fields.error("chat_template", "is a list without a template named 'default'")
-    return TemplateSource(named["default"], origin)
+    default, tool_use = named.get(_DEFAULT), named.get(_TOOL_USE)
+    if not isinstance(default, str):
+        raise fields.error("chat_template", "holds no template named 'default'")
+    if tool_use is not None and not isinstance(tool_use, str):
+        raise fields.error("chat_template", "holds something else than a text as 'tool_use'")
+    return TemplateSource(default, origin, tool_use)
 
 
 def _read_template(path: Path) -> TemplateSource:

@@ -559,7 +559,7 @@ def _row_constraints(
         return None  # no frontend can start either
     source = find_chat_template(model_dir, config.chat_template)
     formats = choose_formats(
-        None if source is None else source.text,
+        None if source is None else source.texts,
         tools=config.tool_call_parser,
         reasoning=config.reasoning_parser,
     )

@@ -26,7 +26,8 @@ IGNORED = -100
 """Target of a token that is not learnt (the value that torch's cross entropy skips)."""
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% if tools %}{{ '<|system|>' + tools | tojson }}{% endif %}"
+    "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('Unknown role: ' + message['role']) }}{% endif %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] | trim }}"

@@ -34,6 +34,7 @@ from lightserve.frontend.request_options import (
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import Schema
 from lightserve.model_formats import NONE
+from lightserve.tokenization.template_probes import THINKING_SWITCHES
 
 VERSION_HEADER = "anthropic-version"
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -46,8 +47,6 @@ CHAT_NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
 }
 """What errors about fields of a chat completion call them here."""
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates turn the model's thinking on and off."""
 ERROR_PREFIX = "Error: "
 """In front of a tool's result that is an error: chat templates know no other way to say so."""
 

@@ -69,13 +69,8 @@ from lightserve.frontend.response import (
 )
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.model_formats import HARMONY, NONE, REASONING_FORMATS
-from lightserve.tokenization.chat_template import (
-    ChatMessage,
-    ChatTemplate,
-    Conversation,
-    Ending,
-    Place,
-)
+from lightserve.tokenization.chat_template import ChatTemplate
+from lightserve.tokenization.conversation import ChatMessage, Conversation, Ending, Place
 from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048

@@ -12,7 +12,7 @@ from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.common import MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import OutputParser
 from lightserve.frontend.openai.tools import MAX_TOOLS, ToolCall
-from lightserve.tokenization.chat_template import ChatMessage, Place
+from lightserve.tokenization.conversation import JOINT, ChatMessage, Place
 
 
 def _text_of(content: Any) -> Any:
@@ -30,10 +30,9 @@ def _text_of(content: Any) -> Any:
         if not isinstance(part["text"], str):
             raise ValueError(_PART_FORM)
         _check_cache_control(part.get("cache_control"))
-    return _JOINT.join(part["text"] for part in content)
+    return JOINT.join(part["text"] for part in content)
 
 
-_JOINT = "\n"
 _PART_FIELDS = {"type", "text", "cache_control"}
 _PART_FORM = 'must have only parts of the form {"type": "text", "text": "…"}'
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -74,7 +73,7 @@ def _mark_of(content: Any) -> CacheMark | None:
     if (seconds := [_TTL_S[c.get("ttl") or _DEFAULT_TTL] for c in controls if c is not None]) == []:
         return None
     last = max(number for number, control in enumerate(controls) if control is not None)
-    before = _JOINT.join(part["text"] for part in content[: last + 1])
+    before = JOINT.join(part["text"] for part in content[: last + 1])
     return CacheMark(len(before), max(seconds))
 
 
@@ -113,6 +112,8 @@ class Message(NoEffectModel):
     reasoning_content: str | None = None
     """Another name of `reasoning`."""
     _cache_mark: CacheMark | None = None
+    _parts: tuple[str, ...] = ()
+    """The texts of which the content is made, if it was a list."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -127,7 +128,10 @@ class Message(NoEffectModel):
             raise ValueError("must have tool_call_id exactly if its role is tool")
         if message.content is None and not calls and not thoughts:
             raise ValueError("must have content, which is null only beside tool_calls or reasoning")
-        message._cache_mark = _mark_of(body.get("content"))
+        content = body.get("content")
+        message._cache_mark = _mark_of(content)
+        if isinstance(content, list):
+            message._parts = tuple(part["text"] for part in content)
         return message
 
     @property
@@ -152,7 +156,9 @@ class Message(NoEffectModel):
             if self.tool_calls and not self.content:  # gpt-oss's by a third, and before calls alone
                 others["thinking"] = self.thoughts
         role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role, self.content or "", others)
+        return ChatMessage(
+            role, self.content or "", others, self._parts, is_null=self.content is None
+        )
 
 
 # ----------------------------------------------------------------------

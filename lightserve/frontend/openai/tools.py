@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -73,12 +72,8 @@ class ToolCall(StrictModel):
     function: CalledFunction
 
     def rendered(self) -> dict[str, Any]:
-        """Return it as chat templates know it: arguments are an object where they can be."""
-        arguments: Any = self.function.arguments
-        # What is no JSON a model once wrote: the template shows it as it is.
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments) if arguments else {}
-        function = {"name": self.function.name, "arguments": arguments}
+        """Return it as chat templates know it, but for the form of the arguments."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
 

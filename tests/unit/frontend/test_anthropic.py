@@ -25,7 +25,8 @@ TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
 TEMPLATE = """\
 {% for tool in tools or [] %}T:{{ tool.function.name }} {% endfor %}\
 {% for m in messages %}[{{ m.role }}] {{ m.content }}\
-{% for c in m.tool_calls or [] %}C:{{ c.function.name }}={{ c.function.arguments.a }}{% endfor %}\
+{% for c in m.tool_calls or [] %}C:{{ c.function.name }}=\
+{{ c.function.arguments.values() | join(",") if c.function.arguments is mapping }}{% endfor %}\
 {% if m.tool_call_id %}I:{{ m.tool_call_id }}{% endif %} {{ m.reasoning }}{% endfor %}"""
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": BUNDLED_MODEL_NAME, "messages": [HI], "max_tokens": 400}

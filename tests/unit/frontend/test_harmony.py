@@ -44,6 +44,9 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("<|channel|>ana", {"content": ""}),
 ]
 TOOL = {"type": "function", "function": {"name": "add"}}
+TEMPLATE = """\
+{{ tools | tojson if tools }}{% for m in messages %}{{ m.thinking }}{{ m.content }}\
+{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}<|start|>assistant"""
 BODY = {
     "model": BUNDLED_MODEL_NAME,
     "messages": [{"role": "user", "content": "hi"}],
@@ -83,9 +86,7 @@ def test_a_message_that_goes_on_and_calls_that_are_not_looked_for() -> None:
 def test_through_the_chat_route(tmp_path: Path) -> None:
     tokenizer = Tokenizer(BUNDLED_MODEL_DIR)
     path = tmp_path / "template.jinja"
-    path.write_text(
-        "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}<|start|>assistant"
-    )
+    path.write_text(TEMPLATE)
     flags = {
         "reasoning_parser": "harmony",
         "tool_call_parser": "harmony",
@@ -117,10 +118,13 @@ def test_through_the_chat_route(tmp_path: Path) -> None:
 
 def test_required_calls_are_json(tmp_path: Path) -> None:
     """A grammar writes them, without channels."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
     tokenizer = Tokenizer(BUNDLED_MODEL_DIR)
     text = '{"name": "add", "parameters": {"a": 1}}'
     ids = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
     flags = {"reasoning_parser": "harmony", "tool_call_parser": "harmony"}
+    flags["chat_template"] = str(path)
 
     async def scenario() -> None:
         async with frontend(says(ids), **flags) as setup:

@@ -14,19 +14,14 @@ from support.tokenizers_made import write_sentencepiece
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.tokenization.chat_template import (
-    ChatMessage,
-    ChatTemplate,
-    Conversation,
-    Ending,
-    TemplateSource,
-)
+from lightserve.tokenization.chat_template import ChatTemplate, TemplateSource
+from lightserve.tokenization.conversation import ChatMessage, Conversation, Ending
 from lightserve.tokenization.tokenizer import Tokenizer
 
 EOS = 2
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
 START = "{% if add_generation_prompt %}[assistant]{% endif %}"
-EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}effort {{ reasoning_effort }} {{ verbosity }}:"
+EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}effort {{ reasoning_effort }} {{ verbosity }}:{% for m in messages %}{{ m.content }}{% endfor %}"
 THOUGHTS = "{% for m in messages %}{{ m.role }}({{ m.reasoning }}|{{ m.reasoning_content }}){{ m.content }};{% endfor %}"
 USER = {"role": "user", "content": "hi"}
 
@@ -66,7 +61,7 @@ def _ask(
 def test_effort_and_verbosity_are_variables(
     tmp_path: Path, fields: dict[str, Any], prompt: str
 ) -> None:
-    assert _ask(tmp_path, EFFORT, fields)[1] == prompt
+    assert _ask(tmp_path, EFFORT, fields)[1] == prompt + USER["content"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +76,7 @@ def test_effort_and_verbosity_are_variables(
         (TURNS, {"add_generation_prompt": False}, "add_generation_prompt", "it cannot be false"),
         (TURNS, {"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
         (TURNS, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot both be true"),
-        ("{{ messages[0].content }}", {"continue_final_message": True, "messages": [USER, {"role": "assistant", "content": "a"}]}, "messages", "it leaves out the last one, which is to be continued"),
+        ("{% for m in messages if m.content[:1] != 'a' %}{{ m.content }}{% endfor %}", {"continue_final_message": True, "messages": [USER, {"role": "assistant", "content": "a"}]}, "messages", "it leaves out the last one, which is to be continued"),
         (TURNS, {"messages": [{**USER, "reasoning": "x"}]}, "messages[0]", "only as the assistant's"),
         (TURNS, {"messages": [{"role": "assistant", "reasoning": "x", "reasoning_content": "y"}]}, "messages[0]", "only if they are equal"),
     ],
@@ -406,9 +401,12 @@ def test_prompts_of_completions_are_kept_as_a_whole(tmp_path: Path) -> None:
     ("template", "kept"),
     [
         ("{% for m in messages %}<{{ m.content | trim }}>{% endfor %}", "<a"),
-        ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
+        ("{% for m in messages if m.content[:1] != 'a' %}{{ m.content }}{% endfor %}", ""),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ""),
-        ("{{ messages[0].content | length }}:{{ messages[0].content }}", "3"),
+        (
+            "{{ messages[0].content | length }}:{% for m in messages %}{{ m.content }}{% endfor %}",
+            "3",
+        ),
     ],
 )
 def test_marks_change_no_prompt(tmp_path: Path, template: str, kept: str) -> None:

@@ -29,7 +29,8 @@ PATH = "/v1/chat/completions"
 TEMPLATE = """\
 {% for tool in tools or [] %}T:{{ tool.function.name }} {% endfor %}\
 {% for m in messages %}[{{ m.role }}] {{ m.content }}\
-{% for c in m.tool_calls or [] %}C:{{ c.function.name }}={{ c.function.arguments.a }}{% endfor %}\
+{% for c in m.tool_calls or [] %}C:{{ c.function.name }}=\
+{{ c.function.arguments.values() | join(",") if c.function.arguments is mapping }}{% endfor %}\
 {% if m.tool_call_id %}I:{{ m.tool_call_id }}{% endif %} {% endfor %}"""
 ADD = {
     "type": "function",
@@ -176,10 +177,11 @@ NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ],
 )
 def test_required_calls_become_a_grammar(
-    parser: str, fields: dict[str, Any], accepted: list[str], refused: list[str]
+    parser: str, fields: dict[str, Any], accepted: list[str], refused: list[str], template: str
 ) -> None:
     async def scenario() -> Any:
-        async with frontend(says([5, 2]), tool_call_parser=parser) as setup:
+        flags = {"tool_call_parser": parser, "chat_template": template}
+        async with frontend(says([5, 2]), **flags) as setup:
             await _post(setup, tools=[ADD, NOW], **fields)
             return setup.router.submits[-1].constraint
 
@@ -226,9 +228,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_what_makes_no_sense_is_refused(template: str) -> None:
     async def scenario() -> None:
-        async with frontend(says([5, 2]), tool_call_parser="hermes") as setup:
+        async with frontend(
+            says([5, 2]), tool_call_parser="hermes", chat_template=template
+        ) as setup:
             for fields, param in REFUSED:
                 response = await setup.post(PATH, {**BODY, **fields})
                 assert response.status_code == 400, (fields, response.text)
@@ -259,15 +263,15 @@ def test_reasoning_is_told_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
             return message
 
     for template, text in (
-        ("{{ messages[0].content }}", "<think>\nHm.\n</think>\n\nYes."),
-        ("{{ messages[0].content }}<think>\n", "Hm.\n</think>\n\nYes."),
+        ("{{ messages[-1].content }}", "<think>\nHm.\n</think>\n\nYes."),
+        ("{{ messages[-1].content }}<think>\n", "Hm.\n</think>\n\nYes."),
     ):
         message = asyncio.run(scenario(template, text))
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
 def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     """Long keys inside of each other: closing notes where each schema is, by all keys above it."""
     schema: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(1000)}}
@@ -287,6 +291,7 @@ def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
     monkeypatch.setattr(ToolUse, "spec", measured_spec)
 
     flags: dict[str, Any] = {"closed_schemas": True, "tool_call_parser": "hermes"}
+    flags["chat_template"] = template
 
     async def scenario() -> None:
         async with frontend(says([50, 2]), **flags) as setup:

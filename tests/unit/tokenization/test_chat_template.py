@@ -10,13 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
-from lightserve.tokenization.chat_template import (
-    ChatMessage,
-    ChatTemplate,
-    Conversation,
-    TemplateSource,
-    find_chat_template,
-)
+from lightserve.tokenization.chat_template import ChatTemplate, TemplateSource, find_chat_template
+from lightserve.tokenization.conversation import ChatMessage, Conversation
 
 USER = [ChatMessage("user", "hi")]
 
