@@ -118,7 +118,8 @@ _OPTIONS = (
     click.option(
         "--hardware",
         help="Profile of a worker, as lightserve profile writes it: step times are those, and the"
-        " router knows it; or MODEL@GPUxN: docs/simulate.md.  [default: an A100 with Llama-2-7B]",
+        " router knows it; or h200-llama-8b, or MODEL@GPUxN: docs/simulate.md.  [default: an A100"
+        " with Llama-2-7B]",
     ),
     click.option(
         "--step-noise",

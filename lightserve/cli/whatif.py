@@ -49,6 +49,10 @@ _ROWS = (
     help="Times as fast are the machine's steps.",
 )
 @click.option(
+    "--hardware",
+    help="Another machine: a profile, or virtual GPUs, as simulate's --hardware.",
+)
+@click.option(
     "--set",
     "sets",
     multiple=True,
@@ -64,6 +68,7 @@ def command(log: Path, *, as_json: bool, **asked: Any) -> int:
     """
     # Imported late: `lightserve --help` needs none of it.
     from lightserve.decisions.replaying import DecisionLogReader  # noqa: PLC0415
+    from lightserve.sim.virtual_gpus import read_hardware  # noqa: PLC0415
     from lightserve.sim.whatif import (  # noqa: PLC0415
         Settings,
         parse_options,
@@ -76,7 +81,10 @@ def command(log: Path, *, as_json: bool, **asked: Any) -> int:
             if name in options:
                 raise ConfigError(f"--set {name} does not go with --{name}")
             options[name] = asked[name]
-    settings = Settings(options, asked["max_kv_tokens"], asked["rate"], asked["speed"])
+    if asked["hardware"] is not None and asked["speed"] != 1.0:
+        raise ConfigError("--speed is of the log's machine, and does not go with --hardware")
+    hardware = None if asked["hardware"] is None else read_hardware(asked["hardware"])
+    settings = Settings(options, asked["max_kv_tokens"], asked["rate"], asked["speed"], hardware)
     recording = read_recording(DecisionLogReader(log))
     columns = {"recorded": _figures(recording.report())}
     columns["same settings"] = _figures(recording.run(Settings()))

@@ -44,10 +44,11 @@ from lightserve.router.events import FromFrontend, Outgoing
 from lightserve.router.output_lengths import RememberedLengths
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
+from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.logged_hardware import LoggedHardware, LoggedStep
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.sim.worker import EOS_TOKEN_ID, LengthWorker, VirtualWorker
+from lightserve.sim.worker import EOS_TOKEN_ID, Hardware, LengthWorker, VirtualWorker
 from lightserve.types import (
     FinishReason,
     FrontendId,
@@ -108,6 +109,8 @@ class Settings(NamedTuple):
     """Times as fast do requests come; of clients that wait for answers there are as many more."""
     speed: float = 1.0
     """Times as fast are steps."""
+    hardware: Hardware | None = None
+    """What runs them; None: the log's machine."""
 
 
 class Clients(NamedTuple):
@@ -189,14 +192,7 @@ class Recording:
         Clients that wait for answers ask on as long as those of the log did; what the log has no
         request for, as others were answered sooner, has one of its own again, by another name.
         """
-        core_config = make_scheduler_config(
-            self._serve_config(settings),
-            max_model_len=self.max_model_len,
-            seed=self.seed,
-            remembered=self.remembered,
-        )
-        num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
-        hardware = LoggedHardware(
+        hardware = settings.hardware or LoggedHardware(
             self.step_cost,
             self.steps,
             overlaps_copies=self.workers.overlaps_copies,
@@ -204,10 +200,23 @@ class Recording:
             speed=settings.speed,
             clock=lambda: simulation.now_s,
         )
+        core_config = make_scheduler_config(
+            self._serve_config(settings),
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            remembered=self.remembered,
+        )
+        num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
         lengths = LengthWorker(
             max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
         )
-        worker = VirtualWorker(hardware, lengths, rng=np.random.default_rng(0))
+        noise_rng, profile_rng = np.random.default_rng(0).spawn(2)
+        worker = VirtualWorker(hardware, lengths, noise=hardware.spread, rng=noise_rng)
+        known_cost = _times(self.known_cost, 1 / settings.speed)
+        if settings.hardware is not None:
+            known_cost = settings.hardware.step_cost or fitted_profile(
+                hardware, noise=hardware.spread, rng=profile_rng
+            )
         traffic = _Traffic(self, settings.rate)
         simulation = Simulation(
             Scheduler(core_config),
@@ -215,9 +224,9 @@ class Recording:
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
-            step_cost=_times(self.known_cost, 1 / settings.speed),
-            overlaps_copies=self.workers.overlaps_copies,
-            mixed_sizes=self.workers.mixed_sizes,
+            step_cost=known_cost,
+            overlaps_copies=hardware.overlaps_copies,
+            mixed_sizes=hardware.mixed_sizes,
             frontend=traffic.on_news,
             hears_tokens=False,
             router_time_factor=1.0,
@@ -244,7 +253,9 @@ class Recording:
         """Return the options; what only the old policy or rule had a use for goes with it."""
         options = {
             **self.config,
-            "max_num_batched_tokens": self.token_budget,
+            "max_num_batched_tokens": (
+                self.token_budget if settings.hardware is None else settings.hardware.server_budget
+            ),
             **settings.options,
         }
         for name, value in self.config.items():

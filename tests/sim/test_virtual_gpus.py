@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lightserve.cost.model import StepShape
 from lightserve.errors import ConfigError
 from lightserve.sim import HybridConfig, read_hardware, run_hybrid
+from lightserve.sim.report import Targets
 from lightserve.sim.virtual_gpus import GPUS, MODELS, num_slots, virtual_gpus
 from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
 
@@ -46,6 +48,48 @@ def test_a_name_or_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             read_hardware(wrong)
+
+
+def test_what_was_measured_on_an_h200() -> None:
+    """Steps of both kinds as they were timed there, in ms, at a context of 1,024."""
+    graphs, eager = read_hardware("h200-llama-8b"), read_hardware("h200-llama-8b-eager")
+    for num_rows, ms in ((1, 4.65), (8, 4.94), (16, 5.33), (32, 6.05), (64, 7.22)):
+        decodes = StepShape().plus_decodes(num_rows, num_rows * 1024)
+        assert graphs.step_seconds(decodes) == pytest.approx(ms / 1e3, rel=0.1)
+        assert eager.step_seconds(decodes) == graphs.step_seconds(decodes)
+    decodes = StepShape().plus_decodes(32, 32 * 1024)
+    for num_new, ms in ((64, 6.43), (128, 6.83), (256, 8.63), (512, 14.68), (1024, 26.15)):
+        mixed = decodes.plus(0, num_new - 32)
+        assert graphs.step_seconds(mixed) == pytest.approx(ms / 1e3, rel=0.1)
+        assert eager.step_seconds(mixed) == max(0.02, graphs.step_seconds(mixed))
+    one_more, whole = decodes.plus(0, 385 - 32), decodes.plus(0, 512 - 32)
+    assert graphs.step_seconds(one_more) == pytest.approx(graphs.step_seconds(whole), rel=0.01)
+    prompt = StepShape().plus(0, 8192)
+    assert graphs.step_seconds(prompt) == pytest.approx(0.213, rel=0.1)
+    assert graphs.overlaps_copies and graphs.server_budget == eager.server_budget == 8192
+
+
+@pytest.mark.parametrize("name", ["h200-llama-8b", "h200-llama-8b-eager"])
+def test_a_router_learns_the_measured_gpu(name: str) -> None:
+    """Of workers that launch chunks kernel by kernel a router is told no formula: none fits."""
+    hardware = read_hardware(name)
+    config = HybridConfig(
+        rt="poisson:20",
+        rt_lengths="uniform:53-1127,80-80",
+        be="closed:64",
+        be_lengths="uniform:53-1127,200-200",
+        targets=Targets(0.15, 0.02, 0.08),
+        duration_s=6.0,
+        margin_s=2.0,
+        capacity_tokens=760_287,
+        budget_tokens=8192,
+        hardware=hardware,
+    )
+    report = run_hybrid(config)
+    assert (hardware.step_cost is None) == name.endswith("eager")
+    assert report.rt.arrivals > 20
+    in_time = 2.0 * report.rt.goodput_rps / report.rt.arrivals
+    assert (in_time > 0.97) == (not name.endswith("eager"))
 
 
 def test_two_gpus_serve_more_than_one() -> None:

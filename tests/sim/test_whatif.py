@@ -206,6 +206,20 @@ def test_the_command(path: Path) -> None:
         _asked(path, "--policy", "fcfs", "--set", "policy=sjf")
 
 
+def test_another_machine(path: Path) -> None:
+    """An H200 is faster than the virtual A100 that the log is of, but without graphs."""
+    first_ms = []
+    for name in ("h200-llama-8b", "h200-llama-8b-eager"):
+        document = json.loads(_asked(path, "--hardware", name, "--json").output)
+        first_ms.append(document["as asked"]["rt"]["ttft_ms_p50"])
+        assert document["as asked"]["rt"]["arrivals"] == document["recorded"]["rt"]["arrivals"]
+    assert first_ms[0] < document["recorded"]["rt"]["ttft_ms_p50"] < first_ms[1]
+    with pytest.raises(ConfigError, match="--speed is of the log's machine"):
+        _asked(path, "--hardware", "h200-llama-8b", "--speed", "2")
+    with pytest.raises(ConfigError, match="--hardware must be a profile, h200-llama-8b"):
+        _asked(path, "--hardware", "gpt@h200")
+
+
 def test_a_log_that_says_too_little(path: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.jsonl"
     short.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:60]))
