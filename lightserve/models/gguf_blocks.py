@@ -1,12 +1,14 @@
 """Blocks of quantised numbers as GGUF files have them, made numbers of float32. Torch-free.
 
-The layouts are those of llama.cpp's `ggml-quants` (`block_q8_0`, `block_q4_0`, `block_q4_K`,
-`block_q5_K`, `block_q6_K`, `block_mxfp4`). K-quants: 256 numbers in sub-blocks of 32 or 16, whose
-factors (and, in Q4_K and Q5_K, least values) are themselves integers times a factor of the whole
-block.
+The layouts are those of llama.cpp's `ggml-quants` (`block_q4_0` to `block_q8_0`, `block_q2_K` to
+`block_q6_K`, `block_iq4_nl`, `block_iq4_xs`, `block_mxfp4`). K-quants and IQ4_XS: 256 numbers in
+sub-blocks of 32 or 16, whose factors (and, in Q2_K, Q4_K and Q5_K, least values) are themselves
+integers times a factor of the whole block. IQ4: codes of 4 bits stand for integers of a table.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +35,36 @@ def numbers_of_blocks(data: Bytes, kind: int) -> Floats:
     return numbers.reshape(len(data), -1)
 
 
-def integers_of_blocks(data: Bytes, kind: int) -> tuple[Bytes, Floats, int] | None:
-    """Return what rows are made of if all their blocks have one factor and whole numbers.
+class WholeNumbers(NamedTuple):
+    """Rows whose blocks have one factor and integers."""
 
-    Integers [R, N], without a sign, factors [R, blocks] and a zero; None: they are not.
-    """
+    integers: Bytes
+    """[R, N], without a sign."""
+    factors: Floats
+    """[R, blocks]."""
+    zero: int
+    """What is taken off integers."""
+    bits: int
+    """8 or 4, of an integer."""
+
+
+def integers_of_blocks(data: Bytes, kind: int) -> WholeNumbers | None:
+    """Return what rows are made of; None: their blocks have more than a factor and integers."""
     block = BLOCK_TYPES[kind]
-    if block.name not in ("Q8_0", "Q4_0"):
-        return None
     blocks = data.reshape(-1, block.num_bytes)
-    packed = blocks[:, 2:]
-    if block.name == "Q8_0":
-        integers, zero = packed ^ np.uint8(128), 128
-    else:
-        integers, zero = np.concatenate([packed & 15, packed >> 4], axis=1), 8
-    return integers.reshape(len(data), -1), _halves(blocks, 0).reshape(len(data), -1), zero
+    match block.name:
+        case "Q8_0":
+            integers, zero, bits = blocks[:, 2:] ^ np.uint8(128), 128, 8
+        case "Q4_0":
+            integers, zero, bits = _low_then_high(blocks[:, 2:]), 8, 4
+        case "Q5_0":
+            integers, zero, bits = _five_bits(blocks[:, 2:]), 16, 8
+        case "IQ4_NL":
+            integers, zero, bits = _IQ4_SHIFTED[_low_then_high(blocks[:, 2:])], 128, 8
+        case _:
+            return None
+    factors = _halves(blocks, 0).reshape(len(data), -1)
+    return WholeNumbers(integers.reshape(len(data), -1), factors, zero, bits)
 
 
 def codes_of_blocks(data: Bytes) -> tuple[Bytes, Bytes]:
@@ -56,8 +73,7 @@ def codes_of_blocks(data: Bytes) -> tuple[Bytes, Bytes]:
     Codes [R, N] of numbers of 4 bits, and the exponent [R, N / 32] that 32 of them share.
     """
     blocks = data.reshape(-1, 17)
-    packed = blocks[:, 1:]
-    codes = np.concatenate([packed & 15, packed >> 4], axis=1)
+    codes = _low_then_high(blocks[:, 1:])
     return codes.reshape(len(data), -1), blocks[:, 0].reshape(len(data), -1)
 
 
@@ -70,10 +86,32 @@ def _q8_0(blocks: Bytes) -> Floats:
     return blocks[:, 2:].view(np.int8).astype(np.float32) * _halves(blocks, 0)
 
 
+def _low_then_high(packed: Bytes) -> Bytes:
+    """Return [B, 2 N] of [B, N]: the low halves of all bytes, then the high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _five_bits(packed: Bytes) -> Bytes:
+    """Return 32 integers of 5 bits of 20 bytes: the fifth bits of all, then the low ones."""
+    fifth = np.unpackbits(packed[:, :4], axis=1, bitorder="little")
+    return _low_then_high(packed[:, 4:]) | fifth << np.uint8(4)
+
+
 def _q4_0(blocks: Bytes) -> Floats:
-    packed = blocks[:, 2:]
-    integers = np.concatenate([packed & 15, packed >> 4], axis=1)
-    return (integers.astype(np.float32) - 8) * _halves(blocks, 0)
+    return (_low_then_high(blocks[:, 2:]).astype(np.float32) - 8) * _halves(blocks, 0)
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    integers = _low_then_high(blocks[:, 4:]).astype(np.float32)
+    return integers * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    return (_five_bits(blocks[:, 2:]).astype(np.float32) - 16) * _halves(blocks, 0)
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    return _five_bits(blocks[:, 4:]).astype(np.float32) * _halves(blocks, 0) + _halves(blocks, 2)
 
 
 def _six_bits(packed: Bytes) -> tuple[Floats, Floats]:
@@ -97,6 +135,32 @@ def _nibbles(packed: Bytes) -> Bytes:
     return np.concatenate([chunks & 15, chunks >> 4], axis=2).reshape(-1, 8, 32)
 
 
+def _two_bits(packed: Bytes) -> Bytes:
+    """Return [B, 16, 16] of [B, 64]: of each 32 bytes their lowest two bits, then the next."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
+    pairs: Bytes = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    return pairs.reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: Bytes) -> Floats:
+    scales = blocks[:, :16]
+    factors = (scales & 15).astype(np.float32) * _halves(blocks, 80)
+    least = (scales >> 4).astype(np.float32) * _halves(blocks, 82)
+    integers = _two_bits(blocks[:, 16:80]).astype(np.float32)
+    numbers: Floats = integers * factors[:, :, None] - least[:, :, None]
+    return numbers
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    low, packed = _low_then_high(blocks[:, 96:104]), blocks[:, 104:108]
+    high = np.concatenate([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    factors = ((low | high << 4).astype(np.float32) - 32) * _halves(blocks, 108)
+    shifts = np.arange(8, dtype=np.uint8)[None, :, None]
+    third = (blocks[:, None, :32] >> shifts & 1).reshape(-1, 16, 16)
+    integers = _two_bits(blocks[:, 32:96]).astype(np.float32) - 4 + 4 * third
+    return integers.astype(np.float32) * factors[:, :, None]
+
+
 def _q4_k(blocks: Bytes) -> Floats:
     return _with_least(blocks, _nibbles(blocks[:, 16:]))
 
@@ -118,6 +182,28 @@ def _q6_k(blocks: Bytes) -> Floats:
     return integers.reshape(-1, 16, 16) * factors[:, :, None]
 
 
+_IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
+)
+"""What the codes of IQ4 stand for."""
+_IQ4_SHIFTED = (_IQ4 + 128).astype(np.uint8)
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _IQ4[_low_then_high(blocks[:, 2:])].astype(np.float32) * _halves(blocks, 0)
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2) & 3
+    factors = ((low | high << 4).astype(np.float32) - 32) * _halves(blocks, 0)
+    packed = blocks[:, 8:].reshape(-1, 8, 16)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=2)
+    integers: Floats = _IQ4[codes].astype(np.float32)
+    numbers: Floats = integers * factors[:, :, None]
+    return numbers
+
+
 _FP4: Floats = (np.array(FP4_HALVES) / 2).astype(np.float32)
 
 
@@ -132,8 +218,15 @@ def _mxfp4(blocks: Bytes) -> Floats:
 _UNPACK = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

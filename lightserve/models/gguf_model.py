@@ -6,9 +6,12 @@ where they are, behind a link.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
+import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -27,7 +30,11 @@ from lightserve.models.gguf_config import config_of
 from lightserve.tokenization.sentencepiece_file import decoder, merges
 from lightserve.tokenization.tiktoken_file import SPLITS
 
+log = logging.getLogger(__name__)
+
 WEIGHTS_FILE = "model.gguf"
+_WITHOUT_CACHE = "lightserve-gguf-"
+"""What the name of a directory begins with that is in no cache."""
 _LAYOUT = "4"
 """Of what is written: another one is written anew."""
 
@@ -124,8 +131,22 @@ def unpacked_root() -> Path:
     return cache_dir().parent / "gguf"
 
 
+def stands_for_file(path: Path) -> bool:
+    """Whether a directory is one of `unpack`, whose link may lead out of it."""
+    path = path.resolve()
+    if path.parent == unpacked_root().resolve():
+        return True
+    is_named = path.name.startswith(_WITHOUT_CACHE)
+    if not is_named or path.parent != Path(tempfile.gettempdir()).resolve():
+        return False
+    state = path.stat()
+    return state.st_uid == os.getuid() and not state.st_mode & 0o077
+
+
 def unpack(path: Path) -> Path:
     """Return the model directory that stands for a GGUF file; written at the first time.
+
+    Where the cache cannot be written it is a directory of this process, gone with it.
 
     Raises:
         ModelLoadError: the file is no whole GGUF file, or not of a model that can be served.
@@ -136,28 +157,52 @@ def unpack(path: Path) -> Path:
     target = unpacked_root() / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if target.is_dir():
         return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=target.parent))
+        try:
+            _write(path, beside)
+            with contextlib.suppress(OSError):  # another server was faster
+                beside.rename(target)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        return _unpack_without_cache(path, error)
+    return target
+
+
+def _unpack_without_cache(path: Path, why: OSError) -> Path:
+    try:
+        target = Path(tempfile.mkdtemp(prefix=_WITHOUT_CACHE))
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
+        _write(path, target)
+    except OSError as error:
+        raise ModelLoadError(
+            f"{path}: its tokeniser and sizes can be written neither below {unpacked_root()}"
+            f" ({why.strerror}; XDG_CACHE_HOME names another place) nor below"
+            f" {tempfile.gettempdir()} ({error.strerror}; TMPDIR names another place)"
+        ) from error
+    log.warning(
+        "%s: %s; the GGUF file is read anew at each start (XDG_CACHE_HOME names another cache)",
+        unpacked_root(),
+        why.strerror,
+    )
+    return target
+
+
+def _write(path: Path, directory: Path) -> None:
+    """Write what stands for a GGUF file. Raises OSError and ModelLoadError."""
     gguf = read_gguf(path)
     files = {
         CONFIG_FILE: config_of(gguf),
         "tokenizer.json": _tokenizer(gguf),
         "tokenizer_config.json": _tokenizer_config(gguf),
     }
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=target.parent))
-        try:
-            for name, content in files.items():
-                with (beside / name).open("w", encoding="utf-8") as file:
-                    json.dump(content, file)  # piece by piece, not as one text
-            _check_config(path, beside)
-            (beside / WEIGHTS_FILE).symlink_to(path)
-            with contextlib.suppress(OSError):  # another server was faster
-                beside.rename(target)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    except OSError as error:
-        raise ModelLoadError(f"{target}: {error.strerror}") from error
-    return target
+    for name, content in files.items():
+        with (directory / name).open("w", encoding="utf-8") as file:
+            json.dump(content, file)  # piece by piece, not as one text
+    _check_config(path, directory)
+    (directory / WEIGHTS_FILE).symlink_to(path)
 
 
 def _check_config(path: Path, directory: Path) -> None:

@@ -164,14 +164,13 @@ def _stored_weight(data: npt.NDArray[np.uint8], kind: int, columns: Part) -> Sto
     found = integers_of_blocks(data, kind)
     if found is None:
         return None
-    integers, factors, zero = found
     size = block.num_numbers
     first, end = columns.start // size, -(-(columns.start + columns.size) // size)
     return StoredWeight(
-        torch.from_numpy(integers)[:, columns.start : columns.start + columns.size],
-        torch.from_numpy(factors)[:, first:end],
-        torch.full((len(data), end - first), zero, dtype=torch.int16),
-        8 if block.name == "Q8_0" else 4,
+        torch.from_numpy(found.integers)[:, columns.start : columns.start + columns.size],
+        torch.from_numpy(found.factors)[:, first:end],
+        torch.full((len(data), end - first), found.zero, dtype=torch.int16),
+        found.bits,
         size,
         columns.start % size,
     )

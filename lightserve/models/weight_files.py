@@ -19,7 +19,7 @@ from lightserve.errors import ModelLoadError
 from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_config import as_stored, family_of, name_in_file, one_by_one
-from lightserve.models.gguf_model import WEIGHTS_FILE, unpacked_root
+from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
@@ -102,7 +102,9 @@ def find_weights(path: Path) -> WeightFiles:
             outside the directory.
     """
     if (packed := path / WEIGHTS_FILE).exists():
-        if path.resolve().parent != unpacked_root().resolve():
+        if stands_for_file(path):
+            packed = packed.resolve()  # what errors name
+        else:
             _check_confined(path, packed)
         gguf = one_by_one(read_gguf(packed))
         file_of = dict.fromkeys(gguf.tensors, packed)

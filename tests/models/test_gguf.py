@@ -6,8 +6,8 @@ import json
 import math
 import random
 import struct
+import tempfile
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from support.gguf_files import (
-    KINDS,
     Typed,
     gguf_bytes,
     latent_metadata,
@@ -36,8 +35,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.models import gguf_reader
 from lightserve.models.config import load_model_config
-from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
-from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.gguf import GgufFile, read_gguf
 from lightserve.models.gguf_config import one_by_one
 from lightserve.models.gguf_model import unpack, unpacked_root
 from lightserve.models.gguf_rope import FREQUENCY_FACTORS
@@ -55,80 +53,6 @@ MORE_BYTES = 64 << 20
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-# Types of blocks, against what llama.cpp's structures say, number by number.
-
-
-def half(block: bytes, at: int) -> float:
-    return float(struct.unpack_from("<e", block, at)[0])
-
-
-def signed(byte: int) -> int:
-    return byte - 256 if byte > 127 else byte
-
-
-def six_bits(packed: bytes, index: int) -> tuple[int, int]:
-    if index < 4:
-        return packed[index] & 63, packed[index + 4] & 63
-    low, high = packed[index + 4] & 15, packed[index + 4] >> 4
-    return low | packed[index - 4] >> 6 << 4, high | packed[index] >> 6 << 4
-
-
-def k_number(block: bytes, n: int, *, has_fifth: bool) -> float:
-    packed = block[48:] if has_fifth else block[16:]
-    byte = packed[n // 64 * 32 + n % 32]
-    integer = byte >> 4 if n % 64 >= 32 else byte & 15
-    if has_fifth:
-        integer |= (block[16 + n % 32] >> (n // 32) & 1) << 4
-    factor, least = six_bits(block[4:16], n // 32)
-    return half(block, 0) * factor * integer - half(block, 2) * least
-
-
-def q6_number(block: bytes, n: int) -> float:
-    part, place = n // 128, n % 128
-    quarter, lane = place // 32, place % 32
-    low = block[part * 64 + lane + 32 * (quarter % 2)]
-    low = low >> 4 if quarter >= 2 else low & 15
-    high = block[128 + part * 32 + lane] >> (2 * quarter) & 3
-    return half(block, 208) * signed(block[192 + n // 16]) * ((low | high << 4) - 32)
-
-
-def fp4_number(block: bytes, n: int) -> float:
-    code = block[1 + n % 16] >> 4 if n >= 16 else block[1 + n] & 15
-    exponent, mantissa = code >> 1 & 3, code & 1
-    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
-    return float((-1) ** (code >> 3) * size * 2.0 ** (block[0] - 127))
-
-
-FORMULAS: dict[str, Callable[[bytes, int], float]] = {
-    "Q8_0": lambda block, n: half(block, 0) * signed(block[2 + n]),
-    "Q4_0": lambda b, n: half(b, 0) * ((b[2 + n % 16] >> 4 if n >= 16 else b[2 + n] & 15) - 8),
-    "Q4_K": lambda block, n: k_number(block, n, has_fifth=False),
-    "Q5_K": lambda block, n: k_number(block, n, has_fifth=True),
-    "Q6_K": q6_number,
-    "MXFP4": fp4_number,
-}
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_blocks(name: str) -> None:
-    block = BLOCK_TYPES[KINDS[name]]
-    generator = np.random.default_rng(1)
-    data = generator.integers(0, 256, (3, 2 * block.num_bytes), dtype=np.uint8)
-    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(name, (0,))
-    for start in [at + offset for at in halves for offset in (0, block.num_bytes)]:
-        data[:, start + 1] = 0x31  # of the size of one: no NaN
-    if name == "MXFP4":
-        data[:, [0, block.num_bytes]] = [[0, 1], [127, 120], [130, 135]]
-    found = numbers_of_blocks(data, KINDS[name])
-    assert found.shape == (3, 2 * block.num_numbers)
-    for row in range(3):
-        for number in range(2 * block.num_numbers):
-            first = number // block.num_numbers * block.num_bytes
-            bytes_of_block = data[row, first : first + block.num_bytes].tobytes()
-            expected = FORMULAS[name](bytes_of_block, number % block.num_numbers)
-            assert found[row, number] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 # Weights and whole models.
@@ -149,7 +73,15 @@ def test_a_model_says_what_it_says_elsewhere(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 1e-2), ("Q4_0", 0.15)]
+    ("kind", "limit"),
+    [
+        ("F16", 1e-3),
+        ("BF16", 8e-3),
+        ("Q8_0", 1e-2),
+        ("Q5_0", 0.08),
+        ("Q4_0", 0.15),
+        ("IQ4_NL", 0.15),
+    ],
 )
 def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) -> None:
     plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
@@ -168,7 +100,7 @@ def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4"])
 @pytest.mark.parametrize("name", [*MODELS, "gpt-oss-mxfp4"])
 def test_blocks_of_integers_are_multiplied_as_they_are(
     name: str, kind: str, tmp_path: Path
@@ -511,10 +443,36 @@ def test_a_type_that_is_not_supported(tmp_path: Path) -> None:
     plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
     data = write_gguf(plain, tmp_path / "model.gguf", name="llama").read_bytes()
     place = data.index(b"blk.0.ffn_down.weight") + len("blk.0.ffn_down.weight") + 4 + 16
-    (tmp_path / "other.gguf").write_bytes(data[:place] + struct.pack("<I", 10) + data[place + 4 :])
+    (tmp_path / "other.gguf").write_bytes(data[:place] + struct.pack("<I", 16) + data[place + 4 :])
     path = unpack(tmp_path / "other.gguf")
-    with pytest.raises(ModelLoadError, match=r"ffn_down.* has GGUF's type 10, not one of F32, F16"):
+    with pytest.raises(ModelLoadError) as caught:
         check_weights(path, load_model_config(path))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'other.gguf'}: "), "not what stands for it in the cache"
+    assert "ffn_down.weight' has GGUF's type 16, not one of F32, F16" in message
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is served without it, from a directory that goes with the process."""
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    file = write_gguf(plain, tmp_path / "model.gguf", name="llama")
+    (tmp_path / "no-directory").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-directory"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = unpack(file)
+    assert made.parent == tmp_path
+    assert "XDG_CACHE_HOME" in caplog.text
+    config = load_model_config(made)
+    assert set(check_weights(made, config).file_of.values()) == {file}
+    made.chmod(0o755)  # as a directory of others would be: the link is not followed
+    with pytest.raises(ModelLoadError, match="leads out of the model directory"):
+        check_weights(made, config)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-directory"))
+    with pytest.raises(ModelLoadError, match=r"XDG_CACHE_HOME names.*TMPDIR names") as caught:
+        unpack(file)
+    assert str(caught.value).startswith(f"{file}: ")
 
 
 def test_more_experts_than_any_model_has(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 _UNROTATED = ("attn_q", "attn_k")
 
 
@@ -98,12 +99,18 @@ def blocks(numbers: np.ndarray, name: str) -> bytes:
         integers = np.round(groups / np.maximum(factors.astype("<f4"), 1e-20)).clip(-127, 127)
         packed = integers.astype("<i1").view(np.uint8)
     else:
-        assert name == "Q4_0", name
+        most = {"Q4_0": 8, "Q5_0": 16, "IQ4_NL": 127}[name]
         largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
-        factors = (largest / -8).astype("<f2")
-        divisors = np.where(factors == 0, 1, factors).astype("<f4")
-        integers = np.round(groups / divisors + 8).clip(0, 15).astype(np.uint8)
-        packed = integers[:, :16] | (integers[:, 16:] << 4)
+        factors = (largest / -most).astype("<f2")
+        wanted = groups / np.where(factors == 0, 1, factors).astype("<f4")
+        if name == "IQ4_NL":
+            integers = np.abs(wanted[:, :, None] - _IQ4).argmin(axis=2).astype(np.uint8)
+        else:
+            integers = np.round(wanted + most).clip(0, 2 * most - 1).astype(np.uint8)
+        packed = integers[:, :16] & 15 | (integers[:, 16:] << 4)
+        if name == "Q5_0":
+            fifth = np.packbits(integers >> 4, axis=1, bitorder="little")
+            packed = np.concatenate([fifth, packed], axis=1)
     return np.concatenate([factors.view(np.uint8).reshape(-1, 2), packed], axis=1).tobytes()
 
 
