@@ -3,7 +3,8 @@
 The limits are counts of work, not of time: the same grammar is accepted or refused everywhere,
 and what a frontend has compiled compiles on rank 0 too. Measured on one core, what they let
 through compiles within a tenth of a second, most schemas within a millisecond; llguidance lets
-other threads run meanwhile.
+other threads run meanwhile. Numbers in a constraint can stand for work that these counts do not
+see: `grammar_process` bounds that.
 
 Optional properties are counted here: llguidance compiles a thousand, and fails when the object
 begins. (Its limit is 1,000 items; with a higher one the mask of a comma behind 1,000 takes 30 ms,
@@ -12,7 +13,9 @@ of 250 it takes 2.)
 
 from __future__ import annotations
 
+import decimal
 import json
+import math
 import os
 import re
 import threading
@@ -119,6 +122,9 @@ _MAX_FIRST_OPTIONAL = 240
 """Optional properties of an object before the first required one: four items each of `_limits`."""
 _MAX_OPTIONAL = 900
 """Optional properties of an object."""
+_MAX_MULTIPLE = 10_000
+"""Of `multipleOf`, in units of its last decimal place: each remainder is a state of the lexer, of
+which there may be 20,000."""
 
 
 def text_of(constraint: Constraint) -> str:
@@ -142,7 +148,7 @@ def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatche
     Raises:
         GrammarError: too large, not valid, not supported, beyond the limits, or nothing fits it.
     """
-    _check_size(constraint)
+    check_size(constraint)
     for schema in _constraint_schemas(constraint):
         _check_properties(schema)
     try:
@@ -156,6 +162,20 @@ def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatche
         too_much = "TooComplex" in matcher.get_error()
         raise GrammarError("it is too complex" if too_much else "no output can satisfy it")
     return matcher
+
+
+def in_lark(constraint: Constraint) -> Constraint:
+    """Return a grammar in Lark's notation, and every other constraint as it is.
+
+    Raises:
+        GrammarError: it is in another notation, and cannot be translated.
+    """
+    if not isinstance(constraint, GrammarConstraint):
+        return constraint
+    grammar = constraint.grammar.removesuffix(UNFORCED)
+    if not is_gbnf(grammar):
+        return constraint
+    return GrammarConstraint(grammar=unforced(lark_of_gbnf(grammar)))
 
 
 def lark_of_gbnf(grammar: str) -> str:
@@ -188,14 +208,15 @@ def _source(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_lark(constraint.grammar)
 
 
-def _check_size(constraint: Constraint) -> None:
-    limit = MAX_GRAMMAR_BYTES
+def check_size(constraint: Constraint) -> None:
+    """Raise GrammarError for a text that is too long, or none."""
+    limit, text = MAX_GRAMMAR_BYTES, text_of(constraint).removesuffix(UNFORCED)
     if isinstance(constraint, JsonSchemaConstraint):
         limit = MAX_SCHEMA_BYTES
     elif isinstance(constraint, RegexConstraint):
         limit = MAX_REGEX_BYTES
     try:
-        size = len(text_of(constraint).encode())
+        size = len(text.encode())
     except UnicodeEncodeError:
         raise GrammarError("it holds half of a surrogate pair, which is not Unicode text") from None
     if size > limit:
@@ -224,6 +245,20 @@ def _check_properties(schema: Any) -> None:
         elif isinstance(node, dict):
             waiting += node.values()
             _check_object(node)
+            _check_multiple(node.get("multipleOf"))
+
+
+def _check_multiple(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return
+    with suppress(ArithmeticError):
+        digits, places = decimal.Decimal(str(value)).as_tuple()[1:]
+        units = int("".join(map(str, digits))) * 10 ** max(0, min(int(places), 32))
+        if units > _MAX_MULTIPLE:
+            raise GrammarError(
+                f"multipleOf may be at most {_MAX_MULTIPLE} units of its last decimal place, got"
+                f" {value}"
+            )
 
 
 def _check_object(schema: dict[str, Any]) -> None:
@@ -378,6 +413,14 @@ MAX_GRAMMAR_BYTES = 32 * 1024
 MAX_GBNF_CHARS = 8 * 1024
 """Of a grammar that has to be translated: a tenth of a second."""
 
+MiB = 1024 * 1024
+MAX_COMPILED_BYTES = 32 * MiB
+"""Of memory that a compiled constraint takes at the start of an output."""
+
+UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+"""At the end of a client's grammar, as the last such line decides: where a grammar leaves one text,
+llguidance would spell all of it ahead, and a few repetitions in each other make gigabytes of it."""
+
 _GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 WHITESPACE = r" |\r?\n[ \t]{0,16}"
@@ -390,6 +433,11 @@ _NICENESS = 10
 def is_gbnf(grammar: str) -> bool:
     """Return whether a grammar is in llama.cpp's notation, as xgrammar has it; else it is Lark."""
     return _GBNF_ROOT.search(grammar) is not None
+
+
+def unforced(grammar: str) -> str:
+    """Return a client's grammar with `UNFORCED`."""
+    return grammar + UNFORCED
 
 
 def yield_to_others() -> None:

@@ -149,6 +149,15 @@ def owner_of(scope: Scope) -> str:
     return f"key {caller.name}" if caller.name else str(client[0] if client else "")
 
 
+def sharer_of(scope: Scope) -> str:
+    """Return whose share of the work in a frontend a request uses: its key's, or its address's.
+
+    Those behind the key of a gateway have shares of their own.
+    """
+    fairness_id = caller_of(scope).fairness_id
+    return f"{owner_of(scope)} {fairness_id}" if fairness_id else owner_of(scope)
+
+
 class KeyRing:
     """The keys that are good at the moment; replaced as a whole."""
 

@@ -287,6 +287,8 @@ class ServiceLevel:
     priority: int = 0
     timeout_s: float | None = None
     """From its arrival to its last token; what is not done by then ends with an error."""
+    sharer: str = ""
+    """Whose share of the work in a frontend it uses, see `sharer_of`."""
 
     @property
     def left_s(self) -> float | None:
@@ -313,6 +315,7 @@ def resolve_service_level(
     slo: SLOFields | None,
     priority: int | None,
     timeout_s: float | None,
+    sharer: str = "",
     param_prefix: str = "",
 ) -> ServiceLevel:
     """Return the service level of a request from its headers and its body (None: it says nothing).
@@ -336,6 +339,7 @@ def resolve_service_level(
         slo=targets,
         priority=priority or 0,
         timeout_s=timeout_s,
+        sharer=sharer,
     )
 
 

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import hashlib
 import json
-import threading
-import time
-from collections import OrderedDict
+import logging
+import socket
+import subprocess
+from collections import OrderedDict, deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AfterValidator, Field, Tag
 
 from lightserve.errors import GrammarError, InvalidRequest
-from lightserve.frontend.errors import overloaded
+from lightserve.frontend.errors import RequestFailed, overloaded
 from lightserve.frontend.json_body import (
     AN_OBJECT,
     BY_KIND,
     MAX_VALUES,
     OTHERWISE,
-    Backlog,
     StrictModel,
     count_values,
+)
+from lightserve.grammar_process import (
+    COMMAND,
+    ENCODER,
+    HEADER,
+    OUT_OF_MEMORY,
+    Verdict,
+    complaint_of_death,
+    environment,
 )
 from lightserve.messages.common import (
     Constraint,
@@ -34,188 +43,243 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured import MAX_SCHEMA_BYTES, closed, is_gbnf, yield_to_others
+from lightserve.structured import MAX_SCHEMA_BYTES, check_size, closed, unforced
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+log = logging.getLogger(__name__)
 
 
 # ----------------------------------------------------------------------
-# Checks constraints before a request is taken: off the event loop, bounded, each one once.
+# Checks constraints before a request is taken: in a process apart, bounded, each one once.
 #
-# Requests with the same one wait for the same check, however many come before it has ended.
+# Requests with the same one wait for the same check, however many come before it has ended. Those
+# whose shares of the server differ take turns; where too much waits, the one that has most waiting
+# loses its newest.
 
 
-NUM_THREADS = 2
 MAX_WAITING = 64
 """Constraints, of however many requests each."""
 MAX_KNOWN = 1024
 START_TIMEOUT_S = 5.0
-"""For a thread to begin: later is too much load, which says nothing about the constraint."""
-COMPILE_TIMEOUT_S = 5.0
-"""From then on; compiling by itself is bounded by its work (see `structured`)."""
-LARGE_SHARE = 0.5
-"""Of that time: who has had less of a processor is held up by others, not by the constraint."""
+"""For a check to begin: later is too much load, which says nothing about the constraint."""
+END_TIMEOUT_S = 30.0
+"""From then on; `grammar_process` ends what takes too much of a processor long before that."""
+
+_VERDICTS = msgspec.msgpack.Decoder(Verdict)
 
 
-@dataclass
-class _Thread:
-    """Which thread works on a constraint, once one does."""
+class GrammarProcess:
+    """A process that compiles constraints; started with the first one, and anew where it ended.
 
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    _clock_id: int = 0
-    _start_s: float = 0.0
-
-    def begin(self) -> None:
-        """Note that it is the calling one."""
-        self._clock_id = time.pthread_getcpuclockid(threading.get_ident())
-        self._start_s = time.thread_time()
-
-    def cpu_s(self) -> float:
-        """Return what CPU time it has spent on the constraint."""
-        return time.clock_gettime(self._clock_id) - self._start_s
-
-
-@dataclass
-class _Check:
-    """One that has yet to end."""
-
-    thread: _Thread
-    work: asyncio.Future[str | None]
-    waiting: list[Constraint]
-    """It, until the thread takes it: its place among what threads have yet to do may stay."""
-    num_waiting: int = 0
-
-
-class ConstraintChecker:
-    """Knows which constraints compile.
-
-    llguidance is loaded with the first one. Grammars are compiled against a vocabulary of bytes:
-    whether they are valid does not depend on the model's, which takes a hundred times the memory.
+    llguidance is loaded there. Grammars are compiled against a vocabulary of bytes: whether they
+    are valid does not depend on the model's, which takes a hundred times the memory.
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(
-            NUM_THREADS, thread_name_prefix="grammar", initializer=yield_to_others
-        )
-        self._checks: dict[bytes, _Check] = {}
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()
-        """By digest: what is wrong with a constraint, None if nothing is."""
-        self._translations = Backlog(max_items=MAX_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader = asyncio.StreamReader()
+        self._writer: asyncio.StreamWriter | None = None
 
-    async def in_lark(self, constraint: Constraint, *, param: str) -> Constraint:
-        """Return a grammar in Lark's notation, and every other constraint as it is.
+    async def judge(self, constraint: Constraint) -> Verdict:
+        """Return what is found of a constraint; one at a time.
 
         Raises:
-            InvalidRequest: it is in another notation, and cannot be translated.
+            RequestFailed: nothing was, for reasons that are not the constraint's.
+        """
+        for _ in range(2):
+            watch = asyncio.create_task(self._end_if_asleep())
+            try:
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    return _VERDICTS.decode(await self._ask(ENCODER.encode(constraint)))
+            except TimeoutError:
+                self.close()
+                raise overloaded() from None
+            except (OSError, EOFError, msgspec.MsgspecError):
+                if watch.done():
+                    return Verdict(complaint=complaint_of_death(OUT_OF_MEMORY) or "")
+                if (code := self.close()) == 0:
+                    continue  # it had worn out
+                if (complaint := complaint_of_death(code)) is not None:
+                    return Verdict(complaint=complaint)
+                log.error("the process that compiles constraints ended with code %d", code)
+                break
+            finally:
+                watch.cancel()
+        raise RequestFailed(
+            "constraints cannot be checked at the moment; try again",
+            code="constraint_check_unavailable",
+            status=503,
+        )
+
+    async def _end_if_asleep(self) -> None:
+        """End the process when it waits for itself: where memory fails, it may hold a lock."""
+        num_asleep = 0
+        while num_asleep < _MAX_ASLEEP:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            num_asleep = num_asleep + 1 if self._is_asleep() else 0
+        self.close()
+
+    def _is_asleep(self) -> bool:
+        """Whether it neither computes nor waits for a processor or a disk."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            return state[0] == "S"
+        return False
+
+    async def _ask(self, data: bytes) -> bytes:
+        if self._writer is None:
+            await self._start()
+        assert self._writer is not None
+        self._writer.write(HEADER.pack(len(data)) + data)
+        await self._writer.drain()
+        (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return await self._reader.readexactly(length)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), env=environment())
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+
+    def close(self) -> int:
+        """End it, and return its exit code; 0 if there is none."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if (process := self._process) is None:
+            return 0
+        self._process = None
+        # What has ended by itself says why: its end of the socket closes a moment before.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=_LAST_MOMENT_S)
+        process.kill()
+        return process.wait()
+
+
+_LAST_MOMENT_S = 0.05
+_LOOK_EVERY_S, _MAX_ASLEEP = 0.25, 4
+
+
+@dataclass(eq=False)
+class _Check:
+    """One that has yet to end."""
+
+    key: bytes
+    constraint: Constraint
+    sharer: str
+    verdict: asyncio.Future[Verdict]
+    num_waiting: int = 0
+    has_begun: bool = False
+
+
+class ConstraintChecker:
+    """Knows which constraints compile."""
+
+    def __init__(self) -> None:
+        self._process = GrammarProcess()
+        self._checks: dict[bytes, _Check] = {}
+        self._lines: OrderedDict[str, deque[_Check]] = OrderedDict()
+        """Those of them that wait, by sharer; who is first has the next turn."""
+        self._work: asyncio.Task[None] | None = None
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        """By digest."""
+
+    async def check(self, constraint: Constraint, *, param: str, sharer: str = "") -> Constraint:
+        """Return a constraint that can be enforced as it is to be handed on: grammars in Lark.
+
+        Raises:
+            InvalidRequest: it cannot be enforced; names the field and says why.
             RequestFailed: too many are waiting.
         """
-        if not (isinstance(constraint, GrammarConstraint) and is_gbnf(constraint.grammar)):
-            return constraint
-        grammar = constraint.grammar
         try:
-            lark = await self._translations.in_thread(
-                self._threads, functools.partial(_lark_of, grammar), len(grammar)
-            )
+            check_size(constraint)
         except GrammarError as error:
             raise _refusal(param, str(error)) from None
-        return GrammarConstraint(grammar=lark)
-
-    async def check(self, constraint: Constraint, *, param: str) -> None:
-        """Check that a constraint can be enforced.
-
-        Raises:
-            InvalidRequest: it cannot; names the field and says why.
-            RequestFailed: too many are waiting.
-        """
-        key = hashlib.blake2b(repr(constraint).encode(errors="replace"), digest_size=16).digest()
-        if key not in self._known:
-            self._known[key] = await self._in_thread(key, constraint, param)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        if (complaint := self._known[key]) is not None:
-            raise _refusal(param, complaint)
+        key = hashlib.blake2b(repr(constraint).encode(), digest_size=16).digest()
+        verdict = self._known.get(key)
+        if verdict is None:
+            verdict = await self._wait(
+                self._checks.get(key) or self._enter(key, constraint, sharer)
+            )
+        else:
+            self._known.move_to_end(key)
+        if verdict.complaint:
+            raise _refusal(param, verdict.complaint)
+        return verdict.translated or constraint
 
     def close(self) -> None:
-        """Let running work end; drop what waits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End what runs; drop what waits."""
+        if self._work is not None:
+            self._work.cancel()
+        self._process.close()
 
-    async def _in_thread(self, key: bytes, constraint: Constraint, param: str) -> str | None:
-        check = self._checks.get(key)
-        if check is None:
-            if len(self._checks) >= MAX_WAITING:
-                raise overloaded()
-            self._checks[key] = check = self._begin(constraint)
+    async def _wait(self, check: _Check) -> Verdict:
         check.num_waiting += 1
         try:
-            return await _result(check, param)
+            return await asyncio.shield(check.verdict)
         finally:
             check.num_waiting -= 1
-            if check.num_waiting == 0:
-                check.work.cancel()  # no request needs it any more, if it has not ended
-                check.waiting.clear()
-                del self._checks[key]
+            if check.num_waiting == 0 and not check.has_begun:
+                self._leave(check)  # no request needs it any more
 
-    def _begin(self, constraint: Constraint) -> _Check:
-        """Hand a constraint to a thread."""
-        loop, thread, waiting = asyncio.get_running_loop(), _Thread(), [constraint]
+    def _enter(self, key: bytes, constraint: Constraint, sharer: str) -> _Check:
+        """Put a constraint in line. Raises RequestFailed where there is no place for it."""
+        num_own = len(self._lines.get(sharer, ())) + 1
+        if sum(map(len, self._lines.values())) >= MAX_WAITING:
+            longest = max(self._lines.values(), key=len, default=deque())
+            if len(longest) <= num_own:
+                raise overloaded()
+            self._refuse(longest[-1])
+        loop = asyncio.get_running_loop()
+        check = _Check(key, constraint, sharer, loop.create_future())
+        self._checks[key] = check
+        self._lines.setdefault(sharer, deque()).append(check)
+        loop.call_later(START_TIMEOUT_S, self._refuse, check)
+        if self._work is None or self._work.done():
+            self._work = loop.create_task(self._check_all())
+        return check
 
-        def work() -> str | None:
-            thread.begin()
-            loop.call_soon_threadsafe(thread.begun.set)
-            return self._complaint(waiting.pop())
+    def _refuse(self, check: _Check) -> None:
+        """Give up a check that has not begun."""
+        if self._checks.get(check.key) is check and not check.has_begun:
+            self._leave(check)
+            check.verdict.set_exception(overloaded())
 
-        return _Check(thread, loop.run_in_executor(self._threads, work), waiting)
+    def _leave(self, check: _Check) -> None:
+        if self._checks.pop(check.key, None) is not None:
+            self._lines[check.sharer].remove(check)
+            if not self._lines[check.sharer]:
+                del self._lines[check.sharer]
 
-    # ------------------------------------------------------------------ in a thread
+    async def _check_all(self) -> None:
+        """Check one of each sharer in turn, until none waits."""
+        while self._lines:
+            sharer, line = next(iter(self._lines.items()))
+            check = line.popleft()
+            check.has_begun = True
+            self._lines.move_to_end(sharer)
+            if not line:
+                del self._lines[sharer]
+            try:
+                self._learn(check, await self._process.judge(check.constraint))
+            except RequestFailed as error:
+                if check.num_waiting:
+                    check.verdict.set_exception(error)
+            finally:
+                del self._checks[check.key]
 
-    @cached_property
-    def _vocabulary(self) -> LLTokenizer:
-        from lightserve.structured import byte_vocabulary  # noqa: PLC0415
-
-        return byte_vocabulary()
-
-    def _complaint(self, constraint: Constraint) -> str | None:
-        """Return what is wrong with a constraint."""
-        # Most frontends never see one: llguidance is 10 MB.
-        from lightserve.structured import compile_matcher  # noqa: PLC0415
-
-        try:
-            compile_matcher(constraint, self._vocabulary)
-        except GrammarError as error:
-            return str(error)
-        return None
-
-
-def _lark_of(grammar: str) -> str:
-    from lightserve.structured import lark_of_gbnf  # noqa: PLC0415
-
-    return lark_of_gbnf(grammar)
+    def _learn(self, check: _Check, verdict: Verdict) -> None:
+        check.verdict.set_result(verdict)
+        self._known[check.key] = verdict
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
 
 
 def _refusal(param: str, complaint: str) -> InvalidRequest:
     return InvalidRequest(
         f"{param} cannot be enforced: {complaint}", param=param, code="invalid_constraint"
     )
-
-
-async def _result(check: _Check, param: str) -> str | None:
-    """Return what is wrong with a constraint. Raises what `ConstraintChecker.check` does."""
-    try:
-        await asyncio.wait_for(check.thread.begun.wait(), START_TIMEOUT_S)
-    except TimeoutError:
-        raise overloaded() from None
-    try:
-        return await asyncio.wait_for(asyncio.shield(check.work), COMPILE_TIMEOUT_S)
-    except TimeoutError:
-        if check.thread.cpu_s() < LARGE_SHARE * COMPILE_TIMEOUT_S:
-            raise overloaded() from None
-        raise InvalidRequest(
-            f"{param} takes more than {COMPILE_TIMEOUT_S:g} s to compile",
-            param=param,
-            code="invalid_constraint",
-        ) from None
 
 
 # ----------------------------------------------------------------------
@@ -361,7 +425,9 @@ def _constraint(kind: str, value: Any) -> Constraint:
         return json_constraint(value)
     if kind == "choice":
         return _one_of(value)
-    return RegexConstraint(pattern=value) if kind == "regex" else GrammarConstraint(grammar=value)
+    if kind == "regex":
+        return RegexConstraint(pattern=value)
+    return GrammarConstraint(grammar=unforced(value))
 
 
 def spec_of_grammar(grammar: NativeGrammar | None) -> ConstraintSpec | None:
@@ -380,6 +446,7 @@ async def resolve_constraint(
     specs: list[ConstraintSpec | None],
     checker: ConstraintChecker,
     *,
+    sharer: str,
     can_end: bool,
     barred: list[str],
     closes: bool,
@@ -389,6 +456,7 @@ async def resolve_constraint(
     Args:
         specs: at most one of them may be there.
         checker: the process's.
+        sharer: whose turn its check is, see `sharer_of`.
         can_end: whether the model has a token that ends an output.
         barred: fields of the request that keep the grammar from deciding over tokens or the end.
         closes: whether objects of JSON schemas are closed, see `closed`.
@@ -415,9 +483,7 @@ async def resolve_constraint(
         )
     if closes and isinstance(constraint, JsonSchemaConstraint):
         constraint = _closed_constraint(constraint)
-    constraint = await checker.in_lark(constraint, param=param)
-    await checker.check(constraint, param=param)
-    return constraint
+    return await checker.check(constraint, param=param, sharer=sharer)
 
 
 def _closed_constraint(constraint: JsonSchemaConstraint) -> JsonSchemaConstraint:

@@ -28,7 +28,7 @@ from lightserve.frontend.columns import (
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
-from lightserve.frontend.middleware import ARRIVAL_KEY
+from lightserve.frontend.middleware import ARRIVAL_KEY, sharer_of
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel
 from lightserve.frontend.openai.logprobs import LOWEST, token_text
 from lightserve.frontend.request_options import (
@@ -165,6 +165,7 @@ class GenerateRequest(StrictModel):
             slo=parameters.slo,
             priority=parameters.priority,
             timeout_s=parameters.timeout,
+            sharer=sharer_of(request.scope),
             param_prefix="parameters.",
         )
 
@@ -366,6 +367,7 @@ async def _prepare(service: Service, body: GenerateRequest, level: ServiceLevel)
     constraint = await resolve_constraint(
         [spec_of_grammar(parameters.grammar)],
         service.constraints,
+        sharer=level.sharer,
         can_end=bool(eos_token_ids),
         barred=[],
         closes=service.config.closed_schemas,

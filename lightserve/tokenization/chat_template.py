@@ -34,7 +34,12 @@ from lightserve.tokenization.conversation import (
 )
 from lightserve.tokenization.description import TOKENIZER_CONFIG_FILE
 from lightserve.tokenization.template_probes import PROBED_TOOL, TOOLS_NAMES, find_forms
-from lightserve.tokenization.template_sandbox import DEADLINE_S, TemplateLimit, TemplateSandbox
+from lightserve.tokenization.template_sandbox import (
+    DEADLINE_S,
+    MAX_OUTPUT_CHARS,
+    TemplateLimit,
+    TemplateSandbox,
+)
 from lightserve.tokenization.tokenizer import read_optional
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -43,6 +48,7 @@ TEMPLATE_JSON_FILE = "chat_template.json"
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 MAX_TEMPLATE_BYTES = 1_000_000
 _MAX_JSON_INDENT = 16
+_MAX_SEPARATOR_CHARS = 16
 
 
 _BLANK = "\t"
@@ -142,7 +148,7 @@ class ChatTemplate:
             ModelLoadError: it does not compile, or goes beyond its limits for one short message.
         """
         sandbox = TemplateSandbox()
-        sandbox.filters["tojson"] = _tojson
+        sandbox.add_filter("tojson", _tojson)
         sandbox.globals["raise_exception"] = _raise_exception
         sandbox.globals["strftime_now"] = _strftime_now
         try:
@@ -325,9 +331,18 @@ def _tojson(
     """Return JSON that is not escaped for HTML, as transformers' templates expect."""
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= _MAX_JSON_INDENT):
         raise TemplateLimit(f"indents JSON by other than 0 to {_MAX_JSON_INDENT}")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    if separators is not None and sum(map(len, separators)) > _MAX_SEPARATOR_CHARS:
+        raise TemplateLimit(f"separates JSON by more than {_MAX_SEPARATOR_CHARS} characters")
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    parts, num_chars = [], 0
+    for part in encoder.iterencode(value):
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > MAX_OUTPUT_CHARS:
+            raise TemplateLimit(f"makes JSON of more than {MAX_OUTPUT_CHARS} characters")
+    return "".join(parts)
 
 
 def _one_line(error: Exception) -> str:

@@ -8,19 +8,22 @@ time or memory:
     call             `call`: macros, methods, functions; sizes of results
     operator         `call_binop`: sizes before multiplying, after adding
     `~`, [], {}, (), rewritten to pass through the filter `charge_value`
-    filter, set block
+    slice, set block
+    filter           each is wrapped, so that those that `map` applies are charged as well
     output           `finalize`
 
 Every value is checked where it is made, so all are bounded: texts and containers by
 MAX_OUTPUT_CHARS, numbers by MAX_INTEGER, ranges by Jinja. With filters and string methods limited
 to the lists below, so is every single operation between two charges, and a render ends soon
-after its deadline without being killed.
+after its deadline without being killed. A template is bounded itself before it is compiled: by
+MAX_TEMPLATE_CHARS and MAX_NODES.
 """
 
 # ruff: noqa: N802, SIM905 - Jinja finds visitors by these names; word lists read better
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -37,6 +40,7 @@ from jinja2.filters import (
     do_indent,
     do_join,
     do_replace,
+    do_trim,
     make_attrgetter,
     sync_do_slice,
 )
@@ -49,6 +53,15 @@ from jinja2.visitor import NodeTransformer
 MAX_OUTPUT_CHARS = 1_000_000
 MAX_EMITTED_CHARS = 16 * MAX_OUTPUT_CHARS
 """Over all macros, set blocks and loops of one render, each emission counted."""
+MAX_MADE_CHARS = 64 * MAX_OUTPUT_CHARS
+"""Of all values that one render makes, whether they are written or not: it may keep them all."""
+CHARS_PER_ITEM = 16
+"""What an item of a list counts there, beside its own text: its memory."""
+MAX_TEMPLATE_CHARS = 256 * 1024
+MAX_NODES = 20_000
+"""Of a template's syntax tree: about a second to compile, and 80 MiB."""
+MAX_SEARCH_STEPS = 100_000_000
+"""A text's characters times those of what is looked for, where Python may take as many steps."""
 MAX_INTEGER = 10**4300
 """Python reads and writes numbers of so many digits, so requests have none that are larger."""
 DEADLINE_S = 1.0
@@ -87,6 +100,7 @@ class Budget:
         self._earliest_s = time.monotonic() + deadline_s
         self._deadline_s = time.thread_time() + deadline_s
         self._num_chars_left = MAX_EMITTED_CHARS
+        self._num_made_left = MAX_MADE_CHARS
 
     def spend(self, num_chars: int = 0) -> None:
         """Account for one operation that emitted this many characters."""
@@ -95,6 +109,16 @@ class Budget:
             raise TemplateLimit(f"writes more than {MAX_EMITTED_CHARS} characters")
         if time.monotonic() > self._earliest_s and time.thread_time() > self._deadline_s:
             raise TemplateLimit("takes too long")
+
+    def make(self, value: Any) -> Any:
+        """Account for a value that an operation has made, and return it if it is bounded."""
+        if isinstance(value, str):
+            self._num_made_left -= len(value)
+        elif isinstance(value, list | tuple | dict | set | frozenset):
+            self._num_made_left -= CHARS_PER_ITEM * len(value)
+        if self._num_made_left < 0:
+            raise TemplateLimit(f"makes values of more than {MAX_MADE_CHARS} characters in all")
+        return check_size(value)
 
 
 def check_size(value: Any) -> Any:
@@ -176,6 +200,11 @@ def _center(value: Any, width: Any = 80) -> str:
     return do_center(value, width)
 
 
+def _trim(value: Any, chars: Any = None) -> str:
+    _check_search(str(value), str(chars or ""))
+    return do_trim(value, chars)
+
+
 def _batch(value: Iterable[Any], linecount: Any, fill_with: Any = None) -> Iterator[list[Any]]:
     _check_width(linecount)
     return do_batch(value, linecount, fill_with)
@@ -228,10 +257,10 @@ class _Charging(NodeTransformer):
         node.nodes = [_filtered(operand, "charge_value") for operand in node.nodes]
         return _filtered(node, "charge_value")
 
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        """Check what comes out of a filter."""
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        """Check a slice, which is a copy; any other item is there already."""
         self.generic_visit(node)
-        return _filtered(node, "charge_value")
+        return _filtered(node, "charge_value") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         """Check a literal container: it may hold one big value several times."""
@@ -292,10 +321,27 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         )
         self._current = threading.local()
         self.globals = {name: self.globals[name] for name in _GLOBALS}
-        self.filters = {name: FILTERS[name] for name in _FILTERS}
-        self.filters |= {"join": _join, "replace": _replace, "indent": _indent, "center": _center}
-        self.filters |= {"batch": _batch, "slice": _slice, "format": _format, "sum": self._sum}
+        self.filters = {}
+        own = {"join": _join, "replace": _replace, "indent": _indent, "center": _center}
+        own |= {
+            "trim": _trim,
+            "batch": _batch,
+            "slice": _slice,
+            "format": _format,
+            "sum": self._sum,
+        }
+        for name, function in ({name: FILTERS[name] for name in _FILTERS} | own).items():
+            self.add_filter(name, function)
         self.filters |= {"charge_value": self._charge_value, "charge_steps": self._charge_steps}
+
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Offer a filter, whose results are charged."""
+
+        @functools.wraps(function)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            return self._charge_value(function(*args, **kwargs))
+
+        self.filters[name] = charged
 
     def render(
         self, template: jinja2.Template, values: dict[str, Any], *, deadline_s: float
@@ -311,6 +357,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if num_chars > MAX_OUTPUT_CHARS:
                 raise TemplateLimit(f"writes more than {MAX_OUTPUT_CHARS} characters")
         return "".join(parts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise TemplateLimit(
+                f"must have at most {MAX_TEMPLATE_CHARS} characters, got {len(source)}"
+            )
+        template = super()._parse(source, name, filename)
+        if (num_nodes := _num_nodes(template)) > MAX_NODES:
+            raise TemplateLimit(f"must have at most {MAX_NODES} nodes, got {num_nodes}")
+        return template
 
     def _generate(
         self,
@@ -335,7 +391,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._budget.spend(len(value) if isinstance(value, str) else 0)
         if isinstance(value, Iterator):
             return value  # lazy filters such as map; charged as they are consumed
-        return check_size(value)
+        return self._budget.make(value)
 
     def _charge_steps(self, items: Any, num_chars: int) -> Iterator[Any]:
         if isinstance(items, Undefined):
@@ -382,7 +438,24 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_power(left, right)
         elif operator == "%" and isinstance(left, str):
             _check_percent(left, right)
-        return check_size(super().call_binop(context, operator, left, right))
+        return budget.make(super().call_binop(context, operator, left, right))
+
+
+def _num_nodes(template: nodes.Node) -> int:
+    """Return how many nodes a syntax tree has; a dictionary's pairs are nodes too."""
+    count, pending = 0, [template]
+    while pending:
+        pending.extend(pending.pop().iter_child_nodes())
+        count += 1
+    return count
+
+
+_SLOW_METHODS = ("rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip")
+
+
+def _check_search(text: str, sought: str) -> None:
+    if len(text) * len(sought) > MAX_SEARCH_STEPS:
+        raise TemplateLimit("looks for too long a text")
 
 
 def _check_method(
@@ -401,6 +474,8 @@ def _check_method(
         if isinstance(items, Iterator):
             raise TemplateLimit("joins what is not a list")
         _check_join(text, list(items))
+    elif name in _SLOW_METHODS and args:
+        _check_search(text, str(args[0]))
     elif name in _PADDING_METHODS and args:
         _check_width(args[0])
     elif name == "format":

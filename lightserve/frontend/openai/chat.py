@@ -512,7 +512,7 @@ async def _prepare(
     )
     written = functools.partial(tools.spec, service.config, service.formats.enforced_tools)
     spec = await service.encoder.run(written, size=size)
-    constraint = await body.resolve_constraint(service, spec)
+    constraint = await body.resolve_constraint(service, level, spec)
     if tools.offered and constraint is not None and not tools.required:
         raise InvalidRequest(
             "tools cannot be combined with other structured output unless tool_choice is none",

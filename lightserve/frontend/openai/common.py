@@ -22,7 +22,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, Completion, Usage, raised_slo
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, printable, show
-from lightserve.frontend.middleware import ARRIVAL_KEY
+from lightserve.frontend.middleware import ARRIVAL_KEY, sharer_of
 from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
@@ -326,6 +326,7 @@ class ServedFields(NoEffectModel):
             slo=self.slo,
             priority=self.priority,
             timeout_s=self.timeout,
+            sharer=sharer_of(request.scope),
         )
 
 
@@ -454,7 +455,7 @@ class CommonFields(RequestFields):
             )
 
     async def resolve_constraint(
-        self, service: Service, other: ConstraintSpec | None = None
+        self, service: Service, level: ServiceLevel, other: ConstraintSpec | None = None
     ) -> Constraint | None:
         """Return what the output must satisfy; `other`: what fields of one route ask for.
 
@@ -471,6 +472,7 @@ class CommonFields(RequestFields):
                 *specs_of_aliases({name: getattr(self, name) for name in ALIASES}),
             ],
             service.constraints,
+            sharer=level.sharer,
             can_end=bool(service.model.tokenizer.eos_token_ids),
             barred=[name for name in deciding if getattr(self, name)],
             closes=service.config.closed_schemas,

@@ -402,7 +402,7 @@ async def _requests(
         num_logprobs=body.logprobs,
         num_prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
-    constraint = await body.resolve_constraint(service)
+    constraint = await body.resolve_constraint(service, level)
     requests = body.new_requests(
         service, list(zip(prompts, limits, strict=True)), sampling, level, constraint
     )

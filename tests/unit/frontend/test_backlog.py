@@ -26,7 +26,8 @@ from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import MAX_ITEMS, Backlog
 from lightserve.frontend.prompts import BYTES_PER_ID
 from lightserve.frontend.structured_output import ConstraintChecker
-from lightserve.messages.common import Constraint, GrammarConstraint, RegexConstraint
+from lightserve.grammar_process import Verdict
+from lightserve.messages.common import Constraint, RegexConstraint
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
 from lightserve.types import FinishReason, RequestId
 
@@ -95,80 +96,97 @@ def test_a_burst_of_chats_is_for_the_router_to_refuse() -> None:
     asyncio.run(scenario())
 
 
+class SlowProcess:
+    """Stands for the process that compiles: it notes what it gets, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.asked: list[Constraint] = []
+        self.may_go_on = asyncio.Event()
+
+    async def judge(self, constraint: Constraint) -> Verdict:
+        self.asked.append(constraint)
+        await self.may_go_on.wait()
+        return Verdict()
+
+    def close(self) -> int:
+        return 0
+
+
+def slow_checker() -> tuple[ConstraintChecker, SlowProcess]:
+    checker, process = ConstraintChecker(), SlowProcess()
+    checker._process = process  # type: ignore[assignment]
+    return checker, process
+
+
+def asks(checker: ConstraintChecker, pattern: str, sharer: str = "") -> asyncio.Task[Constraint]:
+    check = checker.check(RegexConstraint(pattern=pattern), param="x", sharer=sharer)
+    return asyncio.create_task(check)
+
+
 def test_waiting_for_a_check_is_no_fault_of_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes time only from when a thread has it; before that, being too many is the reason."""
-    monkeypatch.setattr(structured_output, "NUM_THREADS", 1)
+    """Before the process has it, being too many is the reason."""
     monkeypatch.setattr(structured_output, "START_TIMEOUT_S", 0.05)
-    may_go_on, checked = threading.Event(), []
-
-    def slow(checker: ConstraintChecker, constraint: Constraint) -> str | None:
-        checked.append(constraint)
-        assert may_go_on.wait(PATIENCE_S)
-        return None
-
-    monkeypatch.setattr(ConstraintChecker, "_complaint", slow)
 
     async def scenario() -> None:
-        checker = ConstraintChecker()
-        first = asyncio.create_task(checker.check(RegexConstraint(pattern="a"), param="x"))
-        await eventually(lambda: len(checked) == 1)
+        checker, process = slow_checker()
+        first = asks(checker, "a")
+        await eventually(lambda: len(process.asked) == 1)
         with pytest.raises(RequestFailed) as refused:
-            await checker.check(RegexConstraint(pattern="b"), param="x")
+            await asks(checker, "b")
         assert refused.value.status == 429
         assert not first.done()
-        may_go_on.set()
+        process.may_go_on.set()
         await first
-        await checker.check(RegexConstraint(pattern="b"), param="x")
-        may_go_on.clear()
-        monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
-        with pytest.raises(RequestFailed) as refused:  # it has slept, as a starved thread does
-            await checker.check(RegexConstraint(pattern="c"), param="x")
-        assert refused.value.status == 429
-        monkeypatch.setattr(structured_output, "START_TIMEOUT_S", PATIENCE_S)
-        monkeypatch.setattr(structured_output._Thread, "cpu_s", lambda _: 0.04)
-        may_go_on.set()
-        await checker.check(RegexConstraint(pattern="d"), param="x")
-        may_go_on.clear()
-        with pytest.raises(InvalidRequest, match=r"x takes more than 0.05 s to compile"):
-            await checker.check(RegexConstraint(pattern="e"), param="x")
-        may_go_on.set()
+        await asks(checker, "b")
         checker.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_requests_with_one_constraint_share_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured_output, "MAX_WAITING", 2)
-    may_go_on, checked = threading.Event(), []
-
-    def slow(checker: ConstraintChecker, constraint: Constraint) -> str | None:
-        checked.append(constraint)
-        assert may_go_on.wait(PATIENCE_S)
-        return None
-
-    monkeypatch.setattr(ConstraintChecker, "_complaint", slow)
+    monkeypatch.setattr(structured_output, "MAX_WAITING", 1)
 
     async def scenario() -> None:
-        checker = ConstraintChecker()
-
-        def asks(pattern: str) -> asyncio.Task[None]:
-            return asyncio.create_task(checker.check(RegexConstraint(pattern=pattern), param="x"))
-
-        same = [asks("a") for _ in range(100)]
-        other = asks("b")
-        await eventually(lambda: len(checked) == 2)
+        checker, process = slow_checker()
+        same = [asks(checker, "a") for _ in range(100)]
+        await eventually(lambda: len(process.asked) == 1)
+        other = asks(checker, "b")
+        await asyncio.sleep(0)
         with pytest.raises(RequestFailed):
-            await asks("c")
+            await asks(checker, "c")
         same[0].cancel()  # the others wait on
-        may_go_on.set()
+        process.may_go_on.set()
         ends: list[Any] = await asyncio.gather(*same, other, return_exceptions=True)
         assert isinstance(ends[0], asyncio.CancelledError)
-        assert ends[1:] == [None] * 100
-        await asks("a")
-        assert len(checked) == 2
+        assert not any(isinstance(end, BaseException) for end in ends[1:])
+        await asks(checker, "a")
+        assert len(process.asked) == 2
         checker.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_those_with_shares_of_their_own_take_turns_at_checks() -> None:
+    """And find a place where one of them fills all of these: it loses its newest."""
+
+    async def scenario() -> None:
+        checker, process = slow_checker()
+        num_places = structured_output.MAX_WAITING
+        greedy = [asks(checker, f"g{number}", "greedy") for number in range(num_places + 6)]
+        await eventually(lambda: len(process.asked) == 1)
+        late = [asks(checker, f"l{number}", "late") for number in range(3)]
+        await asyncio.sleep(0)
+        assert sum(map(len, checker._lines.values())) == num_places
+        process.may_go_on.set()
+        ends: list[Any] = await asyncio.gather(*greedy, *late, return_exceptions=True)
+        refused = [number for number, end in enumerate(ends) if isinstance(end, RequestFailed)]
+        assert len(refused) == 5 + 3 and max(refused) < len(greedy)
+        patterns = [str(constraint.pattern) for constraint in process.asked]  # type: ignore[union-attr]
+        assert [patterns.index(f"l{number}") for number in range(3)] == [2, 4, 6]
+        assert not checker._lines and not checker._checks
+        checker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_chat_waits_with_all_that_its_template_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,34 +282,20 @@ def test_a_prompt_that_waits_takes_four_bytes_a_token() -> None:
 
 
 def test_a_constraint_that_is_given_up_before_its_check_is_forgotten() -> None:
-    """Megabytes of it would stay until the threads come to its place."""
-
-    class Long(str):
-        """A text that can be looked at from outside."""
-
     async def scenario() -> None:
-        checker, gate = ConstraintChecker(), threading.Event()
-        try:
-            for _ in range(structured_output.NUM_THREADS):
-                checker._threads.submit(gate.wait)
-            for kind in (RegexConstraint, GrammarConstraint):
-                text = Long("root ::= " + "x" * 1000)
-                seen = weakref.ref(text)
-                constraint: Any = kind(text)
-                check = checker.in_lark if kind is GrammarConstraint else checker.check
-                task = asyncio.create_task(check(constraint, param="regex"))
-                await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait({task})
-                await asyncio.sleep(0)
-                del text, constraint, task
-                gc.collect()
-                assert seen() is None, kind
-        finally:
-            gate.set()
-            checker.close()
+        checker, process = slow_checker()
+        first, given_up = asks(checker, "a"), asks(checker, "b")
+        await eventually(lambda: len(process.asked) == 1)
+        assert len(checker._checks) == 2
+        given_up.cancel()
+        await asyncio.wait({given_up})
+        assert len(checker._checks) == 1 and not checker._lines
+        process.may_go_on.set()
+        await first
+        assert len(process.asked) == 1
+        checker.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 # Memory held for clients: what makes room where it is too much.

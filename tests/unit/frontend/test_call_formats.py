@@ -339,7 +339,9 @@ def test_formats_are_those_of_the_chat_template() -> None:
 
 def test_a_server_reads_what_its_template_shows(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
-    path.write_text("{# [TOOL_CALLS] [ARGS] [THINK] #}{{ tools | tojson }}{{ messages[-1].content }}")
+    path.write_text(
+        "{# [TOOL_CALLS] [ARGS] [THINK] #}{{ tools | tojson }}{{ messages[-1].content }}"
+    )
     tokenizer = Tokenizer(BUNDLED_MODEL_DIR)
     text = '[THINK]Hm.[/THINK][TOOL_CALLS]add[ARGS]{"a": 1}'
     ids = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]

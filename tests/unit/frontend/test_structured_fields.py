@@ -20,7 +20,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured import byte_vocabulary, compile_matcher, lark_of_gbnf
+from lightserve.structured import byte_vocabulary, compile_matcher, lark_of_gbnf, unforced
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ root ::= date ("," date)*
 date ::= [0-9]{4} "-" month-name
 month-name ::= "jan" | "feb"
 """
-TRANSLATED = lark_of_gbnf(GBNF)
+TRANSLATED = unforced(lark_of_gbnf(GBNF))
 LARK = 'start: "root ::= " /[ab]/'
 ALL_GBNF = [outputs(grammar=GBNF), {"ebnf": GBNF}, {"guided_grammar": GBNF}]
 ACCEPTED: list[tuple[dict[str, Any], Any]] = [
@@ -65,7 +65,7 @@ ACCEPTED: list[tuple[dict[str, Any], Any]] = [
     (outputs(json=SCHEMA), JsonSchemaConstraint(schema=json.dumps(SCHEMA))),
     (outputs(json='{"type":"null"}'), JsonSchemaConstraint(schema='{"type":"null"}')),
     (outputs(regex="[ab]+"), RegexConstraint(pattern="[ab]+")),
-    (outputs(grammar='start: "a" | "b"'), GrammarConstraint(grammar='start: "a" | "b"')),
+    (outputs(grammar='start: "a" | "b"'), GrammarConstraint(grammar=unforced('start: "a" | "b"'))),
     (
         outputs(choice=["yes", 'n"\n\\o', "é☃"]),
         GrammarConstraint(grammar='start: ONE\nONE: "yes" | "n\\"\\n\\\\o" | "é☃"'),
@@ -75,8 +75,8 @@ ACCEPTED: list[tuple[dict[str, Any], Any]] = [
     ({"guided_regex": "[ab]+"}, RegexConstraint(pattern="[ab]+")),
     ({"regex": "[ab]+", "guided_regex": None}, RegexConstraint(pattern="[ab]+")),
     ({"guided_choice": ["a", "b"]}, GrammarConstraint(grammar='start: ONE\nONE: "a" | "b"')),
-    ({"guided_grammar": 'start: "a"'}, GrammarConstraint(grammar='start: "a"')),
-    ({"ebnf": LARK}, GrammarConstraint(grammar=LARK)),
+    ({"guided_grammar": 'start: "a"'}, GrammarConstraint(grammar=unforced('start: "a"'))),
+    ({"ebnf": LARK}, GrammarConstraint(grammar=unforced(LARK))),
     *((fields, GrammarConstraint(grammar=TRANSLATED)) for fields in ALL_GBNF),
 ]
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,52 @@ def test_bombs_set_off_by_a_message_are_refused(text: str) -> None:
         template.render(Conversation(messages=[ChatMessage("user", "boom")]))
     assert caught.value.param == "messages"
     assert template.render(Conversation(messages=USER)) == "ok"
+
+
+KEPT = range(400)
+HOARDS = {
+    "slices": "{% set s = 'x' * 1000000 %}" + "".join(f"{{% set a{n} = s[1:] %}}" for n in KEPT),
+    "slices-of-lists": "{% set s = [1] * 400000 %}"
+    + "".join(f"{{% set a{n} = s[1:] %}}" for n in KEPT),
+    "repetitions": "".join(f"{{% set a{n} = 'x' * 1000000 %}}" for n in KEPT),
+    "sums": "{% set s = 'x' * 999999 %}" + "".join(f"{{% set a{n} = s + 'y' %}}" for n in KEPT),
+    "splits": "{% set s = 'x ' * 400000 %}"
+    + "".join(f"{{% set a{n} = s.split(' ') %}}" for n in KEPT),
+    "a filter that map applies": "{{ range(3000) | map('string') | map('replace', '', 'y' * 200000)"
+    " | list | length }}",
+    "separators": "{{ ([1] * 300000) | tojson(separators=('x' * 1000000, ':')) }}",
+    "indents": "{% set ns = namespace(v=[1] * 2000) %}{% for i in range(400) %}"
+    "{% set ns.v = [ns.v] %}{% endfor %}{{ ns.v | tojson(indent=16) }}",
+    "a recursion": "{% macro f(x) %}{% set y = x + 'a' %}{{ f(y) }}{% endmacro %}"
+    "{{ f('x' * 990000) }}",
+    "searches": "{{ ('a' * 900000).rfind('b' + 'a' * 450000) }}",
+    "strips": "{{ ('a' * 400000).strip('b' * 900000 ~ 'a') }}",
+    "trims": "{{ ('a' * 400000) | trim('b' * 900000 ~ 'a') }}",
+    "text": "{{ 1 }}" * 40_000,
+    "nodes": "{% set a = 1 %}" * 17_000,
+}
+"""What is never written, is still kept, or takes one operation too long."""
+
+
+@pytest.mark.parametrize("name", HOARDS)
+def test_what_a_template_keeps_is_bounded(name: str) -> None:
+    """Memory of a render, whatever becomes of it, and of what is refused before it is compiled."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelLoadError, match="chat template cannot be used"):
+            _template(HOARDS[name])
+        assert tracemalloc.get_traced_memory()[1] <= 200 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_text_that_grows_with_each_message_is_within_the_limits() -> None:
+    template = _template(
+        "{% set ns = namespace(text='') %}{% for m in messages %}"
+        "{% set ns.text = ns.text + m.content[1:] | trim %}{% endfor %}{{ ns.text }}"
+    )
+    messages = [ChatMessage("user", " " + "x" * 500)] * 400
+    assert template.render(Conversation(messages=messages)) == "x" * 200_000
 
 
 def test_one_bomb_does_not_disturb_other_threads() -> None:

@@ -1,0 +1,184 @@
+"""A process that compiles constraints for a frontend: `python -m lightserve.grammar_process`.
+
+Compiling is bounded by counts of work (see `structured`), but they do not see all of it: a number
+in a schema can stand for gigabytes. Here the kernel bounds what one constraint may take. A process
+that goes beyond is gone, and with it no more than that constraint.
+
+Standard input is a socket. It brings constraints and takes a verdict for each, in order: four bytes
+of length, then msgpack. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import msgspec
+from llguidance import LLTokenizer
+
+from lightserve.errors import GrammarError
+from lightserve.messages.common import Constraint, GrammarConstraint
+from lightserve.structured import (
+    MAX_COMPILED_BYTES,
+    MiB,
+    byte_vocabulary,
+    compile_matcher,
+    in_lark,
+    yield_to_others,
+)
+
+COMMAND = (sys.executable, "-P", "-m", "lightserve.grammar_process")
+MAX_WORK_BYTES = 256 * MiB
+"""Of memory, beside what the process has taken at its start, while a constraint is compiled."""
+MAX_CPU_S = 1
+"""Of one constraint; the kernel counts whole seconds, so that it may be one more."""
+OUT_OF_MEMORY = 3
+"""Exit code where Python noticed it; where llguidance did, a signal ends the process."""
+HEADER = struct.Struct(">I")
+_WORN_BYTES = MAX_WORK_BYTES // 4
+"""A process that did not get rid of so much makes room for a new one."""
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What was found of a constraint."""
+
+    complaint: str = ""
+    """What is wrong with it; empty: nothing."""
+    translated: Constraint | None = None
+    """A grammar of another notation in Lark's."""
+
+
+ENCODER = msgspec.msgpack.Encoder()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the process: without the secrets that others may have."""
+    own = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT_VARIABLES or name.startswith(("PYTHON", "LC_"))
+    }
+    return kept | own
+
+
+def complaint_of_death(exit_code: int) -> str | None:
+    """Return what an end of the process says of the constraint that it was at; None: nothing."""
+    names: Mapping[int, str] = {
+        OUT_OF_MEMORY: f"it takes more than {MAX_WORK_BYTES // MiB} MiB of memory to compile",
+        -signal.SIGABRT: f"it takes more than {MAX_WORK_BYTES // MiB} MiB of memory to compile",
+        -signal.SIGSEGV: "it is nested too deeply",  # the stack is full
+        -signal.SIGXCPU: f"it takes more than {MAX_CPU_S} s of a processor to compile",
+    }
+    return names.get(exit_code)
+
+
+def used_bytes() -> int:
+    """Return how much of this process's memory is in use, as its allocator counts."""
+    facts = _LIBC.mallinfo2()
+    return int(facts.uordblks + facts.hblkhd)
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of the C library."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.mallinfo2.restype = _MallInfo
+
+
+def main() -> NoReturn:
+    """Compile what comes until no more does, or until the process is worn out."""
+    vocabulary = byte_vocabulary()
+    compile_matcher(GrammarConstraint(grammar='start: "a"'), vocabulary)  # what all need is there
+    yield_to_others()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # meant for the supervisor
+    source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(0), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there what ends it
+    at_start = address_space()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (at_start + MAX_WORK_BYTES,) * 2)
+    decoder = msgspec.msgpack.Decoder(Constraint)
+    try:
+        while (data := read_frame(source)) is not None:
+            limit_cpu()
+            verdict = _judge(decoder.decode(data), vocabulary)
+            write_frame(sink, ENCODER.encode(verdict))
+            trim()
+            if address_space() - at_start > _WORN_BYTES:
+                break
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    os._exit(0)
+
+
+def limit_cpu() -> None:
+    """Give the process `MAX_CPU_S` more of a processor from now on."""
+    most = math.ceil(time.process_time()) + MAX_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+
+
+def _judge(constraint: Constraint, vocabulary: LLTokenizer) -> Verdict:
+    try:
+        asked = in_lark(constraint)
+        before = used_bytes()
+        matcher = compile_matcher(asked, vocabulary)
+        num_bytes = used_bytes() - before
+    except GrammarError as error:
+        return Verdict(complaint=str(error))
+    if num_bytes > MAX_COMPILED_BYTES:
+        return Verdict(
+            complaint=f"compiled, it must take at most {MAX_COMPILED_BYTES // MiB} MiB of memory,"
+            f" got {math.ceil(num_bytes / MiB)}"
+        )
+    del matcher
+    return Verdict(translated=None if asked is constraint else asked)
+
+
+def read_frame(source: BinaryIO) -> bytes | None:
+    """Return the next message; None: there are no more, or no whole one."""
+    head = source.read(HEADER.size)
+    if len(head) < HEADER.size:
+        return None
+    (length,) = HEADER.unpack(head)
+    data = source.read(length)
+    return data if len(data) == length else None
+
+
+def write_frame(sink: BinaryIO, data: bytes) -> None:
+    """Send a message."""
+    sink.write(HEADER.pack(len(data)) + data)
+    sink.flush()
+
+
+def trim() -> None:
+    """Give memory that is free back to the system."""
+    _LIBC.malloc_trim(0)
+
+
+def address_space() -> int:
+    """Return the size of this process's memory, in use or not, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
