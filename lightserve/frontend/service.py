@@ -422,7 +422,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         reasoning=config.reasoning_parser,
     )
     shown = MARKS if formats.reasoning == HARMONY else formats.marks
-    tokenizer = Tokenizer(model_dir, shown=shown)
+    tokenizer = Tokenizer(model_dir, shown=shown, vocab_size=vocab_size)
     check_vocabulary(model_dir, tokenizer, vocab_size=vocab_size)
     names = tokenizer.special_tokens.names
     template = None if source is None else ChatTemplate(source, special_tokens=names)

@@ -22,6 +22,7 @@ from lightserve.models.json_fields import MAX_INT, JsonFields, read_json_object
 from lightserve.tokenization.description import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    add_tokens,
     describe_tokenizer,
     find_tokenizer,
 )
@@ -30,7 +31,6 @@ from lightserve.tokenization.detokenizer import Detokenizer, PieceTable, parse_d
 GENERATION_CONFIG_FILE = "generation_config.json"
 _ANCHOR = "☺"
 """A text that merges with no other."""
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Spans(NamedTuple):
@@ -60,14 +60,28 @@ class SpecialTokens:
 class Tokenizer:
     """A model's tokeniser. Thread-safe: nothing changes after construction."""
 
-    def __init__(self, model_dir: Path, *, shown: Collection[str] = ()) -> None:
-        """Load it; special tokens in `shown` are text. Raises ModelLoadError: file and key."""
+    def __init__(
+        self, model_dir: Path, *, shown: Collection[str] = (), vocab_size: int | None = None
+    ) -> None:
+        """Load it.
+
+        Args:
+            model_dir: where the files are.
+            shown: special tokens that are text.
+            vocab_size: the number of ids that the model has: files beside the tokenizer add no
+                tokens beyond it.
+
+        Raises:
+            ModelLoadError: names file and key.
+        """
         path = find_tokenizer(model_dir)
         description = describe_tokenizer(path)
         self._tokenizer = _load(path, description)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.special_tokens = read_special_tokens(model_dir, self._tokenizer)
+        named = add_tokens(self._tokenizer, model_dir, vocab_size=vocab_size).named
+        names = {name: token.content for name, token in named.items()}
+        self.special_tokens = read_special_tokens(model_dir, self._tokenizer, names)
         self.eos_token_ids = self.special_tokens.eos_token_ids
         added_ids = self._encode("", add_special_tokens=True)
         self._num_added_bos = sum(i == self.special_tokens.bos_token_id for i in added_ids)
@@ -205,27 +219,29 @@ def read_ids(fields: JsonFields, key: str) -> list[int]:
     return value
 
 
-def read_special_tokens(model_dir: Path, tokenizer: tokenizers.Tokenizer) -> SpecialTokens:
-    """Collect BOS and EOS from the three configuration files. Raises ModelLoadError."""
+def read_special_tokens(
+    model_dir: Path, tokenizer: tokenizers.Tokenizer, names: dict[str, str]
+) -> SpecialTokens:
+    """Collect BOS and EOS from the configuration files, and from the names of special tokens.
+
+    Raises:
+        ModelLoadError: names file and key.
+    """
     config = read_optional(model_dir, CONFIG_FILE)
     generation = read_optional(model_dir, GENERATION_CONFIG_FILE)
     tokenizer_config = read_optional(model_dir, TOKENIZER_CONFIG_FILE)
-    names: dict[str, str] = {}
-    for key in _SPECIAL_TOKEN_NAMES:
-        if (name := _token_text(tokenizer_config, key)) is not None:
-            names[key] = name
     eos_token_ids = {
         *read_ids(generation, "eos_token_id"),
         *read_ids(config, "eos_token_id"),
         *read_ids(tokenizer_config, "eos_token_id"),
-        *_named_id(tokenizer, tokenizer_config, "eos_token", names),
+        *_named_id(tokenizer, "eos_token", names),
     }
     bos_ids = [
-        *_named_id(tokenizer, tokenizer_config, "bos_token", names),
+        *_named_id(tokenizer, "bos_token", names),
         *read_ids(generation, "bos_token_id"),
         *read_ids(config, "bos_token_id"),
     ]
-    if tokenizer_config.is_null("bos_token"):
+    if tokenizer_config.is_null("bos_token") and "bos_token" not in names:
         bos_ids = []  # the tokenizer says plainly that it has none
     adds_bos = None
     if tokenizer_config.has("add_bos_token"):
@@ -255,23 +271,10 @@ def _load(path: Path, description: dict[str, Any]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _token_text(fields: JsonFields, key: str) -> str | None:
-    """Return a token given as a string or as an object with `content`, None if there is none."""
-    if not fields.has(key):
-        return None
-    value: Any = dict(fields.items())[key]
-    return fields.child(key).string("content") if isinstance(value, dict) else fields.string(key)
-
-
-def _named_id(
-    tokenizer: tokenizers.Tokenizer, fields: JsonFields, key: str, names: dict[str, str]
-) -> list[int]:
-    if key not in names:
-        return []
-    token_id = tokenizer.token_to_id(names[key])
-    if token_id is None:
-        raise fields.error(key, f"names {names[key]!r}, which is not in {TOKENIZER_FILE}")
-    return [token_id]
+def _named_id(tokenizer: tokenizers.Tokenizer, key: str, names: dict[str, str]) -> list[int]:
+    """Return the id of a token by its name; none: no file names it, or it is beyond the model."""
+    token_id = tokenizer.token_to_id(names[key]) if key in names else None
+    return [] if token_id is None else [token_id]
 
 
 # ----------------------------------------------------------------------

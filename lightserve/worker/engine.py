@@ -564,7 +564,7 @@ def _row_constraints(
         reasoning=config.reasoning_parser,
     )
     # Calls that a grammar asks for begin with the model's own tokens, not with their letters.
-    tokenizer = Tokenizer(model_dir, shown=formats.marks)
+    tokenizer = Tokenizer(model_dir, shown=formats.marks, vocab_size=vocab_size)
     if not tokenizer.eos_token_ids:
         return None  # an output could never end where its grammar does
     vocabulary = model_vocabulary(tokenizer, vocab_size)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - files read best on one line
 from __future__ import annotations
 
 import json
@@ -13,6 +14,7 @@ from support.tokenizers_made import (
     write_metaspace,
     write_sentencepiece,
 )
+from transformers import AutoTokenizer
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.errors import ModelLoadError
@@ -94,7 +96,11 @@ def test_eos_is_the_union_of_three_files(
         ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id"),
         ("generation_config.json", {"eos_token_id": -1}, "eos_token_id"),
         ("config.json", {"eos_token_id": [1, "x"]}, "eos_token_id"),
-        ("tokenizer_config.json", {"eos_token": "<nowhere>"}, "eos_token"),
+        ("tokenizer_config.json", {"sep_token": [1]}, "sep_token"),
+        ("tokenizer_config.json", {"additional_special_tokens": "x"}, "additional_special_tokens"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder"),
+        ("special_tokens_map.json", {"eos_token": 1}, "eos_token"),
+        ("added_tokens.json", {"<x>": "1"}, "<x>"),
         ("tokenizer_config.json", {"bos_token": 1}, "bos_token"),
         ("tokenizer_config.json", {"bos_token": {}}, "content"),
         ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token"),
@@ -108,6 +114,73 @@ def test_broken_configuration_names_file_and_key(
     with pytest.raises(ModelLoadError, match=named) as caught:
         Tokenizer(tmp_path)
     assert name in str(caught.value)
+
+
+def _token(content: str, **flags: bool) -> dict[str, Any]:
+    own = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    return {"content": content, "special": True, **own, **flags}
+
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES: dict[str, dict[str, dict[str, Any]]] = {
+    "decoder": {CONFIG: {"added_tokens_decoder": {"0": _token(BOS), "259": _token("<|im_start|>"), "260": _token("<|im_end|>", rstrip=True)}, "eos_token": "<|im_end|>"}},
+    "flags": {CONFIG: {"added_tokens_decoder": {"259": _token("<|x|>", lstrip=True, special=False), "260": _token("<y>", single_word=True)}}},
+    "flags of known ones": {CONFIG: {"added_tokens_decoder": {"0": _token(BOS, lstrip=True, rstrip=True), "258": _token("<tool call>")}}},
+    "of the vocabulary": {CONFIG: {"added_tokens_decoder": {"5": _token("x")}}},
+    "added tokens": {CONFIG: {"eos_token": EOS}, ADDED: {"<|x|>": 259, "<y>": 260}},
+    "added tokens and map": {CONFIG: {}, ADDED: {"<|x|>": 259, "<y>": 260}, MAP: {"eos_token": "<y>", "bos_token": {"content": BOS, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}}},
+    "map": {CONFIG: {}, MAP: {"eos_token": EOS, "bos_token": BOS, "sep_token": "<sep>"}},
+    "map before config": {CONFIG: {"bos_token": EOS}, MAP: {"bos_token": BOS}},
+    "decoder before map": {CONFIG: {"added_tokens_decoder": {"0": _token(BOS)}}, MAP: {"bos_token": BOS, "mask_token": "<m>"}},
+    "eos that is lacking": {CONFIG: {"eos_token": "<|im_end|>", "bos_token": BOS}},
+    "every name": {CONFIG: {"cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<m>", "unk_token": EOS, "pad_token": "[PAD]"}},
+    "names of its own": {CONFIG: {"image_token": "<img>", "extra_special_tokens": {"boi_token": "<boi>"}}},
+    "others": {CONFIG: {"extra_special_tokens": ["<img>", "<boi>"]}},
+    "others as objects": {CONFIG: {"additional_special_tokens": [{"__type": "AddedToken", **_token("<img>", rstrip=True)}]}},
+    "one that was no special one": {CONFIG: {"eos_token": "<tool call>"}},
+}  # fmt: skip
+TEXT = f"a<|im_start|> user <|im_end|>  x <|x|>  y<y>z <y> {BOS} hi {EOS} <tool call> [PAD]<sep><cls> <img> <boi><m>"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_beside_the_tokenizer_are_read_as_transformers_does(
+    tmp_path: Path, name: str
+) -> None:
+    write_byte_level(tmp_path)
+    for file, values in FILES[name].items():
+        own = {"tokenizer_class": "PreTrainedTokenizerFast"} if file == CONFIG else {}
+        write_config(tmp_path, file, own | values)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(tmp_path)
+    expected = theirs.encode(TEXT, add_special_tokens=False)
+    assert ours.encode(TEXT, add_special_tokens=False) == expected
+    assert ours.special_tokens.names == theirs.special_tokens_map
+    specials = {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert {i for i in range(270) if ours.is_special(i) and ours.name_of(i)} == specials
+    if theirs.eos_token_id is not None:
+        assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.special_tokens.bos_token_id == theirs.bos_token_id
+    assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+
+
+def test_tokens_beyond_the_model_are_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Many repositories name a padding that no embedding was ever made for."""
+    write_byte_level(tmp_path)
+    write_config(tmp_path, CONFIG, {"pad_token": "[PAD]", "eos_token": "<end>"})
+    for vocab_size, eos_token_ids, special in ((261, (259,), 2), (260, (259,), 1), (259, (), 0)):
+        ours = Tokenizer(tmp_path, vocab_size=vocab_size)
+        ids = ours.encode("<end>[PAD]", add_special_tokens=False)
+        assert ours.eos_token_ids == eos_token_ids
+        assert sum(token_id >= 259 for token_id in ids) == special
+        assert max(ours.largest_ids.values()) < vocab_size
+    assert "a vocabulary of 259, cannot read are text: <end>, [PAD]" in caplog.text
+
+
+def test_new_tokens_have_the_next_ids(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    write_config(tmp_path, CONFIG, {"added_tokens_decoder": {"300": _token("<x>")}})
+    with pytest.raises(ModelLoadError, match="'<x>' has the id 300, where 259 would be the next"):
+        Tokenizer(tmp_path)
 
 
 def test_slow_tokenizer_files_alone_are_refused(tmp_path: Path) -> None:
