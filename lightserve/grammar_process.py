@@ -43,10 +43,11 @@ MAX_CPU_S = 1
 """Of one constraint; the kernel counts whole seconds, so that it may be one more."""
 OUT_OF_MEMORY = 3
 """Exit code where Python noticed it; where llguidance did, a signal ends the process."""
+_PR_SET_NAME = 15
 HEADER = struct.Struct(">I")
 _WORN_BYTES = MAX_WORK_BYTES // 4
 """A process that did not get rid of so much makes room for a new one."""
-_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "XDG_CACHE_HOME")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -107,11 +108,10 @@ _LIBC.mallinfo2.restype = _MallInfo
 
 def main() -> NoReturn:
     """Compile what comes until no more does, or until the process is worn out."""
+    begin_process("grammars-check")
     vocabulary = byte_vocabulary()
     compile_matcher(GrammarConstraint(grammar='start: "a"'), vocabulary)  # what all need is there
     yield_to_others()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # meant for the supervisor
     source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(0), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there what ends it
     at_start = address_space()
@@ -168,6 +168,13 @@ def write_frame(sink: BinaryIO, data: bytes) -> None:
     """Send a message."""
     sink.write(HEADER.pack(len(data)) + data)
     sink.flush()
+
+
+def begin_process(name: str) -> None:
+    """Take a name for `ps`, and leave signals to the supervisor, for which they are meant."""
+    _LIBC.prctl(_PR_SET_NAME, name.encode())
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def trim() -> None:

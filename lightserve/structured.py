@@ -117,7 +117,6 @@ def _token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 _MAX_COMPLAINT_CHARS = 300
-_MIN_KEPT_BYTES = 512
 _MAX_FIRST_OPTIONAL = 240
 """Optional properties of an object before the first required one: four items each of `_limits`."""
 _MAX_OPTIONAL = 900
@@ -132,14 +131,6 @@ def text_of(constraint: Constraint) -> str:
     if isinstance(constraint, JsonSchemaConstraint):
         return constraint.schema
     return constraint.pattern if isinstance(constraint, RegexConstraint) else constraint.grammar
-
-
-def kept_bytes(constraint: Constraint) -> int:
-    """Return what a compiled constraint counts where a bounded amount of them is kept.
-
-    Its text: compiled, it takes up to some 2,000 times as much memory.
-    """
-    return max(_MIN_KEPT_BYTES, len(text_of(constraint).encode()))
 
 
 def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:

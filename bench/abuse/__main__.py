@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.abuse import bodies, connections, files, requests
+from bench.abuse import bodies, connections, constraints, files, requests
 from bench.abuse.arena import (
     Arena,
     Attack,
@@ -36,7 +36,7 @@ from bench.table import print_head, print_row
 SUBJECTS: Mapping[str, Sequence[Attack]] = {
     "calm": requests.CALM,
     "answers": requests.ANSWERS,
-    "constraints": requests.CONSTRAINTS,
+    "constraints": constraints.CONSTRAINTS,
     "doors": connections.DOORS,
     "memory": requests.MEMORY,
     "batches": files.FILES,

@@ -49,6 +49,8 @@ from bench.serving.server import Server, running_server
 
 QUIET = ["--num-threads", "1", "--log-level", "error"]
 """Flags of the servers: beside its clients, two threads of a worker wait for each other."""
+GRAMMARS = "grammars"
+"""How the names of processes begin that compile constraints, and end where one is too much."""
 PROMPT = "Tell me a story about Mira and the brass lantern."
 
 
@@ -463,8 +465,9 @@ class Arena:
         return {name: p.memory_info().rss / 2**20 for name, p in self.server.tree().items()}
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids by name, such as "router-0"."""
-        return {name: process.pid for name, process in self.server.tree().items()}
+        """Return the process ids by name, such as "router-0", of those that must stay."""
+        tree = self.server.tree().items()
+        return {name: process.pid for name, process in tree if not name.startswith(GRAMMARS)}
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's series with these labels, after every process's report."""

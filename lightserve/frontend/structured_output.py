@@ -51,15 +51,17 @@ log = logging.getLogger(__name__)
 # ----------------------------------------------------------------------
 # Checks constraints before a request is taken: in a process apart, bounded, each one once.
 #
-# Requests with the same one wait for the same check, however many come before it has ended. Those
-# whose shares of the server differ take turns; where too much waits, the one that has most waiting
-# loses its newest.
+# Requests with the same one wait for the same check, however many come before it has ended. Who
+# shares the server with others goes first if its checks have taken least; where too much waits,
+# the one that has most waiting loses its newest.
 
 
 MAX_WAITING = 64
 """Constraints, of however many requests each."""
 MAX_KNOWN = 1024
-START_TIMEOUT_S = 5.0
+MAX_SHARERS = 1024
+"""Whose checks' time is remembered, beside those that have some waiting."""
+START_TIMEOUT_S = 20.0
 """For a check to begin: later is too much load, which says nothing about the constraint."""
 END_TIMEOUT_S = 30.0
 """From then on; `grammar_process` ends what takes too much of a processor long before that."""
@@ -179,8 +181,10 @@ class ConstraintChecker:
     def __init__(self) -> None:
         self._process = GrammarProcess()
         self._checks: dict[bytes, _Check] = {}
-        self._lines: OrderedDict[str, deque[_Check]] = OrderedDict()
-        """Those of them that wait, by sharer; who is first has the next turn."""
+        self._lines: dict[str, deque[_Check]] = {}
+        """Those of them that wait, by sharer."""
+        self._taken_s: dict[str, float] = {}
+        """What checks have taken, by sharer; who comes back is lifted to the least that waits."""
         self._work: asyncio.Task[None] | None = None
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         """By digest."""
@@ -234,6 +238,9 @@ class ConstraintChecker:
         loop = asyncio.get_running_loop()
         check = _Check(key, constraint, sharer, loop.create_future())
         self._checks[key] = check
+        if sharer not in self._lines:
+            least_s = min((self._taken_s[other] for other in self._lines), default=0.0)
+            self._taken_s[sharer] = max(least_s, self._taken_s.get(sharer, 0.0))
         self._lines.setdefault(sharer, deque()).append(check)
         loop.call_later(START_TIMEOUT_S, self._refuse, check)
         if self._work is None or self._work.done():
@@ -253,14 +260,15 @@ class ConstraintChecker:
                 del self._lines[check.sharer]
 
     async def _check_all(self) -> None:
-        """Check one of each sharer in turn, until none waits."""
+        """Check one after the other, until none waits."""
+        loop = asyncio.get_running_loop()
         while self._lines:
-            sharer, line = next(iter(self._lines.items()))
-            check = line.popleft()
+            sharer = min(self._lines, key=self._taken_s.__getitem__)
+            check = self._lines[sharer].popleft()
             check.has_begun = True
-            self._lines.move_to_end(sharer)
-            if not line:
+            if not self._lines[sharer]:
                 del self._lines[sharer]
+            start_s = loop.time()
             try:
                 self._learn(check, await self._process.judge(check.constraint))
             except RequestFailed as error:
@@ -268,6 +276,9 @@ class ConstraintChecker:
                     check.verdict.set_exception(error)
             finally:
                 del self._checks[check.key]
+                self._taken_s[sharer] += loop.time() - start_s
+                if len(self._taken_s) > MAX_SHARERS:
+                    self._taken_s = {name: self._taken_s[name] for name in {*self._lines, sharer}}
 
     def _learn(self, check: _Check, verdict: Verdict) -> None:
         check.verdict.set_result(verdict)

@@ -1,42 +1,58 @@
 """Rank 0's side of structured output: which tokens each constrained row may draw next.
 
-Two threads do it beside the forward pass: llguidance lets other threads run. One compiles, at low
-priority and one grammar after the other, from when a sequence is added, which is during its
-prefill. The other computes a step's masks while its forward pass runs. No step waits for a
-grammar: a row whose own is not ready yields no token, and the router asks again.
+A process of its own does it beside the forward pass. It compiles from when a sequence is added,
+which is during its prefill, and computes a step's masks while its forward pass runs. No step waits
+for a grammar: a row whose own is not ready yields no token, and the router asks again.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from lightserve.errors import GrammarError
-from lightserve.messages.common import Constraint, unpack_int32
+from lightserve.grammar_process import HEADER, environment
+from lightserve.messages.common import Constraint, pack_int32, unpack_int32
 from lightserve.messages.router_worker import AddSequence
-from lightserve.structured import compile_matcher, kept_bytes, yield_to_others
 from lightserve.types import RowId
+from lightserve.worker.matchers import (
+    AT_WORK,
+    Ask,
+    Begun,
+    Drawn,
+    Masks,
+    Request,
+    Setup,
+    Update,
+    Wait,
+)
 from lightserve.worker.sampling.interface import RowMasks
 from lightserve.worker.tables import Upload
 
-MAX_KEPT_BYTES = 64 * 1024
-"""Of the texts of compiled grammars that are kept for sequences to come, see `kept_bytes`."""
-MAX_USED_BYTES = 512 * 1024
-"""Of the different texts that rows are under at once. Compiled, most take some 100 times as much
-memory, and texts of one long word 600 times: 256 rows, each with its own, took 5 GiB."""
-BEST_EFFORT_SHARE = 0.75
-"""Of these, what best-effort rows may fill: they may go on for minutes."""
-PATIENCE_S = 0.02
-"""What a step waits that has nothing to do but ask for tokens whose grammars are not ready."""
+COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.matchers")
+START_TIMEOUT_S = 60.0
+"""For the first answer of a process, which reads the vocabulary before it."""
+ANSWER_TIMEOUT_S = 20.0
+"""For each other."""
+MAX_GUILTY = 256
+MAX_REPAIRS = 3
+"""Processes that may end in one step before all of its constrained rows fail."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,91 +79,67 @@ class StepMasks:
         return RowMasks(row_bits, bits, self.indices, self.allowed)
 
 
-_Matcher = Future[LLMatcher | None]
-"""A row's; None: the grammar failed."""
-
-
-def _matcher_of(work: _Matcher) -> LLMatcher | None:
-    """Return what a compilation that is over gave; one that broke down has failed as well."""
-    return None if work.exception() is not None else work.result()
-
-
-class _Row(NamedTuple):
-    constraint: Constraint
-    matcher: _Matcher
-    """Never done while it waits for its turn."""
-
-
-def _is_best_effort(waiting: tuple[RowId, AddSequence]) -> bool:
-    return not waiting[1].is_real_time
-
-
 class RowConstraints:
-    """The matchers of all constrained rows.
+    """Asks a process which tokens all constrained rows may draw, see `matchers`.
 
-    Rows under the same constraint share what was compiled. Those whose constraint would be too
-    much beside the others' wait until enough rows have left: real-time ones first, those of a class
-    in the order in which they came.
+    Where that process ends, what it was at fails, and all other rows go on with a new one.
     """
 
-    def __init__(self, vocabulary: LLTokenizer, *, unpack: bool = True) -> None:
-        """`unpack`: whether the CPU samples, which wants a byte per token, not a bit."""
-        self._vocabulary = vocabulary
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        *,
+        shown: tuple[str, ...] = (),
+        unpack: bool = True,
+    ) -> None:
+        """Start the process, which takes a second to read a vocabulary of 150,000 tokens.
+
+        `shown`: see `Tokenizer`; `unpack`: the CPU samples, which wants a byte for each token.
+        """
+        self._setup = Setup(str(model_dir), shown, vocab_size)
         self._unpack = unpack
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        self._compiler = ThreadPoolExecutor(
-            1, thread_name_prefix="grammars", initializer=yield_to_others
-        )
         self._rows: dict[RowId, _Row] = {}
-        """Rows with a constraint. A matcher belongs to the compiler until it is done, then to the
-        thread of the masks."""
-        self._waiting: dict[RowId, AddSequence] = {}
-        """Those of them whose turn has yet to come."""
-        self._used: Counter[Constraint] = Counter()
-        """How many of the others are under each."""
-        self._num_used_bytes = 0
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
-        """The compiler's, as is …"""
-        self._num_kept_bytes = 0
+        self._guilty: OrderedDict[Constraint, None] = OrderedDict()
+        """What has ended a process; rows under it fail."""
+        self._num_asked = 0
+        self._at_work = os.memfd_create("constraints")
+        self._process, self._link = self._start()
+
+    def close(self) -> None:
+        """End the process."""
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
+        if self._at_work >= 0:
+            os.close(self._at_work)
+            self._at_work = -1
+
+    def __del__(self) -> None:
+        """End the process with a worker that does not end with its own."""
+        self.close()
 
     def update(self, left_rows: Sequence[RowId], sequences: Sequence[AddSequence]) -> None:
         """Forget what was left, whose grammars are compiled no more, then take in new sequences.
 
         Output that these bring was drawn under the same constraint.
         """
-        for row in (*left_rows, *(sequence.row for sequence in sequences)):
-            if (before := self._rows.pop(row, None)) is not None:
-                before.matcher.cancel()
-                if self._waiting.pop(row, None) is None:
-                    self._release(before.constraint)
+        gone = [row for row in left_rows if self._rows.pop(row, None) is not None]
+        begun = []
         for sequence in sequences:
+            if self._rows.pop(sequence.row, None) is not None:
+                gone.append(sequence.row)
             if sequence.constraint is not None:
-                self._rows[sequence.row] = _Row(sequence.constraint, Future())
-                self._waiting[sequence.row] = sequence
-        for row, sequence in sorted(self._waiting.items(), key=_is_best_effort):
-            constraint = self._rows[row].constraint
-            if not self._reserve(constraint, is_real_time=sequence.is_real_time):
-                break
-            del self._waiting[row]
-            matcher = self._compiler.submit(self._matcher, sequence, constraint)
-            self._rows[row] = _Row(constraint, matcher)
-
-    def _reserve(self, constraint: Constraint, *, is_real_time: bool) -> bool:
-        """Count a row under `constraint`, unless that is too much."""
-        if constraint not in self._used:
-            more = kept_bytes(constraint)
-            most = MAX_USED_BYTES if is_real_time else BEST_EFFORT_SHARE * MAX_USED_BYTES
-            if self._used and self._num_used_bytes + more > most:
-                return False
-            self._num_used_bytes += more
-        self._used[constraint] += 1
-        return True
-
-    def _release(self, constraint: Constraint) -> None:
-        self._used[constraint] -= 1
-        if not self._used[constraint]:
-            del self._used[constraint]
-            self._num_used_bytes -= kept_bytes(constraint)
+                tokens = np.concatenate(
+                    [unpack_int32(part.token_ids) for part in sequence.segments]
+                )
+                output = array("i", tokens[sequence.num_prompt_tokens :].tolist())
+                row = _Row(sequence.constraint, output, is_real_time=sequence.is_real_time)
+                self._rows[sequence.row] = row
+                if row.constraint not in self._guilty:
+                    begun.append(row.begun(sequence.row))
+        if gone or begun:
+            self._send(Update(gone, begun))
 
     def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
         """Return those of `rows` that are constrained."""
@@ -161,84 +153,146 @@ class RowConstraints:
         if self._rows.keys().isdisjoint(rows):
             return None
         indices = [index for index, row in enumerate(rows) if row in self._rows]
-        masks: Future[StepMasks] = self._thread.submit(
-            self._masks, indices, [self._rows[rows[index]].matcher for index in indices]
-        )
-        return masks.result
+        asked = [rows[index] for index in indices]
+        live = self._live(asked)
+        self._ask(live)
+        return lambda: self._step_masks(indices, asked, live)
 
     def advance(
         self, rows: Sequence[RowId], token_ids: Sequence[int], unready: frozenset[int]
     ) -> None:
         """Take in what the rows of a step drew; `unready` as its masks had it."""
         drawn = [
-            (self._rows[row].matcher, token_id)
+            (row, token_id)
             for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
-            if row in self._rows and index not in unready
+            if index not in unready and self._live([row])
         ]
+        for row, token_id in drawn:
+            self._rows[row].output.append(token_id)
         if drawn:
-            self._thread.submit(self._consume, drawn)
+            self._send(Drawn([row for row, _ in drawn], [token_id for _, token_id in drawn]))
 
     def wait_for_any(self, rows: Sequence[RowId]) -> None:
         """Wait a moment for the grammar of one of these rows, if they have not been left."""
-        compiling = [self._rows[row].matcher for row in rows if row in self._rows]
-        wait(compiling, PATIENCE_S, FIRST_COMPLETED)
+        self._num_asked += 1
+        self._send(Wait(self._num_asked, self._live(rows)))
+        self._receive()
 
-    # ------------------------------------------------------------------ in the compiler's thread
+    def _live(self, rows: Sequence[RowId]) -> list[RowId]:
+        """Return those of `rows` that the process knows."""
+        known = self._rows
+        return [row for row in rows if row in known and known[row].constraint not in self._guilty]
 
-    def _matcher(self, sequence: AddSequence, constraint: Constraint) -> LLMatcher | None:
-        try:
-            matcher = self._compile(constraint).deep_copy()
-        except GrammarError:
-            return None
-        tokens = np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
-        matcher.consume_tokens(tokens[sequence.num_prompt_tokens :].tolist())
-        return matcher
+    def _ask(self, rows: Sequence[RowId], *, is_repair: bool = False) -> None:
+        self._num_asked += 1
+        self._send(Ask(self._num_asked, rows, is_repair))
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        known = self._compiled.get(constraint)
-        if known is None:
-            known = compile_matcher(constraint, self._vocabulary)
-            self._compiled[constraint] = known
-            self._num_kept_bytes += kept_bytes(constraint)
-            # What rows are under stays, so that others of the same share it.
-            unused = [one for one in self._compiled if one not in self._used]
-            for oldest in unused:
-                if self._num_kept_bytes <= MAX_KEPT_BYTES:
-                    break
-                del self._compiled[oldest]
-                self._num_kept_bytes -= kept_bytes(oldest)
-        else:
-            self._compiled.move_to_end(constraint)
-        return known
-
-    # ------------------------------------------------------------------ in the masks' thread
-
-    def _masks(self, indices: list[int], matchers: list[_Matcher]) -> StepMasks:
-        vocab_size = self._vocabulary.vocab_size
-        bits = np.zeros((len(matchers), -(-vocab_size // 32) * 4), dtype=np.uint8)
+    def _step_masks(
+        self, indices: list[int], asked: Sequence[RowId], live: Sequence[RowId]
+    ) -> StepMasks:
+        masks = self._receive()
+        for _ in range(MAX_REPAIRS):
+            if masks is not None:
+                break
+            live = self._live(asked)
+            self._ask(live, is_repair=True)
+            masks = self._receive()
+        if masks is None:
+            masks, live = Masks(), []
+        num_bytes = -(-self._setup.vocab_size // 32) * 4
+        place_of = {row: place for place, row in enumerate(live)}
+        bits = np.zeros((len(asked), num_bytes), dtype=np.uint8)
         failed, unready = set[int](), set[int]()
-        for number, (index, work) in enumerate(zip(indices, matchers, strict=True)):
-            if not work.done():
-                unready.add(index)
-                bits[number] = 255
-                continue
-            mask = b""
-            if (matcher := _matcher_of(work)) is not None:
-                mask = matcher.compute_bitmask()
-            if matcher is None or matcher.is_error():
+        found = np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes)
+        for number, (index, row) in enumerate(zip(indices, asked, strict=True)):
+            place = place_of.get(row)
+            if place is None or place in masks.failed:
                 failed.add(index)
-            elif any(mask):
-                # There may be a word more than the vocabulary needs.
-                bits[number] = np.frombuffer(mask, dtype=np.uint8)[: bits.shape[1]]
-            else:
-                bits[number] = 255  # it has ended: what an overlapping step draws is discarded
+                continue
+            bits[number] = found[place]
+            if place in masks.unready:
+                unready.add(index)
         allowed = None
         if self._unpack:
+            vocab_size = self._setup.vocab_size
             unpacked = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
             allowed = torch.from_numpy(unpacked.view(np.bool_))
         return StepMasks(indices, bits, allowed, frozenset(failed), frozenset(unready))
 
-    def _consume(self, drawn: list[tuple[_Matcher, int]]) -> None:
-        for work, token_id in drawn:
-            if (matcher := _matcher_of(work)) is not None:
-                matcher.consume_token(token_id)  # if it does not fit, the next mask says so
+    # ------------------------------------------------------------------ the process
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        os.pwrite(self._at_work, AT_WORK.pack(-1, -1), 0)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [*COMMAND, str(self._at_work)],
+                stdin=theirs.fileno(),
+                pass_fds=[self._at_work],
+                env=environment(),
+            )
+        ours.settimeout(START_TIMEOUT_S)
+        data = msgspec.msgpack.encode(self._setup)
+        ours.sendall(HEADER.pack(len(data)) + data)
+        return process, ours
+
+    def _send(self, request: Request) -> None:
+        """Send a request; one that is not taken is known from the missing answer."""
+        data = msgspec.msgpack.encode(request)
+        with contextlib.suppress(OSError):
+            self._link.sendall(HEADER.pack(len(data)) + data)
+
+    def _receive(self) -> Masks | None:
+        """Return the answer to a request; None: the process has ended, and there is a new one."""
+        try:
+            while True:
+                (length,) = HEADER.unpack(self._read(HEADER.size))
+                masks = _MASKS.decode(self._read(length))
+                self._link.settimeout(ANSWER_TIMEOUT_S)
+                if masks.number == self._num_asked:
+                    return masks  # what is older was asked in a step that broke down
+        except (OSError, EOFError, msgspec.MsgspecError):
+            self._replace()
+            return None
+
+    def _read(self, length: int) -> bytes:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            num_read = self._link.recv_into(view)
+            if not num_read:
+                raise EOFError
+            view = view[num_read:]
+        return bytes(data)
+
+    def _replace(self) -> None:
+        """Start the process anew; rows under what it was at fail, the others go on in it."""
+        self._link.close()
+        self._process.kill()
+        code = self._process.wait()
+        blamed = set(AT_WORK.unpack(os.pread(self._at_work, AT_WORK.size, 0)))
+        guilty = {self._rows[RowId(row)].constraint for row in blamed if RowId(row) in self._rows}
+        log.error("the process of constraints ended with code %d; %d blamed", code, len(guilty))
+        self._process, self._link = self._start()
+        self._guilty.update(dict.fromkeys(guilty))
+        while len(self._guilty) > MAX_GUILTY:
+            self._guilty.popitem(last=False)
+        live = self._live(list(self._rows))
+        self._send(Update([], [self._rows[row].begun(row) for row in live]))
+
+
+_MASKS = msgspec.msgpack.Decoder(Masks)
+
+
+@dataclass
+class _Row:
+    """What is known of a constrained row."""
+
+    constraint: Constraint
+    output: array[int]
+    """Its tokens so far."""
+    is_real_time: bool
+
+    def begun(self, row: RowId) -> Begun:
+        """Return how the process is told of it."""
+        return Begun(row, self.constraint, pack_int32(self.output), self.is_real_time)

@@ -43,7 +43,6 @@ from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import quantised_as
 from lightserve.progress import progress
-from lightserve.structured import model_vocabulary
 from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.description import tokenizer_file
 from lightserve.tokenization.tokenizer import Tokenizer
@@ -552,7 +551,7 @@ def _row_constraints(
 ) -> RowConstraints | None:
     """Return what enforces constraints, None where frontends refuse them all.
 
-    Loaded at the start, as no step may wait for it: a second for a vocabulary of 150,000 tokens.
+    Its process starts with the worker, as no step may wait for it.
     """
     model_dir = Path(config.model)
     if tokenizer_file(model_dir) is None:
@@ -567,5 +566,5 @@ def _row_constraints(
     tokenizer = Tokenizer(model_dir, shown=formats.marks, vocab_size=vocab_size)
     if not tokenizer.eos_token_ids:
         return None  # an output could never end where its grammar does
-    vocabulary = model_vocabulary(tokenizer, vocab_size)
-    return RowConstraints(vocabulary, unpack=device.type == "cpu")
+    unpack = device.type == "cpu"
+    return RowConstraints(model_dir, vocab_size, shown=tuple(formats.marks), unpack=unpack)

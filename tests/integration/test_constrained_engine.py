@@ -4,16 +4,18 @@ else runs beside it, and recomputation changes no token."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 
 import jsonschema
 import msgspec
+import psutil
 import pytest
 import torch
-from llguidance import LLMatcher, LLTokenizer
-from support.processes import wait_for
+from llguidance import LLMatcher
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -36,7 +38,7 @@ from lightserve.router.policies import POLICIES
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.structured import compile_matcher, kept_bytes, model_vocabulary
+from lightserve.structured import MAX_COMPILED_BYTES, MiB, model_vocabulary
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import (
     FinishReason,
@@ -46,7 +48,7 @@ from lightserve.types import (
     RowId,
     SamplingParams,
 )
-from lightserve.worker import constraints
+from lightserve.worker import constraints, matchers
 from lightserve.worker.engine import build_runner
 from lightserve.worker.model_runner import ModelRunner
 
@@ -213,23 +215,41 @@ def test_steps_go_on_while_grammars_are_compiled(
         for i in range(2)
     ]
     steps: list[StepResult] = []
-    num_compiled_at: list[int] = []
+    known = runner._constraints
+    assert known is not None
 
-    def compile_late(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
-        wait_for(lambda: len(steps) >= 20, "twenty steps")
-        num_compiled_at.append(len(steps))
-        return compile_matcher(constraint, vocabulary)
+    def send_late(request: matchers.Request) -> None:
+        """As if nothing were compiled during the first steps: what began waits for its turn."""
+        if isinstance(request, matchers.Update) and len(steps) < 20:
+            late_ones.append(request)
+            request = matchers.Update(request.left, [])
+        if len(steps) >= 20:
+            for late_one in late_ones:
+                real_send(matchers.Update([], late_one.begun))
+            late_ones.clear()
+        if isinstance(request, matchers.Ask) and late_ones:
+            request = matchers.Ask(request.number, [])
+        real_send(request)
+
+    def receive() -> matchers.Masks | None:
+        masks = real_receive()
+        num_late = sum(len(late_one.begun) for late_one in late_ones)
+        if masks is None or not num_late or masks.bits:
+            return masks
+        num_bytes = -(-known._setup.vocab_size // 32) * 4
+        return matchers.Masks(0, b"\xff" * num_bytes * num_late, (), tuple(range(num_late)))
 
     def execute(plan: StepPlan) -> StepResult:
         steps.append(real_execute(plan))
         return steps[-1]
 
-    real_execute = runner.execute
+    late_ones: list[matchers.Update] = []
+    real_execute, real_send, real_receive = runner.execute, known._send, known._receive
     with monkeypatch.context() as patch:
-        patch.setattr(constraints, "compile_matcher", compile_late)
+        patch.setattr(known, "_send", send_late)
+        patch.setattr(known, "_receive", receive)
         patch.setattr(runner, "execute", execute)
         late, _ = run(runner, short + free, num_slots=num_slots)
-    assert len(num_compiled_at) >= len(slow) and min(num_compiled_at) >= 20
     at_once, core = run(runner, short + free, num_slots=num_slots)
     for key, outcome in at_once.outcomes.items():
         assert late.outcomes[key].token_ids == outcome.token_ids
@@ -239,146 +259,190 @@ def test_steps_go_on_while_grammars_are_compiled(
     assert len(unready) > len(slow) and all(row.error is None for row in unready)
 
 
-def test_what_is_kept_of_grammars_is_bounded_by_their_size(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
-) -> None:
-    compiled: list[Constraint] = []
+class Text(matchers.RowMatchers):
+    """Matchers whose memory is what `sizes` says of each compiled one; compiling can be held up."""
 
-    def noting(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
-        compiled.append(constraint)
-        return compile_matcher(constraint, vocabulary)
-
-    monkeypatch.setattr(constraints, "compile_matcher", noting)
-    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
-    large = [RegexConstraint(pattern=letter * 8000) for letter in "abcdefghijklmnop"]
-    small = [RegexConstraint(pattern=f"small {number}") for number in range(60)]
-    for constraint in (*large, *small, large[-1], large[0], small[-1]):
-        sequence = AddSequence(
-            RowId(0),
-            [TokenSegment(token_ids=pack_int32([1]))],
-            SamplingParams(),
-            num_prompt_tokens=1,
-            eos_token_ids=[2],
-            constraint=constraint,
+    def __init__(self, tokenizer: Tokenizer, sizes: Callable[[Constraint], int]) -> None:
+        self.asked: list[Constraint] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self._compiled = OrderedDict()
+        super().__init__(
+            model_vocabulary(tokenizer, 4096), used=lambda: sum(map(sizes, self._compiled))
         )
-        enforcer.update([], [sequence])
-        masks = enforcer.begin([RowId(0)])
-        while masks is not None and masks().unready:
-            enforcer.wait_for_any([RowId(0)])
-            masks = enforcer.begin([RowId(0)])
-        kept = sum(map(kept_bytes, enforcer._compiled))
-        assert kept == enforcer._num_kept_bytes <= constraints.MAX_KEPT_BYTES
-    assert compiled[len(large) + len(small) :] == [large[0]]  # the others were kept
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        assert self.may_go_on.wait(60.0)
+        if constraint not in self._compiled:
+            self.asked.append(constraint)
+        return super()._compile(constraint)
+
+    def begin(self, *constraints: Constraint, first: int = 0, is_real_time: bool = False) -> None:
+        self.update(
+            [],
+            [
+                matchers.Begun(first + number, constraint, b"", is_real_time)
+                for number, constraint in enumerate(constraints)
+            ],
+        )
+
+    def are_ready(self, *rows: int) -> bool:
+        """Whether the grammars of all rows are, and the compiler has nothing else to do."""
+        self._compiler.submit(lambda: None).result(60.0)
+        return not self.masks(rows).unready
+
+    def cached(self) -> list[Constraint]:
+        self._compiler.submit(lambda: None).result(60.0)
+        return list(self._compiled)
 
 
-def test_nothing_is_kept_for_rows_that_were_left(
+def regexes(letters: str) -> list[Constraint]:
+    return [RegexConstraint(pattern=letter) for letter in letters]
+
+
+def test_what_is_kept_of_grammars_is_bounded_by_their_memory(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
+    monkeypatch.setattr(matchers, "MAX_KEPT_BYTES", 35)
+    made = Text(tokenizer, lambda constraint: 10)
+    for constraint in regexes("abcdefgea"):
+        made.begin(constraint)
+        assert made.are_ready(0)
+        assert made.num_bytes <= 45, "with the one that is in use"
+    assert made.asked == regexes("abcdefga"), "e was kept"
+    made.update([0], [])
+    assert len(made.cached()) == 3
+
+
+def test_nothing_is_kept_for_rows_that_were_left(tokenizer: Tokenizer) -> None:
     """Neither compiled grammars nor compilations that wait."""
-    compiled: list[Constraint] = []
-    may_go_on = threading.Event()
-
-    def slow(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
-        compiled.append(constraint)
-        assert may_go_on.wait(60.0)
-        return compile_matcher(constraint, vocabulary)
-
-    monkeypatch.setattr(constraints, "compile_matcher", slow)
-    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
-    rows = [RowId(number) for number in range(8)]
-    sequences = [
-        AddSequence(
-            row,
-            [TokenSegment(token_ids=pack_int32([1]))],
-            SamplingParams(),
-            num_prompt_tokens=1,
-            eos_token_ids=[2],
-            constraint=RegexConstraint(pattern=f"row {row}"),
-        )
-        for row in rows
-    ]
-    enforcer.update([], sequences)
-    enforcer.update(rows[:-1], [])
-    assert enforcer.among(rows) == {rows[-1]}
-    enforcer.wait_for_any(rows[:1])
-    may_go_on.set()
-    enforcer._rows[rows[-1]].matcher.result(60.0)
-    assert compiled == [sequences[0].constraint, sequences[-1].constraint]
+    made = Text(tokenizer, lambda constraint: 0)
+    made.may_go_on.clear()
+    made.begin(*regexes("abcdefgh"))
+    made.update(range(7), [])
+    assert list(made._rows) == [7]
+    made.wait_for_any([0])
+    made.may_go_on.set()
+    assert made.are_ready(7)
+    assert set(made.asked) <= {*regexes("a"), *regexes("h")}
+    assert not made._pending
 
 
-def test_what_rows_are_under_at_once_is_bounded_by_its_size(
+def test_what_rows_are_under_at_once_is_bounded_by_its_memory(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     """More waits for its turn; rows under the same constraint share it, whatever else is kept."""
-    compiled: list[Constraint] = []
-
-    def noting(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatcher:
-        compiled.append(constraint)
-        return compile_matcher(constraint, vocabulary)
-
-    def are_ready(*rows: RowId) -> bool:
-        enforcer.wait_for_any(rows)
-        masks = enforcer.begin(rows)
-        return masks is None or not masks().unready
-
-    monkeypatch.setattr(constraints, "compile_matcher", noting)
-    monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 0)
-    monkeypatch.setattr(constraints, "MAX_USED_BYTES", 2000)
-    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
-    a, b, c, d = (RegexConstraint(pattern=letter * 900) for letter in "abcd")
-    sequences = [
-        AddSequence(
-            RowId(number),
-            [TokenSegment(token_ids=pack_int32([1]))],
-            SamplingParams(),
-            num_prompt_tokens=1,
-            eos_token_ids=[2],
-            constraint=constraint,
-            is_real_time=True,
-        )
-        for number, constraint in enumerate((a, b, a, b, c, d, a))
-    ]
-    rows = [sequence.row for sequence in sequences]
-    enforcer.update([], sequences)
-    wait_for(lambda: are_ready(*rows[:4]), "the first four")
-    assert not any(are_ready(row) for row in rows[4:])
-    enforcer.update([rows[1], rows[5]], [])  # one of two under b, and d, which waits
-    assert not any(are_ready(row) for row in (rows[4], rows[6]))
-    enforcer.update([rows[3]], [])
-    wait_for(lambda: are_ready(rows[4], rows[6]), "c, and a behind it")
-    assert compiled == [a, b, c]
-    enforcer.update(rows, [])
-    enforcer.update([], [sequences[5]])
-    wait_for(lambda: are_ready(rows[5]), "d")
-    assert list(enforcer._compiled) == [d]
+    monkeypatch.setattr(matchers, "MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(matchers, "MAX_COMPILED_BYTES", 1)
+    monkeypatch.setattr(matchers, "MAX_USED_BYTES", 20)
+    made = Text(tokenizer, lambda constraint: 10)
+    a, b, c, d = regexes("abcd")
+    made.begin(a, b, is_real_time=True)
+    assert made.are_ready(0, 1)
+    made.begin(a, b, c, d, a, first=2, is_real_time=True)
+    assert made.are_ready(*range(4)) and list(made._waiting) == [4, 5, 6]
+    made.update([1, 5], [])  # one of two under b, and d, which waits
+    assert list(made._waiting) == [4, 6]
+    made.update([3], [])
+    made.cached()
+    made.update([], [])
+    assert made.are_ready(4, 6) and made.asked == [a, b, c]
+    made.update([0, 2, 4, 6], [])
+    assert made.cached() == [] and made.num_bytes == 0
+    made.begin(d, first=5)
+    assert made.are_ready(5) and made.cached() == [d]
 
 
 def test_constraints_of_real_time_rows_go_before_those_of_best_effort_ones(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     """These leave them some room, and those that wait have their turn later."""
-    monkeypatch.setattr(constraints, "MAX_USED_BYTES", 4000)
-    enforcer = constraints.RowConstraints(model_vocabulary(tokenizer, 4096))
+    monkeypatch.setattr(matchers, "MAX_COMPILED_BYTES", 10)
+    monkeypatch.setattr(matchers, "MAX_USED_BYTES", 40)
+    made = Text(tokenizer, lambda constraint: 10)
+    made.may_go_on.clear()
+    made.begin(*regexes("abcde"))
+    assert list(made._waiting) == [3, 4], "three are theirs"
+    made.begin(*regexes("fg"), first=5, is_real_time=True)
+    assert list(made._waiting) == [3, 4, 6]
+    made.update([0], [])
+    assert list(made._waiting) == [3, 4]
+    made.update([5, 6], [])
+    assert list(made._waiting) == [4]
+    made.may_go_on.set()
 
-    def sequence(number: int, *, is_real_time: bool = False) -> AddSequence:
-        return AddSequence(
-            RowId(number),
-            [TokenSegment(token_ids=pack_int32([1]))],
-            SamplingParams(),
-            num_prompt_tokens=1,
-            eos_token_ids=[2],
-            constraint=RegexConstraint(pattern="abcdefgh"[number] * 900),
-            is_real_time=is_real_time,
-        )
 
-    enforcer.update([], [sequence(number) for number in range(5)])
-    assert list(enforcer._waiting) == [3, 4], "3000 bytes are theirs"
-    enforcer.update([], [sequence(5, is_real_time=True), sequence(6, is_real_time=True)])
-    assert list(enforcer._waiting) == [3, 4, 6]
-    enforcer.update([RowId(0)], [])
-    assert list(enforcer._waiting) == [3, 4]
-    enforcer.update([RowId(5), RowId(6)], [])
-    assert list(enforcer._waiting) == [4]
+def sequence(number: int, constraint: Constraint) -> AddSequence:
+    return AddSequence(
+        RowId(number),
+        [TokenSegment(token_ids=pack_int32([1]))],
+        SamplingParams(),
+        num_prompt_tokens=1,
+        eos_token_ids=[2],
+        constraint=constraint,
+    )
+
+
+def masks_of(enforcer: constraints.RowConstraints, *rows: int) -> constraints.StepMasks:
+    """The masks of rows, as soon as the grammars of all that have one are ready."""
+    while True:
+        step = enforcer.begin([RowId(row) for row in rows])
+        assert step is not None
+        if not (masks := step()).unready:
+            return masks
+        enforcer.wait_for_any([RowId(row) for row in rows])
+
+
+@pytest.mark.parametrize("moment", [0, 1], ids=["while it compiles", "while it draws"])
+def test_a_process_that_ends_fails_what_it_was_at_alone(tokenizer: Tokenizer, moment: int) -> None:
+    """All other rows go on behind the tokens that they have."""
+    enforcer = constraints.RowConstraints(BUNDLED_MODEL_DIR, 4096)
+    try:
+        enforcer.update([], [sequence(n, c) for n, c in enumerate(regexes("abab"))])
+        first = masks_of(enforcer, 0, 1, 2, 3)
+        assert first.allowed is not None and not first.failed
+        drawn = [int(row.nonzero()[0, 0]) for row in first.allowed]
+        before = enforcer._process.pid
+        enforcer.advance([RowId(n) for n in range(4)], drawn, frozenset())
+        other = masks_of(enforcer, 0, 1, 2, 3)
+        at_work = [-1, -1]
+        at_work[moment] = 1  # "b"
+        os.pwrite(enforcer._at_work, constraints.AT_WORK.pack(*at_work), 0)
+        enforcer._process.kill()
+        enforcer._process.wait()
+        after = masks_of(enforcer, 0, 1, 2, 3)
+        assert enforcer._process.pid != before
+        assert after.failed == {1, 3}, "the rows under it"
+        assert other.allowed is not None and after.allowed is not None
+        for row in (0, 2):
+            assert torch.equal(after.allowed[row], other.allowed[row])
+        enforcer.update([RowId(1)], [sequence(1, regexes("c")[0]), sequence(4, regexes("b")[0])])
+        assert masks_of(enforcer, 0, 1, 2).failed == frozenset()
+        assert masks_of(enforcer, 0, 4).failed == {1}, "it ends no second process"
+    finally:
+        enforcer.close()
+
+
+def test_grammars_leave_a_worker_s_memory_as_it_is(tokenizer: Tokenizer) -> None:
+    """However large they are, and however many: so is their process's, but for what it may keep."""
+    own = psutil.Process()
+    enforcer = constraints.RowConstraints(BUNDLED_MODEL_DIR, 4096)
+    try:
+        enforcer.update([], [sequence(0, regexes("a")[0])])
+        masks_of(enforcer, 0)
+        process = psutil.Process(enforcer._process.pid)
+        before, theirs = own.memory_info().rss, process.memory_info().rss
+        for number in range(40):
+            schema = {"type": "integer", "multipleOf": 9_900 + number}
+            large = JsonSchemaConstraint(schema=json.dumps(schema))
+            regex = RegexConstraint(pattern=f"a{{19{number:03}}}")
+            enforcer.update([], [sequence(1, large), sequence(2, regex)])
+            masks_of(enforcer, 1, 2)
+            most = matchers.MAX_KEPT_BYTES + 2 * MAX_COMPILED_BYTES
+            assert process.memory_info().rss - theirs <= most
+        assert own.memory_info().rss - before <= 32 * MiB
+    finally:
+        enforcer.close()
 
 
 def test_a_grammar_that_fails_ends_its_own_row_alone(

@@ -166,24 +166,42 @@ def test_requests_with_one_constraint_share_its_check(monkeypatch: pytest.Monkey
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
-def test_those_with_shares_of_their_own_take_turns_at_checks() -> None:
-    """And find a place where one of them fills all of these: it loses its newest."""
+def test_who_has_taken_least_of_checks_goes_first() -> None:
+    """And finds a place where another fills all of these: that one loses its newest."""
 
     async def scenario() -> None:
         checker, process = slow_checker()
         num_places = structured_output.MAX_WAITING
         greedy = [asks(checker, f"g{number}", "greedy") for number in range(num_places + 6)]
         await eventually(lambda: len(process.asked) == 1)
+        await asyncio.sleep(0.01)  # the first of them takes its time
         late = [asks(checker, f"l{number}", "late") for number in range(3)]
         await asyncio.sleep(0)
         assert sum(map(len, checker._lines.values())) == num_places
+        checker._taken_s["late"] = -1e6  # far less than the others, however slow this machine is
         process.may_go_on.set()
         ends: list[Any] = await asyncio.gather(*greedy, *late, return_exceptions=True)
         refused = [number for number, end in enumerate(ends) if isinstance(end, RequestFailed)]
         assert len(refused) == 5 + 3 and max(refused) < len(greedy)
         patterns = [str(constraint.pattern) for constraint in process.asked]  # type: ignore[union-attr]
-        assert [patterns.index(f"l{number}") for number in range(3)] == [2, 4, 6]
+        assert [patterns.index(f"l{number}") for number in range(3)] == [1, 2, 3]
         assert not checker._lines and not checker._checks
+        checker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_who_was_away_has_saved_up_no_share_of_checks() -> None:
+    async def scenario() -> None:
+        checker, process = slow_checker()
+        checker._taken_s["busy"] = 50.0
+        busy = [asks(checker, f"b{number}", "busy") for number in range(2)]
+        await eventually(lambda: len(process.asked) == 1)
+        new = asks(checker, "n", "new")
+        await asyncio.sleep(0)
+        assert checker._taken_s["new"] == 50.0
+        process.may_go_on.set()
+        await asyncio.gather(*busy, new)
         checker.close()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

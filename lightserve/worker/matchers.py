@@ -1,0 +1,358 @@
+"""Which tokens each constrained row may draw next: `python -m lightserve.worker.matchers FD`.
+
+A process of rank 0, so that what a grammar takes is measured, bounded by the kernel, and no part of
+the worker: the bytes that its allocator has in use are the grammars'. Compiling is one thread's, at
+low priority and one grammar after the other; the main one computes masks. llguidance lets other
+threads run. Standard input is a socket: it brings `Request`s and takes a reply for each `Ask` and
+`Wait`, in order, each four bytes of length, then msgpack. The process ends with its input.
+
+FD is a file in memory, `AT_WORK`: the rows at which the two threads are, or -1. It is still there
+when they are not.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from lightserve.errors import GrammarError
+from lightserve.grammar_process import (
+    address_space,
+    begin_process,
+    read_frame,
+    trim,
+    used_bytes,
+    write_frame,
+)
+from lightserve.messages.common import Constraint, unpack_int32
+from lightserve.structured import (
+    MAX_COMPILED_BYTES,
+    MiB,
+    compile_matcher,
+    model_vocabulary,
+    yield_to_others,
+)
+from lightserve.tokenization.tokenizer import Tokenizer
+
+MAX_KEPT_BYTES = 256 * MiB
+"""Of all grammars, while some are kept for sequences to come."""
+MAX_USED_BYTES = 1024 * MiB
+"""Of all grammars, while more rows get theirs. Those at work still grow by what they have seen."""
+BEST_EFFORT_SHARE = 0.75
+"""Of these, what best-effort rows may fill: they may go on for minutes."""
+MAX_BYTES = 3 * MAX_USED_BYTES
+"""Where the kernel ends the process, beside what it has taken at its start."""
+MAX_COMPILE_S = 10.0
+"""Of a processor, for a grammar that took a frontend's process a second at most."""
+PATIENCE_S = 0.02
+"""What a step waits that has nothing to do but ask for tokens whose grammars are not ready."""
+REPAIR_S = 10.0
+"""What a step waits for grammars that were ready before the process that had them ended."""
+AT_WORK = Struct("<qq")
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """The first message: the model's vocabulary."""
+
+    model_dir: str
+    shown: tuple[str, ...]
+    """See `Tokenizer`."""
+    vocab_size: int
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """A row that is under a constraint from now on."""
+
+    row: int
+    constraint: Constraint
+    token_ids: bytes
+    """int32, see `pack_int32`: output so far, which was drawn under the same constraint."""
+    is_real_time: bool
+
+
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """Rows that were left, whose grammars are compiled no more, then those that begin."""
+
+    left: Sequence[int]
+    begun: Sequence[Begun]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """What rows may draw; `is_repair`: all that can be ready are waited for."""
+
+    number: int
+    """Of the question, which its reply repeats."""
+    rows: Sequence[int]
+    is_repair: bool = False
+
+
+class Drawn(msgspec.Struct, frozen=True, tag=True):
+    """What rows have drawn."""
+
+    rows: Sequence[int]
+    token_ids: Sequence[int]
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    """Answer in a moment, or as soon as the grammar of one of these rows is ready."""
+
+    number: int
+    rows: Sequence[int]
+
+
+Request = Setup | Update | Ask | Drawn | Wait
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True):
+    """The reply to `Ask`; `Wait` has an empty one."""
+
+    number: int = 0
+    bits: bytes = b""
+    """uint8 [rows, bytes], bit t % 8 of byte t // 8: whether token t is allowed; a multiple of four
+    bytes for each."""
+    failed: tuple[int, ...] = ()
+    """Indices of those whose grammar failed; they may draw nothing."""
+    unready: tuple[int, ...] = ()
+    """Indices of those whose grammar is not compiled yet; what they draw means nothing."""
+
+
+_Matcher = Future[LLMatcher | None]
+"""A row's; None: the grammar failed."""
+
+
+def _matcher_of(work: _Matcher) -> LLMatcher | None:
+    """Return what a compilation that is over gave; one that broke down has failed as well."""
+    return None if work.exception() is not None else work.result()
+
+
+class _Row(NamedTuple):
+    constraint: Constraint
+    matcher: _Matcher
+    """Never done while it waits for its turn."""
+
+
+def _is_best_effort(waiting: tuple[int, Begun]) -> bool:
+    return not waiting[1].is_real_time
+
+
+class RowMatchers:
+    """The matchers of all constrained rows.
+
+    Rows under the same constraint share what was compiled. Those whose constraint would be too
+    much beside the others' wait until enough rows have left: real-time ones first, those of a class
+    in the order in which they came.
+    """
+
+    def __init__(
+        self,
+        vocabulary: LLTokenizer,
+        *,
+        used: Callable[[], int] = used_bytes,
+        note: Callable[[int, int], None] = lambda compiled, masked: None,
+    ) -> None:
+        """`used`: the memory that grammars take, in bytes, beside what else there is.
+
+        `note` is told at which rows the two threads are, or -1.
+        """
+        self._vocabulary = vocabulary
+        self._used_before = used()
+        self._used_bytes = used
+        self._note = note
+        self._compiler = ThreadPoolExecutor(
+            1, thread_name_prefix="grammars", initializer=yield_to_others
+        )
+        self._rows: dict[int, _Row] = {}
+        """Rows with a constraint. A matcher belongs to the compiler until it is done."""
+        self._waiting: dict[int, Begun] = {}
+        """Those of them whose turn has yet to come."""
+        self._used: Counter[Constraint] = Counter()
+        """How many of the others are under each."""
+        self._pending: set[Constraint] = set()
+        """Those of these that have yet to be compiled."""
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        """The compiler's."""
+        self._compiling = -1
+        """The row whose grammar is, …"""
+        self._compiling_since_s = 0.0
+        """… and since when, in the process's CPU time."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What all grammars take."""
+        return self._used_bytes() - self._used_before
+
+    def check_time(self) -> None:
+        """End the process if a compilation takes too long: a thread cannot be ended."""
+        if self._compiling >= 0 and time.process_time() - self._compiling_since_s > MAX_COMPILE_S:
+            os._exit(1)
+
+    def update(self, left: Sequence[int], begun: Sequence[Begun]) -> None:
+        """Forget what was left, whose grammars are compiled no more, then take in new rows."""
+        for row in (*left, *(one.row for one in begun)):
+            if (before := self._rows.pop(row, None)) is not None:
+                before.matcher.cancel()
+                if self._waiting.pop(row, None) is None:
+                    self._release(before.constraint)
+        for one in begun:
+            self._rows[one.row] = _Row(one.constraint, Future())
+            self._waiting[one.row] = one
+        for row, one in sorted(self._waiting.items(), key=_is_best_effort):
+            if not self._reserve(one.constraint, is_real_time=one.is_real_time):
+                break
+            del self._waiting[row]
+            self._rows[row] = _Row(one.constraint, self._compiler.submit(self._matcher, one))
+
+    def _reserve(self, constraint: Constraint, *, is_real_time: bool) -> bool:
+        """Count a row under `constraint`, unless that is too much."""
+        if constraint not in self._used:
+            more = MAX_COMPILED_BYTES * (len(self._pending) + 1)
+            most = MAX_USED_BYTES if is_real_time else BEST_EFFORT_SHARE * MAX_USED_BYTES
+            if self._used and self.num_bytes + more > most:
+                return False
+            self._pending.add(constraint)
+        self._used[constraint] += 1
+        return True
+
+    def _release(self, constraint: Constraint) -> None:
+        self._used[constraint] -= 1
+        if not self._used[constraint]:
+            del self._used[constraint]
+            self._pending.discard(constraint)
+            self._compiler.submit(self._make_room)
+
+    def masks(self, rows: Sequence[int], *, number: int = 0, is_repair: bool = False) -> Masks:
+        """Return what rows may draw; `number` and `is_repair` as `Ask` has them."""
+        if is_repair:
+            begun = self._rows.keys() & set(rows) - self._waiting.keys()
+            wait([self._rows[row].matcher for row in begun], REPAIR_S)
+        vocab_size = self._vocabulary.vocab_size
+        bits = np.zeros((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
+        failed, unready = list[int](), list[int]()
+        for index, row in enumerate(rows):
+            work = self._rows[row].matcher if row in self._rows else None
+            if work is not None and not work.done():
+                unready.append(index)
+                bits[index] = 255
+                continue
+            self._note(self._compiling, row)
+            if work is None or not self._draw(bits[index], _matcher_of(work)):
+                failed.append(index)
+        self._note(self._compiling, -1)
+        return Masks(number, bits.tobytes(), tuple(failed), tuple(unready))
+
+    def _draw(self, bits: npt.NDArray[np.uint8], matcher: LLMatcher | None) -> bool:
+        """Set the bits of what may be drawn; return whether the grammar still holds."""
+        mask = b"" if matcher is None else matcher.compute_bitmask()
+        if matcher is None or matcher.is_error():
+            return False
+        if any(mask):
+            # There may be a word more than the vocabulary needs.
+            bits[:] = np.frombuffer(mask, dtype=np.uint8)[: len(bits)]
+        else:
+            bits[:] = 255  # it has ended: what an overlapping step draws is discarded
+        return True
+
+    def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Take in what rows drew."""
+        for row, token_id in zip(rows, token_ids, strict=True):
+            if row in self._rows and (matcher := _matcher_of(self._rows[row].matcher)) is not None:
+                self._note(self._compiling, row)
+                matcher.consume_token(token_id)  # if it does not fit, the next mask says so
+        self._note(self._compiling, -1)
+
+    def wait_for_any(self, rows: Sequence[int]) -> None:
+        """Wait a moment for the grammar of one of these rows, if they have not been left."""
+        compiling = [self._rows[row].matcher for row in rows if row in self._rows]
+        wait(compiling, PATIENCE_S, FIRST_COMPLETED)
+
+    # ------------------------------------------------------------------ in the compiler's thread
+
+    def _matcher(self, begun: Begun) -> LLMatcher | None:
+        self._compiling, self._compiling_since_s = begun.row, time.process_time()
+        self._note(begun.row, -1)
+        try:
+            matcher = self._compile(begun.constraint).deep_copy()
+            matcher.consume_tokens(unpack_int32(begun.token_ids).tolist())
+        except GrammarError:
+            return None
+        finally:
+            self._pending.discard(begun.constraint)
+            self._compiling = -1
+            self._note(-1, -1)
+        return matcher
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        known = self._compiled.get(constraint)
+        if known is None:
+            known = compile_matcher(constraint, self._vocabulary)
+            self._compiled[constraint] = known
+            self._make_room()
+        else:
+            self._compiled.move_to_end(constraint)
+        return known
+
+    def _make_room(self) -> None:
+        """Forget what no row is under, as far as all takes too much; rows share what they have."""
+        num_bytes = self.num_bytes
+        for oldest in [one for one in self._compiled if one not in self._used]:
+            if num_bytes <= MAX_KEPT_BYTES:
+                break
+            del self._compiled[oldest]
+            num_bytes = self.num_bytes
+            trim()
+
+
+def main() -> NoReturn:
+    """Serve one worker until it is gone."""
+    begin_process("grammars-work")
+    source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(0), "wb")
+    at_work = int(sys.argv[1])
+    decoder = msgspec.msgpack.Decoder(Request)
+    if (first := read_frame(source)) is None:
+        os._exit(0)
+    setup = decoder.decode(first)
+    assert isinstance(setup, Setup)
+    tokenizer = Tokenizer(Path(setup.model_dir), shown=setup.shown)
+    vocabulary = model_vocabulary(tokenizer, setup.vocab_size)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there what ends it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + MAX_BYTES,) * 2)
+    matchers = RowMatchers(
+        vocabulary,
+        note=lambda compiled, masked: _write(at_work, AT_WORK.pack(compiled, masked)),
+    )
+    while (data := read_frame(source)) is not None:
+        matchers.check_time()
+        match decoder.decode(data):
+            case Update(left=left, begun=begun):
+                matchers.update(left, begun)
+            case Drawn(rows=rows, token_ids=token_ids):
+                matchers.advance(rows, token_ids)
+            case Ask(number=number, rows=rows, is_repair=is_repair):
+                masks = matchers.masks(rows, number=number, is_repair=is_repair)
+                write_frame(sink, msgspec.msgpack.encode(masks))
+            case Wait(number=number, rows=rows):
+                matchers.wait_for_any(rows)
+                write_frame(sink, msgspec.msgpack.encode(Masks(number)))
+    os._exit(0)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    os.pwrite(descriptor, data, 0)
+
+
+if __name__ == "__main__":
+    main()
