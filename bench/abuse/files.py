@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
 
-from bench.abuse.arena import Answer, Arena, Attack, Outcome, Setup, percentile
+from bench.abuse.arena import (
+    ANSWER_WITHIN_S,
+    Answer,
+    Arena,
+    Attack,
+    Outcome,
+    Setup,
+    percentile,
+)
+from bench.abuse.arena import ask as ask_server
 from bench.abuse.connections import unfinished
 
 NUM_UPLOADS = 100
@@ -14,6 +24,12 @@ UPLOAD_BYTES = 8 * 2**20
 GIVE_UP_S = 100.0
 NUM_LINES = 50_000
 BOUNDARY = "one-boundary"
+NUM_CHECKS = 24
+NUM_LARGE_LINES = 4
+NUM_IDLE_READERS = 8
+IDLE_S = 8.0
+MAX_GROWN_MIB = 256
+MAX_WAIT_S = 5.0
 
 
 def _form(content: bytes) -> bytes:
@@ -25,10 +41,11 @@ def _form(content: bytes) -> bytes:
     return "".join(parts).encode() + content + f"\r\n--{BOUNDARY}--\r\n".encode()
 
 
-def _upload(arena: Arena, content: bytes) -> bytes:
+def _upload(arena: Arena, content: bytes, *, admin: bool = False) -> bytes:
     form = _form(content)
+    key = arena.admin_key if admin else arena.user_key
     head = (
-        f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {arena.user_key}\r\n"
+        f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
         f"content-type: multipart/form-data; boundary={BOUNDARY}\r\n"
         f"content-length: {len(form)}\r\nconnection: close\r\n\r\n"
     )
@@ -71,6 +88,94 @@ def longest_batch(arena: Arena) -> Outcome:
     return Outcome(figures, met=made.status == 200 and livez_ms <= 100)
 
 
+def wrong_last_lines(arena: Arena) -> Outcome:
+    """Have a file checked again and again that has all lines that may be, and a wrong last one."""
+    body = {"model": arena.model, "prompt": [300, 301], "max_tokens": 2}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": f"{n:>500}", **line}) for n in range(NUM_LINES - 1)]
+    file = _body(arena.ask(_upload(arena, "\n".join([*lines, "{}"]).encode())))
+    wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    hers = _body(arena.ask(_upload(arena, lines[0].encode(), admin=True)))
+    request = arena.post("/v1/batches", {**wanted, "input_file_id": file["id"]})
+    other = arena.post("/v1/batches", {**wanted, "input_file_id": hers["id"]}, admin=True)
+    before = arena.resident_mib()["frontend-0"]
+
+    async def ask(data: bytes, after_s: float = 0.0) -> Answer:
+        await asyncio.sleep(after_s)
+        return await _ask(arena, data)
+
+    async def run() -> list[Answer]:
+        return list(await asyncio.gather(ask(other, 2.0), *map(ask, [request] * NUM_CHECKS)))
+
+    made, *answers = asyncio.run(run())
+    grown = arena.seen().peak_mib["frontend-0"] - before
+    waited_s = made.end_s - made.start_s
+    statuses = sorted({answer.status for answer in answers})
+    figures = (
+        f"{statuses}, +{grown:.0f} MiB, another key's batch: {made.status} in {waited_s:.1f} s"
+    )
+    is_met = made.status == 200 and waited_s <= MAX_WAIT_S and grown <= MAX_GROWN_MIB
+    return Outcome(figures, met=is_met and set(statuses) <= {400, 429})
+
+
+async def _ask(arena: Arena, request: bytes) -> Answer:
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            return await ask_server(arena.address, request)
+    except TimeoutError:
+        now_s = time.monotonic()
+        return Answer(now_s - ANSWER_WITHIN_S, end_s=now_s)
+
+
+def unread_results(arena: Arena) -> Outcome:
+    """Have a batch whose results are as large as may be, and ask for them without reading."""
+    asked = {"model": arena.model, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 1}
+    lines = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {**asked, "prompt": [[300 + 8 * number + k] * 700 for k in range(8)]},
+        }
+        for number in range(NUM_LARGE_LINES)
+    ]
+    file = _body(arena.ask(_upload(arena, "\n".join(map(json.dumps, lines)).encode())))
+    wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = _body(arena.ask(arena.post("/v1/batches", {**wanted, "input_file_id": file["id"]})))
+    deadline_s = time.monotonic() + ANSWER_WITHIN_S
+    while batch["status"] == "in_progress" and time.monotonic() < deadline_s:
+        time.sleep(1.0)
+        batch = _body(arena.ask(arena.get(f"/v1/batches/{batch['id']}")))
+    if batch["output_file_id"] is None:
+        return Outcome(f"no results: {batch['status']} {batch['request_counts']}", met=False)
+    request = arena.get(f"/v1/files/{batch['output_file_id']}/content")
+    size = _body(arena.ask(arena.get(f"/v1/files/{batch['output_file_id']}")))["bytes"]
+    before = arena.resident_mib()["frontend-0"]
+
+    async def run() -> int:
+        held = [await asyncio.open_connection(*arena.address) for _ in range(NUM_IDLE_READERS)]
+        for _, writer in held:
+            writer.write(request)
+        await asyncio.sleep(IDLE_S)
+        reader, writer = await asyncio.open_connection(*arena.address)
+        writer.write(request)
+        num_bytes = 0
+        while data := await reader.read(2**20):
+            num_bytes += len(data)
+        for _, each in [*held, (reader, writer)]:
+            each.transport.abort()
+        return num_bytes
+
+    num_read = asyncio.run(run())
+    grown = arena.seen().peak_mib["frontend-0"] - before
+    peaks = arena.seen().peak_mib.items()
+    of_batches = sum(mib for name, mib in peaks if name.startswith("batches"))
+    figures = (
+        f"{size / 1e6:.0f} MB of results: frontend +{grown:.0f} MiB, batches {of_batches:.0f} MiB"
+    )
+    return Outcome(figures, met=grown <= MAX_GROWN_MIB and num_read > size)
+
+
 STORE = Setup(has_store=True)
 FILES = [
     Attack(
@@ -85,6 +190,20 @@ FILES = [
         longest_batch,
         before="no batches yet",
         bound="made, /livez p99 <= 100 ms",
+        setup=STORE,
+    ),
+    Attack(
+        f"a file of {NUM_LINES - 1:,} lines whose last is wrong, {NUM_CHECKS} times at once",
+        wrong_last_lines,
+        before="frontend +2,569 MiB",
+        bound=f"+{MAX_GROWN_MIB} MiB, another key's batch made in {MAX_WAIT_S:.0f} s",
+        setup=STORE,
+    ),
+    Attack(
+        f"{NUM_IDLE_READERS} that do not read the largest results, and one that does",
+        unread_results,
+        before="frontend +3,153 MiB",
+        bound=f"+{MAX_GROWN_MIB} MiB",
         setup=STORE,
     ),
 ]

@@ -29,7 +29,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from support.batch_store import ENDPOINT, check_lines, jsonl, line, new_batch, upload
+from support.batch_store import ENDPOINT, check_lines, create, jsonl, line, new_batch, upload
 from support.faulted_batch import Servers
 from support.postgres import PostgresServer
 
@@ -96,7 +96,7 @@ class Scene:
         file = upload(self.store, jsonl(lines), now_s=now_s)
         checked = check_lines(self.store.files, file, ENDPOINT, lambda name: None)
         new = new_batch(file, accepts_late=True)
-        return self.store.jobs.create(new, checked, now_s).id
+        return create(self.store, new, checked, now_s).id
 
     def wait(self, batch_id: str, least: int) -> float:
         """Return when so many lines have results (monotonic)."""

@@ -5,6 +5,7 @@ What is in them is in rows, or in objects (see `contents`), of which only the ro
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from typing import Any, NamedTuple
@@ -16,6 +17,10 @@ from lightserve.errors import InvalidRequest
 STALE_UPLOAD_S = 3600
 """An upload of which nothing has come for so long is dropped: its frontend has died."""
 PAGE_LINES = 256
+PAGE_BYTES = 256 * 1024
+"""Of results, at a time: the more of them, or the first part of a longer one."""
+LONG_PAGE_BYTES = 4 * 1024 * 1024
+"""Of a line that is longer than a page: databases read all of it for each part."""
 
 _COLUMNS = "number, id, purpose, filename, num_bytes, created_s, expires_s, batch, has_errors, kept"
 _IN_USE = "SELECT 1 FROM batches WHERE input_file = files.number AND status = 'in_progress'"
@@ -28,6 +33,8 @@ class Cursor(NamedTuple):
     """Number of the chunk, or of the line."""
     position: int = 0
     """Bytes before it."""
+    offset: int = 0
+    """Of these, bytes of the line."""
 
 
 START = Cursor()
@@ -158,17 +165,21 @@ class Files:
         now_s: float,
         *,
         limit: int,
-        after: str | None = None,
+        after: str | int | None = None,
         purpose: str | None = None,
         is_ascending: bool = False,
     ) -> tuple[list[FileRecord], bool]:
         """Return files from the newest on, and whether there are more of them.
 
+        `after`: the id of a file, or its number, which may be gone.
+
         Raises:
             InvalidRequest: `after` is none of them (404).
         """
         order, bound = ("ASC", 0) if is_ascending else ("DESC", 2**62)
-        if after is not None:
+        if isinstance(after, int):
+            bound = after
+        elif after is not None:
             bound = self.get(key_name, after, now_s).number
         purposes, of_purpose = ((), "") if purpose is None else ((purpose,), " AND purpose = ?")
         rows = self._db.rows(
@@ -198,19 +209,45 @@ class Files:
         return data, None if end >= file.num_bytes else Cursor(cursor.part + 1, end)
 
     def _read_results(self, file: FileRecord, cursor: Cursor) -> tuple[bytes, Cursor | None] | None:
-        rows = self._db.rows(
-            "SELECT number, result FROM lines WHERE batch = ? AND number >= ? AND state = ?"
-            " ORDER BY number LIMIT ?",
-            *(file.batch, cursor.part, "error" if file.has_errors else "done", PAGE_LINES),
-        )
-        if not rows:
-            kept = self._db.value("SELECT kept FROM files WHERE number = ?", file.number)
-            if kept != "objects":
-                raise no_file(file.id)
-            return None
-        data = b"".join(result + b"\n" for _, result in rows)
+        state = "error" if file.has_errors else "done"
+        with self._db.snapshot():
+            rows = self._db.rows(
+                "SELECT number, length(result) + 1 FROM lines WHERE batch = ? AND number >= ?"
+                " AND state = ? ORDER BY number LIMIT ?",
+                *(file.batch, cursor.part, state, PAGE_LINES),
+            )
+            if not rows:
+                kept = self._db.value("SELECT kept FROM files WHERE number = ?", file.number)
+                if kept != "objects":
+                    raise no_file(file.id)
+                return None
+            number, num_bytes = rows[0]
+            if num_bytes > PAGE_BYTES:
+                data = self._part_of(file, number, cursor.offset)
+                offset = cursor.offset + len(data)
+                following = Cursor(number + 1) if offset >= num_bytes else Cursor(number, 0, offset)
+            else:
+                sums = itertools.accumulate(size for _, size in rows)
+                last = max(
+                    n for (n, _), total in zip(rows, sums, strict=True) if total <= PAGE_BYTES
+                )
+                found = self._db.rows(
+                    "SELECT result FROM lines WHERE batch = ? AND number BETWEEN ? AND ?"
+                    " AND state = ? ORDER BY number",
+                    *(file.batch, number, last, state),
+                )
+                data = b"".join(result + b"\n" for (result,) in found)
+                following = Cursor(last + 1)
         end = cursor.position + len(data)
-        return data, None if end >= file.num_bytes else Cursor(rows[-1][0] + 1, end)
+        return data, None if end >= file.num_bytes else following._replace(position=end)
+
+    def _part_of(self, file: FileRecord, number: int, offset: int) -> bytes:
+        """Return a part of a result that is longer than a page, with the end of its line."""
+        data: bytes = self._db.value(
+            "SELECT substr(result, ?, ?) FROM lines WHERE batch = ? AND number = ?",
+            *(offset + 1, LONG_PAGE_BYTES, file.batch, number),
+        )
+        return data if len(data) == LONG_PAGE_BYTES else data + b"\n"
 
     def read_span(self, number: int, position: int, num_bytes: int) -> bytes:
         """Return a stretch of an uploaded file; no more of it is read."""

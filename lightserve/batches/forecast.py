@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightserve.batches.database import Database
-from lightserve.batches.records import MAX_WINDOW_S, Forecast, NewBatch, NewLine
+from lightserve.batches.records import MAX_WINDOW_S, Forecast, LineSums, NewBatch
 from lightserve.batches.shares import Work, work_until
 from lightserve.errors import InvalidRequest
 
@@ -320,7 +320,7 @@ class Forecasts:
             for key_name, is_promised, *row in rows
         ]
 
-    def check(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> None:
+    def check(self, new: NewBatch, lines: LineSums, now_s: float) -> None:
         """Check that a batch can be done in its window, and all others in theirs.
 
         Raises:
@@ -331,13 +331,13 @@ class Forecasts:
         left = Left(
             number=0,
             expires_s=now_s + new.window_s,
-            num_lines=len(lines),
+            num_lines=lines.num_lines,
             num_done=0,
-            num_bytes=sum(line.num_bytes for line in lines),
+            num_bytes=lines.num_bytes,
             done_bytes=0,
             prompt_tokens=0,
             output_tokens=0,
-            limit_tokens=limit_of(lines),
+            limit_tokens=lines.limit_tokens,
         )
         tail_s = math.ceil(pace.tail_s)
         others = [w._replace(expires_s=w.expires_s - tail_s) for w in self._works(pace)]
@@ -363,9 +363,3 @@ def _shares_of_spans(minutes: Sequence[tuple[float, float]]) -> Iterator[float]:
         busy_s, work_s = map(sum, zip(*minutes[first : first + LOW_MINUTES], strict=True))
         if busy_s >= LEAST_BUSY_S:
             yield work_s / busy_s
-
-
-def limit_of(lines: Sequence[NewLine]) -> int | None:
-    """Return what the outputs of all lines may have at most; None: not every line says so."""
-    limits = [line.max_tokens for line in lines]
-    return None if None in limits else sum(limit for limit in limits if limit is not None)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args
 from lightserve.batches.database import Database
 from lightserve.batches.endings import CRASHED, EXPIRED, Endings
 from lightserve.batches.files import Files
-from lightserve.batches.forecast import Forecasts, limit_of
+from lightserve.batches.forecast import Forecasts
 from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, Leasing
 from lightserve.batches.records import (
     MAX_ACTIVE_BATCHES,
@@ -31,6 +31,7 @@ from lightserve.batches.records import (
     BatchRecord,
     LeasedLine,
     LeaseLost,
+    LineSums,
     NewBatch,
     NewLine,
     NewResponse,
@@ -45,6 +46,10 @@ _COLUMNS = (
     " metadata, num_lines, num_done, num_failed, output_file_id, error_file_id"
 )
 _NAMES = _COLUMNS.replace(",", "").replace('"', "").split()
+_IS_SEEN = "response IS NULL AND status != 'preparing'"
+"""By clients, as a batch."""
+PREPARING_S = 3600
+"""A batch that is not ready after so long is given up: its frontend has died."""
 RETRY_AFTER_S = 60.0
 """When a key that has too much to be done may have less."""
 PURGE_ROWS = 64
@@ -74,43 +79,94 @@ class Jobs:
 
     # ------------------------------------------------------------------ clients
 
-    def create(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> BatchRecord:
-        """Make a batch of lines that have been checked; or return the one that is there already.
+    def prepare(self, new: NewBatch, now_s: float) -> int:
+        """Begin a batch; return its number. Clients and owners do not see it until `create`.
 
         Raises:
-            InvalidRequest: there is no such file, its idempotency key is another request's, the
-                key has too many batches in progress, or its window is too short.
+            InvalidRequest: there is no such file, or the key has too many batches in progress.
         """
         with self._db.transaction():
-            if (known := self.find_repeated(new, now_s)) is not None:
-                return known
             self._db.check_space()
             file = self._files.get(new.key_name, new.input_file_id, now_s)
             self.check_active(new.key_name)
-            self._check_lines(new.key_name, len(lines), new.max_lines)
-            is_promised = self._is_promised(new, lines, now_s)
-            number = self._db.value(
-                "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id,"
-                ' "window", status, created_s, expires_s, metadata, output_ttl_s, idempotency_key,'
-                " request_digest, num_lines, num_bytes, limit_tokens, is_promised) VALUES (?, ?, ?,"
-                " ?, ?, ?, 'in_progress', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING number",
+            number: int = self._db.value(
+                'INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id, "window",'
+                " status, created_s, expires_s, metadata, output_ttl_s, request_digest, num_lines)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'preparing', ?, ?, ?, ?, ?, 0) RETURNING number",
                 *(f"batch_{secrets.token_hex(12)}", new.key_name, new.endpoint, file.number),
-                *(file.id, new.window, int(now_s), int(now_s) + new.window_s, new.metadata),
-                *(new.output_ttl_s, new.idempotency_key, new.request_digest, len(lines)),
-                *(sum(line.num_bytes for line in lines), limit_of(lines), is_promised),
+                *(file.id, new.window, int(now_s), int(now_s) + PREPARING_S, new.metadata),
+                *(new.output_ttl_s, new.request_digest),
             )
+            return number
+
+    def add_lines(self, new: NewBatch, number: int, lines: Sequence[NewLine], first: int) -> None:
+        """Add lines that have been checked, the first of which has this number in the batch.
+
+        Raises:
+            InvalidRequest: the key has too many lines without a result (429), or the batch was
+                given up meanwhile (408).
+        """
+        with self._db.transaction(is_shared=True):
+            self._db.check_space()
+            self._check_lines(new.key_name, first + len(lines), new.max_lines)
+            self._check_preparing(number)
             self._db.write_many(
                 "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
                 " VALUES (?, ?, ?, ?, ?, 'queued')",
                 (
-                    (number, index, line.custom_id, line.position, line.num_bytes)
+                    (number, first + index, line.custom_id, line.position, line.num_bytes)
                     for index, line in enumerate(lines)
                 ),
+            )
+
+    def create(self, new: NewBatch, number: int, lines: LineSums, now_s: float) -> BatchRecord:
+        """Have a batch be there, all of whose lines were added; or return the one that is there
+        already.
+
+        Raises:
+            InvalidRequest: there is no such file, its idempotency key is another request's, the
+                key has too many batches in progress, its window is too short, or it was given up
+                meanwhile.
+        """
+        with self._db.transaction():
+            if (known := self.find_repeated(new, now_s)) is not None:
+                self._drop(number)
+                return known
+            self._db.check_space()
+            self._files.get(new.key_name, new.input_file_id, now_s)
+            self.check_active(new.key_name)
+            self._check_lines(new.key_name, lines.num_lines, new.max_lines)
+            self._check_preparing(number)
+            self._db.write(
+                "UPDATE batches SET status = 'in_progress', created_s = ?, expires_s = ?,"
+                " idempotency_key = ?, num_lines = ?, num_bytes = ?, limit_tokens = ?,"
+                " is_promised = ? WHERE number = ?",
+                *(int(now_s), int(now_s) + new.window_s, new.idempotency_key, lines.num_lines),
+                *(lines.num_bytes, lines.limit_tokens, self._is_promised(new, lines, now_s)),
+                number,
             )
             self._db.notify()
             return self._record(number, now_s)
 
-    def _is_promised(self, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> bool:
+    def drop(self, number: int) -> None:
+        """Give up a batch that is being prepared."""
+        with self._db.transaction():
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        gone = "DELETE FROM batches WHERE number = ? AND status = 'preparing'"
+        if self._db.write(gone, number):
+            self._db.write("DELETE FROM lines WHERE batch = ?", number)
+
+    def _check_preparing(self, number: int) -> None:
+        """Raise InvalidRequest (408) unless a batch is being prepared."""
+        status = "SELECT status FROM batches WHERE number = ?"
+        if self._db.value(status, number) != "preparing":
+            raise InvalidRequest(
+                "the batch was not ready in time", code="request_timeout", status=408
+            )
+
+    def _is_promised(self, new: NewBatch, lines: LineSums, now_s: float) -> bool:
         """Return whether a batch is to be done in its window.
 
         Raises:
@@ -188,7 +244,7 @@ class Jobs:
 
     def _row(self, key_name: str, batch_id: str) -> tuple[Any, ...]:
         row = self._db.row(
-            f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ? AND response IS NULL",
+            f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND key_name = ? AND {_IS_SEEN}",
             *(batch_id, key_name),
         )
         if row is None:
@@ -211,7 +267,7 @@ class Jobs:
         bound = 2**62 if after is None else self._row(key_name, after)[0]
         rows = self._db.rows(
             f"SELECT {_COLUMNS} FROM batches WHERE key_name = ? AND number < ?"
-            " AND response IS NULL ORDER BY number DESC LIMIT ?",
+            f" AND {_IS_SEEN} ORDER BY number DESC LIMIT ?",
             *(key_name, bound, limit + 1),
         )
         return self._records(rows[:limit], now_s), len(rows) > limit
@@ -433,10 +489,15 @@ class Jobs:
         return len(over)
 
     def purge(self, now_s: float) -> int:
-        """Forget some batches that were over so long ago that no file of theirs is left; return
-        how many."""
+        """Forget some batches that were over so long ago that no file of theirs is left, or were
+        never made; return how many."""
         with self._db.transaction():
-            return self._db.write(
+            stale = self._db.row(
+                "SELECT number FROM batches WHERE status = 'preparing' AND expires_s <= ?", now_s
+            )
+            if stale is not None:
+                self._drop(stale[0])
+            return (stale is not None) + self._db.write(
                 "DELETE FROM batches WHERE number IN (SELECT number FROM batches"
                 " WHERE ended_s <= ? LIMIT ?)",
                 *(math.floor(now_s) - MAX_TTL_S, PURGE_ROWS),

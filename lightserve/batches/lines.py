@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 
@@ -57,6 +58,7 @@ _BODY = msgspec.json.Decoder(_Body)
 class LineCheck:
     """Checks the lines of an input file as it is read; blank ones are passed over.
 
+    It keeps a digest of each custom_id and no more: the lines are for the caller to write.
     Each method raises InvalidRequest: a line is none of a batch for `endpoint`; the first such is
     named.
     """
@@ -64,12 +66,13 @@ class LineCheck:
     def __init__(self, endpoint: str, check_model: Callable[[str], None]) -> None:
         self._endpoint, self._check_model = endpoint, check_model
         self._lines: list[NewLine] = []
-        self._seen: dict[str, int] = {}
+        self._seen: dict[bytes, int] = {}
+        """Numbers of lines, by digests of their ids."""
         self._number, self._position, self._rest = 1, 0, b""
         """Of the line that has begun."""
 
-    def add(self, data: bytes) -> None:
-        """Take in the next piece of the file."""
+    def add(self, data: bytes) -> list[NewLine]:
+        """Take in the next piece of the file; return the lines that end in it."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
             self._add(line)
@@ -77,16 +80,21 @@ class LineCheck:
             self._position += len(line) + 1
         if len(self._rest) > MAX_LINE_BYTES:
             self._add(self._rest)
+        return self._taken()
 
     def finish(self) -> list[NewLine]:
-        """Return the lines: the file is over."""
+        """Return the last line, if it has no end: the file is over."""
         if self._rest:
             self._add(self._rest)
-        if not self._lines:
+        if not self._seen:
             raise InvalidRequest(
                 "the input file must have at least one line, got 0", param="input_file_id"
             )
-        return self._lines
+        return self._taken()
+
+    def _taken(self) -> list[NewLine]:
+        lines, self._lines = self._lines, []
+        return lines
 
     def _add(self, line: bytes) -> None:
         number = self._number
@@ -101,14 +109,14 @@ class LineCheck:
         if not line.strip():
             return
         custom_id, max_tokens = _check(number, line, self._endpoint, self._check_model)
-        if custom_id in self._seen:
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
             raise _refusal(
                 number,
-                f"custom_id must be unique, got {_show(custom_id)} as in line"
-                f" {self._seen[custom_id]}",
+                f"custom_id must be unique, got {_show(custom_id)} as in line {self._seen[digest]}",
                 code="duplicate_custom_id",
             )
-        self._seen[custom_id] = number
+        self._seen[digest] = number
         self._lines.append(NewLine(custom_id, self._position, len(line), max_tokens))
 
 

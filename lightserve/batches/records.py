@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -152,6 +153,25 @@ class NewLine(msgspec.Struct, frozen=True):
     num_bytes: int
     max_tokens: int | None = None
     """Of all its outputs; None: it does not say."""
+
+
+class LineSums(msgspec.Struct):
+    """How much the lines of a batch are in all."""
+
+    num_lines: int = 0
+    num_bytes: int = 0
+    limit_tokens: int | None = 0
+    """That their outputs may have; None: not every line says so."""
+
+    def add(self, lines: Sequence[NewLine]) -> None:
+        """Count further lines."""
+        self.num_lines += len(lines)
+        self.num_bytes += sum(line.num_bytes for line in lines)
+        limits = [line.max_tokens for line in lines]
+        if self.limit_tokens is None or None in limits:
+            self.limit_tokens = None
+        else:
+            self.limit_tokens += sum(limit for limit in limits if limit is not None)
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,8 @@ class FrontendOptions:
     max_body_bytes: int = option(4_194_304, "Largest body of a request.", low=1024)
     max_held_body_bytes: int = option(
         268_435_456,
-        "Bytes of the bodies of all requests that one frontend has in flight; more get a 429.",
+        "Memory of the bodies of all requests that one frontend has in flight; a client may have"
+        " half of what others leave of it; more get a 429.",
         low=1,
     )
     max_json_depth: int = option(

@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.completion import Choices, News, TextDelta
 from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
-from lightserve.frontend.json_body import BODY_BYTES_KEY
+from lightserve.frontend.json_body import KEPT_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
 from lightserve.frontend.request_options import Prepared, ServiceLevel
 from lightserve.frontend.service import Service, Turns
@@ -229,9 +229,9 @@ class CompletionResponse(Response):
             raise
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.in_flight.admitted(scope.get(BODY_BYTES_KEY, 0)):
+        with self._service.in_flight.admitted(owner_of(scope), scope.get(KEPT_BYTES_KEY, 0)):
             self._service.router.check_ready()  # before anything is spent on the prompt
-            client_gone = asyncio.create_task(_client_leaves(receive))
+            client_gone = asyncio.create_task(client_leaves(receive))
             try:
                 if (requests := await self._prepared(client_gone)) is None:
                     if self._trace is not None:
@@ -436,7 +436,7 @@ class CompletionResponse(Response):
             keeping_alive.cancel()
 
 
-async def _client_leaves(receive: Receive) -> None:
+async def client_leaves(receive: Receive) -> None:
     """Return when the client has hung up; the request's body has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

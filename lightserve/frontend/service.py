@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -155,6 +155,9 @@ class Observation:
         return MetricsSnapshot(samples=recorder.snapshot())
 
 
+CHECKS_AT_ONCE = 2
+MAX_CHECKS_WAITING = 16
+"""Of each client."""
 MAX_NAME_CHARS = 256
 """Of a model's name where any is accepted."""
 
@@ -189,6 +192,32 @@ class Turns:
             await asyncio.sleep(0)
 
 
+class Seats:
+    """Work of which a frontend does little at once: one piece for each client, clients in turn."""
+
+    def __init__(self, *, num_seats: int, max_waiting: int) -> None:
+        """`max_waiting`: pieces of one client, the one that is done included."""
+        self._seats = asyncio.Semaphore(num_seats)
+        self._max_waiting = max_waiting
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._counts: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def taken(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a seat. Raises RequestFailed (429): too much of the client's waits."""
+        if self._counts[owner] >= self._max_waiting:
+            raise overloaded()
+        self._counts[owner] += 1
+        try:
+            # Of each client only one waits for a seat, and seats go to those who came first.
+            async with self._turns.setdefault(owner, asyncio.Lock()), self._seats:
+                yield
+        finally:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner], self._turns[owner]
+
+
 class Crowded(Protocol):
     """What holds memory for a client."""
 
@@ -199,39 +228,51 @@ class Crowded(Protocol):
 class InFlight:
     """Counts requests between admission and their last byte; knows whether to take more.
 
-    Each keeps what its body said until then, so that the bodies are bounded in sum.
+    Each keeps what its body said until then, so that the bodies are bounded in sum. Of what others
+    leave of that, a client may have half: so none is kept out by one alone, however much it sends.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
-        """`max_bytes` of bodies; a request that is alone may have a larger one."""
+        """`max_bytes` of bodies; a request that is its client's only one may have a larger one."""
         self.is_draining = False
         self.count = 0
         self.num_bytes = 0
         self._max_bytes = max_bytes
+        self._shares: dict[str, tuple[int, int]] = {}
+        """Requests and bytes of each client."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def admitted(self, num_bytes: int) -> Iterator[None]:
-        """Count one request with a body of this size.
+    def admitted(self, owner: str, num_bytes: int) -> Iterator[None]:
+        """Count one request of a client, which keeps so many bytes.
 
         Raises:
             RequestFailed: draining, or too much is in flight.
         """
         if self.is_draining:
             raise draining()
-        if self.count > 0 and self.num_bytes + num_bytes > self._max_bytes:
+        own_count, own_bytes = self._shares.get(owner, (0, 0))
+        others = self.num_bytes - own_bytes
+        is_too_much = own_bytes + num_bytes > (self._max_bytes - others) // 2
+        has_no_room = self.num_bytes + num_bytes > self._max_bytes
+        if (is_too_much and own_count) or (has_no_room and self.count):
             raise overloaded()
-        self.num_bytes += num_bytes
-        self.count += 1
+        self._add(owner, 1, num_bytes)
         self._idle.clear()
         try:
             yield
         finally:
-            self.num_bytes -= num_bytes
-            self.count -= 1
+            self._add(owner, -1, -num_bytes)
             if self.count == 0:
                 self._idle.set()
+
+    def _add(self, owner: str, count: int, num_bytes: int) -> None:
+        own_count, own_bytes = self._shares.pop(owner, (0, 0))
+        self.count += count
+        self.num_bytes += num_bytes
+        if own_count + count:
+            self._shares[owner] = own_count + count, own_bytes + num_bytes
 
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""
@@ -296,6 +337,8 @@ class Service:
     turns: Turns
     kept: Held[Crowded]
     """Answers that are not streamed, until they are read."""
+    checks: Seats
+    """For checks of stored files, from their first line to their last."""
     observation: Observation
     store: StoreThread | None
     """Files and batches; None: the server keeps none."""
@@ -459,6 +502,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         in_flight=InFlight(max_bytes=config.max_held_body_bytes),
         turns=Turns(),
         kept=Held(config.max_kept_answer_bytes),
+        checks=Seats(num_seats=CHECKS_AT_ONCE, max_waiting=MAX_CHECKS_WAITING),
         observation=observation,
         store=observation.open_store(config) if config.batch_store else None,
         tracer=_tracer(config, router, observation) if config.otlp_endpoint else None,

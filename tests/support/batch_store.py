@@ -17,8 +17,16 @@ from lightserve.batches.access import Store, StoreThread, prepare
 from lightserve.batches.files import START, Cursor, Files
 from lightserve.batches.lines import LineCheck
 from lightserve.batches.process import InnerRoutes
-from lightserve.batches.records import CHUNK_BYTES, BatchRecord, FileRecord, NewBatch, NewLine
+from lightserve.batches.records import (
+    CHUNK_BYTES,
+    BatchRecord,
+    FileRecord,
+    LineSums,
+    NewBatch,
+    NewLine,
+)
 from lightserve.batches.runner import Runner
+from lightserve.errors import InvalidRequest
 from support.fake_router import Setup, frontend, says
 from support.postgres import PostgresServer
 
@@ -97,9 +105,22 @@ def check_lines(
 ) -> list[NewLine]:
     """The lines of a file that is checked at once."""
     check = LineCheck(endpoint, check_model)
-    for piece in pieces_of(files, file):
-        check.add(piece)
-    return check.finish()
+    lines = [line for piece in pieces_of(files, file) for line in check.add(piece)]
+    return lines + check.finish()
+
+
+def create(store: Store, new: NewBatch, lines: Sequence[NewLine], now_s: float) -> BatchRecord:
+    """Make a batch of lines that have been checked."""
+    if (known := store.jobs.find_repeated(new, now_s)) is not None:
+        return known
+    number, sums = store.jobs.prepare(new, now_s), LineSums()
+    try:
+        store.jobs.add_lines(new, number, lines, 0)
+        sums.add(lines)
+        return store.jobs.create(new, number, sums, now_s)
+    except InvalidRequest:
+        store.jobs.drop(number)
+        raise
 
 
 def pieces_of(files: Files, file: FileRecord) -> Iterator[bytes]:
@@ -116,7 +137,7 @@ def make_batch(store: Store, num_lines: int, **changes: Any) -> BatchRecord:
     """Upload so many lines, and make a batch of them."""
     file = upload(store, jsonl([line(f"r{number}") for number in range(num_lines)]))
     lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
-    return store.jobs.create(new_batch(file, **changes), lines, NOW_S)
+    return create(store, new_batch(file, **changes), lines, NOW_S)
 
 
 def content(store: Store, file_id: str | None, *, key: str = KEY) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ from support.batch_store import (
     KEY,
     NOW_S,
     check_lines,
+    create,
     jsonl,
     line,
     new_batch,
@@ -197,7 +198,7 @@ class Server(HybridRun):
         file = upload(self.store, data, now_s=now_s)
         checked = check_lines(self.store.files, file, ENDPOINT, lambda name: None)
         new = new_batch(file, window=f"{window_s}s", window_s=window_s, **options)
-        return self.store.jobs.create(new, checked, now_s)
+        return create(self.store, new, checked, now_s)
 
     def promise(self, lines: Sequence[tuple[int, int]], window_s: int) -> BatchRecord:
         """Make it with this window, or with the one that is named in its place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from lightserve.batches.access import Store
 from lightserve.batches.files import START, Cursor
@@ -25,27 +26,32 @@ from lightserve.batches.records import (
     BatchRecord,
     Endpoint,
     FileRecord,
+    LineSums,
     NewBatch,
     NewLine,
     Status,
 )
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
-from lightserve.frontend.middleware import Caller, caller_of
+from lightserve.frontend.middleware import Caller, caller_of, owner_of
 from lightserve.frontend.openai.common import Metadata, StoredId
-from lightserve.frontend.openai.files import (
+from lightserve.frontend.openai.files import read_limit, read_query
+from lightserve.frontend.openai.stored import (
     Page,
+    StoredAnswer,
     in_store,
     of_contents,
-    page_object,
-    read_limit,
-    read_query,
+    one_page,
+    page_of,
 )
 from lightserve.frontend.service import Service
 
 MAX_BATCHES_LISTED = 100
 DEFAULT_BATCHES_LISTED = 20
 MAX_IDEMPOTENCY_KEY_CHARS = 255
+LINES_PER_WRITE = 2048
+"""Of a batch that is being made."""
 BATCH_QUERY: Mapping[str, Any] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES_LISTED},
     "after": {"type": "string"},
@@ -158,25 +164,28 @@ def batches_router(service: Service) -> APIRouter:
                     f"input_file_id must be of a file of purpose batch, got {file.purpose}",
                     param="input_file_id",
                 )
-            store.jobs.check_active(new.key_name)
             return file
 
-        found = await in_store(service, find)
-        if isinstance(found, FileRecord):
-            lines = await _check_lines(service, found, new.endpoint)
-            found = await in_store(service, lambda s: s.jobs.create(new, lines, time.time()))
+        async with service.checks.taken(owner_of(request.scope)):
+            if await request.is_disconnected():
+                raise ClientGone
+            found = await in_store(service, find)
+            if isinstance(found, FileRecord):
+                found = await _make(service, found, new)
         return JSONResponse(found.body())
 
     @router.get("/v1/batches")
-    async def list_batches(request: Request) -> JSONResponse:
+    async def list_batches(request: Request) -> Response:
         """List the batches of the key, the newest first."""
         query = read_query(request, ("limit", "after"))
         limit = read_limit(query, default=DEFAULT_BATCHES_LISTED, most=MAX_BATCHES_LISTED)
         key_name, after = caller_of(request.scope).name, query.get("after")
-        batches, has_more = await in_store(
-            service, lambda store: store.jobs.page(key_name, time.time(), limit=limit, after=after)
-        )
-        return page_object([batch.body() for batch in batches], has_more)
+
+        def page(store: Store) -> bytes:
+            batches, has_more = store.jobs.page(key_name, time.time(), limit=limit, after=after)
+            return page_of([batch.body() for batch in batches], has_more)
+
+        return StoredAnswer(service, one_page(await in_store(service, page)))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
@@ -199,20 +208,45 @@ def batches_router(service: Service) -> APIRouter:
     return router
 
 
-async def _check_lines(service: Service, file: FileRecord, endpoint: str) -> list[NewLine]:
-    """Return the lines of a file, read in pieces: what others want of the store comes in between.
+async def _make(service: Service, file: FileRecord, new: NewBatch) -> BatchRecord:
+    """Make a batch of a file, whose lines are checked and written as they are read, in pieces: what
+    others want of the store comes in between.
 
     Raises:
-        InvalidRequest: one is wrong.
-        RequestFailed: the store cannot be read.
+        InvalidRequest: a line is wrong, or the batch may not be made.
+        RequestFailed: the store cannot be used.
     """
-    check = LineCheck(endpoint, service.check_model)
+    number = await in_store(service, lambda store: store.jobs.prepare(new, time.time()))
+    try:
+        sums = await _add_lines(service, file, new, number)
+        return await in_store(
+            service, lambda store: store.jobs.create(new, number, sums, time.time())
+        )
+    except BaseException:
+        with contextlib.suppress(RequestFailed):  # it is dropped later
+            await in_store(service, lambda store: store.jobs.drop(number))
+        raise
+
+
+async def _add_lines(service: Service, file: FileRecord, new: NewBatch, number: int) -> LineSums:
+    """Check and write the lines of a file. Raises as `_make`."""
+    check, sums = LineCheck(new.endpoint, service.check_model), LineSums()
+    waiting: list[NewLine] = []
+
+    def take(store: Store, data: bytes | None) -> None:
+        waiting.extend(check.finish() if data is None else check.add(data))
+        if len(waiting) >= LINES_PER_WRITE or (data is None and waiting):
+            store.jobs.add_lines(new, number, waiting, sums.num_lines)
+            sums.add(waiting)
+            waiting.clear()
+
     cursor: Cursor | None = START
     while cursor is not None:
         start = cursor
         data, cursor = await of_contents(service, lambda contents: contents.read(file, start))  # noqa: B023
-        await in_store(service, lambda _store: check.add(data))  # noqa: B023 (in its thread)
-    return check.finish()
+        await in_store(service, lambda store: take(store, data))  # noqa: B023 (in its thread)
+    await in_store(service, lambda store: take(store, None))
+    return sums
 
 
 def _new_batch(body: BatchRequest, caller: Caller, idempotency_key: str | None) -> NewBatch:

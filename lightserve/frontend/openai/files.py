@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from msgspec.json import encode
 from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from lightserve.batches.access import Store, StoreThread
-from lightserve.batches.contents import Contents
+from lightserve.batches.access import Store
 from lightserve.batches.files import START, Cursor
 from lightserve.batches.records import (
     MAX_FILE_BYTES,
@@ -25,18 +25,19 @@ from lightserve.batches.records import (
     FileRecord,
     Purpose,
 )
-from lightserve.errors import InvalidRequest, StoreError
+from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER, StrictModel, printable, show
 from lightserve.frontend.middleware import caller_of
+from lightserve.frontend.openai.stored import Page, StoredAnswer, in_store, of_contents
 from lightserve.frontend.service import Service
 
 MAX_VALUE_BYTES = 1024
 MAX_FILES_LISTED = 10_000
 DEFAULT_FILES_LISTED = 10_000
+FILES_PER_PAGE = 256
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
-T = TypeVar("T")
 _Count = Annotated[int, Field(ge=0)]
 
 UPLOAD_FORM: Mapping[str, Any] = {
@@ -82,57 +83,10 @@ class DeletedFile(StrictModel):
     deleted: Literal[True]
 
 
-class Page(StrictModel):
-    """A part of a list."""
-
-    object: Literal["list"]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 class FilePage(Page):
     """Of files."""
 
     data: list[FileObject]
-
-
-async def in_store(service: Service, work: Callable[[Store], T]) -> T:
-    """Return what `work` does with the store; see `of_store`."""
-    return await of_store(service, lambda store: store.run(work))
-
-
-async def of_contents(service: Service, call: Callable[[Contents], Awaitable[T]]) -> T:
-    """Return what a call for what is in files does; see `of_store`."""
-    return await of_store(service, lambda store: call(store.contents))
-
-
-async def of_store(service: Service, call: Callable[[StoreThread], Awaitable[T]]) -> T:
-    """Return what a call of the store does.
-
-    Raises:
-        InvalidRequest: as `call` does; there is no store (404).
-        RequestFailed: the store cannot be used now (503), or is full (507).
-    """
-    if service.store is None:
-        raise InvalidRequest(
-            "this server keeps no files, batches and responses: it was started without"
-            " --batch-store",
-            code="batch_store_off",
-            status=404,
-        )
-    try:
-        return await call(service.store)
-    except StoreError as error:
-        if error.is_full:
-            raise RequestFailed(
-                "the batch store is full", code="batch_store_full", status=507
-            ) from None
-        raise RequestFailed(
-            "the batch store cannot be used now; try again",
-            code="batch_store_unavailable",
-            status=503,
-        ) from None
 
 
 def read_query(request: Request, names: Iterable[str]) -> dict[str, str]:
@@ -167,19 +121,6 @@ def read_limit(query: dict[str, str], *, default: int, most: int) -> int:
     return int(text)
 
 
-def page_object(items: list[dict[str, Any]], has_more: bool) -> JSONResponse:
-    """Return a page of a list, as OpenAI has it."""
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": items,
-            "first_id": items[0]["id"] if items else None,
-            "last_id": items[-1]["id"] if items else None,
-            "has_more": has_more,
-        }
-    )
-
-
 def files_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
@@ -191,24 +132,13 @@ def files_router(service: Service) -> APIRouter:
         return JSONResponse(file.body())
 
     @router.get("/v1/files")
-    async def list_files(request: Request) -> JSONResponse:
+    async def list_files(request: Request) -> Response:
         """List the files of the key."""
         query = read_query(request, ("purpose", "limit", "order", "after"))
         limit = read_limit(query, default=DEFAULT_FILES_LISTED, most=MAX_FILES_LISTED)
         check_choice(query, "order", ("asc", "desc"))
         check_choice(query, "purpose", ("batch", "batch_output"))
-        files, has_more = await in_store(
-            service,
-            lambda store: store.files.page(
-                caller_of(request.scope).name,
-                time.time(),
-                limit=limit,
-                after=query.get("after"),
-                purpose=query.get("purpose"),
-                is_ascending=query.get("order") == "asc",
-            ),
-        )
-        return page_object([file.body() for file in files], has_more)
+        return StoredAnswer(service, _list(service, caller_of(request.scope).name, query, limit))
 
     async def find(request: Request, file_id: str) -> FileRecord:
         key_name = caller_of(request.scope).name
@@ -220,10 +150,11 @@ def files_router(service: Service) -> APIRouter:
         return JSONResponse((await find(request, file_id)).body())
 
     @router.get("/v1/files/{file_id}/content")
-    async def retrieve_content(request: Request, file_id: str) -> StreamingResponse:
+    async def retrieve_content(request: Request, file_id: str) -> Response:
         """Return what is in a file."""
         file = await find(request, file_id)
-        return StreamingResponse(
+        return StoredAnswer(
+            service,
             _content(service, file),
             media_type="application/octet-stream",
             headers={
@@ -250,6 +181,36 @@ async def _content(service: Service, file: FileRecord) -> AsyncIterator[bytes]:
         start = cursor
         data, cursor = await of_contents(service, lambda contents: contents.read(file, start))  # noqa: B023
         yield data
+
+
+async def _list(
+    service: Service, key_name: str, query: Mapping[str, str], limit: int
+) -> AsyncIterator[bytes]:
+    """Yield a list of files; it is read from the store in portions."""
+    after: str | int | None = query.get("after")
+    first_id = last_id = None
+    num_left, has_more, separator = limit, True, b'{"object":"list","data":['
+    while num_left and has_more:
+
+        def page(store: Store) -> tuple[list[FileRecord], bytes, bool]:
+            files, more = store.files.page(
+                *(key_name, time.time()),
+                limit=min(num_left, FILES_PER_PAGE),  # noqa: B023
+                after=after,  # noqa: B023
+                purpose=query.get("purpose"),
+                is_ascending=query.get("order") == "asc",
+            )
+            return files, encode([file.body() for file in files])[1:-1], more
+
+        files, text, has_more = await in_store(service, page)
+        if files:
+            first_id, last_id = first_id or files[0].id, files[-1].id
+            after = files[-1].number
+        num_left -= len(files)
+        yield separator + text
+        separator = b","
+    end = {"first_id": first_id, "last_id": last_id, "has_more": has_more}
+    yield b"]," + encode(end)[1:]
 
 
 def check_choice(query: dict[str, str], name: str, choices: tuple[str, ...]) -> None:

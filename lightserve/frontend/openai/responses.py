@@ -18,19 +18,13 @@ from lightserve.frontend.completion import (
     Choices,
 )
 from lightserve.frontend.errors import RequestFailed, renamed
-from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel, show
+from lightserve.frontend.json_body import BODY_BYTES_KEY, KEPT_BYTES_KEY, StrictModel, show
 from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.openai.chat import ChatRequest, answer_chat
-from lightserve.frontend.openai.files import (
-    Page,
-    check_choice,
-    in_store,
-    page_object,
-    read_limit,
-    read_query,
-)
+from lightserve.frontend.openai.files import check_choice, read_limit, read_query
 from lightserve.frontend.openai.responses_request import CHAT_NAMES, ResponsesRequest
 from lightserve.frontend.openai.responses_writer import ResponsesWriter
+from lightserve.frontend.openai.stored import Page, StoredAnswer, in_store, one_page, page_of
 from lightserve.frontend.request_options import with_objective
 from lightserve.frontend.response import BeforeEnd
 from lightserve.frontend.service import Service
@@ -89,6 +83,7 @@ async def _continued(
     )
     num_bytes = sum(map(len, before))
     request.scope[BODY_BYTES_KEY] += num_bytes
+    request.scope[KEPT_BYTES_KEY] += num_bytes
     return await service.encoder.run(lambda: asked.continuing(before), size=num_bytes)
 
 
@@ -180,7 +175,7 @@ def stored_responses_router(service: Service) -> APIRouter:
         body = await in_store(
             service, lambda store: store.responses.get(key_name, response_id, time.time())
         )
-        return Response(body, media_type="application/json")
+        return StoredAnswer(service, one_page(body))
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -198,27 +193,30 @@ def stored_responses_router(service: Service) -> APIRouter:
         body = await in_store(
             service, lambda store: store.jobs.cancel_response(key_name, response_id, time.time())
         )
-        return Response(body, media_type="application/json")
+        return StoredAnswer(service, one_page(body))
 
     @router.get("/v1/responses/{response_id}/input_items")
-    async def list_input_items(request: Request, response_id: str) -> JSONResponse:
+    async def list_input_items(request: Request, response_id: str) -> Response:
         """List what was asked, the last first, without what came before."""
         query = read_query(request, ("limit", "order", "after"))
         limit = read_limit(query, default=DEFAULT_ITEMS_LISTED, most=MAX_ITEMS_LISTED)
         check_choice(query, "order", ("desc", "asc"))
         key_name = caller_of(request.scope).name
-        found = await in_store(
-            service, lambda store: store.responses.input(key_name, response_id, time.time())
-        )
-        items: list[dict[str, Any]] = decode(found)
-        if query.get("order") != "asc":
-            items.reverse()
-        if (after := query.get("after")) is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise InvalidRequest(f"after: there is no item {show(after)}", param="after")
-            items = items[ids.index(after) + 1 :]
-        return page_object(items[:limit], len(items) > limit)
+
+        def page(store: Store) -> bytes:
+            items: list[dict[str, Any]] = decode(
+                store.responses.input(key_name, response_id, time.time())
+            )
+            if query.get("order") != "asc":
+                items.reverse()
+            if (after := query.get("after")) is not None:
+                ids = [item["id"] for item in items]
+                if after not in ids:
+                    raise InvalidRequest(f"after: there is no item {show(after)}", param="after")
+                items = items[ids.index(after) + 1 :]
+            return page_of(items[:limit], len(items) > limit)
+
+        return StoredAnswer(service, one_page(await in_store(service, page)))
 
     return router
 

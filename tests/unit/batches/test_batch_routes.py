@@ -6,26 +6,33 @@ import asyncio
 import itertools
 import json
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
 from support.fake_router import eventually, frontend, router_status, says
 
+from lightserve.batches.access import Store
 from lightserve.batches.jobs import Jobs
 from lightserve.batches.records import CHUNK_BYTES
 from lightserve.batches.sqlite import DATABASE
 from lightserve.errors import StoreError
 from lightserve.frontend.middleware import KeyRing
+from lightserve.frontend.openai.stored import StoredAnswer
 from lightserve.frontend.process import create_app
+from lightserve.frontend.response import CONNECTION_KEY
 from lightserve.http_access import ApiKey, Quota, digest_of
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, RouterWelcome, Submit
 from lightserve.types import FinishReason, RequestClass
 
 pytestmark = pytest.mark.usefixtures("both_stores")
 EOS = 2
+PATIENCE_S = 60.0
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 
 
@@ -641,3 +648,117 @@ def test_queries_are_read_strictly(tmp_path: Path, path: str, said: str) -> None
             assert response.status_code == 400 and said in response.json()["error"]["message"]
 
     asyncio.run(scenario())
+
+
+class StoppedReader:
+    """The connection of a client that takes nothing, until it is told to."""
+
+    def __init__(self) -> None:
+        self.is_cut_off = False
+        self.has_taken = asyncio.Event()
+        self.sent: list[bytes] = []
+
+    def cut_off(self) -> None:
+        self.is_cut_off = True
+        self.has_taken.set()
+
+    async def drained(self) -> None:
+        await self.has_taken.wait()
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message.get("body", b""))
+
+    async def receive(self) -> Message:
+        if self.is_cut_off:
+            return {"type": "http.disconnect"}
+        await asyncio.sleep(0.001)
+        return {"type": "http.request"}
+
+
+def test_what_a_reader_has_not_taken_is_bounded_in_sum(tmp_path: Path) -> None:
+    """One page for each, of the client with the most the oldest goes, and others read on."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, max_kept_answer_bytes=2**20) as setup:
+            pages_made: Counter[str] = Counter()
+
+            async def pages(owner: str) -> AsyncIterator[bytes]:
+                for _ in range(3):
+                    pages_made[owner] += 1
+                    yield b"x" * (300_000 if owner == "10.0.0.1" else 1000)
+
+            readers = [StoppedReader() for _ in range(5)]
+            owners = ["10.0.0.1"] * 4 + ["10.0.0.2"]
+            tasks = []
+            for reader, owner in zip(readers, owners, strict=True):
+                answer = StoredAnswer(setup.service, pages(owner))
+                scope = {"client": (owner, 1), CONNECTION_KEY: reader}
+                tasks.append(asyncio.create_task(answer(scope, reader.receive, reader.send)))
+                await eventually(lambda: len(readers[len(tasks) - 1].sent) == 2)
+            assert [reader.is_cut_off for reader in readers] == [True] + [False] * 4
+            assert pages_made == {"10.0.0.1": 4, "10.0.0.2": 1}
+            assert setup.service.kept.num_bytes == 901_000
+            for reader in readers[1:]:
+                reader.has_taken.set()
+            await asyncio.gather(*tasks)
+            assert setup.service.kept.num_bytes == 0
+            assert [sum(map(len, reader.sent)) for reader in readers[1:]] == [900_000] * 3 + [3000]
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_long_lists_of_files_come_in_portions(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+
+            def add(store: Store) -> None:
+                with store.database.transaction():
+                    store.database.write_many(
+                        "INSERT INTO files (id, key_name, purpose, filename, num_bytes, created_s,"
+                        " expires_s, touched_s, is_whole) VALUES (?, '', 'batch', 'f', 1, 0, NULL,"
+                        " 0, TRUE)",
+                        ((f"file-{number}",) for number in range(600)),
+                    )
+
+            assert setup.service.store is not None
+            await setup.service.store.run(add)
+            for query, ids in (
+                ("", range(599, -1, -1)),
+                ("?order=asc&limit=300", range(300)),
+                ("?limit=512&after=file-590", range(589, 77, -1)),
+                ("?limit=90&after=file-90", range(89, -1, -1)),
+            ):
+                page = (await setup.http.get(f"/v1/files{query}")).json()
+                assert [file["id"] for file in page["data"]] == [f"file-{n}" for n in ids]
+                assert (page["first_id"], page["last_id"]) == (f"file-{ids[0]}", f"file-{ids[-1]}")
+                assert page["has_more"] is (len(ids) in (300, 512))
+            empty = (await setup.http.get("/v1/files?after=file-0")).json()
+            assert empty == {
+                "object": "list",
+                "data": [],
+                "first_id": None,
+                "last_id": None,
+                "has_more": False,
+            }
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_a_file_with_a_wrong_line_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup, client_of(setup) as client:
+            lines = jsonl([*(line(f"r{n}") for n in range(3000)), b"{}"])
+            file = await client.files.create(file=("f", lines), purpose="batch")
+            with pytest.raises(openai.BadRequestError, match="line 3001"):
+                await client.batches.create(
+                    input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
+                )
+
+            def left(store: Store) -> tuple[int, int]:
+                count = store.database.value
+                return count("SELECT count(*) FROM batches"), count("SELECT count(*) FROM lines")
+
+            assert setup.service.store is not None
+            assert await setup.service.store.run(left) == (0, 0)
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

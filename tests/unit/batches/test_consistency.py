@@ -21,6 +21,7 @@ from support.batch_store import (
     QUOTA,
     check_lines,
     content,
+    create,
     jsonl,
     line,
     make_batch,
@@ -288,11 +289,11 @@ def test_create_crash_after_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             with monkeypatch.context() as patched:  # the process dies before it has committed
                 patched.setattr(type(store.database), "write_many", dies)
                 with pytest.raises(MemoryError):
-                    store.jobs.create(new, lines, NOW_S)
+                    create(store, new, lines, NOW_S)
             assert store.jobs.page(KEY, NOW_S, limit=9) == ([], False)
             assert store.database.value("SELECT count(*) FROM lines") == 0
-            made = store.jobs.create(new, lines, NOW_S)  # the answer is lost
-            assert store.jobs.create(new, lines, NOW_S + 60) == made
+            made = create(store, new, lines, NOW_S)  # the answer is lost
+            assert create(store, new, lines, NOW_S + 60) == made
             assert len(store.jobs.page(KEY, NOW_S, limit=9)[0]) == 1
             engine = CountingEngine()
             await finish(tmp_path, engine, store)

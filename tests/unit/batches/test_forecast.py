@@ -16,6 +16,7 @@ from support.batch_store import (
     KEY,
     NOW_S,
     check_lines,
+    create,
     jsonl,
     line,
     new_batch,
@@ -195,7 +196,7 @@ class World:
         file = upload(self.store, data, now_s=self.now_s)
         lines = check_lines(self.store.files, file, ENDPOINT, lambda name: None)
         new = new_batch(file, window=f"{window_s}s", window_s=window_s, accepts_late=accepts_late)
-        return self.store.jobs.create(new, lines, self.now_s)
+        return create(self.store, new, lines, self.now_s)
 
     def promised(self, data: bytes, window_s: int) -> BatchRecord:
         """Make a batch with this window, or with the one that is named in its place."""

@@ -21,9 +21,12 @@ from hypothesis.stateful import (
 )
 from support.batch_store import (
     DAY_S,
+    ENDPOINT,
     KEY,
     NOW_S,
+    check_lines,
     content,
+    create,
     jsonl,
     line,
     make_batch,
@@ -34,7 +37,8 @@ from support.batch_store import (
 )
 
 from lightserve.batches.access import Store
-from lightserve.batches.files import Files
+from lightserve.batches.files import LONG_PAGE_BYTES, Files
+from lightserve.batches.jobs import PREPARING_S
 from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, SUSPECT_CRASHES
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import (
@@ -43,6 +47,7 @@ from lightserve.batches.records import (
     MAX_TTL_S,
     LeasedLine,
     LeaseLost,
+    LineSums,
     Outcome,
 )
 from lightserve.errors import InvalidRequest
@@ -272,10 +277,10 @@ def test_a_request_that_is_sent_again_makes_one_batch(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         batch = make_batch(store, 1, idempotency_key="k")
         file = store.files.get(KEY, batch.input_file_id, NOW_S)
-        again = store.jobs.create(new_batch(file, idempotency_key="k"), [], NOW_S)
+        again = create(store, new_batch(file, idempotency_key="k"), [], NOW_S)
         assert again == batch
         with pytest.raises(InvalidRequest) as error:
-            store.jobs.create(new_batch(file, idempotency_key="k", request_digest="y"), [], NOW_S)
+            create(store, new_batch(file, idempotency_key="k", request_digest="y"), [], NOW_S)
         assert error.value.status == 409
         assert len(store.jobs.page(KEY, NOW_S, limit=9)[0]) == 1
 
@@ -317,12 +322,12 @@ def test_a_key_has_so_many_batches_at_once_and_no_more(tmp_path: Path) -> None:
         first = make_batch(store, 1)
         file = store.files.get(KEY, first.input_file_id, NOW_S)
         for _ in range(MAX_ACTIVE_BATCHES - 1):
-            store.jobs.create(new_batch(file), [], NOW_S)
+            create(store, new_batch(file), [], NOW_S)
         with pytest.raises(InvalidRequest) as error:
-            store.jobs.create(new_batch(file), [], NOW_S)
+            create(store, new_batch(file), [], NOW_S)
         assert error.value.status == 429 and "100" in error.value.message
         store.jobs.cancel(KEY, first.id, NOW_S)
-        store.jobs.create(new_batch(file), [], NOW_S)
+        create(store, new_batch(file), [], NOW_S)
 
 
 def test_files_belong_to_their_key_and_end_with_their_time(tmp_path: Path) -> None:
@@ -422,3 +427,62 @@ def test_a_stretch_of_a_file_is_read(tmp_path: Path, position: int, num_bytes: i
         file = upload(store, data)
         found = store.files.read_span(file.number, position, num_bytes)
         assert found == data[position : position + num_bytes]
+
+
+def test_a_batch_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line("a"), line("b")]))
+        new = new_batch(file)
+        number, sums = store.jobs.prepare(new, NOW_S), LineSums()
+        lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+        store.jobs.add_lines(new, number, lines, 0)
+        sums.add(lines)
+        epoch = store.jobs.begin("north", NOW_S)
+        limits = {"lease_s": 30.0, "max_lines": 9, "max_bytes": 10**6}
+        assert store.jobs.page(KEY, NOW_S, limit=9) == ([], False)
+        assert store.jobs.lease("north", epoch, NOW_S, **limits) == []
+        assert not store.jobs.held("north", epoch).batches
+        made = store.jobs.create(new, number, sums, NOW_S)
+        assert store.jobs.get(KEY, made.id, NOW_S).num_lines == 2
+        assert len(store.jobs.lease("north", epoch, NOW_S, **limits)) == 2
+
+
+def test_a_batch_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line("a")]))
+        new = new_batch(file)
+        lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+        for end in (store.jobs.drop, lambda _: store.jobs.purge(NOW_S + PREPARING_S)):
+            number, sums = store.jobs.prepare(new, NOW_S), LineSums()
+            store.jobs.add_lines(new, number, lines, 0)
+            assert store.jobs.purge(NOW_S + PREPARING_S - 1) == 0
+            end(number)
+            for table in ("lines", "batches"):
+                assert store.database.value(f"SELECT count(*) FROM {table}") == 0
+            for late in (
+                lambda: store.jobs.add_lines(new, number, lines, 0),  # noqa: B023
+                lambda: store.jobs.create(new, number, sums, NOW_S),  # noqa: B023
+            ):
+                with pytest.raises(InvalidRequest) as raised:
+                    late()
+                assert raised.value.status == 408
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10] * 600, [100_000] * 7, [9_000_000], [9, 2**22 - 1, 2**22, 9]]
+)
+def test_results_are_read_in_pages_of_bytes(tmp_path: Path, sizes: list[int]) -> None:
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, len(sizes))
+        epoch = store.jobs.begin("north", NOW_S)
+        store.jobs.lease("north", epoch, NOW_S, lease_s=30.0, max_lines=len(sizes), max_bytes=10**9)
+        results = [b"%d" % (n % 10) * size for n, size in enumerate(sizes)]
+        outcomes = [
+            Outcome(batch=batch.number, number=n, result=result) for n, result in enumerate(results)
+        ]
+        store.jobs.settle("north", epoch, outcomes, NOW_S)
+        output_id = store.jobs.get(KEY, batch.id, NOW_S).output_file_id
+        pages = list(pieces_of(store.files, store.files.get(KEY, str(output_id), NOW_S)))
+        assert b"".join(pages) == b"".join(result + b"\n" for result in results)
+        assert max(map(len, pages)) <= LONG_PAGE_BYTES + 1
+        assert len(pages) <= 3 + sum(sizes) // 100_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from support.batch_store import ENDPOINT, check_lines, jsonl, line, open_store, upload
 
 from lightserve.batches import lines as lines_module
-from lightserve.batches.lines import body_of
+from lightserve.batches.lines import LineCheck, body_of
 from lightserve.batches.records import CHUNK_BYTES, MAX_LINE_BYTES, MAX_LINES, NewLine
 from lightserve.errors import InvalidRequest
 
@@ -109,3 +110,19 @@ def test_a_line_becomes_a_request_of_best_effort() -> None:
     expected = json.dumps(absent["body"] | {"service_tier": "flex"}, sort_keys=True)
     pairs = json.loads(body_of(json.dumps(absent).encode()), object_pairs_hook=list)
     assert json.dumps(dict(sorted(pairs))) == expected and len(dict(pairs)) == len(pairs)
+
+
+def test_a_check_keeps_little_of_the_lines_that_it_has_seen() -> None:
+    line_check = LineCheck(ENDPOINT, lambda name: None)
+    num_lines = 0
+    tracemalloc.start()
+    try:
+        for start in range(0, 20_000, 500):
+            lines = [line(f"{n:>500}") for n in range(start, start + 500)]
+            num_lines += len(line_check.add(jsonl(lines) + b"\n"))
+        del lines
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_lines == 20_000 and line_check.finish() == []
+    assert kept_bytes < 200 * num_lines, "less than half of the ids alone"

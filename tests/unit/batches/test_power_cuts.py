@@ -27,7 +27,7 @@ from support.power_cuts import Disk, Image
 
 from lightserve.batches.access import Store, prepare
 from lightserve.batches.lines import result_line
-from lightserve.batches.records import LeasedLine, NewResponse, Outcome
+from lightserve.batches.records import LeasedLine, LineSums, NewResponse, Outcome
 from lightserve.batches.sqlite import SqliteDatabase
 from lightserve.errors import StoreError
 
@@ -57,6 +57,8 @@ class Life:
         yield lambda: files.begin(KEY, NOW_S)
         yield lambda: files.append(1, 0, data, NOW_S, quota=QUOTA)
         yield lambda: files.finish(1, "batch", "f", NOW_S, ttl_s=None)
+        yield self._prepare
+        yield lambda: jobs.add_lines(self._new, self._number, self._lines, 0)
         yield self._create
         yield self._begin
         for _ in range(self.NUM_LINES - 1):
@@ -73,10 +75,16 @@ class Life:
         body = {"prompt": "x" * 3000}
         return jsonl([line(f"r{number}", body=body) for number in range(self.NUM_LINES)])
 
-    def _create(self) -> None:
+    def _prepare(self) -> None:
         (file,), _ = self._store.files.page(KEY, NOW_S, limit=1)
-        lines = check_lines(self._store.files, file, ENDPOINT, lambda name: None)
-        self._batch = self._store.jobs.create(new_batch(file), lines, NOW_S).id
+        self._lines = check_lines(self._store.files, file, ENDPOINT, lambda name: None)
+        self._new = new_batch(file)
+        self._number = self._store.jobs.prepare(self._new, NOW_S)
+
+    def _create(self) -> None:
+        sums = LineSums()
+        sums.add(self._lines)
+        self._batch = self._store.jobs.create(self._new, self._number, sums, NOW_S).id
 
     def _begin(self) -> None:
         self._epoch = self._store.jobs.begin("north", NOW_S)

@@ -11,6 +11,7 @@ from support.batch_store import (
     ENDPOINT,
     NOW_S,
     check_lines,
+    create,
     jsonl,
     line,
     new_batch,
@@ -98,7 +99,7 @@ def make(
     file = upload(store, data, key=key)
     lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
     new = new_batch(file, key_name=key, window_s=window_s, accepts_late=accepts_late)
-    return store.jobs.create(new, lines, NOW_S)
+    return create(store, new, lines, NOW_S)
 
 
 def work(store: Store, num_rounds: int, room: int = 4) -> Counter[str]:

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import apsw
 import pytest
-from support.batch_store import KEY, NOW_S, jsonl, line, make_batch, new_batch, open_store, upload
+from support.batch_store import (
+    KEY,
+    NOW_S,
+    create,
+    jsonl,
+    line,
+    make_batch,
+    new_batch,
+    open_store,
+    upload,
+)
 
 from lightserve.batches.access import Store, prepare
 from lightserve.batches.records import LeasedLine, Outcome
@@ -121,7 +131,7 @@ def test_little_space_is_left_to_what_is_there(
             assert lease(store, epoch) == []
             for add in (
                 lambda: store.files.begin(KEY, NOW_S),
-                lambda: store.jobs.create(new_batch(file), [], NOW_S),
+                lambda: create(store, new_batch(file), [], NOW_S),
             ):
                 with pytest.raises(StoreError, match="less than 1000 bytes") as error:
                     add()

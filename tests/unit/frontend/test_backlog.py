@@ -20,11 +20,13 @@ from support.fake_router import eventually, frontend, made_logprobs, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
-from lightserve.frontend import structured_output
+from lightserve.frontend import json_body, structured_output
 from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import MAX_ITEMS, Backlog
+from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.prompts import BYTES_PER_ID
+from lightserve.frontend.service import InFlight, Seats
 from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.grammar_process import Verdict
 from lightserve.messages.common import Constraint, RegexConstraint
@@ -33,6 +35,7 @@ from lightserve.types import FinishReason, RequestId
 
 PATIENCE_S = 60.0
 EOS = 2
+MIB = 2**20
 
 
 def test_number_and_size_are_bounded() -> None:
@@ -267,7 +270,8 @@ def test_bodies_in_flight_are_bounded_in_sum() -> None:
         }
 
     async def scenario() -> None:
-        async with frontend(max_held_body_bytes=14_000) as setup:
+        of_two = 2 * json_body.memory_of(body(500))
+        async with frontend(max_held_body_bytes=2 * of_two + 10_000) as setup:
             waiting = [asyncio.create_task(setup.post("/v1/completions", body(500)))]
             await setup.router.submitted(1)
             waiting.append(asyncio.create_task(setup.post("/v1/completions", body(500))))
@@ -283,10 +287,66 @@ def test_bodies_in_flight_are_bounded_in_sum() -> None:
             assert [answer.status_code for answer in answers] == [200] * 3
             assert (setup.service.in_flight.num_bytes, setup.service.in_flight.count) == (0, 0)
             setup.router.answer = says([EOS])
-            alone = await setup.post("/v1/completions", body(1024))
+            alone = await setup.post("/v1/completions", {**body(1024), "user": "u" * 512})
             assert alone.status_code == 200, "it may be larger"
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_bodies_of_one_client_leave_room_for_those_of_others() -> None:
+    in_flight = InFlight(max_bytes=64 * MIB)
+    with ExitStack() as stack:
+        for count in (8, 4, 2, 1):
+            owner = f"key {count}"
+            for _ in range(count):
+                stack.enter_context(in_flight.admitted(owner, 4 * MIB))
+            with pytest.raises(RequestFailed) as raised, in_flight.admitted(owner, 4 * MIB):
+                pass
+            assert raised.value.status == 429
+        with in_flight.admitted("key of small requests", 1000):
+            assert in_flight.count == 16
+    assert (in_flight.num_bytes, in_flight.count) == (0, 0)
+
+
+def test_seats_go_to_clients_in_turn() -> None:
+    async def scenario() -> None:
+        seats, order, gate = Seats(num_seats=1, max_waiting=3), [], asyncio.Event()
+
+        async def work(owner: str) -> None:
+            async with seats.taken(owner):
+                order.append(owner)
+                await gate.wait()
+
+        tasks = [asyncio.create_task(work(owner)) for owner in ("a", "a", "a", "b", "c")]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestFailed) as raised:
+            async with seats.taken("a"):
+                pass
+        assert raised.value.status == 429
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert order == ["a", "b", "c", "a", "a"]
+        assert not seats._counts and not seats._turns
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_a_body_counts_by_the_memory_that_it_takes() -> None:
+    async def counted(body: bytes) -> int:
+        reader = json_body.BodyReader(max_depth=8)
+        try:
+            _, num_bytes = await reader._parse(body, CompletionRequest)
+            return num_bytes
+        finally:
+            reader.close()
+
+    asked = b'{"model": "m", "prompt": %s}'
+    blanks, text = b" " * 10**6, b'"' + b"x" * 10**6 + b'"'
+    assert asyncio.run(counted(asked % (blanks + b'"hi"' + blanks))) < 2000
+    assert 1_000_000 < asyncio.run(counted(asked % text)) < 1_002_000
+    wide = b'"' + "\U0001f600".encode() + b"x" * 10**6 + b'"'
+    assert 4_000_000 < asyncio.run(counted(asked % wide)) < 4_002_000, "four bytes a character"
+    assert asyncio.run(counted(asked % (b"[" + b"5," * 10**5 + b"5]"))) >= 800_000
 
 
 def test_a_prompt_that_waits_takes_four_bytes_a_token() -> None:

@@ -421,7 +421,7 @@ def test_long_bodies_wait_in_a_bounded_queue_off_the_event_loop(
 ) -> None:
     monkeypatch.setattr(json_body, "Backlog", lambda: Backlog(max_items=2))
     may_go_on, threads, waiting = threading.Event(), [], []
-    parse, enter = json_body.parse_model, json_body.BodyReader.parse
+    parse, enter = json_body.parse_model, json_body.BodyReader._parse
 
     def slow(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread())
@@ -436,7 +436,7 @@ def test_long_bodies_wait_in_a_bounded_queue_off_the_event_loop(
         async with frontend(says([5, 2])) as setup:
             long = {**SHORT, "user": "u", "metadata": None, "prompt": [5] * 6000}
             monkeypatch.setattr(json_body, "parse_model", slow)
-            monkeypatch.setattr(json_body.BodyReader, "parse", noted)
+            monkeypatch.setattr(json_body.BodyReader, "_parse", noted)
             tasks = [asyncio.create_task(setup.post("/v1/completions", long)) for _ in range(2)]
             await eventually(lambda: len(threads) == 1)
             await eventually(lambda: len(waiting) == 2)
