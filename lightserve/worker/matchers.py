@@ -51,8 +51,10 @@ MAX_KEPT_BYTES = 256 * MiB
 """Of all grammars, while some are kept for sequences to come."""
 MAX_USED_BYTES = 1024 * MiB
 """Of all grammars, while more rows get theirs. Those at work still grow by what they have seen."""
+MAX_GROWN_BYTES = 2 * MAX_USED_BYTES
+"""Of all grammars: beyond it the one fails that has grown most."""
 BEST_EFFORT_SHARE = 0.75
-"""Of these, what best-effort rows may fill: they may go on for minutes."""
+"""Of `MAX_USED_BYTES`, what best-effort rows may fill: they may go on for minutes."""
 MAX_BYTES = 3 * MAX_USED_BYTES
 """Where the kernel ends the process, beside what it has taken at its start."""
 MAX_COMPILE_S = 10.0
@@ -139,9 +141,14 @@ def _matcher_of(work: _Matcher) -> LLMatcher | None:
 
 
 class _Row(NamedTuple):
-    constraint: Constraint
+    constraint: Constraint | None
     matcher: _Matcher
     """Never done while it waits for its turn."""
+
+
+_NO_ROW = _Row(None, Future())
+"""One that is not known, or has failed."""
+_NO_ROW.matcher.set_result(None)
 
 
 def _is_best_effort(waiting: tuple[int, Begun]) -> bool:
@@ -184,6 +191,8 @@ class RowMatchers:
         """Those of these that have yet to be compiled."""
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         """The compiler's."""
+        self._grown: Counter[Constraint] = Counter()
+        """By how many bytes each has grown since there is much of all, see `masks`."""
         self._compiling = -1
         """The row whose grammar is, …"""
         self._compiling_since_s = 0.0
@@ -204,7 +213,7 @@ class RowMatchers:
         for row in (*left, *(one.row for one in begun)):
             if (before := self._rows.pop(row, None)) is not None:
                 before.matcher.cancel()
-                if self._waiting.pop(row, None) is None:
+                if self._waiting.pop(row, None) is None and before.constraint is not None:
                     self._release(before.constraint)
         for one in begun:
             self._rows[one.row] = _Row(one.constraint, Future())
@@ -231,6 +240,7 @@ class RowMatchers:
         if not self._used[constraint]:
             del self._used[constraint]
             self._pending.discard(constraint)
+            self._grown.pop(constraint, None)
             self._compiler.submit(self._make_room)
 
     def masks(self, rows: Sequence[int], *, number: int = 0, is_repair: bool = False) -> Masks:
@@ -241,17 +251,31 @@ class RowMatchers:
         vocab_size = self._vocabulary.vocab_size
         bits = np.zeros((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
         failed, unready = list[int](), list[int]()
+        is_much = self.num_bytes > MAX_USED_BYTES
         for index, row in enumerate(rows):
-            work = self._rows[row].matcher if row in self._rows else None
-            if work is not None and not work.done():
+            constraint, work = self._rows.get(row, _NO_ROW)
+            if not work.done():
                 unready.append(index)
                 bits[index] = 255
                 continue
+            before = self.num_bytes if is_much else 0
             self._note(self._compiling, row)
-            if work is None or not self._draw(bits[index], _matcher_of(work)):
+            if not self._draw(bits[index], _matcher_of(work)):
                 failed.append(index)
+            if is_much and constraint is not None:
+                self._grown[constraint] += self.num_bytes - before
         self._note(self._compiling, -1)
+        if is_much and self.num_bytes > MAX_GROWN_BYTES and self._grown:
+            self._fail(max(self._grown, key=self._grown.__getitem__))
         return Masks(number, bits.tobytes(), tuple(failed), tuple(unready))
+
+    def _fail(self, constraint: Constraint) -> None:
+        """Give up what is compiled of a constraint, and all rows under it."""
+        del self._grown[constraint]
+        for row, one in self._rows.items():
+            if one.constraint == constraint and row not in self._waiting:
+                self._rows[row] = _Row(constraint, _NO_ROW.matcher)
+        self._compiler.submit(self._forget, constraint)
 
     def _draw(self, bits: npt.NDArray[np.uint8], matcher: LLMatcher | None) -> bool:
         """Set the bits of what may be drawn; return whether the grammar still holds."""
@@ -303,6 +327,10 @@ class RowMatchers:
         else:
             self._compiled.move_to_end(constraint)
         return known
+
+    def _forget(self, constraint: Constraint) -> None:
+        self._compiled.pop(constraint, None)
+        trim()
 
     def _make_room(self) -> None:
         """Forget what no row is under, as far as all takes too much; rows share what they have."""

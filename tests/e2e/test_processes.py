@@ -62,6 +62,8 @@ def test_the_openai_snippet_works_as_printed(server: LiveServer) -> None:
 
 def test_the_process_tree_is_the_one_drawn(server: LiveServer) -> None:
     tree = server.tree()
+    grammars = tree.pop("grammars of worker-0")
+    assert grammars.name() == "grammars-work" and grammars.ppid() == tree["worker-0"].pid
     assert sorted(tree) == ["frontend-0", "router-0", "supervisor", "worker-0"]
     names = {role: process.name() for role, process in tree.items() if role != "supervisor"}
     assert all(role == name for role, name in names.items()), names

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -370,6 +371,38 @@ def test_constraints_of_real_time_rows_go_before_those_of_best_effort_ones(
     made.update([5, 6], [])
     assert list(made._waiting) == [4]
     made.may_go_on.set()
+
+
+def test_the_grammar_that_has_grown_most_fails_where_all_have_too_much(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr(matchers, "MAX_COMPILED_BYTES", 1)
+    monkeypatch.setattr(matchers, "MAX_USED_BYTES", 20)
+    monkeypatch.setattr(matchers, "MAX_GROWN_BYTES", 100)
+    sizes = dict.fromkeys(regexes("abc"), 9)
+    made = Text(tokenizer, sizes.__getitem__)
+    made.begin(*regexes("abca"))
+    assert made.are_ready(0, 1, 2, 3)
+    draw = made._draw
+
+    def grow(bits: Any, matcher: LLMatcher | None) -> bool:
+        sizes[made._rows[at_row[0]].constraint] += 30 if at_row[0] == 1 else 1  # type: ignore[index]
+        return draw(bits, matcher)
+
+    def note(compiled: int, masked: int) -> None:
+        at_row[0] = masked
+
+    at_row = [-1]
+    monkeypatch.setattr(made, "_draw", grow)
+    monkeypatch.setattr(made, "_note", note)
+    failed = [made.masks(range(4)).failed for _ in range(6)]
+    assert failed == [()] * 3 + [(1,)] * 3
+    assert made.cached() == regexes("ca")
+    monkeypatch.setattr(made, "_draw", draw)
+    made.update(range(4), [])
+    sizes.update(dict.fromkeys(sizes, 9))
+    made.begin(*regexes("b"))
+    assert made.are_ready(0) and not made.masks([0]).failed, "compiled anew"
 
 
 def sequence(number: int, constraint: Constraint) -> AddSequence:

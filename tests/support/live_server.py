@@ -152,13 +152,20 @@ class LiveServer:
         return wait_for(probe, "metrics")
 
     def tree(self) -> dict[str, psutil.Process]:
-        """Return the processes by role: "supervisor", "router-0", "worker-0", …"""
+        """Return the processes by role: "supervisor", "router-0", "worker-0", …
+
+        What compiles constraints for another is named by that one: "grammars of worker-0".
+        """
         supervisor = psutil.Process(self.process.pid)
         roles = {"supervisor": supervisor}
         for child in supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # gone meanwhile
                 match = _ROLE.search(" ".join(child.cmdline()))
-                roles[match.group() if match else f"unknown-{child.pid}"] = child
+                if match is None and child.name().startswith("grammars"):
+                    parent = _ROLE.search(" ".join(psutil.Process(child.ppid()).cmdline()))
+                    roles[f"grammars of {parent and parent.group()}"] = child
+                else:
+                    roles[match.group() if match else f"unknown-{child.pid}"] = child
         return roles
 
     def pids(self) -> list[int]:
