@@ -48,6 +48,7 @@ FIELDS = (
     "attention_backend",
     "cuda_graphs",
     "cuda_graph_max_seqs",
+    "cuda_graph_max_tokens",
     "batch_invariant",
     "num_threads",
 )

@@ -250,7 +250,7 @@ class FrontendOptions:
             raise ConfigError(f"--metrics-host {self.metrics_host!r} needs --metrics-port, not -1")
 
 
-# Options of the CUDA graphs that decodes run as.
+# Options of the CUDA graphs that steps run as.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ class GraphOptions:
 
     cuda_graphs: str = option(
         "auto",
-        "Whether steps of decodes alone run as CUDA graphs, captured at the start: auto (on a GPU"
+        "Whether steps run as CUDA graphs, captured at the start: auto (on a GPU"
         " with the kernels triton) or off (slower steps, less memory, a shorter start).",
         choices=("auto", "off"),
     )
@@ -268,11 +268,19 @@ class GraphOptions:
         "Most sequences of a step that runs as a CUDA graph; 0 takes --max-num-seqs, at most 512.",
         low=0,
     )
+    cuda_graph_max_tokens: int = option(
+        -1,
+        "Most new tokens of a step with prompts that runs as a CUDA graph; 0: such steps are"
+        " launched kernel by kernel; -1: up to where a graph gains time, at most 2,048.",
+        low=-1,
+    )
 
     def check_graphs(self, *, device: str, attention_backend: str, max_num_seqs: int) -> None:
         """Refuse options that would have no effect; arguments are other fields' values."""
         if self.cuda_graph_max_seqs and self.cuda_graphs == "off":
             raise ConfigError("--cuda-graph-max-seqs needs --cuda-graphs auto")
+        if self.cuda_graph_max_tokens >= 0 and self.cuda_graphs == "off":
+            raise ConfigError("--cuda-graph-max-tokens needs --cuda-graphs auto")
         if self.cuda_graph_max_seqs > max_num_seqs:
             raise ConfigError(
                 f"--cuda-graph-max-seqs must be at most --max-num-seqs ({max_num_seqs}),"
@@ -294,6 +302,8 @@ class GraphOptions:
             flags.append("--cuda-graphs")
         if self.cuda_graph_max_seqs:
             flags.append("--cuda-graph-max-seqs")
+        if self.cuda_graph_max_tokens >= 0:
+            flags.append("--cuda-graph-max-tokens")
         return flags
 
 

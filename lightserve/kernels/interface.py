@@ -39,6 +39,19 @@ class CopyKernels(Protocol):
         """Copy rows[row_ids[i]] to target[i]; `rows` may be page-locked memory of the host."""
 
 
+FEW_TOKENS = 9
+"""Most new tokens of a row that is attended as decodes are: eight drafts and the one before them."""
+
+
+class MostTokens(NamedTuple):
+    """Upper bounds of a pass that is recorded for any rows."""
+
+    num_tokens: int
+    """New tokens of all rows."""
+    few_tokens: int
+    """New tokens of all rows that have at most `FEW_TOKENS`."""
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
     """Index tensors of one mixed pass of prefill chunks and decodes.
@@ -66,9 +79,13 @@ class AttentionBatch:
     """`rows` on the host, so that no kernel has to read the device to plan its work. A pass that
     is recorded (`worker.graphs`) has unknown values here, which raise when they are read."""
     host_q_lens: Sequence[int]
-    """Number of new tokens of each row, on the host, always known; a row with 0 takes no part."""
+    """Number of new tokens of each row, on the host; a row with 0 takes no part. Known but where
+    `most` stands for it."""
     host_context_lens: Sequence[int]
     """`context_lens` on the host; unknown as `host_rows`."""
+    most: MostTokens | None = None
+    """Of a recorded pass with chunks: `host_q_lens` is unknown, too, and rows that are not there
+    have no new tokens."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What kernels work out from the fields above in the first layer and reuse in the others."""
 
@@ -102,8 +119,9 @@ class Kernels(Protocol):
     takes_latents: bool
     """Whether values may have fewer numbers than keys, see `attention`."""
     is_capturable: bool
-    """Whether a pass of decodes alone can be recorded as a CUDA graph: of the batch it reads
-    nothing on the host but the number of rows, and it copies nothing from the host."""
+    """Whether passes can be recorded as CUDA graphs: of a batch of decodes alone, and of one with
+    `AttentionBatch.most`, they read nothing on the host but the number of rows, and they copy
+    nothing from the host."""
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """Return `weight` [M, K] in the form that `linear` is fastest with, or `gated_linear`.

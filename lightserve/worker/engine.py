@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ import torch
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.kernels.check_pair import LIMITS
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import (
@@ -46,16 +44,10 @@ from lightserve.progress import progress
 from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.description import tokenizer_file
 from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.worker.capture import GraphSizes, capture_graphs, graph_sizes, make_graphs
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import device_of_rank, make_queue
-from lightserve.worker.graphs import (
-    MAX_ROWS,
-    CudaGraphRecorder,
-    DecodeGraphs,
-    DecodeTables,
-    estimated_graph_bytes,
-    ladder,
-)
+from lightserve.worker.graphs import DecodeTables, estimated_graph_bytes
 from lightserve.worker.host_pool import DirectHostPool, HostPool
 from lightserve.worker.memory import (
     MIN_SLOTS,
@@ -73,84 +65,6 @@ from lightserve.worker.memory import (
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.staged_host_pool import make_host_pool
 from lightserve.worker.warm_up import largest_steps, warm_up
-
-# Whether this worker runs decodes as CUDA graphs, and their capture at the start.
-
-
-def graph_sizes(
-    config: ServeConfig, kernels: Kernels, device: torch.device, *, has_decodes: bool = True
-) -> tuple[int, ...]:
-    """Return the numbers of rows to capture graphs for; none where there are to be no graphs.
-
-    `has_decodes`: whether the model generates; an encoder does not.
-
-    Raises:
-        ConfigError: options of graphs are given, and nothing here has a use for them.
-    """
-    can_capture = device.type == "cuda" and kernels.is_capturable and has_decodes
-    if not can_capture:
-        for flag in config.given_graph_flags:
-            got = f"{device.type} and {kernels.name}" if has_decodes else "an encoder"
-            raise ConfigError(
-                f"{flag} needs a GPU and --attention-backend triton, and a model that generates,"
-                f" got {got}"
-            )
-    if not can_capture or config.cuda_graphs == "off":
-        return ()
-    return ladder(config.cuda_graph_max_seqs or min(config.max_num_seqs, MAX_ROWS))
-
-
-def make_graphs(
-    model: Model,
-    pool: KVTensors,
-    tables: DecodeTables,
-    sizes: Sequence[int],
-    *,
-    tp: TensorParallel,
-) -> DecodeGraphs:
-    """Return CUDA graphs that are yet to be captured, on the device of the tables."""
-    return DecodeGraphs(
-        model,
-        pool,
-        tables,
-        sizes=sizes,
-        recorder=CudaGraphRecorder(tables.token_ids.device, recording=tp.recording),
-        has_logits=tp.rank == 0,
-    )
-
-
-def capture_graphs(
-    runner: ModelRunner,
-    model: Model,
-    pool: KVTensors,
-    sizes: Sequence[int],
-    *,
-    tp: TensorParallel,
-) -> None:
-    """Capture graphs with a progress bar, for `runner` to use; nothing without sizes.
-
-    Every rank does, in the same order: collectives are part of the graphs.
-
-    Raises:
-        StartupError: one could not be captured, or replays other logits than its kernels give one
-            by one. That ends the process, and with it the group.
-    """
-    if not sizes:
-        return
-    start_s = time.monotonic()
-    graphs = make_graphs(model, pool, runner.tables, sizes, tp=tp)
-    with progress("capturing CUDA graphs", len(sizes), is_shown=tp.rank == 0) as advance:
-        used = graphs.capture(advance)
-    graphs.check(LIMITS[pool.k[0].dtype])
-    log.info(
-        "%d CUDA graphs of 1 to %d decodes: %.1f s, %.2f GiB",
-        len(sizes),
-        sizes[-1],
-        time.monotonic() - start_s,
-        (sum(used) + graphs.static_bytes) / 2**30,
-    )
-    runner.use_graphs(graphs)
-
 
 # Makes a rank's KV pool and host pool, as large as flags and what is free allow.
 
@@ -212,10 +126,10 @@ def measure_gpu(
     pool: KVPool,
     make_runner: Callable[[KVPool], ModelRunner],
     *,
-    graph_sizes: Sequence[int],
+    graph_sizes: GraphSizes,
     tp: TensorParallel,
 ) -> DeviceMemory:
-    """Run the largest steps on `pool`, capture two CUDA graphs, and return what it all takes.
+    """Run the largest steps on `pool`, capture some CUDA graphs, and return what it all takes.
 
     Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool.
     """
@@ -231,9 +145,11 @@ def measure_gpu(
     )
 
     def graph_bytes(tables: DecodeTables) -> int:
-        if not graph_sizes:
+        make = make_graphs(model, pool, tables, tp=tp) if graph_sizes.decodes else None
+        if make is None:
             return 0
-        return estimated_graph_bytes(partial(make_graphs, model, pool, tables, tp=tp), graph_sizes)
+        taken = estimated_graph_bytes(make.mixed, graph_sizes.mixed) if graph_sizes.mixed else 0
+        return taken + estimated_graph_bytes(make.decodes, graph_sizes.decodes)
 
     memory = _measure(statistics, make_runner(pool), plans, graph_bytes)
     gc.collect()  # the runner, before the pool takes all there is
@@ -333,7 +249,8 @@ def build_runner(
         _tell_of_slower_kernels(kernels, torch_dtype)
     runner = make_runner(pool, host_pool)
     # In this order: a capture begins by giving back the memory that steps have got ready.
-    capture_graphs(runner, model, pool, sizes, tp=tp)
+    is_limited = config.cuda_graph_max_tokens > 0
+    capture_graphs(runner, model, pool, sizes, tp=tp, is_limited=is_limited)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
 

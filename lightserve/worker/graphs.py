@@ -368,8 +368,19 @@ def _compare(replayed: Tensor, expected: Tensor, limit: float, size: int) -> Non
         )
 
 
+class Graphs(Protocol):
+    """Recorded passes of a ladder of sizes."""
+
+    def capture(self, advance: Advance = ...) -> list[int]:
+        """Record them and return the memory that each took, the largest first."""
+
+    @property
+    def static_bytes(self) -> int:
+        """Memory of the tensors that are there before anything is recorded."""
+
+
 def estimated_graph_bytes(
-    make_graphs: Callable[[Sequence[int]], DecodeGraphs], sizes: Sequence[int]
+    make_graphs: Callable[[Sequence[int]], Graphs], sizes: Sequence[int]
 ) -> int:
     """Return about how much memory graphs of all `sizes` will take, from a few of them.
 

@@ -37,6 +37,7 @@ from lightserve.worker.device import DeviceQueue, Mark
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import CopyWait, HostPool
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.sampling.interface import KnownCounts, LogprobTensors, SamplingBatch
 from lightserve.worker.sampling.sampler import (
     PROMPT_ROWS,
@@ -267,6 +268,7 @@ class ModelRunner:
         self._vector_rows: set[RowId] = set()
         """Rows that are there for a vector."""
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._free_since = queue.mark()
 
     @property
@@ -327,9 +329,14 @@ class ModelRunner:
         """Lose what steps have written, see `KVPool.forget`."""
         self._pool.forget()
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Run steps of decodes alone as `graphs`, which have been captured, from now on."""
-        self._graphs = graphs
+    def use_graphs(self, graphs: DecodeGraphs, mixed: MixedGraphs | None = None) -> None:
+        """Run steps of decodes alone as `graphs` from now on, others as `mixed`; both captured."""
+        self._graphs, self._mixed = graphs, mixed
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Numbers of new tokens that steps with prompts are padded to, rising; none: they are not."""
+        return () if self._mixed is None else self._mixed.sizes
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""
@@ -449,9 +456,7 @@ class ModelRunner:
         if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
             logits = graphs.logits(tensors.rows, tensors.positions)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
-        hidden = self._model.hidden(
-            self._table.input_ids(inputs), self._table.batch(inputs), self._pool, tensors.logit_rows
-        )
+        hidden = self._hidden(inputs)
         num_sampled = len(inputs.sampled_rows)
         prompt_hidden = hidden[num_sampled:]
         if not indices:
@@ -466,6 +471,17 @@ class ModelRunner:
             own, logits = logits, logits.new_zeros(num_sampled, logits.shape[1])
             logits[drawn] = own
         return _Passed(logits, prompt_hidden, vectors)
+
+    def _hidden(self, inputs: StepInputs) -> Tensor:
+        """Return the hidden states of the tokens whose logits are wanted."""
+        mixed, wanted = self._mixed, inputs.tensors.logit_rows
+        size = None if mixed is None else mixed.size_of(inputs.host_q_lens)
+        if mixed is not None and size is not None:
+            rows = inputs.host_rows, inputs.host_q_lens, inputs.host_context_lens
+            return mixed.hidden(size, *rows).index_select(0, wanted)
+        return self._model.hidden(
+            self._table.input_ids(inputs), self._table.batch(inputs), self._pool, wanted
+        )
 
     def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
         """Run an encoder, each of whose rows is a prompt as a whole."""

@@ -173,12 +173,12 @@ def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.
     mixed = {row["kernel"]: row for row in rows if row["case"].endswith("4096")}
     cut = {row["kernel"]: row for row in rows if row["case"].endswith(", cut")}
     assert set(mixed) == {
-        "_schedule_kernel", "_prefill_kernel", "_decode_kernel", "_merge_kernel"
+        "_plan_kernel", "_prefill_kernel", "_decode_kernel", "_merge_kernel"
     }  # fmt: skip
-    assert "_schedule_kernel" in {
+    assert "_plan_kernel" in {
         row["kernel"] for row in rows if row["case"].endswith("16,384 decodes")
     }
-    assert set(cut) == {"_prefill_kernel", "_merge_kernel"}
+    assert set(cut) == {"_plan_kernel", "_prefill_kernel", "_merge_kernel"}
     for prefill in (mixed["_prefill_kernel"], cut["_prefill_kernel"]):
         assert prefill["num_wgmma"] and not prefill["num_mma"] and prefill["num_async_copies"]
     decode = mixed["_decode_kernel"]

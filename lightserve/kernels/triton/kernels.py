@@ -24,12 +24,12 @@ from lightserve.kernels.interface import (
 from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
-from lightserve.kernels.triton.merge import LOG2_E
+from lightserve.kernels.triton.merge import LOG2_E, merge
 from lightserve.kernels.triton.plan import attention_work
 from lightserve.kernels.triton.prefill import attend_chunks
 from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
 
-# Attention over a mixed batch: prefill chunks in a launch or two, decodes in others.
+# Attention over a mixed batch: chunks in a launch, decodes in another, then a merge of parts.
 
 
 def attention(
@@ -64,12 +64,20 @@ def attention(
     if shape.turned_dim:
         assert k_pool.data_ptr() == v_pool.data_ptr(), "values are not those of the keys"
         k_pool = k_pool.expand(-1, shape.num_kv_heads, -1)
-    work = attention_work(batch, shape, sliding_window, configs, gpu_of(q.device))
-    options = (scale * LOG2_E, sliding_window, score_mod or ScoreMod())
-    for chunks in work.chunks:
-        attend_chunks(q, k_pool, v_pool, out, batch, chunks, *options)
-    if work.decodes is not None:
-        attend_decodes(q, k_pool, v_pool, out, batch, work.decodes, *options)
+    gpu, mod = gpu_of(q.device), score_mod or ScoreMod()
+    work = attention_work(batch, shape, sliding_window, configs, gpu)
+    options = (scale * LOG2_E, sliding_window, mod)
+    attend_chunks(q, k_pool, v_pool, out, batch, work, *options)
+    attend_decodes(q, k_pool, v_pool, out, batch, work, *options, gpu)
+    merge(
+        work.parts,
+        out,
+        merged=work.merged,
+        totals=work.totals,
+        max_splits=work.max_splits,
+        num_sms=gpu.num_sms,
+        sinks=mod.sinks,
+    )
     return out
 
 

@@ -162,6 +162,8 @@ MAX_PARTS = 256
 MAX_PART_NUMBERS = 1 << 20
 """Most numbers of a token's parts: there is room for those of all decodes at once."""
 _MERGED_AT_ONCE = 8
+_PROGRAMS_PER_SM = 32
+"""Of a merge, a warp each: as many as a multiprocessor holds."""
 
 
 def max_splits(
@@ -196,94 +198,81 @@ def make_parts(num_parts: int, num_heads: int, head_dim: int, device: torch.devi
 
 
 # fmt: off
-@triton.jit(
-    do_not_specialize_on_alignment=["counts_ptr", "tokens_ptr", "indices_ptr", "firsts_ptr"],
-)
+@triton.jit
 def _merge_kernel(
-    values_ptr, lse_ptr, out_ptr, counts_ptr, tokens_ptr, indices_ptr, firsts_ptr, sinks_ptr,
-    out_stride_t, out_stride_h, NUM_HEADS: tl.constexpr, HAS_INDICES: tl.constexpr,
-    HAS_FIRSTS: tl.constexpr, HAS_SINKS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    values_ptr, lse_ptr, out_ptr, merged_ptr, totals_ptr, sinks_ptr, out_stride_t, out_stride_h,
+    NUM_HEADS: tl.constexpr, HAS_SINKS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     # fmt: on
-    """Weigh the parts of one token's head by their share of the softmax."""
-    unit = tl.program_id(0)
+    """Weigh the parts of tokens' heads by their share of the softmax."""
     head = tl.program_id(1)
-    num_parts = tl.load(counts_ptr + unit)
-    if HAS_FIRSTS:
-        first = tl.load(firsts_ptr + unit).to(tl.int64)
-    else:
-        if num_parts == 1:
-            return
-        first = unit.to(tl.int64) * MAX_SPLITS
-    index = unit
-    if HAS_INDICES:
-        index = tl.load(indices_ptr + unit)
-    token = tl.load(tokens_ptr + index).to(tl.int64)
     splits = tl.arange(0, MAX_SPLITS)
-    own_lse = lse_ptr + first * NUM_HEADS + head
-    lse = tl.load(own_lse + splits * NUM_HEADS, mask=splits < num_parts, other=float("-inf"))
-    largest = tl.max(lse, axis=0)
-    total = tl.sum(tl.exp2(lse - largest), axis=0)
-    if HAS_SINKS:
-        total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d < HEAD_DIM
-    merged = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for start in range(0, num_parts, BLOCK_S):
-        some = start + offs_s
-        exists = some < num_parts
-        weights = tl.load(own_lse + some * NUM_HEADS, mask=exists, other=float("-inf"))
-        weights = tl.exp2(weights - largest)
-        values = tl.load(
-            values_ptr + ((first + some) * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=exists[:, None] & d_mask[None, :],
-            other=0.0,
-        )
-        merged += tl.sum(values * weights[:, None], axis=0)
-    out = out_ptr + token * out_stride_t + head * out_stride_h + offs_d
-    tl.store(out, (merged / total).to(out_ptr.dtype.element_ty), mask=d_mask)
+    for unit in range(tl.program_id(0), tl.load(totals_ptr + 2), tl.num_programs(0)):
+        token = tl.load(merged_ptr + unit * 3).to(tl.int64)
+        first = tl.load(merged_ptr + unit * 3 + 1).to(tl.int64)
+        num_parts = tl.load(merged_ptr + unit * 3 + 2)
+        own_lse = lse_ptr + first * NUM_HEADS + head
+        lse = tl.load(own_lse + splits * NUM_HEADS, mask=splits < num_parts, other=float("-inf"))
+        largest = tl.max(lse, axis=0)
+        total = tl.sum(tl.exp2(lse - largest), axis=0)
+        if HAS_SINKS:
+            total += tl.exp2(tl.load(sinks_ptr + head) * _LOG2_E - largest)
+        merged = tl.zeros([BLOCK_D], dtype=tl.float32)
+        for start in range(0, num_parts, BLOCK_S):
+            some = start + offs_s
+            exists = some < num_parts
+            weights = tl.load(own_lse + some * NUM_HEADS, mask=exists, other=float("-inf"))
+            weights = tl.exp2(weights - largest)
+            values = tl.load(
+                values_ptr
+                + ((first + some) * NUM_HEADS + head)[:, None] * HEAD_DIM
+                + offs_d[None, :],
+                mask=exists[:, None] & d_mask[None, :],
+                other=0.0,
+            )
+            merged += tl.sum(values * weights[:, None], axis=0)
+        out = out_ptr + token * out_stride_t + head * out_stride_h + offs_d
+        tl.store(out, (merged / total).to(out_ptr.dtype.element_ty), mask=d_mask)
 
 
 def merge(
     parts: Parts,
     out: Tensor,
     *,
-    counts: Tensor,
-    tokens: Tensor,
-    indices: Tensor | None = None,
-    firsts: Tensor | None = None,
+    merged: Tensor,
+    totals: Tensor,
     max_splits: int,
+    num_sms: int,
     sinks: Tensor | None = None,
 ) -> None:
-    """Merge the parts of `U` tokens into their rows of `out` [N, Hq, D].
+    """Merge the parts of tokens into their rows of `out` [N, Hq, D].
 
     Args:
         parts: those of a token follow one another.
-        out: written where `tokens` says.
-        counts: int32 [U], parts of each token, at most `max_splits`.
-        tokens: int32, row of `out` of each token, or of those that `indices` picks.
-        indices: int32 [U].
-        firsts: int32 [U], first part of each token; without, token u's is u * max_splits, and
-            tokens of one part are left alone: they have been written.
+        out: written for the tokens that `merged` names.
+        merged: int32 [U, 3], of each token its number, first part and parts (at most `max_splits`).
+        totals: int32 [3], the last says how many of `merged` there are.
         max_splits: a power of two.
+        num_sms: multiprocessors of the GPU.
         sinks: see `ScoreMod`.
     """
+    if not len(merged):
+        return
     num_heads, head_dim = out.shape[1:]
-    _merge_kernel[len(counts), num_heads](
+    most = max(1, num_sms * _PROGRAMS_PER_SM // num_heads)
+    _merge_kernel[min(len(merged), most), num_heads](
         parts.values,
         parts.lse,
         out,
-        counts,
-        tokens,
-        indices,
-        firsts,
+        merged,
+        totals,
         sinks,
         *out.stride()[:2],
         NUM_HEADS=num_heads,
-        HAS_INDICES=indices is not None,
-        HAS_FIRSTS=firsts is not None,
         HAS_SINKS=sinks is not None,
         MAX_SPLITS=max_splits,
         HEAD_DIM=head_dim,

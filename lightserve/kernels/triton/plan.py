@@ -1,220 +1,240 @@
 """How a mixed batch becomes launches: decodes split over their context, chunks by blocks.
 
-Where few blocks walk long contexts, these are cut as well, in a launch of their own.
+One kernel plans a pass, on the device, in the first layer of each kind; all layers use its lists:
 
-Decodes alone are planned on the device (see `decode`): nothing here reads the host's numbers of
-such a batch but how many new tokens each row has, which is one, so that what is launched can be
-recorded in a graph. With chunks beside them one small array goes to the device.
+    decode items   stretches of the contexts of rows with few new tokens, which share a program
+    chunk items    blocks of queries of the other rows, those of the longest context first; where
+                   few blocks walk long contexts, stretches of these
+    merged         tokens that several items have parts of
+
+Nothing here reads the host's numbers of a batch but how many new tokens each row has; a pass that
+is recorded (`AttentionBatch.most`) has upper bounds in their place, and surplus programs end at
+once. So the same launches serve any rows, and a graph can repeat them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch
 from lightserve.kernels.triton.configs import (
     AttentionConfigs,
     AttentionShape,
     ChunkClass,
+    DecodeConfig,
     Gpu,
     PrefillConfig,
     num_prefill_programs,
 )
-from lightserve.kernels.triton.decode import DecodeWork, schedule_decodes
-from lightserve.kernels.triton.merge import Parts, make_parts, max_splits
+from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits
 
-# Which chunks' contexts are cut into stretches, so that a few programs need not walk them alone.
-#
-# A block of queries walks its context in one program, and a chunk of some hundred tokens has but a
-# few blocks: over a long context the rest of the GPU would wait for them.
-#
-#     64 tokens over 16,320 cached, 8 KV heads, 132 multiprocessors
-#     whole    2 blocks x 8 heads =  16 programs, each walks 16,384 positions
-#     cut      … x 8 stretches    = 128 programs, each walks  2,048, then a merge
-#
-# A context is cut where it is at least twice a program's fair share of the step: of all positions
-# that blocks walk, divided by the programs that run at once. All numbers are the host's.
+_FEW = tl.constexpr(FEW_TOKENS)
+_FEW_BLOCK = tl.constexpr(16)
 
-Ints = npt.NDArray[np.int64]
+# Fields of the lists, int32 each.
+DECODE_FIELDS = tl.constexpr(7)
+ROW, TOKEN, BEGIN, END, LAST, PART, COUNT = (tl.constexpr(field) for field in range(7))
+"""Of a decode item: row of the table; first of its COUNT new tokens and the LAST one's position;
+positions BEGIN … END-1; part of its first token, negative: the only one, which is the result."""
+CHUNK_FIELDS = tl.constexpr(6)
+INDEX, START, CHUNK_BEGIN, CHUNK_END, CHUNK_PART, PARTS = (tl.constexpr(f) for f in range(6))
+"""Of a chunk item: index of its row in the batch and first token within the row's new ones;
+positions; part of its first token, or negative; parts of each token."""
+MERGED_FIELDS = tl.constexpr(3)
+"""Of a token that is merged: its number, its first part, and how many it has."""
 
-
-class Blocks(NamedTuple):
-    """Blocks of queries, int64 [num blocks] each."""
-
-    rows: Ints
-    starts: Ints
-    """First token of each within its row's new tokens."""
+_ROWS_AT_ONCE = 1024
+"""Rows that a program of `_plan_kernel` looks at together: more would not fit registers."""
+_ITEMS_AT_ONCE = tl.constexpr(256)
 
 
-class Cuts(NamedTuple):
-    """Stretches of the contexts of blocks, and the parts that they give each token; int64."""
+@triton.jit
+def _decode_parts(
+    q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return where contexts begin, their number of parts, and the blocks of each part.
 
-    rows: Ints
-    """[num stretches], of the block."""
-    starts: Ints
-    """[num stretches], of the block."""
-    stretches: Ints
-    """[num stretches, 4]: begin, end, the part of the block's first token, parts of a token."""
-    tokens: Ints
-    """[num tokens], indices among the batch's new tokens."""
-    firsts: Ints
-    """[num tokens], first part of each."""
-    counts: Ints
-    """[num tokens], parts of each."""
-
-    @property
-    def num_parts(self) -> int:
-        """Of all tokens."""
-        return int(self.counts.sum())
-
-
-def blocks_of(chunks: Ints, q_lens: Ints, size: int) -> Blocks:
-    """Return the blocks of `size` tokens of the rows `chunks`, in order."""
-    counts = _up(q_lens[chunks], size)
-    starts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
-    return Blocks(np.repeat(chunks, counts), starts)
-
-
-def rows_to_cut(
-    q_lens: Ints,
-    context_lens: Ints,
-    shape: AttentionShape,
-    window: int | None,
-    config: PrefillConfig,
-    gpu: Gpu,
-) -> Ints:
-    """Return the rows with several new tokens of which some block's context is to be cut."""
-    chunks = np.flatnonzero(q_lens > 1)
-    # Most steps: no context is long enough, in whatever pieces.
-    if not chunks.size or int(context_lens[chunks].max()) < 2 * config.split_len:
-        return chunks[:0]
-    size = config.tokens(shape.group)
-    blocks = blocks_of(chunks, q_lens, size)
-    lens = _lens(blocks, q_lens, context_lens, size, window)
-    is_long = lens >= 2 * _least(lens, shape, config, gpu)
-    return np.unique(blocks.rows[is_long])
-
-
-def cut(
-    chunks: Ints,
-    q_lens: Ints,
-    context_lens: Ints,
-    shape: AttentionShape,
-    window: int | None,
-    config: PrefillConfig,
-    gpu: Gpu,
-    *,
-    max_splits: int,
-) -> Cuts:
-    """Cut the contexts of all blocks of some rows, evenly, into at most `max_splits` each.
-
-    Stretches are whole blocks of positions: begin …[ ][ ]…[ ]… end.
+    Stretches of whole blocks, at least SPLIT_LEN long, at most SPLITS of them: what a row is cut
+    into depends on its own length alone.
     """
-    size = config.tokens(shape.group)
-    blocks = blocks_of(chunks, q_lens, size)
-    lens = _lens(blocks, q_lens, context_lens, size, window)
-    least = _least(lens, shape, config, gpu)
-    wanted = np.clip(lens // least, 1, max_splits)
-    firsts = (context_lens - q_lens)[blocks.rows] + blocks.starts
-    begins = np.zeros_like(firsts)
-    if window is not None:
-        begins = np.maximum(0, firsts - window + 1) // config.block_n * config.block_n
-    ends = np.minimum(context_lens[blocks.rows], firsts + size)
-    stretch = _up(_up(ends - begins, wanted), config.block_n) * config.block_n
-    counts = _up(ends - begins, stretch)
-
-    # A token's parts follow one another, as do the tokens of a block.
-    num_tokens = np.minimum(size, q_lens[blocks.rows] - blocks.starts)
-    block_parts = np.cumsum(counts * num_tokens) - counts * num_tokens
-    number = _within(counts)
-    own_begins = np.repeat(begins, counts) + number * np.repeat(stretch, counts)
-    own_ends = np.minimum(own_begins + np.repeat(stretch, counts), np.repeat(ends, counts))
-    token = _within(num_tokens)
-    token_counts = np.repeat(counts, num_tokens)
-    row_starts = np.cumsum(q_lens) - q_lens
-    return Cuts(
-        rows=np.repeat(blocks.rows, counts),
-        starts=np.repeat(blocks.starts, counts),
-        stretches=np.stack(
-            [
-                own_begins,
-                own_ends,
-                np.repeat(block_parts, counts) + number,
-                np.repeat(counts, counts),
-            ],
-            axis=1,
-        ),
-        tokens=np.repeat(row_starts[blocks.rows] + blocks.starts, num_tokens) + token,
-        firsts=np.repeat(block_parts, num_tokens) + token * token_counts,
-        counts=token_counts,
-    )
+    begins = context_lens * 0
+    if HAS_WINDOW:
+        begins = tl.maximum(0, context_lens - q_lens + 1 - window) // BLOCK_N * BLOCK_N
+    num_blocks = tl.cdiv(context_lens - begins, BLOCK_N)
+    per_part = tl.maximum(tl.cdiv(num_blocks, SPLITS), SPLIT_LEN // BLOCK_N)
+    return begins, tl.cdiv(num_blocks, per_part), per_part
 
 
-def _lens(blocks: Blocks, q_lens: Ints, context_lens: Ints, size: int, window: int | None) -> Ints:
-    """Return how many positions each block walks."""
-    firsts = (context_lens - q_lens)[blocks.rows] + blocks.starts
-    ends = np.minimum(context_lens[blocks.rows], firsts + size)
-    return ends if window is None else ends - np.maximum(0, firsts - window + 1)
+@triton.jit
+def _walked(q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the blocks of chunks, 0 of other rows, and the mean of the positions they walk."""
+    blocks = tl.where(q_lens > _FEW, tl.cdiv(q_lens, TOKENS), 0)
+    mean = context_lens - q_lens + TOKENS * (blocks - 1) // 2 + q_lens // tl.maximum(blocks, 1)
+    if HAS_WINDOW:
+        mean = tl.minimum(mean, window + TOKENS)
+    return blocks, tl.maximum(mean, 0)
 
 
-def _least(lens: Ints, shape: AttentionShape, config: PrefillConfig, gpu: Gpu) -> int:
-    """Return the shortest stretch: a program's fair share, if that is worth a program."""
-    num_programs = num_prefill_programs(config, shape, gpu)
-    return max(config.split_len, -(-int(lens.sum()) * shape.num_kv_heads // num_programs))
+# fmt: off
+@triton.jit(
+    do_not_specialize_on_alignment=["rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
+)
+def _plan_kernel(
+    decodes_ptr, chunks_ptr, merged_ptr, totals_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
+    window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr, HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
+    CHUNK_SPLITS: tl.constexpr, CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, FIRST_CHUNK_PART: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    # fmt: on
+    """List the items of one row per program, behind those of the rows before it.
 
+    The last program writes the totals: int32 [3], decode items, chunk items, merged tokens.
+    """
+    own, num_rows = tl.program_id(0), tl.num_programs(0)
+    own_start = tl.load(cu_seqlens_ptr + own)
+    q_len = tl.load(cu_seqlens_ptr + own + 1) - own_start
+    context_len = tl.load(context_lens_ptr + own)
 
-def _up(numbers: Ints, size: Ints | int) -> Ints:
-    """Return numbers / size, rounded up."""
-    return -(-numbers // size)
+    least = CHUNK_SPLIT_LEN  # positions that are worth a program
+    if HAS_CHUNKS and CHUNK_SPLITS > 1:
+        walked = (num_rows * 0).to(tl.int64)
+        for start in range(0, num_rows, BLOCK_R):
+            others = start + tl.arange(0, BLOCK_R)
+            exists = others < num_rows
+            q_lens = tl.load(cu_seqlens_ptr + others + 1, mask=exists, other=0)
+            q_lens -= tl.load(cu_seqlens_ptr + others, mask=exists, other=0)
+            lens = tl.load(context_lens_ptr + others, mask=exists, other=1)
+            blocks, mean = _walked(q_lens, lens, window, HAS_WINDOW, TOKENS)
+            walked += tl.sum(blocks.to(tl.int64) * mean, axis=0)
+        fair = (walked * NUM_KV_HEADS + NUM_PROGRAMS - 1) // NUM_PROGRAMS
+        least = tl.maximum(fair, CHUNK_SPLIT_LEN).to(tl.int32)
 
+    first_decode, first_few, first_chunk, first_part, first_merged = 0, 0, 0, 0, 0
+    num_decodes, num_chunks, num_merged = 0, 0, 0
+    for start in range(0, num_rows, BLOCK_R):
+        others = start + tl.arange(0, BLOCK_R)
+        exists = others < num_rows
+        is_before = others < own
+        q_lens = tl.load(cu_seqlens_ptr + others + 1, mask=exists, other=0)
+        q_lens -= tl.load(cu_seqlens_ptr + others, mask=exists, other=0)
+        lens = tl.load(context_lens_ptr + others, mask=exists, other=1)
+        few = tl.where(q_lens <= _FEW, q_lens, 0)
+        _, parts, _ = _decode_parts(few, lens, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N)
+        items = tl.cdiv(few, TOGETHER) * parts
+        merged = tl.where(parts > 1, few, 0)
+        first_decode += tl.sum(tl.where(is_before, items, 0), axis=0)
+        first_few += tl.sum(tl.where(is_before, few, 0), axis=0)
+        num_decodes += tl.sum(items, axis=0)
+        if HAS_CHUNKS:
+            blocks, mean = _walked(q_lens, lens, window, HAS_WINDOW, TOKENS)
+            splits = tl.where(mean >= 2 * least, tl.minimum(mean // least, CHUNK_SPLITS), 1)
+            is_longer = (lens > context_len) | ((lens == context_len) & is_before)
+            first_chunk += tl.sum(tl.where(is_longer, blocks * splits, 0), axis=0)
+            num_chunks += tl.sum(blocks * splits, axis=0)
+            cut = tl.where((blocks > 0) & (splits > 1), q_lens, 0)
+            first_part += tl.sum(tl.where(is_before, cut * splits, 0), axis=0)
+            merged += cut
+        first_merged += tl.sum(tl.where(is_before, merged, 0), axis=0)
+        num_merged += tl.sum(merged, axis=0)
+    if own == num_rows - 1:
+        tl.store(totals_ptr, num_decodes)
+        tl.store(totals_ptr + 1, num_chunks)
+        tl.store(totals_ptr + 2, num_merged)
 
-def _within(counts: Ints) -> Ints:
-    """Return 0 … c-1 for each count c, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    if (q_len > 0) & (q_len <= _FEW):
+        begin, parts, per_part = _decode_parts(
+            q_len, context_len, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N
+        )
+        row = tl.load(rows_ptr + own).to(tl.int32)
+        number = tl.arange(0, SPLITS)
+        begins = begin + number * per_part * BLOCK_N
+        for first in range(0, q_len, TOGETHER):
+            count = tl.minimum(TOGETHER, q_len - first)
+            last = context_len - q_len + first + count - 1
+            places = first_decode + first // TOGETHER * parts + number
+            item, mask = decodes_ptr + places * DECODE_FIELDS, number < parts
+            ends = tl.minimum(begins + per_part * BLOCK_N, last + 1)
+            part = tl.where(parts == 1, -1, (first_few + first) * SPLITS + number)
+            tl.store(item + ROW, number * 0 + row, mask=mask)
+            tl.store(item + TOKEN, number * 0 + own_start + first, mask=mask)
+            tl.store(item + BEGIN, begins, mask=mask)
+            tl.store(item + END, ends, mask=mask)
+            tl.store(item + LAST, number * 0 + last, mask=mask)
+            tl.store(item + PART, part, mask=mask)
+            tl.store(item + COUNT, number * 0 + count, mask=mask)
+        token = tl.arange(0, _FEW_BLOCK)
+        unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
+        mask = token < tl.where(parts > 1, q_len, 0)
+        tl.store(unit, own_start + token, mask=mask)
+        tl.store(unit + 1, (first_few + token) * SPLITS, mask=mask)
+        tl.store(unit + 2, token * 0 + parts, mask=mask)
+
+    if HAS_CHUNKS:
+        blocks, mean = _walked(q_len, context_len, window, HAS_WINDOW, TOKENS)
+        splits = tl.where(mean >= 2 * least, tl.minimum(mean // least, CHUNK_SPLITS), 1)
+        number_within = tl.arange(0, _ITEMS_AT_ONCE)
+        for start in range(0, blocks * splits, _ITEMS_AT_ONCE):
+            number = start + number_within  # the last block, whose context is longest, first
+            block, split = blocks - 1 - number // splits, number % splits
+            mask = number < blocks * splits
+            first = block * TOKENS
+            position = context_len - q_len + first
+            begins, ends = first * 0, tl.minimum(context_len, position + TOKENS)
+            if HAS_WINDOW:
+                begins = tl.maximum(0, position - window + 1) // CHUNK_BLOCK_N * CHUNK_BLOCK_N
+            stretch = tl.cdiv(tl.cdiv(ends - begins, splits), CHUNK_BLOCK_N) * CHUNK_BLOCK_N
+            part = FIRST_CHUNK_PART + first_part + first * splits + split
+            item = chunks_ptr + (first_chunk + number) * CHUNK_FIELDS
+            tl.store(item + INDEX, number * 0 + own, mask=mask)
+            tl.store(item + START, first, mask=mask)
+            tl.store(item + CHUNK_BEGIN, begins + split * stretch, mask=mask)
+            tl.store(
+                item + CHUNK_END, tl.minimum(ends, begins + (split + 1) * stretch), mask=mask
+            )
+            tl.store(item + CHUNK_PART, tl.where(splits == 1, -1, part), mask=mask)
+            tl.store(item + PARTS, number * 0 + splits, mask=mask)
+        if (blocks > 0) & (splits > 1):
+            for start in range(0, q_len, _ITEMS_AT_ONCE):
+                token = start + number_within
+                unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
+                mask = token < q_len
+                tl.store(unit, own_start + token, mask=mask)
+                tl.store(unit + 1, FIRST_CHUNK_PART + first_part + token * splits, mask=mask)
+                tl.store(unit + 2, token * 0 + splits, mask=mask)
 
 
 @dataclass(frozen=True, eq=False)
-class CutWork:
-    """Of chunks whose contexts are cut (see the head of the file): the same in every layer."""
+class AttentionWork:
+    """The items of a pass: the same in every layer of a kind."""
 
-    stretches: Tensor
-    """int32 [num blocks, 4]: begin, end, part of the block's first token, parts of a token."""
-    tokens: Tensor
-    """int32 [num tokens], indices among the batch's new tokens."""
-    firsts: Tensor
-    """int32 [num tokens], first part of each."""
-    counts: Tensor
-    """int32 [num tokens], parts of each, at most `max_splits`."""
+    decode: DecodeConfig
+    together: int
+    """Most new tokens of a row that a decode program takes at once."""
+    decode_splits: int
+    """Most parts of a token of a row with few, a power of two."""
+    decodes: Tensor
+    """int32 [most decode items, DECODE_FIELDS]."""
+    prefill: PrefillConfig
+    chunks: Tensor
+    """int32 [most chunk items, CHUNK_FIELDS]."""
+    is_cut: bool
+    """Whether contexts of chunks may be cut."""
+    merged: Tensor
+    """int32 [most tokens that are merged, MERGED_FIELDS]."""
+    totals: Tensor
+    """int32 [3]: decode items, chunk items and merged tokens that there are."""
     max_splits: int
+    """Most parts of a token, a power of two."""
     parts: Parts
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkWork:
-    """Blocks of queries that one launch attends: the same in every layer."""
-
-    config: PrefillConfig
-    rows: Tensor
-    """int32 [num blocks], row of each block."""
-    starts: Tensor
-    """int32 [num blocks], its first token within the row's new tokens."""
-    cuts: CutWork | None = None
-    """Where blocks are stretches of contexts."""
-
-
-class AttentionWork(NamedTuple):
-    """What is launched for a batch."""
-
-    chunks: list[ChunkWork]
-    """At most two: whole contexts, those of the longest first, and contexts that are cut."""
-    decodes: DecodeWork | None
 
 
 def attention_work(
@@ -224,12 +244,25 @@ def attention_work(
     configs: AttentionConfigs,
     gpu: Gpu,
 ) -> AttentionWork:
-    """Return the work of a batch in layers of this shape; worked out in the first such layer."""
+    """Return the work of a batch in layers of this shape; planned in the first such layer."""
     key = ("triton", shape, window)
     work: AttentionWork | None = batch.prepared.get(key)
     if work is None:
         work = batch.prepared[key] = _plan(batch, shape, window, configs, gpu)
     return work
+
+
+@dataclass(frozen=True)
+class _Most:
+    """Numbers of a pass, or what they are at most where it is recorded."""
+
+    few: int
+    """New tokens of rows that have few."""
+    decode_items: int
+    """Of whole contexts."""
+    chunk_tokens: int
+    blocks: int
+    """Of chunks."""
 
 
 def _plan(
@@ -239,78 +272,100 @@ def _plan(
     configs: AttentionConfigs,
     gpu: Gpu,
 ) -> AttentionWork:
-    if all(q_len == 1 for q_len in batch.host_q_lens):
-        return AttentionWork([], _decode_work(batch, None, shape, window, configs, gpu))
-    q_lens = np.array(batch.host_q_lens)
-    context_lens = np.array(batch.host_context_lens)
-    decodes = np.flatnonzero(q_lens == 1)
-    short = configs.prefill(shape, gpu, ChunkClass.SHORT)
-    long_rows = rows_to_cut(q_lens, context_lens, shape, window, short, gpu)
-    whole_lens = q_lens.copy()
-    whole_lens[long_rows] = 0
-    config = configs.prefill(shape, gpu, chunk_class(whole_lens, context_lens, shape, gpu))
-    blocks = _longest_first(whole_lens, context_lens, config.tokens(shape.group))
-    splits = max_splits(
-        short.split_len,
+    decode, device = configs.decode(shape, gpu), batch.rows.device
+    together = max(1, max(MIN_DOT, 1 << (shape.group - 1).bit_length()) // shape.group)
+    prefill = configs.prefill(shape, gpu, _chunk_class(batch, shape, gpu))
+    most = _most(batch, together, prefill.tokens(shape.group))
+    splits = _splits(decode.split_len, batch, shape) if most.few else 1
+    chunk_splits = _splits(prefill.split_len, batch, shape) if most.blocks else 1
+    num_programs = num_prefill_programs(prefill, shape, gpu)
+    # Stretches together are as many as programs run at once, see `_plan_kernel`.
+    stretches = num_programs // shape.num_kv_heads if chunk_splits > 1 else 0
+    first_chunk_part = most.few * splits if splits > 1 else 0
+    num_parts = first_chunk_part + stretches * prefill.tokens(shape.group)
+    merged = (most.few if splits > 1 else 0) + (most.chunk_tokens if stretches else 0)
+
+    def table(count: int, fields: int) -> Tensor:
+        return torch.empty((count, fields), dtype=torch.int32, device=device)
+
+    work = AttentionWork(
+        decode=decode,
+        together=together,
+        decode_splits=splits,
+        decodes=table(most.decode_items * splits, DECODE_FIELDS.value),
+        prefill=prefill,
+        chunks=table(most.blocks + stretches, CHUNK_FIELDS.value),
+        is_cut=stretches > 0,
+        merged=table(merged, MERGED_FIELDS.value),
+        totals=torch.empty(3, dtype=torch.int32, device=device),
+        max_splits=max(splits, chunk_splits),
+        parts=make_parts(num_parts, shape.num_heads, shape.head_dim, device),
+    )
+    _plan_kernel[len(batch.rows),](
+        work.decodes,
+        work.chunks,
+        work.merged,
+        work.totals,
+        batch.rows,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        window or 0,
+        HAS_WINDOW=shape.has_window,
+        SPLITS=splits,
+        SPLIT_LEN=decode.split_len,
+        BLOCK_N=decode.block_n,
+        TOGETHER=together,
+        HAS_CHUNKS=most.blocks > 0,
+        TOKENS=prefill.tokens(shape.group),
+        CHUNK_SPLITS=chunk_splits,
+        CHUNK_SPLIT_LEN=prefill.split_len,
+        CHUNK_BLOCK_N=prefill.block_n,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        NUM_PROGRAMS=num_programs,
+        FIRST_CHUNK_PART=first_chunk_part,
+        BLOCK_R=min(_ROWS_AT_ONCE, 1 << max(4, (len(batch.rows) - 1).bit_length())),
+        enable_fp_fusion=True,
+    )
+    return work
+
+
+def _splits(split_len: int, batch: AttentionBatch, shape: AttentionShape) -> int:
+    """Return into how many parts a context is cut at most."""
+    return max_splits(
+        split_len,
         num_kv_heads=shape.num_kv_heads,
         max_len=batch.req_to_slot.shape[1],
         part_size=shape.num_heads * shape.head_dim,
     )
-    cuts = None
-    if long_rows.size:
-        cuts = cut(long_rows, q_lens, context_lens, shape, window, short, gpu, max_splits=splits)
-    uploaded = iter(_upload([decodes, *blocks, *(cuts or ())], batch.rows.device))
-    decode_rows, rows, starts = (next(uploaded) for _ in range(3))
-    chunks = [ChunkWork(config, rows, starts)] if len(rows) else []
-    if cuts is not None:
-        parts = make_parts(cuts.num_parts, shape.num_heads, shape.head_dim, batch.rows.device)
-        rows, starts, stretches, tokens, firsts, counts = uploaded
-        work = CutWork(stretches, tokens, firsts, counts, splits, parts)
-        chunks.append(ChunkWork(short, rows, starts, work))
-    return AttentionWork(
-        chunks,
-        _decode_work(batch, decode_rows, shape, window, configs, gpu) if len(decodes) else None,
+
+
+def _most(batch: AttentionBatch, together: int, tokens: int) -> _Most:
+    """Return the numbers of a pass whose chunks are computed in blocks of `tokens`."""
+    if batch.most is not None:
+        # A chunk has a token more than few, and each may end with a block that is not full.
+        num_tokens, few = batch.most.num_tokens, batch.most.few_tokens
+        chunks = min(len(batch.rows), num_tokens // (FEW_TOKENS + 1))
+        blocks = (num_tokens - chunks) // tokens + chunks
+        return _Most(few, few, num_tokens if chunks else 0, blocks)
+    q_lens = np.array(batch.host_q_lens)
+    few, chunks = q_lens[q_lens <= FEW_TOKENS], q_lens[q_lens > FEW_TOKENS]
+    return _Most(
+        int(few.sum()),
+        int((-(-few // together)).sum()),
+        int(chunks.sum()),
+        int((-(-chunks // tokens)).sum()),
     )
 
 
-def chunk_class(
-    q_lens: np.ndarray, context_lens: np.ndarray, shape: AttentionShape, gpu: Gpu
-) -> ChunkClass:
-    """Return what a step's chunks look like; rows of one token do not count."""
-    is_chunk = q_lens > 1
+def _chunk_class(batch: AttentionBatch, shape: AttentionShape, gpu: Gpu) -> ChunkClass:
+    """Return what a pass's chunks look like; rows of few tokens do not count."""
+    if batch.most is not None:
+        is_short = batch.most.num_tokens * shape.num_heads < gpu.num_sms * 128
+        return ChunkClass.SHORT if is_short else ChunkClass.WHOLE
+    q_lens = np.array(batch.host_q_lens)
+    is_chunk = q_lens > FEW_TOKENS
     num_new = int(q_lens[is_chunk].sum())
     if num_new * shape.num_heads < gpu.num_sms * 128:
         return ChunkClass.SHORT
-    num_cached = int(context_lens[is_chunk].sum()) - num_new
+    num_cached = int(np.array(batch.host_context_lens)[is_chunk].sum()) - num_new
     return ChunkClass.CACHED if num_cached > num_new else ChunkClass.WHOLE
-
-
-def _longest_first(q_lens: np.ndarray, context_lens: np.ndarray, size: int) -> Blocks:
-    """Return every block of `size` tokens of the rows with several.
-
-    The longest first: what starts last should not take longest.
-    """
-    rows, starts = blocks_of(np.flatnonzero(q_lens > 1), q_lens, size)
-    order = np.argsort(q_lens[rows] - context_lens[rows] - starts, kind="stable")
-    return Blocks(rows[order], starts[order])
-
-
-def _decode_work(
-    batch: AttentionBatch,
-    decode_rows: Tensor | None,
-    shape: AttentionShape,
-    window: int | None,
-    configs: AttentionConfigs,
-    gpu: Gpu,
-) -> DecodeWork:
-    config = configs.decode(shape, gpu)
-    return schedule_decodes(batch, decode_rows, shape, window, config, num_sms=gpu.num_sms)
-
-
-def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return the arrays as int32 tensors of their shapes on the device, in one copy."""
-    host = torch.from_numpy(np.concatenate([a.ravel() for a in arrays]).astype(np.int32))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    parts = host.to(device, non_blocking=True).split([a.size for a in arrays])
-    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]

@@ -4,7 +4,7 @@ Queries that share a KV head are stacked, so that every key and value is read on
 group:  row r of a program is token r // GROUP, query head kv_head * GROUP + r % GROUP.
 
 Where blocks are few and contexts long, a program walks one stretch of the context (see `plan`)
-and leaves parts, which are merged as those of decodes are.
+and leaves parts, which are merged with those of decodes.
 
 Source: FlashAttention-2 (Dao 2023).
 """
@@ -16,21 +16,29 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
-from lightserve.kernels.triton.merge import MIN_DOT, load_part, merge, sinks_of, walk
-from lightserve.kernels.triton.plan import ChunkWork
+from lightserve.kernels.triton.merge import MIN_DOT, load_part, sinks_of, walk
+from lightserve.kernels.triton.plan import (
+    CHUNK_BEGIN,
+    CHUNK_END,
+    CHUNK_FIELDS,
+    CHUNK_PART,
+    INDEX,
+    PARTS,
+    START,
+    AttentionWork,
+)
 from lightserve.kernels.triton.sizes import next_power_of_2
 
 
 # fmt: off
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "block_rows_ptr", "block_starts_ptr",
-        "stretches_ptr",
+        "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "items_ptr", "totals_ptr",
     ],
 )
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
-    block_rows_ptr, block_starts_ptr, stretches_ptr, values_ptr, lse_ptr, scale, window,
+    items_ptr, totals_ptr, values_ptr, lse_ptr, scale, window,
     soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, out_stride_t,
     out_stride_h, table_stride, IS_CUT: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
@@ -39,11 +47,13 @@ def _prefill_kernel(
     WIDEN: tl.constexpr,
 ):
     # fmt: on
-    """Attend one block; with IS_CUT over one stretch of its context, see `CutWork`."""
-    block = tl.program_id(0)
+    """Attend one block; with IS_CUT perhaps over one stretch of its context."""
+    if tl.program_id(0) >= tl.load(totals_ptr + 1):
+        return
+    item = items_ptr + tl.program_id(0) * CHUNK_FIELDS
     kv_head = tl.program_id(1).to(tl.int64)
-    index = tl.load(block_rows_ptr + block)
-    first = tl.load(block_starts_ptr + block)
+    index = tl.load(item + INDEX)
+    first = tl.load(item + START)
     q_start = tl.load(cu_seqlens_ptr + index)
     q_len = tl.load(cu_seqlens_ptr + index + 1) - q_start
     context_len = tl.load(context_lens_ptr + index)
@@ -68,8 +78,8 @@ def _prefill_kernel(
         begin = tl.maximum(0, first_position - window + 1) // BLOCK_N * BLOCK_N
         edge_end = end - window
     if IS_CUT:
-        begin = tl.load(stretches_ptr + block * 4)
-        end = tl.load(stretches_ptr + block * 4 + 1)
+        begin = tl.load(item + CHUNK_BEGIN)
+        end = tl.load(item + CHUNK_END)
     slopes = tl.load(slopes_ptr + heads) if HAS_SLOPES else 0.0
     # fmt: off
     acc, largest, total = walk(
@@ -83,31 +93,33 @@ def _prefill_kernel(
     if IS_CUT:
         # A query sees nothing of a stretch that begins behind it.
         total = tl.where(total > 0.0, total, 1.0)
-        largest += tl.log2(total)
     # Read again, so that the compiler does not keep the places of the queries in registers, where
     # the loop needs them all; `first` as well, where it needs that to spill nothing.
-    again = tl.load(block_starts_ptr + block, volatile=True)
+    again = tl.load(item + START, volatile=True)
     stacked = tl.arange(0, BLOCK_Q) + again * GROUP
     tokens = stacked // GROUP
     if IS_CUT and (HAS_WINDOW or (BLOCK_D == 256 and (GROUP & (GROUP - 1)) == 0)):
         first = again
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
-    if HAS_SINKS and not IS_CUT:
-        total += sinks_of(sinks_ptr, heads, exists, largest)
-    acc = acc / total[:, None]
     mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
+    part = -1
     if IS_CUT:
-        parts = tl.load(stretches_ptr + block * 4 + 2)
-        parts += (tokens - first) * tl.load(stretches_ptr + block * 4 + 3)
+        part = tl.load(item + CHUNK_PART)
+    if part < 0:
+        if HAS_SINKS:
+            total += sinks_of(sinks_ptr, heads, exists, largest)
+        acc = acc / total[:, None]
+        places = (q_start + tokens).to(tl.int64)[:, None] * out_stride_t
+        places += heads[:, None] * out_stride_h + offs_d[None, :]
+        tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        acc = acc / total[:, None]
+        parts = part + (tokens - first) * tl.load(item + PARTS)
         head_parts = parts.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
         offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(values_ptr + offsets, acc, mask=mask)
-        tl.store(lse_ptr + head_parts, largest, mask=exists)
-        return
-    token_rows = (q_start + tokens).to(tl.int64)
-    offsets = token_rows[:, None] * out_stride_t + heads[:, None] * out_stride_h + offs_d[None, :]
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
 
 
 def attend_chunks(
@@ -116,18 +128,20 @@ def attend_chunks(
     v_pool: Tensor,
     out: Tensor,
     batch: AttentionBatch,
-    work: ChunkWork,
+    work: AttentionWork,
     scale_log2: float,
     window: int | None,
     mod: ScoreMod,
 ) -> None:
-    """Attend rows with several new tokens; writes their part of `out`.
+    """Attend rows with more than few new tokens; writes their part of `out`, or parts.
 
     `scale_log2` turns scores into exponents of 2.
     """
+    if not len(work.chunks):
+        return
     group, head_dim = q.shape[1] // k_pool.shape[1], out.shape[2]
-    config, cuts = work.config, work.cuts
-    _prefill_kernel[len(work.rows), k_pool.shape[1]](
+    config = work.prefill
+    _prefill_kernel[len(work.chunks), k_pool.shape[1]](
         q,
         k_pool,
         v_pool,
@@ -136,11 +150,10 @@ def attend_chunks(
         batch.rows,
         batch.cu_seqlens_q,
         batch.context_lens,
-        work.rows,
-        work.starts,
-        None if cuts is None else cuts.stretches,
-        None if cuts is None else cuts.parts.values,
-        None if cuts is None else cuts.parts.lse,
+        work.chunks,
+        work.totals,
+        work.parts.values,
+        work.parts.lse,
         scale_log2,
         window or 0,
         mod.soft_cap or 0.0,
@@ -150,7 +163,7 @@ def attend_chunks(
         *k_pool.stride()[:2],
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
-        IS_CUT=cuts is not None,
+        IS_CUT=work.is_cut,
         HAS_WINDOW=window is not None,
         HAS_CAP=mod.soft_cap is not None,
         HAS_SLOPES=mod.slopes is not None,
@@ -168,13 +181,3 @@ def attend_chunks(
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    if cuts is not None:
-        merge(
-            cuts.parts,
-            out,
-            counts=cuts.counts,
-            tokens=cuts.tokens,
-            firsts=cuts.firsts,
-            max_splits=cuts.max_splits,
-            sinks=mod.sinks,
-        )

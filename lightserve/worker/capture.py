@@ -1,0 +1,173 @@
+"""Whether this worker runs steps as CUDA graphs, and their capture at the start."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError
+from lightserve.kernels.check_pair import LIMITS
+from lightserve.kernels.interface import Kernels
+from lightserve.models.base import KVTensors, Model
+from lightserve.models.parallel import TensorParallel
+from lightserve.progress import progress
+from lightserve.worker.graphs import (
+    MAX_ROWS,
+    CudaGraphRecorder,
+    DecodeGraphs,
+    DecodeTables,
+    GraphRecorder,
+    ladder,
+)
+from lightserve.worker.mixed_graphs import MAX_TOKENS, MixedGraphs, kept_sizes, mixed_ladder
+from lightserve.worker.model_runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+
+class GraphSizes(NamedTuple):
+    """What passes are recorded for, rising."""
+
+    decodes: tuple[int, ...] = ()
+    """Rows of steps of decodes alone."""
+    mixed: tuple[int, ...] = ()
+    """New tokens of other steps."""
+
+
+def graph_sizes(
+    config: ServeConfig, kernels: Kernels, device: torch.device, *, has_decodes: bool = True
+) -> GraphSizes:
+    """Return the sizes to capture graphs for; none where there are to be no graphs.
+
+    `has_decodes`: whether the model generates; an encoder does not.
+
+    Raises:
+        ConfigError: options of graphs are given, and nothing here has a use for them.
+    """
+    can_capture = device.type == "cuda" and kernels.is_capturable and has_decodes
+    if not can_capture:
+        for flag in config.given_graph_flags:
+            got = f"{device.type} and {kernels.name}" if has_decodes else "an encoder"
+            raise ConfigError(
+                f"{flag} needs a GPU and --attention-backend triton, and a model that generates,"
+                f" got {got}"
+            )
+    if not can_capture or config.cuda_graphs == "off":
+        return GraphSizes()
+    most = config.cuda_graph_max_tokens
+    if most < 0:
+        most = min(MAX_TOKENS, config.max_tokens_of_step(device.type))
+    return GraphSizes(
+        ladder(config.cuda_graph_max_seqs or min(config.max_num_seqs, MAX_ROWS)),
+        mixed_ladder(most),
+    )
+
+
+class GraphMaker(NamedTuple):
+    """Makes CUDA graphs, yet to be captured, on the device of a runner's tables."""
+
+    model: Model
+    pool: KVTensors
+    tables: DecodeTables
+    recorder: GraphRecorder
+    """Of all graphs, which share memory for what is between."""
+    tp: TensorParallel
+
+    def decodes(self, sizes: Sequence[int]) -> DecodeGraphs:
+        """Return graphs of steps of decodes alone."""
+        return DecodeGraphs(
+            self.model,
+            self.pool,
+            self.tables,
+            sizes=sizes,
+            recorder=self.recorder,
+            has_logits=self.tp.rank == 0,
+        )
+
+    def mixed(self, sizes: Sequence[int]) -> MixedGraphs:
+        """Return graphs of other steps."""
+        return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
+
+
+def make_graphs(
+    model: Model, pool: KVTensors, tables: DecodeTables, *, tp: TensorParallel
+) -> GraphMaker:
+    """Return what makes the graphs of a rank."""
+    recorder = CudaGraphRecorder(tables.token_ids.device, recording=tp.recording)
+    return GraphMaker(model, pool, tables, recorder, tp)
+
+
+def capture_graphs(
+    runner: ModelRunner,
+    model: Model,
+    pool: KVTensors,
+    sizes: GraphSizes,
+    *,
+    tp: TensorParallel,
+    is_limited: bool = False,
+) -> None:
+    """Capture graphs with a progress bar, for `runner` to use; nothing without sizes.
+
+    Every rank does, in the same order: collectives are part of the graphs.
+
+    Args:
+        runner: gets the graphs.
+        model: this rank's part.
+        pool: its KV.
+        sizes: what graphs are captured for.
+        tp: this rank's group.
+        is_limited: whether the largest number of new tokens was asked for.
+
+    Raises:
+        StartupError: one could not be captured, or replays other numbers than its kernels give one
+            by one. That ends the process, and with it the group.
+    """
+    if not sizes.decodes:
+        return
+    start_s = time.monotonic()
+    make = make_graphs(model, pool, runner.tables, tp=tp)
+    graphs, mixed = make.decodes(sizes.decodes), None
+    count = len(sizes.decodes) + len(sizes.mixed)
+    with progress("capturing CUDA graphs", count, is_shown=tp.rank == 0) as advance:
+        # In this order: what passes of many tokens need between them serves all others.
+        used = []
+        if sizes.mixed:
+            mixed = make.mixed(sizes.mixed)
+            used += mixed.capture(advance)
+        used += graphs.capture(advance)
+    graphs.check(LIMITS[pool.k[0].dtype])
+    static_bytes = graphs.static_bytes
+    if mixed is not None:
+        mixed.check()
+        mixed.keep(_worth(mixed, runner.device, tp, is_limited=is_limited))
+        static_bytes += mixed.static_bytes
+    log.info(
+        "%d CUDA graphs of 1 to %d decodes%s: %.1f s, %.2f GiB",
+        len(sizes.decodes) + (0 if mixed is None else len(mixed.sizes)),
+        sizes.decodes[-1],
+        "" if mixed is None else f", and of {mixed.sizes[0]} to {mixed.sizes[-1]} new tokens",
+        time.monotonic() - start_s,
+        (sum(used) + static_bytes) / 2**30,
+    )
+    runner.use_graphs(graphs, mixed)
+
+
+def _worth(
+    mixed: MixedGraphs, device: torch.device, tp: TensorParallel, *, is_limited: bool
+) -> tuple[int, ...]:
+    """Return the sizes that rank 0 finds worth their graphs; the smallest where none is."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    sizes = mixed.sizes
+    kept = kept_sizes(*mixed.times(wait), is_limited=is_limited) or sizes[:1]
+    chosen = torch.tensor([size in kept for size in sizes], dtype=torch.int64, device=device)
+    is_kept = tp.broadcast(chosen).tolist()
+    return tuple(size for size, keeps in zip(sizes, is_kept, strict=True) if keeps)

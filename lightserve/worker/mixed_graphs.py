@@ -1,0 +1,331 @@
+"""Steps with prompt chunks as CUDA graphs: chunks and decodes, all layers, in one launch.
+
+A graph is recorded for a number of new tokens, whatever rows they belong to; a step runs as the
+smallest that has room. What changes from step to step is read on the device, from one small table
+that the host fills in one copy:
+
+    rows         d  d  d  C  C  -          row of the tables; behind the last one no new tokens
+    ends         1  2  3 40 50 50 …        new tokens up to the end of each row
+    contexts    17  9 70 37 900  -         length of each row with its new tokens
+
+Positions, places in the tables and the slots of new tokens are worked out from it in the graph, as
+attention's lists are (`kernels.triton.plan`). Tokens behind the last one are padding: the padding
+row's, whose KV goes to the scratch slot, and which no row attends. The graph ends with the hidden
+states of all tokens, of which the step takes the ones that it wants: LM head and sampling are
+launched one by one while the graph runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightserve.errors import StartupError
+from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch, MostTokens, UnknownValues
+from lightserve.logs import one_line
+from lightserve.models.base import KVTensors, Model
+from lightserve.progress import Advance
+from lightserve.worker.graphs import DecodeTables, GraphRecorder
+
+MAX_TOKENS = 2048
+"""Largest size unless --cuda-graph-max-tokens says otherwise; the start leaves out sizes from which
+on launching takes the host a small part of the step (see `kept_sizes`)."""
+MAX_FEW_TOKENS = 512
+"""Most new tokens of rows with few: each has room for all parts that its context may be cut into."""
+LAUNCH_SHARE = 0.5
+"""Share of a step that launching its kernels one by one must take the host, for a graph to gain."""
+_STEPS = ((64, 16), (128, 32), (512, 64), (1024, 128))
+"""(up to this size, distance of a size to the next), from 16 on."""
+_LAST_STEP = 256
+_NUM_TIMED = 3
+"""Replays of which the median counts."""
+
+
+def mixed_ladder(max_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of new tokens to record, rising, the last of which is `max_tokens`."""
+    sizes, size = [], 16
+    while size < max_tokens:
+        sizes.append(size)
+        size += next((step for end, step in _STEPS if size < end), _LAST_STEP)
+    return (*sizes, max_tokens) if max_tokens else ()
+
+
+def kept_sizes(
+    replay_s: Mapping[int, float], launch_s: Mapping[int, float], *, is_limited: bool
+) -> tuple[int, ...]:
+    """Return the sizes of a ladder that are worth their graphs, rising.
+
+    A size that takes as long as a larger one only pads less: products are uneven in the number of
+    their rows. And where the host launches a step in a small part of the time that it takes, a
+    graph gains nothing, and padding costs.
+
+    Args:
+        replay_s: seconds of each size's graph on the device.
+        launch_s: seconds that the host takes to launch the same pass kernel by kernel.
+        is_limited: whether the largest size was asked for: then it is kept.
+    """
+    kept: list[int] = []
+    for size in sorted(replay_s, reverse=True):
+        gains = is_limited or launch_s[size] >= LAUNCH_SHARE * replay_s[size]
+        if not kept and not gains:
+            continue
+        if not kept or replay_s[size] < min(replay_s[larger] for larger in kept):
+            kept.append(size)
+    return tuple(reversed(kept))
+
+
+class MixedGraphs:
+    """Recorded passes of one rank for steps with chunks."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVTensors,
+        tables: DecodeTables,
+        *,
+        sizes: Sequence[int],
+        recorder: GraphRecorder,
+    ) -> None:
+        """Make the static tensors; `capture` does the rest.
+
+        Args:
+            model: this rank's part.
+            pool: its KV.
+            tables: of which graphs keep the addresses.
+            sizes: numbers of new tokens to record passes for, rising.
+            recorder: records and repeats them.
+        """
+        self._model, self._pool, self._tables = model, pool, tables
+        self._sizes = tuple(sizes)
+        self._recorder = recorder
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._max_rows = tables.token_ids.shape[0] - 1
+        device = tables.token_ids.device
+        self._step = torch.zeros(3, self._max_rows + 1, dtype=torch.int32, device=device)
+        """Rows, ends and contexts; the last entry stands for padding."""
+        self._step[0].fill_(self._max_rows)
+        self._tokens = torch.arange(self._sizes[-1], dtype=torch.int32, device=device)
+        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None
+        """[largest size, hidden_size], of the last step."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of new tokens that passes are recorded for, rising."""
+        return self._sizes
+
+    @property
+    def static_bytes(self) -> int:
+        """Memory of the tensors that are there before anything is recorded."""
+        return self._step.nbytes + self._tokens.nbytes
+
+    @torch.inference_mode()
+    def capture(self, advance: Advance = lambda _: None) -> list[int]:
+        """Record every size and replay it once, the largest first; `advance` hears of each.
+
+        Returns:
+            The device memory that each took, in bytes, in this order.
+
+        Raises:
+            StartupError: one could not be recorded.
+        """
+        used, memory = [], self._recorder.memory()
+        for size in reversed(self._sizes):
+            try:
+                if self._hidden is None:
+                    self._hidden = torch.empty_like(self._pass(size))
+                replay = self._replays[size] = self._recorder.record(partial(self._run, size))
+                replay()  # of padding: the first one takes longer, and may fail
+                before, memory = memory, self._recorder.memory()
+            except RuntimeError as error:
+                reason = one_line(error.__context__ or error)
+                raise StartupError(
+                    f"a CUDA graph of {size} new tokens could not be captured: {reason};"
+                    " --cuda-graph-max-tokens 0 launches steps with prompts kernel by kernel"
+                ) from error
+            used.append(memory.since(before))
+            advance(1)
+        return used
+
+    def size_of(self, q_lens: Sequence[int]) -> int | None:
+        """Return the tokens of the graph that a step of such rows runs as; None: there is none."""
+        num_tokens = sum(q_lens)
+        if not 0 < num_tokens <= self._sizes[-1] or len(q_lens) > self._max_rows:
+            return None
+        size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
+        few = sum(q_len for q_len in q_lens if q_len <= FEW_TOKENS)
+        return size if few <= min(size, MAX_FEW_TOKENS) else None
+
+    def hidden(
+        self, size: int, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]
+    ) -> Tensor:
+        """Run a step as the graph of `size`, which `size_of` has named.
+
+        Args:
+            size: new tokens of the graph.
+            rows: rows of the tables.
+            q_lens: new tokens of each, which are in the tables.
+            context_lens: length of each with its new tokens.
+
+        Returns:
+            Hidden states [at least T, hidden_size] of the step's tokens, in order. They are the
+            graph's own: the next call overwrites them, behind what has been launched until then.
+        """
+        self._set(rows, q_lens, context_lens)
+        self._replays[size]()
+        assert self._hidden is not None
+        return self._hidden
+
+    def unrecorded(
+        self, size: int, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]
+    ) -> Tensor:
+        """Run the same padded pass kernel by kernel; see `hidden`."""
+        self._set(rows, q_lens, context_lens)
+        return self._pass(size)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare what every graph replays with the same padded pass, kernel by kernel.
+
+        Three steps of rows that grow: prompts, then decodes, a few new tokens and further chunks
+        behind them, so that each reads what the ones before it wrote. Every rank does the same.
+        Tables are as before afterwards, what is in the pool is not.
+
+        Raises:
+            StartupError: a graph gives other bits.
+        """
+        tables, generator = self._tables, torch.Generator().manual_seed(0)
+        for size in self._sizes:
+            steps = _check_steps(
+                size, self._max_rows, tables.token_ids.shape[1] - 1, len(self._pool.k[0]) - 1
+            )
+            num_rows, width = len(steps[0]), max(end for step in steps for _, end in step)
+            if not num_rows:
+                continue
+            tokens = torch.randint(
+                self._model.config.vocab_size, (num_rows, width), generator=generator
+            )
+            before = [table[:num_rows, :width].clone() for table in tables]
+            tables.token_ids[:num_rows, :width].copy_(tokens)
+            slots = torch.arange(num_rows * width).view(num_rows, width)
+            tables.req_to_slot[:num_rows, :width].copy_(slots)
+            for step in steps:
+                rows = range(num_rows)
+                q_lens, ends = zip(*step, strict=True)
+                count = sum(q_lens)
+                replayed = self.hidden(size, rows, q_lens, ends)[:count].clone()
+                if not torch.equal(replayed, self.unrecorded(size, rows, q_lens, ends)[:count]):
+                    raise StartupError(
+                        f"the CUDA graph of {size} new tokens replays other numbers than its"
+                        " kernels give one by one; --cuda-graph-max-tokens 0 serves without"
+                    )
+            for table, old in zip(tables, before, strict=True):
+                table[:num_rows, :width].copy_(old)
+
+    @torch.inference_mode()
+    def times(self, wait: Callable[[], None]) -> tuple[dict[int, float], dict[int, float]]:
+        """Return the seconds of each size's graph, and of launching its pass kernel by kernel.
+
+        The step is a prompt as long as the size, or as may be, over whatever is in the pool.
+        `wait` returns when the device is idle.
+        """
+        replay_s, launch_s = {}, {}
+        longest = self._tables.token_ids.shape[1] - 1
+        for size in self._sizes:
+            q_lens = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
+            rows = range(len(q_lens[: self._max_rows]))
+            self._set(rows, q_lens[: len(rows)], q_lens[: len(rows)])
+            taken = []
+            for _ in range(_NUM_TIMED):
+                wait()
+                begun_s = time.perf_counter()
+                self._replays[size]()
+                wait()
+                taken.append(time.perf_counter() - begun_s)
+            begun_s = time.perf_counter()
+            self._pass(size)
+            launch_s[size] = time.perf_counter() - begun_s
+            wait()
+            replay_s[size] = sorted(taken)[_NUM_TIMED // 2]
+        return replay_s, launch_s
+
+    def keep(self, sizes: Sequence[int]) -> None:
+        """Drop the graphs of all other sizes; at least one is kept."""
+        self._sizes = tuple(sizes)
+        self._replays = {size: self._replays[size] for size in sizes}
+
+    def _set(self, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]) -> None:
+        """Put a step's rows where passes read them."""
+        num_rows = len(rows)
+        step = np.empty(self._step.shape, dtype=np.int32)
+        step[0, :num_rows] = rows
+        step[0, num_rows:] = self._max_rows
+        step[1, :num_rows] = np.cumsum(q_lens)
+        step[1, num_rows:] = step[1, num_rows - 1]
+        step[2, :num_rows] = context_lens
+        step[2, num_rows:] = 1
+        host = torch.from_numpy(step)
+        if self._step.is_cuda:
+            host = host.pin_memory()
+        self._step.copy_(host, non_blocking=True)
+
+    def _run(self, size: int) -> None:
+        """Run the pass that is recorded, and keep the hidden states."""
+        assert self._hidden is not None
+        self._hidden[:size].copy_(self._pass(size))
+
+    def _pass(self, size: int) -> Tensor:
+        """Run the pass of `size` tokens, of the rows that are set and padding."""
+        tables, num_rows = self._tables, min(self._max_rows, size)
+        rows, ends, contexts = self._step
+        tokens = self._tokens[:size]
+        # Behind the last row's end all tokens are the last entry's, which has no end.
+        owners = torch.searchsorted(ends[:-1], tokens, right=True)
+        positions = tokens + (contexts - ends).index_select(0, owners)
+        positions = torch.where(owners == self._max_rows, 0, positions).long()
+        places = rows.index_select(0, owners).long() * tables.token_ids.shape[1] + positions
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=tables.req_to_slot.view(-1).index_select(0, places).long(),
+            req_to_slot=tables.req_to_slot,
+            rows=rows[:num_rows].long(),
+            cu_seqlens_q=torch.cat([self._zero, ends[:num_rows]]),
+            context_lens=contexts[:num_rows],
+            host_rows=UnknownValues("host_rows", num_rows),
+            host_q_lens=UnknownValues("host_q_lens", num_rows),
+            host_context_lens=UnknownValues("host_context_lens", num_rows),
+            most=MostTokens(size, min(size, MAX_FEW_TOKENS)),
+        )
+        input_ids = tables.token_ids.view(-1).index_select(0, places).long()
+        return self._model.hidden(input_ids, batch, self._pool, None)
+
+
+def _check_steps(
+    size: int, max_rows: int, context_len: int, num_slots: int
+) -> list[list[tuple[int, int]]]:
+    """Return steps of (new tokens, context) of each row, which begin empty: see `check`.
+
+    Steps have as many tokens as `size` has room for, and contexts as the pool has.
+    """
+    num_rows = min(max_rows, max(1, size // 24), 16)
+    longest = min(context_len, num_slots // num_rows)
+    ends, steps = [0] * num_rows, []
+    for number in range(3):
+        budget, step = size, []
+        for row in range(num_rows):
+            rest = num_rows - row - 1
+            wanted = budget - rest  # the last row takes what is left
+            if rest:
+                wanted = (size // num_rows, 1, 3)[(row + number) % 3 if number else 0]
+            new = max(0, min(wanted, budget - rest, longest - ends[row]))
+            budget -= new
+            ends[row] += new
+            step.append((new, max(1, ends[row])))
+        steps.append(step)
+    return [step for step in steps if any(new for new, _ in step)]
