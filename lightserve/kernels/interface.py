@@ -40,7 +40,7 @@ class CopyKernels(Protocol):
 
 
 FEW_TOKENS = 9
-"""Most new tokens of a row that is attended as decodes are: eight drafts and the one before them."""
+"""Most new tokens of a row that is attended as a decode is: one, and eight drafts behind it."""
 
 
 class MostTokens(NamedTuple):

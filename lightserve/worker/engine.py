@@ -26,7 +26,7 @@ from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.self_check import check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.router_worker import StepPlan
 from lightserve.model_formats import choose_formats
-from lightserve.models.base import KVLayout, KVTensors, Model, kernel_shapes, kv_layout
+from lightserve.models.base import KVLayout, Model, kernel_shapes, kv_layout
 from lightserve.models.config import (
     ModelConfig,
     load_model_config,
@@ -40,7 +40,6 @@ from lightserve.models.loader import load_model
 from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import quantised_as
-from lightserve.progress import progress
 from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.description import tokenizer_file
 from lightserve.tokenization.tokenizer import Tokenizer

@@ -37,9 +37,9 @@ MAX_TOKENS = 2048
 """Largest size unless --cuda-graph-max-tokens says otherwise; the start leaves out sizes from which
 on launching takes the host a small part of the step (see `kept_sizes`)."""
 MAX_FEW_TOKENS = 512
-"""Most new tokens of rows with few: each has room for all parts that its context may be cut into."""
+"""Most new tokens of rows with few: each has room for all parts of its context."""
 LAUNCH_SHARE = 0.5
-"""Share of a step that launching its kernels one by one must take the host, for a graph to gain."""
+"""A graph gains where launching the kernels one by one takes the host this share of the step."""
 _STEPS = ((64, 16), (128, 32), (512, 64), (1024, 128))
 """(up to this size, distance of a size to the next), from 16 on."""
 _LAST_STEP = 256

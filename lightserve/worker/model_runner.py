@@ -314,7 +314,7 @@ class ModelRunner:
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Rising numbers of new tokens to which steps with chunks are padded; empty: none are."""
-        return ()
+        return () if self._mixed is None else self._mixed.sizes
 
     @property
     def context_len(self) -> int:
@@ -332,11 +332,6 @@ class ModelRunner:
     def use_graphs(self, graphs: DecodeGraphs, mixed: MixedGraphs | None = None) -> None:
         """Run steps of decodes alone as `graphs` from now on, others as `mixed`; both captured."""
         self._graphs, self._mixed = graphs, mixed
-
-    @property
-    def mixed_sizes(self) -> tuple[int, ...]:
-        """Numbers of new tokens that steps with prompts are padded to, rising; none: they are not."""
-        return () if self._mixed is None else self._mixed.sizes
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""

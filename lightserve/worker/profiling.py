@@ -425,9 +425,10 @@ def _graphs_of(config: ServeConfig) -> str:
     """Return how CUDA graphs differ from the default; options that mean nothing are refused."""
     if config.cuda_graphs == "off":
         return ", no CUDA graphs"
-    if config.cuda_graph_max_seqs:
-        return f", CUDA graphs to {config.cuda_graph_max_seqs}"
-    return ""
+    own = f", CUDA graphs to {config.cuda_graph_max_seqs}" if config.cuda_graph_max_seqs else ""
+    if config.cuda_graph_max_tokens >= 0:
+        own += f", to {config.cuda_graph_max_tokens} tokens"
+    return own
 
 
 def _nodes_of(config: ServeConfig) -> str:

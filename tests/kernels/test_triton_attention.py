@@ -26,14 +26,16 @@ from support.kernel_grid import (
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch, MostTokens
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.triton import decode, kernels, merge, prefill
+from lightserve.kernels.triton import decode, kernels, merge, plan, prefill
 from lightserve.kernels.triton.configs import (
     GPUS,
     INTERPRETER,
     AttentionConfigs,
     AttentionShape,
+    ChunkClass,
+    Gpu,
     PrefillConfig,
     attention_shape,
     default_prefill,
@@ -42,7 +44,7 @@ from lightserve.kernels.triton.configs import (
 )
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.merge import MASKED, max_splits, walk
-from lightserve.kernels.triton.plan import attention_work, blocks_of, cut, rows_to_cut
+from lightserve.kernels.triton.plan import AttentionWork, attention_work
 
 HEADS = (4, 2, 32)
 
@@ -86,7 +88,7 @@ def test_recorded_decodes_serve_any_contexts(
     with monkeypatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", recorded)
         out = attend(TritonKernels(), static, inputs[0], window)
-    assert len(launches) == 3, "schedule, decode, merge"
+    assert len(launches) == 3, "plan, decode, merge"
     for name in ("req_to_slot", "rows", "cu_seqlens_q", "context_lens"):
         getattr(static, name).copy_(getattr(real[1], name))
     for buffer, new in zip(inputs[0], inputs[1], strict=True):
@@ -123,11 +125,11 @@ def test_a_decode_has_the_same_bits_beside_anyone(
     assert torch.equal(decodes_beside([], window), alone), "however many programs there are"
 
 
-@pytest.mark.parametrize("others", [[], [(9, 40)]])
+@pytest.mark.parametrize("others", [[], [(9, 40)], [(20, 40), (0, 3), (70, 900)]])
 def test_more_decodes_than_are_looked_at_together(
     others: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "_DECODES_AT_ONCE", 4)
+    monkeypatch.setattr(plan, "_ROWS_AT_ONCE", 4)
     batch = make_batch([*others, *((1, 1 + 150 * row % 700) for row in range(9))], "scattered")
     inputs = make_inputs(batch, (2, 1, 16), torch.float32)
     result = attend(TritonKernels(), batch, inputs, None)
@@ -141,9 +143,9 @@ def test_many_parts_are_merged() -> None:
         inputs = make_inputs(batch, (2, 1, 16), torch.float32)
         result = attend(TritonKernels(), batch, inputs, None)
         assert relative_error(result, attend(ReferenceKernels(), batch, inputs, None)) < 1e-6
-        work = next(iter(batch.prepared.values())).decodes
-        assert int(work.num_parts[0]) == sum(-(-context // 128) for context in contexts)
-        assert int(work.num_parts[1]) > merge._MERGED_AT_ONCE
+        work = next(iter(batch.prepared.values()))
+        assert int(work.totals[0]) == sum(-(-context // 128) for context in contexts)
+        assert int(work.merged[0, 2]) > merge._MERGED_AT_ONCE
 
 
 def test_a_masked_score_minus_itself_is_zero_in_a_fused_multiply_add() -> None:
@@ -207,22 +209,21 @@ def test_a_wrong_merge_is_seen(rows: str, monkeypatch: pytest.MonkeyPatch) -> No
     """The first part of a row, or of a chunk's tokens, is missing."""
     case = AttentionCase(rows, "scattered", HEADS, None, torch.float32)
     launch = InterpretedFunction.run
-    merged: set[bool] = set()
+    merged: list[int] = []
 
     def first_part_missing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "MAX_SPLITS" in kwargs and "NUM_HEADS" in kwargs:
-            lse, firsts = args[1], args[6]
-            merged.add(firsts is not None)
-            places = slice(0, None, kwargs["MAX_SPLITS"]) if firsts is None else firsts.long()
-            lse[places] = -torch.inf
+            count = int(args[4][2])
+            merged.append(count)
+            args[1][args[3][:count, 1].long()] = -torch.inf
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", first_part_missing)
     assert attention_error(TritonKernels(), case) > 1e-2
-    assert (rows != "decodes") in merged
+    assert any(merged)
 
 
-# Contexts of chunks that are cut into stretches: which, into what, and that nothing is lost.
+# What the lists of a pass say: whose contexts are cut, into what, and that nothing is lost.
 
 H200 = GPUS[90]
 LLAMA = AttentionShape(32, 8, 128, torch.bfloat16, False)
@@ -231,9 +232,28 @@ Row = tuple[int, int]
 """New tokens and context."""
 
 
-def lens(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-    q_lens, context_lens = np.array(rows, dtype=np.int64).T
-    return q_lens, context_lens
+def work_of(
+    rows: list[Row],
+    *,
+    shape: AttentionShape = LLAMA,
+    window: int | None = None,
+    configs: AttentionConfigs | None = None,
+    gpu: Gpu = H200,
+    width: int = 131_073,
+    most: MostTokens | None = None,
+) -> AttentionWork:
+    batch = make_batch([(new, end) for new, end in rows], "contiguous")
+    table = batch.req_to_slot.new_zeros(1).expand(len(rows) + 2, width)
+    if most is not None:
+        unknown = Unknown(len(rows))
+        changes: Any = dict.fromkeys(("host_rows", "host_q_lens", "host_context_lens"), unknown)
+        batch = replace(batch, most=most, **changes)
+    batch = replace(batch, req_to_slot=table)
+    return attention_work(batch, shape, window, configs or AttentionConfigs(), gpu)
+
+
+def chunk_items(work: AttentionWork) -> list[list[int]]:
+    return work.chunks[: int(work.totals[1])].tolist()
 
 
 @pytest.mark.parametrize(
@@ -243,15 +263,13 @@ def lens(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
         (64, 65_536, 128),
         (256, 16_384, 128),
         (16, 131_072, 128),
-        (2, 1024, 16),  # stretches are worth a program: 512 tokens at least
+        (10, 1024, 16),  # stretches are worth a program: 512 tokens at least
     ],
 )
 def test_a_short_chunk_fills_the_gpu(new: int, context: int, num_programs: int) -> None:
-    q_lens, context_lens = lens([(new, context)])
-    rows = rows_to_cut(q_lens, context_lens, LLAMA, None, CONFIG, H200)
-    assert rows.tolist() == [0]
-    cuts = cut(rows, q_lens, context_lens, LLAMA, None, CONFIG, H200, max_splits=32)
-    assert len(cuts.rows) * LLAMA.num_kv_heads == num_programs <= H200.num_sms
+    items = chunk_items(work_of([(new, context)]))
+    assert all(part >= 0 for _, _, _, _, part, _ in items)
+    assert 0.8 * num_programs <= len(items) * LLAMA.num_kv_heads <= min(num_programs, 132)
 
 
 @pytest.mark.parametrize(
@@ -261,47 +279,48 @@ def test_a_short_chunk_fills_the_gpu(new: int, context: int, num_programs: int) 
         [(8192, 8192)],
         [(64, 1000)],
         [(64, 16_384)] * 8,
-        [(1, 100_000), (4, 4)],  # decodes are not cut here
-        [(0, 100_000)],
+        [(1, 100_000), (4, 4), (16, 16)],  # decodes are not cut here
+        [(0, 100_000), (16, 16)],
     ],
 )
 def test_who_has_no_need_is_left_alone(rows: list[Row]) -> None:
-    assert not rows_to_cut(*lens(rows), LLAMA, None, CONFIG, H200).size
+    items = chunk_items(work_of(rows))
+    size = CONFIG.tokens(LLAMA.group)
+    assert len(items) == sum(-(-new // size) for new, _ in rows if new > FEW_TOKENS)
+    assert all(part == -1 and count == 1 for *_, part, count in items)
 
 
 def test_a_long_context_beside_others_is_cut_alone() -> None:
     """It would be walked long after the rest is done."""
-    rows: list[Row] = [(4096, 4096), (1, 3000), (64, 65_536), (300, 300)]
-    assert rows_to_cut(*lens(rows), LLAMA, None, CONFIG, H200).tolist() == [2]
-    batch = make_batch(rows, "contiguous")
-    meta = AttentionShape(32, 8, 128, torch.bfloat16, False)
-    work = attention_work(batch, meta, None, AttentionConfigs(), H200)
-    whole, stretches = work.chunks
-    assert set(whole.rows.tolist()) == {0, 3} and whole.cuts is None
-    assert set(stretches.rows.tolist()) == {2} and stretches.cuts is not None
-    assert work.decodes is not None and work.decodes.num_decodes == 1
-    tokens = stretches.cuts.tokens.tolist()
-    assert tokens == list(range(4097, 4097 + 64))
+    work = work_of([(4096, 4096), (1, 3000), (64, 65_536), (300, 300)])
+    assert {index for index, *_, part, _ in chunk_items(work) if part >= 0} == {2}
+    assert {index for index, *_, part, _ in chunk_items(work) if part < 0} == {0, 3}
+    assert chunk_items(work)[0][0] == 2, "the longest context first"
+    tokens = work.merged[: int(work.totals[2]), 0].tolist()
+    assert tokens == [4096, *range(4097, 4097 + 64)]
 
 
 def test_a_window_is_all_that_is_walked() -> None:
-    q_lens, context_lens = lens([(64, 65_536)])
     shape = AttentionShape(32, 8, 128, torch.bfloat16, True)
-    assert not rows_to_cut(q_lens, context_lens, shape, 900, CONFIG, H200).size
-    rows = rows_to_cut(q_lens, context_lens, shape, 4096, CONFIG, H200)
-    cuts = cut(rows, q_lens, context_lens, shape, 4096, CONFIG, H200, max_splits=32)
-    assert cuts.stretches[:, 0].min() >= 65_472 - 4096 - CONFIG.block_n
+    items = chunk_items(work_of([(64, 65_536)], shape=shape, window=900))
+    assert all(part == -1 for *_, part, _ in items)
+    items = chunk_items(work_of([(64, 65_536)], shape=shape, window=4096))
+    assert all(part >= 0 for *_, part, _ in items)
+    assert min(item[2] for item in items) >= 65_472 - 4096 - CONFIG.block_n
 
 
 ROWS = st.lists(
-    st.tuples(st.integers(2, 90), st.integers(0, 5000)).map(lambda row: (row[0], sum(row))),
+    st.tuples(
+        st.one_of(st.sampled_from([0, 1, 1]), st.integers(2, 9), st.integers(10, 90)),
+        st.integers(0, 5000),
+    ).map(lambda row: (row[0], max(1, sum(row)))),
     min_size=1,
-    max_size=5,
+    max_size=7,
 )
 
 
 @more_when_long
-@settings(max_examples=choose(20, 60))
+@settings(max_examples=choose(25, 150))
 @given(
     rows=ROWS,
     window=st.none() | st.integers(1, 3000),
@@ -313,46 +332,69 @@ ROWS = st.lists(
         st.just(2),
         st.sampled_from([64, 200]),
     ),
-    limit=st.sampled_from([1, 2, 32]),
+    group=st.sampled_from([1, 2, 3, 16]),
+    kind=st.tuples(st.sampled_from([5100, 100_000]), st.booleans()),
 )
 def test_every_position_has_one_part(
-    rows: list[Row], window: int | None, config: PrefillConfig, limit: int
+    rows: list[Row],
+    window: int | None,
+    config: PrefillConfig,
+    group: int,
+    kind: tuple[int, bool],
 ) -> None:
-    """Of every token: stretches follow one another, and no two parts are in one place."""
-    q_lens, context_lens = lens(rows)
-    shape = AttentionShape(4, 2, 16, torch.float32, window is not None)
-    chunks = np.arange(len(rows))
-    cuts = cut(chunks, q_lens, context_lens, shape, window, config, INTERPRETER, max_splits=limit)
-    size = config.tokens(shape.group)
-    row_starts = np.cumsum(q_lens) - q_lens
-    place_of: dict[tuple[int, int], int] = {}
-    ends: dict[tuple[int, int], int] = {}
-    for row, start, stretch in zip(cuts.rows, cuts.starts, cuts.stretches, strict=True):
-        begin, end, part, count = map(int, stretch)
-        first = int(context_lens[row] - q_lens[row] + start)
-        before = ends.get((row, start))
-        if before is None:
-            sees_from = 0 if window is None else max(0, first - window + 1)
-            assert sees_from - config.block_n < begin <= sees_from
-        else:
-            assert begin == before
-        assert begin < end and begin % config.block_n == 0 and 1 <= count <= limit
-        ends[row, start] = end
-        for token in range(min(size, int(q_lens[row] - start))):
-            number = int(row_starts[row] + start + token)
-            place = part + token * count
-            assert place not in place_of.values()
-            place_of[number, begin] = place
-    for (row, start), end in ends.items():
-        assert end == min(context_lens[row], context_lens[row] - q_lens[row] + start + size)
-    assert sorted(place_of.values()) == list(range(cuts.num_parts))
-    # The merge finds them where they are.
-    assert sorted(cuts.tokens.tolist()) == list(range(int(q_lens.sum())))
-    for token, first, count in zip(cuts.tokens, cuts.firsts, cuts.counts, strict=True):
-        own = sorted(place for (number, _), place in place_of.items() if number == token)
-        assert own == list(range(int(first), int(first + count)))
-    blocks = blocks_of(chunks, q_lens, size)
-    assert set(ends) == set(zip(blocks.rows.tolist(), blocks.starts.tolist(), strict=True))
+    """Of every new token: stretches follow one another, and no two parts are in one place.
+
+    `kind`: of the width of the table, and whether the pass is recorded.
+    """
+    width, is_recorded = kind
+    shape = AttentionShape(2 * group, 2, 16, torch.float32, window is not None)
+    configs = AttentionConfigs()
+    for chunks in ChunkClass:
+        configs = configs.plus(shape, chunks, config)
+    num_tokens = sum(new for new, _ in rows)
+    most = MostTokens(num_tokens + 30, num_tokens + 5) if is_recorded else None
+    work = work_of(
+        rows, shape=shape, window=window, configs=configs, gpu=INTERPRETER, width=width, most=most
+    )
+    starts = np.cumsum([0, *(new for new, _ in rows)]).tolist()
+    stretches: dict[int, list[tuple[int, int, int]]] = {}
+    num_decodes, num_chunks, num_merged = work.totals.tolist()
+    assert num_decodes <= len(work.decodes) and num_chunks <= len(work.chunks)
+    assert num_merged <= len(work.merged)
+    for row, token, begin, end, last, part, count in work.decodes[:num_decodes].tolist():
+        index = max(i for i, start in enumerate(starts[:-1]) if start <= token and rows[i][0])
+        new, context = rows[index]
+        assert row == index + 1 and 1 <= count <= work.together and new <= FEW_TOKENS
+        assert last == context - new + token - starts[index] + count - 1
+        for number in range(count):
+            place = part if part < 0 else part + number * work.decode_splits
+            stretches.setdefault(token + number, []).append((begin, end, place))
+    size = config.tokens(group)
+    for index, start, begin, end, part, count in work.chunks[:num_chunks].tolist():
+        assert rows[index][0] > FEW_TOKENS and start % size == 0
+        for number in range(min(size, rows[index][0] - start)):
+            place = part if part < 0 else part + number * count
+            stretches.setdefault(starts[index] + start + number, []).append((begin, end, place))
+    merged = {token: (first, count) for token, first, count in work.merged[:num_merged].tolist()}
+    assert len(merged) == num_merged
+    assert sorted(stretches) == list(range(num_tokens))
+    places: list[int] = []
+    for index, (new, context) in enumerate(rows):
+        for number in range(new):
+            token, position = starts[index] + number, context - new + number
+            own = sorted(stretches[token])
+            sees_from = 0 if window is None else max(0, position - window + 1)
+            assert own[0][0] <= sees_from and max(end for _, end, _ in own) > position
+            for (_, end, _), (begin, _, _) in itertools.pairwise(own):
+                assert end == begin or end >= position + 1 or begin >= position + 1
+            if own[0][2] < 0:
+                assert len(own) == 1 and token not in merged
+                continue
+            first, count = merged.pop(token)
+            assert sorted(place for *_, place in own) == list(range(first, first + count))
+            places += range(first, first + count)
+    assert not merged and len(set(places)) == len(places)
+    assert max(places, default=-1) < len(work.parts.lse)
 
 
 @pytest.mark.parametrize("scale", [0.2, 1.0, 2.5])
@@ -365,9 +407,8 @@ def test_a_stretch_that_a_query_does_not_see_adds_nothing(scale: float) -> None:
     truth = ReferenceKernels().attention(q, k_pool, v_pool, batch, **options)  # type: ignore[arg-type]
     with Poisoned():
         result = TritonKernels().attention(q, k_pool, v_pool, batch, **options)  # type: ignore[arg-type]
-    (chunks,) = next(iter(batch.prepared.values())).chunks
-    assert chunks.cuts is not None
-    assert chunks.cuts.stretches[:, 0].tolist() == [0, 192, 384]
+    work = next(iter(batch.prepared.values()))
+    assert sorted(set(work.chunks[: int(work.totals[1]), 2].tolist())) == [0, 192, 384]
     assert relative_error(result, truth) < 1e-5
 
 

@@ -13,7 +13,7 @@ from lightserve.kernels.reference import ReferenceKernels, modified
 
 
 class TensorKernels(ReferenceKernels):
-    """Decodes over the whole width of the table, the rest of it masked."""
+    """Decodes, and recorded passes, over the whole width of the table, the rest of it masked."""
 
     name = "tensor"
     is_capturable = True
@@ -29,7 +29,16 @@ class TensorKernels(ReferenceKernels):
         sliding_window: int | None,
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        if any(q_len > 1 for q_len in batch.host_q_lens):
+        last = batch.context_lens[:, None] - 1
+        rows = batch.rows
+        if batch.most is not None:  # every token is a decode of its row, of a shorter context
+            tokens = torch.arange(len(q), device=q.device, dtype=torch.int32)
+            ends = batch.cu_seqlens_q[1:]
+            owners = torch.searchsorted(ends, tokens, right=True).clamp(max=len(ends) - 1)
+            back = ends.index_select(0, owners) - 1 - tokens  # negative: padding
+            last = (last[owners, 0] - back.clamp(min=0))[:, None]
+            rows = rows.index_select(0, owners)
+        elif any(q_len > 1 for q_len in batch.host_q_lens):
             return super().attention(
                 q,
                 k_pool,
@@ -40,11 +49,10 @@ class TensorKernels(ReferenceKernels):
                 score_mod=score_mod,
             )
         group = q.shape[1] // k_pool.shape[1]
-        slots = batch.req_to_slot[batch.rows].long()  # [R, width]
+        slots = batch.req_to_slot[rows].long()  # [R, width]
         k, v = (pool[slots].float().repeat_interleave(group, dim=2) for pool in (k_pool, v_pool))
         scores = torch.einsum("rhd,rphd->rhp", q.float(), k) * scale
         positions = torch.arange(slots.shape[1], device=q.device)
-        last = batch.context_lens[:, None] - 1
         if score_mod is not None:
             scores = modified(scores.transpose(0, 1), score_mod, last - positions).transpose(0, 1)
         hidden = positions > last

@@ -224,7 +224,7 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
     wide = [PrefillConfig(128, 32, 8, 3)] if has_wgmma else []
     if gpu.capability == 100:  # there blocks of 32 positions spill registers
         wide.append(PrefillConfig(64, 64, 8, 2))
-    else:
+    elif gpu.capability != 80 or shape.group.bit_count() == 1:  # there others spill
         wide.append(PrefillConfig(128, 32, 8, 2))
     return [
         *wide,

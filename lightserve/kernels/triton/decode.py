@@ -40,7 +40,7 @@ def _decode_kernel(
     window, soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h,
     out_stride_t, out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):
@@ -55,10 +55,11 @@ def _decode_kernel(
         begin = tl.load(item + BEGIN)
         end = tl.load(item + END)
         last = tl.load(item + LAST)
-        part = tl.load(item + PART)
-        count = tl.load(item + COUNT)
+        number, count = stacked // GROUP, tl.load(item + COUNT)
+        if TOGETHER == 1:
+            number, count = stacked * 0, 1
         heads = kv_head * GROUP + stacked % GROUP
-        tokens = tl.load(item + TOKEN).to(tl.int64) + stacked // GROUP
+        tokens = tl.load(item + TOKEN).to(tl.int64) + number
         exists = stacked < count * GROUP
         first = last + 1 - count
         q_places = q_ptr + tokens[:, None] * q_stride_t + heads[:, None] * q_stride_h
@@ -72,7 +73,7 @@ def _decode_kernel(
         acc, largest, total = walk(
             q,
             q_turned,
-            first + stacked // GROUP,
+            first + number,
             table_ptr + row * table_stride,
             k_ptr + kv_head * kv_stride_h,
             v_ptr + kv_head * kv_stride_h,
@@ -100,6 +101,12 @@ def _decode_kernel(
         )
         # Of several tokens, the first ones see nothing of a stretch that begins behind them.
         total = tl.where(total > 0.0, total, 1.0)
+        # Read again, so that the compiler does not keep them in registers, where the loop needs them.
+        if TOGETHER > 1:
+            exists = stacked < tl.load(item + COUNT, volatile=True) * GROUP
+            number = stacked // GROUP
+        tokens = tl.load(item + TOKEN, volatile=True).to(tl.int64) + number
+        part = tl.load(item + PART)
         if HAS_SINKS:  # of several parts, the merge counts them
             total += tl.where(part < 0, sinks_of(sinks_ptr, heads, exists, largest), 0.0)
         acc = acc / total[:, None]
@@ -112,7 +119,7 @@ def _decode_kernel(
                 mask=mask,
             )
         else:
-            parts = part.to(tl.int64) + stacked // GROUP * SPLITS
+            parts = part.to(tl.int64) + number * SPLITS
             head_parts = parts * (NUM_KV_HEADS * GROUP) + heads
             offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(parts_ptr + offsets, acc, mask=mask)
@@ -166,6 +173,7 @@ def attend_decodes(
         HAS_SLOPES=mod.slopes is not None,
         HAS_SINKS=mod.sinks is not None,
         GROUP=num_heads // num_kv_heads,
+        TOGETHER=work.together,
         SPLITS=work.decode_splits,
         HEAD_DIM=head_dim,
         TURNED_DIM=q.shape[2] - head_dim,

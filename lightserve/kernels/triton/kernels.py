@@ -50,9 +50,9 @@ def attention(
     assert q.stride(2) == k_pool.stride(2) == 1, "head_dim is not contiguous"
     assert k_pool.stride() == v_pool.stride(), "one offset serves both pools"
     num_heads, value_dim = q.shape[1], v_pool.shape[2]
-    out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
     if not len(q):
-        return out
+        return q.new_empty(*q.shape[:2], value_dim)
+    out = _output(q, value_dim, batch)
     shape = attention_shape(
         num_heads,
         k_pool.shape[1],
@@ -78,6 +78,20 @@ def attention(
         num_sms=gpu.num_sms,
         sinks=mod.sinks,
     )
+    return out
+
+
+def _output(q: Tensor, value_dim: int, batch: AttentionBatch) -> Tensor:
+    """Return where attention's result goes; tokens of padding, which nothing writes, are 0.
+
+    All layers of a recorded pass share it: each has been read before the next one is written.
+    """
+    if batch.most is None:
+        return q.new_empty(*q.shape[:2], value_dim)
+    key = ("triton output", q.shape[1], value_dim)
+    if key not in batch.prepared:
+        batch.prepared[key] = q.new_zeros(*q.shape[:2], value_dim)
+    out: Tensor = batch.prepared[key]
     return out
 
 

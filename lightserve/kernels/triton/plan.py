@@ -31,6 +31,7 @@ from lightserve.kernels.triton.configs import (
     Gpu,
     PrefillConfig,
     num_prefill_programs,
+    padded_dim,
 )
 from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits
 
@@ -273,7 +274,9 @@ def _plan(
     gpu: Gpu,
 ) -> AttentionWork:
     decode, device = configs.decode(shape, gpu), batch.rows.device
-    together = max(1, max(MIN_DOT, 1 << (shape.group - 1).bit_length()) // shape.group)
+    together = max(1, MIN_DOT // shape.group)
+    if padded_dim(shape) > 128:  # their places take registers that three programs have not
+        together = 1
     prefill = configs.prefill(shape, gpu, _chunk_class(batch, shape, gpu))
     most = _most(batch, together, prefill.tokens(shape.group))
     splits = _splits(decode.split_len, batch, shape) if most.few else 1

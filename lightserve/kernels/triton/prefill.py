@@ -98,7 +98,7 @@ def _prefill_kernel(
     again = tl.load(item + START, volatile=True)
     stacked = tl.arange(0, BLOCK_Q) + again * GROUP
     tokens = stacked // GROUP
-    if IS_CUT and (HAS_WINDOW or (BLOCK_D == 256 and (GROUP & (GROUP - 1)) == 0)):
+    if IS_CUT and (HAS_WINDOW or BLOCK_D == 256):
         first = again
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP

@@ -20,8 +20,8 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models.parallel import SingleRank
-from lightserve.worker import engine
-from lightserve.worker.engine import capture_graphs, graph_sizes
+from lightserve.worker import capture
+from lightserve.worker.capture import GraphSizes, capture_graphs, graph_sizes
 from lightserve.worker.graphs import (
     NUM_WARM_UPS,
     CudaGraphRecorder,
@@ -31,6 +31,7 @@ from lightserve.worker.graphs import (
     ladder,
 )
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs, mixed_ladder
 from lightserve.worker.profiling import profile_key
 
 CUDA = torch.device("cuda", 0)
@@ -136,28 +137,48 @@ class Runner:
         self.tables = DecodeTables(*tables)
         self.graphs: DecodeGraphs | None = None
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
-        self.graphs = graphs
+        self.mixed: MixedGraphs | None = None
+        self.device = torch.device("cpu")
+
+    def use_graphs(self, graphs: DecodeGraphs, mixed: MixedGraphs | None = None) -> None:
+        self.graphs, self.mixed = graphs, mixed
 
 
-def captured(kernels: TensorKernels, sizes: tuple[int, ...]) -> Runner:
+def captured(
+    kernels: TensorKernels, sizes: tuple[int, ...], mixed: tuple[int, ...] = (), **options: Any
+) -> Runner:
     config, runner = tiny_config(), Runner()
-    pool = KVPool(layout_of(config), 20, torch.device("cpu"))
+    pool = KVPool(layout_of(config), 200, torch.device("cpu"))
     model = random_model(kernels, config)
-    capture_graphs(runner, model, pool, sizes, tp=SingleRank())
+    capture_graphs(runner, model, pool, GraphSizes(sizes, mixed), tp=SingleRank(), **options)
     return runner
 
 
 def test_a_start_with_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
     with caplog.at_level(logging.INFO):
         graphs = captured(TensorKernels(), (1, 2, 4)).graphs
     assert graphs is not None and graphs.sizes == (1, 2, 4)
     first, *_, last = (record.getMessage() for record in caplog.records)
     assert first == "capturing CUDA graphs: 3"
     assert last.startswith("3 CUDA graphs of 1 to 4 decodes: ") and last.endswith(" GiB")
+
+
+def test_a_start_with_graphs_of_steps_with_prompts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    with caplog.at_level(logging.INFO):
+        runner = captured(TensorKernels(), (1, 4), (16, 48), is_limited=True)
+    assert runner.graphs is not None and runner.graphs.sizes == (1, 4)
+    assert runner.mixed is not None and runner.mixed.sizes[-1] == 48
+    first, *_, last = (record.getMessage() for record in caplog.records)
+    assert first == "capturing CUDA graphs: 4"
+    assert f"decodes, and of {runner.mixed.sizes[0]} to 48 new tokens: " in last
+    for table in runner.tables:
+        assert not table.any(), "a check leaves the tables as they were"
 
 
 def test_without_sizes_nothing_is_captured() -> None:
@@ -174,7 +195,7 @@ def test_why_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
             finally:
                 raise RuntimeError("capture was invalidated")
 
-    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: Broken())
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: Broken())
     with pytest.raises(
         StartupError, match=r"graph of 4 decodes .* out of memory; --cuda-graphs off"
     ):
@@ -202,13 +223,13 @@ def test_a_graph_that_replays_something_else(fault: str, monkeypatch: pytest.Mon
 
             return replay if self.num_recorded == 1 else wrong
 
-    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: Wrong())
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: Wrong())
     with pytest.raises(StartupError, match=r"graph of [12] decodes replays other logits .*limit"):
         captured(TensorKernels(), (1, 2, 4))
 
 
 def test_a_check_leaves_the_tables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
     for table in captured(TensorKernels(), (1, 2, 4)).tables:
         assert not table.any()
 
@@ -228,7 +249,7 @@ def test_the_first_replay_is_part_of_the_start(monkeypatch: pytest.MonkeyPatch) 
                 raise RuntimeError("an illegal memory access was encountered")
             return super().memory()
 
-    monkeypatch.setattr(engine, "CudaGraphRecorder", lambda device, recording: Failing())
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: Failing())
     with pytest.raises(StartupError, match=r"graph of 2 decodes .* an illegal memory access"):
         captured(TensorKernels(), (1, 2, 4))
 
@@ -267,6 +288,9 @@ CUDA_OPTIONS, CPU = torch.device("cuda", 0), torch.device("cpu")
         ({"cuda_graph_max_seqs": 65, "max_num_seqs": 64}, r"at most --max-num-seqs \(64\), got 65"),
         ({"cuda_graphs": "off", "device": "cpu"}, "--cuda-graphs needs a GPU, got --device cpu"),
         ({"cuda_graph_max_seqs": 8, "device": "cpu"}, "--cuda-graph-max-seqs needs a GPU"),
+        ({"cuda_graph_max_tokens": 0, "device": "cpu"}, "--cuda-graph-max-tokens needs a GPU"),
+        ({"cuda_graphs": "off", "cuda_graph_max_tokens": 8}, "needs --cuda-graphs auto"),
+        ({"cuda_graph_max_tokens": -2}, "--cuda-graph-max-tokens must be at least -1, got -2"),
         (
             {"cuda_graphs": "off", "attention_backend": "torch"},
             "--cuda-graphs needs --attention-backend triton, got 'torch'",
@@ -298,7 +322,21 @@ def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: st
     ],
 )
 def test_sizes_on_a_gpu(fields: dict[str, Any], sizes: tuple[int, ...]) -> None:
-    assert graph_sizes(ServeConfig(**fields), TensorKernels(), CUDA_OPTIONS) == sizes
+    assert graph_sizes(ServeConfig(**fields), TensorKernels(), CUDA_OPTIONS).decodes == sizes
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, mixed_ladder(2048)),
+        ({"max_num_batched_tokens": 300}, mixed_ladder(300)),
+        ({"cuda_graph_max_tokens": 5000}, mixed_ladder(5000)),
+        ({"cuda_graph_max_tokens": 0}, ()),
+        ({"cuda_graphs": "off"}, ()),
+    ],
+)
+def test_sizes_of_steps_with_prompts(fields: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(ServeConfig(**fields), TensorKernels(), CUDA_OPTIONS).mixed == sizes
 
 
 @pytest.mark.parametrize(
@@ -306,7 +344,7 @@ def test_sizes_on_a_gpu(fields: dict[str, Any], sizes: tuple[int, ...]) -> None:
 )
 def test_where_there_can_be_none(kernels: ReferenceKernels, device: torch.device) -> None:
     """What --device auto and --attention-backend auto came to is known in the worker alone."""
-    assert graph_sizes(ServeConfig(), kernels, device) == ()
+    assert graph_sizes(ServeConfig(), kernels, device) == GraphSizes()
     for fields in ({"cuda_graphs": "off"}, {"cuda_graph_max_seqs": 8}):
         with pytest.raises(
             ConfigError, match=r"--cuda-graph.* needs a GPU and --attention-backend"
@@ -315,7 +353,13 @@ def test_where_there_can_be_none(kernels: ReferenceKernels, device: torch.device
 
 
 def test_profiles_of_steps_with_and_without_graphs_differ() -> None:
-    kinds = ({}, {"cuda_graphs": "off"}, {"cuda_graph_max_seqs": 8}, {"cuda_graph_max_seqs": 9})
+    kinds = (
+        {},
+        {"cuda_graphs": "off"},
+        {"cuda_graph_max_seqs": 8},
+        {"cuda_graph_max_seqs": 9},
+        {"cuda_graph_max_tokens": 0},
+    )
     keys = [profile_key(ServeConfig(**fields)) for fields in kinds]
     assert len({key.digest for key in keys}) == len(kinds)
-    assert {"cuda_graphs", "cuda_graph_max_seqs"} <= set(FIELDS)
+    assert {"cuda_graphs", "cuda_graph_max_seqs", "cuda_graph_max_tokens"} <= set(FIELDS)

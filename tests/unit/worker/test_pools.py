@@ -20,7 +20,8 @@ from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.models.parallel import SingleRank
 from lightserve.types import StepId
-from lightserve.worker import engine, staged_host_pool
+from lightserve.worker import capture, engine, staged_host_pool
+from lightserve.worker.capture import GraphSizes
 from lightserve.worker.device import make_queue
 from lightserve.worker.engine import build_runner
 from lightserve.worker.host_pool import DirectHostPool
@@ -187,6 +188,7 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
     pool = KVPool(LAYOUT, 16, torch.device("cpu"))
     monkeypatch.setattr(engine, "CudaStatistics", Statistics)
     monkeypatch.setattr(engine, "estimated_graph_bytes", lambda _, sizes: 1000 * len(sizes))
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: None)
     monkeypatch.setattr(ModelRunner, "execute", lambda _, plan: executed.append(plan), raising=True)
 
     def make_runner(pool: KVPool) -> ModelRunner:
@@ -195,7 +197,8 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
             model, pool, SingleRank(), host_pool=host_pool, queue=queue, max_num_seqs=3
         )
 
-    for sizes, graphs in (((), 0), ((1, 2, 4), 3000)):
+    both = GraphSizes((1, 2, 4), (16, 32))
+    for sizes, graphs in ((GraphSizes(), 0), (GraphSizes((1, 2, 4)), 3000), (both, 5000)):
         executed.clear()
         memory = engine.measure_gpu(
             config, model, pool, make_runner, graph_sizes=sizes, tp=SingleRank()
