@@ -34,6 +34,7 @@ from lightserve.kernels.triton.configs import (
     padded_dim,
 )
 from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits
+from lightserve.kernels.triton.sizes import next_power_of_2
 
 _FEW = tl.constexpr(FEW_TOKENS)
 _FEW_BLOCK = tl.constexpr(16)
@@ -85,15 +86,15 @@ def _walked(q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.c
 
 # fmt: off
 @triton.jit(
+    do_not_specialize=["first_chunk_part"],
     do_not_specialize_on_alignment=["rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
 )
 def _plan_kernel(
     decodes_ptr, chunks_ptr, merged_ptr, totals_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
-    window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    window, first_chunk_part, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
     BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr, HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     CHUNK_SPLITS: tl.constexpr, CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, FIRST_CHUNK_PART: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     """List the items of one row per program, behind those of the rows before it.
@@ -193,7 +194,7 @@ def _plan_kernel(
             if HAS_WINDOW:
                 begins = tl.maximum(0, position - window + 1) // CHUNK_BLOCK_N * CHUNK_BLOCK_N
             stretch = tl.cdiv(tl.cdiv(ends - begins, splits), CHUNK_BLOCK_N) * CHUNK_BLOCK_N
-            part = FIRST_CHUNK_PART + first_part + first * splits + split
+            part = first_chunk_part + first_part + first * splits + split
             item = chunks_ptr + (first_chunk + number) * CHUNK_FIELDS
             tl.store(item + INDEX, number * 0 + own, mask=mask)
             tl.store(item + START, first, mask=mask)
@@ -209,7 +210,7 @@ def _plan_kernel(
                 unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
                 mask = token < q_len
                 tl.store(unit, own_start + token, mask=mask)
-                tl.store(unit + 1, FIRST_CHUNK_PART + first_part + token * splits, mask=mask)
+                tl.store(unit + 1, first_chunk_part + first_part + token * splits, mask=mask)
                 tl.store(unit + 2, token * 0 + splits, mask=mask)
 
 
@@ -279,11 +280,13 @@ def _plan(
         together = 1
     prefill = configs.prefill(shape, gpu, _chunk_class(batch, shape, gpu))
     most = _most(batch, together, prefill.tokens(shape.group))
-    splits = _splits(decode.split_len, batch, shape) if most.few else 1
-    chunk_splits = _splits(prefill.split_len, batch, shape) if most.blocks else 1
+    # Numbers that kernels are compiled for depend on the table's width and on nothing of the batch.
+    splits = _splits(decode.split_len, batch, shape)
+    chunk_splits = _splits(prefill.split_len, batch, shape)
     num_programs = num_prefill_programs(prefill, shape, gpu)
     # Stretches together are as many as programs run at once, see `_plan_kernel`.
-    stretches = num_programs // shape.num_kv_heads if chunk_splits > 1 else 0
+    is_cut = chunk_splits > 1
+    stretches = num_programs // shape.num_kv_heads if is_cut and most.blocks else 0
     first_chunk_part = most.few * splits if splits > 1 else 0
     num_parts = first_chunk_part + stretches * prefill.tokens(shape.group)
     merged = (most.few if splits > 1 else 0) + (most.chunk_tokens if stretches else 0)
@@ -298,7 +301,7 @@ def _plan(
         decodes=table(most.decode_items * splits, DECODE_FIELDS.value),
         prefill=prefill,
         chunks=table(most.blocks + stretches, CHUNK_FIELDS.value),
-        is_cut=stretches > 0,
+        is_cut=is_cut,
         merged=table(merged, MERGED_FIELDS.value),
         totals=torch.empty(3, dtype=torch.int32, device=device),
         max_splits=max(splits, chunk_splits),
@@ -313,6 +316,7 @@ def _plan(
         batch.cu_seqlens_q,
         batch.context_lens,
         window or 0,
+        first_chunk_part,
         HAS_WINDOW=shape.has_window,
         SPLITS=splits,
         SPLIT_LEN=decode.split_len,
@@ -325,8 +329,7 @@ def _plan(
         CHUNK_BLOCK_N=prefill.block_n,
         NUM_KV_HEADS=shape.num_kv_heads,
         NUM_PROGRAMS=num_programs,
-        FIRST_CHUNK_PART=first_chunk_part,
-        BLOCK_R=min(_ROWS_AT_ONCE, 1 << max(4, (len(batch.rows) - 1).bit_length())),
+        BLOCK_R=min(_ROWS_AT_ONCE, next_power_of_2(max(16, len(batch.req_to_slot)))),
         enable_fp_fusion=True,
     )
     return work
