@@ -429,10 +429,10 @@ class RandomModel:
 @contextmanager
 def graphs_in_use(runner: ModelRunner, in_use: bool) -> Iterator[None]:
     """Let a runner use the graphs that it has, or do without for a while."""
-    graphs = runner._graphs
+    graphs, mixed = runner._graphs, runner._mixed
     if not in_use:
-        runner._graphs = None
+        runner._graphs = runner._mixed = None
     try:
         yield
     finally:
-        runner._graphs = graphs
+        runner._graphs, runner._mixed = graphs, mixed
