@@ -101,7 +101,7 @@ def _decode_kernel(
         )
         # Of several tokens, the first ones see nothing of a stretch that begins behind them.
         total = tl.where(total > 0.0, total, 1.0)
-        # Read again, so that the compiler does not keep them in registers, where the loop needs them.
+        # Read again: kept through the loop, they would take registers that it needs.
         if TOGETHER > 1:
             exists = stacked < tl.load(item + COUNT, volatile=True) * GROUP
             number = stacked // GROUP
