@@ -92,9 +92,10 @@ def _walked(q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.c
 def _plan_kernel(
     decodes_ptr, chunks_ptr, merged_ptr, totals_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
     window, first_chunk_part, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr, HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    CHUNK_SPLITS: tl.constexpr, CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
+    CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     """List the items of one row per program, behind those of the rows before it.
