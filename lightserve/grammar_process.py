@@ -18,7 +18,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -84,26 +84,40 @@ def complaint_of_death(exit_code: int) -> str | None:
     return names.get(exit_code)
 
 
-def used_bytes() -> int:
-    """Return how much of this process's memory is in use, as its allocator counts."""
-    facts = _LIBC.mallinfo2()
-    return int(facts.uordblks + facts.hblkhd)
-
-
-class _MallInfo(ctypes.Structure):
-    """`struct mallinfo2` of the C library."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
 _LIBC = ctypes.CDLL(None)
-_LIBC.mallinfo2.restype = _MallInfo
+
+
+def _counter(name: str, number: type[ctypes.c_size_t | ctypes.c_uint]) -> Callable[[], int]:
+    """Return what asks the C library's function `name`, whose figures are of type `number`."""
+
+    class Facts(ctypes.Structure):
+        """`struct mallinfo` or `struct mallinfo2`."""
+
+        _fields_ = tuple(
+            (field, number)
+            for field in (
+                *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+                *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+            )
+        )
+
+    function = getattr(_LIBC, name)
+    function.restype = Facts
+
+    def count() -> int:
+        facts = function()
+        return int(facts.uordblks + facts.hblkhd)
+
+    return count
+
+
+# Before version 2.33 the C library counts up to 4 GiB: enough, where a process may have 3.
+used_bytes = (
+    _counter("mallinfo2", ctypes.c_size_t)
+    if hasattr(_LIBC, "mallinfo2")
+    else _counter("mallinfo", ctypes.c_uint)
+)
+"""Returns how much of this process's memory is in use, as its allocator counts."""
 
 
 def main() -> NoReturn:

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Coroutine
+from ctypes import c_size_t, c_uint
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from lightserve import grammar_process
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.structured_output import ConstraintChecker
@@ -250,3 +252,13 @@ def test_the_process_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "LIGHTSERVE_API_KEY"):
         monkeypatch.setenv(name, "secret")
     assert "secret" not in environment().values()
+
+
+@pytest.mark.parametrize(("name", "number"), [("mallinfo2", c_size_t), ("mallinfo", c_uint)])
+def test_memory_in_use_is_counted_with_old_and_new_libraries(name: str, number: Any) -> None:
+    count = grammar_process._counter(name, number)
+    before = count()
+    data = bytearray(50 * MiB)
+    assert 50 * MiB <= count() - before <= 51 * MiB
+    del data
+    assert count() - before <= MiB
