@@ -98,7 +98,8 @@ def test_a_worker_without_memory_is_replaced_and_nothing_else(
             assert result.detail.startswith("503"), result
     assert stream_once(sturdy.url, _body(sturdy)).outcome is Outcome.WHOLE
     after = {role: process.pid for role, process in sturdy.tree().items()}
-    assert {role for role in before if before[role] != after[role]} == {"worker-0"}
+    changed = {role for role in before if before[role] != after[role]}
+    assert changed == {"worker-0", "grammars of worker-0"}
 
 
 def _is_gone_after_a_prompt(server: LiveServer, pid: int) -> bool:
