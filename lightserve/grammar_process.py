@@ -129,8 +129,7 @@ def main() -> NoReturn:
     source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(0), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there what ends it
     at_start = address_space()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (at_start + MAX_WORK_BYTES,) * 2)
+    limit_memory(at_start + MAX_WORK_BYTES)
     decoder = msgspec.msgpack.Decoder(Constraint)
     try:
         while (data := read_frame(source)) is not None:
@@ -145,10 +144,21 @@ def main() -> NoReturn:
     os._exit(0)
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Have more memory than so many bytes refused, and no image of it written to a disk."""
+    _lower(resource.RLIMIT_AS, num_bytes)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def limit_cpu() -> None:
     """Give the process `MAX_CPU_S` more of a processor from now on."""
-    most = math.ceil(time.process_time()) + MAX_CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MAX_CPU_S)
+
+
+def _lower(limit: int, value: int) -> None:
+    """Set a limit, which may have been lower before."""
+    _, most = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def _judge(constraint: Constraint, vocabulary: LLTokenizer) -> Verdict:

@@ -13,7 +13,6 @@ when they are not.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -32,6 +31,7 @@ from lightserve.errors import GrammarError
 from lightserve.grammar_process import (
     address_space,
     begin_process,
+    limit_memory,
     read_frame,
     trim,
     used_bytes,
@@ -356,8 +356,7 @@ def main() -> NoReturn:
     tokenizer = Tokenizer(Path(setup.model_dir), shown=setup.shown)
     vocabulary = model_vocabulary(tokenizer, setup.vocab_size)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there what ends it
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (address_space() + MAX_BYTES,) * 2)
+    limit_memory(address_space() + MAX_BYTES)
     matchers = RowMatchers(
         vocabulary,
         note=lambda compiled, masked: _write(at_work, AT_WORK.pack(compiled, masked)),

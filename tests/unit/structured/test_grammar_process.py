@@ -248,6 +248,26 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
         process.wait(PATIENCE_S)
 
 
+def test_limits_of_the_whole_server_are_no_hindrance() -> None:
+    """They may be lower than the process's own, and no program may raise them."""
+    gib = 2**30
+    code = (
+        "import resource\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({3 * gib}, {3 * gib}))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (50, 50))\n"
+        "from lightserve import grammar_process\n"
+        f"grammar_process.limit_memory({4 * gib})\n"
+        "grammar_process.limit_cpu()\n"
+        "print(resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_CPU))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    memory, cpu = result.stdout.split(maxsplit=1)
+    assert int(memory) == 3 * gib
+    assert cpu.strip() in {f"({second}, 50)" for second in range(2, 9)}
+
+
 def test_the_process_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "LIGHTSERVE_API_KEY"):
         monkeypatch.setenv(name, "secret")
