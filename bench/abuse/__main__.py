@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.abuse import bodies, connections, constraints, files, requests
+from bench.abuse import bodies, connections, constraints, files, requests, shares
 from bench.abuse.arena import (
     Arena,
     Attack,
@@ -42,6 +42,7 @@ SUBJECTS: Mapping[str, Sequence[Attack]] = {
     "batches": files.FILES,
     "prefixes": requests.PREFIXES,
     "router_load": requests.ROUTER_LOAD,
+    "shares": shares.SHARES,
 }
 """What there is without an attack comes first."""
 PARTS: Mapping[str, Callable[[], bool]] = {

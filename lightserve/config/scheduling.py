@@ -123,7 +123,7 @@ class SchedulingOptions:
     long_prompt_tokens: int = option(
         4096,
         "unified, accelgen: of real-time prompts with so many tokens to compute or more, one is in"
-        " progress at once, unless another is urgent; 0: no such rule.",
+        " progress at once (unified: one of each key), unless another is urgent; 0: no such rule.",
         low=0,
     )
     without: str = option(

@@ -3,7 +3,8 @@
 Within a class, accounts share the engine by weighted tokens: the virtual token counter of Sheng et
 al., "Fairness in serving large language models", section 4. Each account has a counter of what it
 has been served; of those that have requests waiting, the one with the least goes first. One that
-comes back is lifted to the least of those that wait: no share is saved up in idle times. Accounts
+comes back is lifted to the least of those that wait, or else to the most that any had: no share is
+saved up in idle times. Accounts
 are API keys; behind the key of a gateway its own clients have accounts, and share what the key has:
 
     root ─┬─ key "alice" ─── ""
@@ -17,9 +18,9 @@ Pure. Where there is one account, as without keys, nothing is counted and nothin
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightserve.messages.frontend_router import Client, ErrorCode
@@ -65,7 +66,7 @@ class Account:
         self.members: dict[str, Account] = {}
         """Those without a request from the one idle for longest on; the others among them."""
         self.last_served = 0.0
-        """Counter of the member that had something waiting last."""
+        """Largest counter with which a member had nothing waiting any more."""
 
     @property
     def key(self) -> Account:
@@ -93,8 +94,7 @@ class Account:
         account = self
         while (parent := account.parent) is not None:
             if account.num_waiting == 0:
-                others = (other.served for other in parent.members.values() if other.num_waiting)
-                account.served = max(account.served, min(others, default=parent.last_served))
+                account.served = max(account.served, parent.level())
             account.num_waiting += 1
             account.num_waiting_tokens += num_tokens
             account = parent
@@ -106,8 +106,20 @@ class Account:
             account.num_waiting -= 1
             account.num_waiting_tokens -= num_tokens
             if account.num_waiting == 0:
-                parent.last_served = account.served
+                parent.last_served = max(parent.last_served, account.served)
             account = parent
+
+    def level(self) -> float:
+        """Return the counter to which a member is lifted that has nothing waiting.
+
+        The least of those that have. Where none has, all of them got what they wanted, so that none
+        is owed anything: then the most that any had.
+        """
+        waiting = [each.served for each in self.members.values() if each.num_waiting]
+        if waiting:
+            return min(waiting)
+        live = (each.served for each in self.members.values() if each.num_live)
+        return max(self.last_served, *live, 0.0)
 
     def hold(self) -> None:
         """Take in that the router has one more request of this account."""
@@ -158,29 +170,76 @@ def share_of_queue(account: Account, bounds: QueueBounds, *, joining: int | None
     return Share(of_key, own)
 
 
-def in_fair_order(requests: Sequence[Request]) -> list[Request]:
-    """Return requests so that each time the account goes first that has had least.
+def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Request]:
+    """Yield requests so that each time the account goes first that has had least.
 
-    What is before counts as had. Those of one account keep their order.
+    What was yielded before counts as had; of keys that have had as much the first one goes first.
+    Those of one account keep their order.
+
+    Args:
+        waiting: by account; read as far as needed.
     """
-    waiting: dict[Account, deque[Request]] = {}
-    for request in requests:
-        if request.account is None:
-            return list(requests)
-        waiting.setdefault(request.account, deque()).append(request)
     if len(waiting) < 2:
-        return list(requests)
-    had: Counter[Account] = Counter()
-    found: list[Request] = []
-    while waiting:
-        account = min(waiting, key=lambda a: (a.key.served + had[a.key], a.served + had[a]))
-        request = waiting[account].popleft()
-        if not waiting[account]:
-            del waiting[account]
-        found.append(request)
-        for each in (account, account.key):
-            had[each] += request.num_schedulable_tokens
-    return found
+        yield from itertools.chain.from_iterable(waiting.values())
+        return
+    keys: dict[Account | None, _Turns] = {}
+    for account, requests in waiting.items():
+        key = None if account is None else account.key
+        if key not in keys:
+            keys[key] = _Turns(0.0 if key is None else key.served)
+        keys[key].add(0.0 if account is None else account.served, iter(requests))
+    of_keys = [(turns.had, number, turns) for number, turns in enumerate(keys.values())]
+    heapq.heapify(of_keys)
+    while of_keys:
+        _, number, turns = of_keys[0]
+        if (request := turns.next()) is None:
+            heapq.heappop(of_keys)
+            continue
+        heapq.heapreplace(of_keys, (turns.had, number, turns))
+        yield request
+
+
+class _Turns:
+    """The accounts behind a key, while requests are put in order."""
+
+    def __init__(self, had: float) -> None:
+        self.had = had
+        """What the key has had, what was put in order included."""
+        self._accounts: list[tuple[float, int, Iterator[Request]]] = []
+
+    def add(self, had: float, requests: Iterator[Request]) -> None:
+        """Add an account."""
+        heapq.heappush(self._accounts, (had, len(self._accounts), requests))
+
+    def next(self) -> Request | None:
+        """Return the next request; None: there are no more."""
+        while self._accounts:
+            had, number, requests = self._accounts[0]
+            if (request := next(requests, None)) is not None:
+                self.had += request.num_schedulable_tokens
+                had += request.num_schedulable_tokens
+                heapq.heapreplace(self._accounts, (had, number, requests))
+                return request
+            heapq.heappop(self._accounts)
+        return None
+
+
+def in_fair_order(requests: Iterable[Request]) -> list[Request]:
+    """Return requests as they come `in_turn`."""
+    waiting: dict[Account | None, list[Request]] = {}
+    for request in requests:
+        waiting.setdefault(request.account, []).append(request)
+    return list(in_turn(waiting))
+
+
+def has_had_less(request: Request, other: Request) -> bool:
+    """Return whether a request is of another account, which has had less."""
+    return request.account is not other.account and had_of(request) < had_of(other)
+
+
+def had_of(request: Request) -> tuple[float, float]:
+    """Return what a request's key and account have had."""
+    return (0.0, 0.0) if request.account is None else request.account.rank
 
 
 class _Used:

@@ -203,7 +203,7 @@ class StepCommit:
     def book(self, step: PlannedStep, kv: KVStore, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
         self.skip_counters.note(step)
-        self._make_room(step, kv)
+        self._make_room(step, kv, now_s)
         self._steps_since_take = 0 if step.checkpointed else self._steps_since_take + 1
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
@@ -253,12 +253,14 @@ class StepCommit:
 
     # ---------------------------------------------------------------- pausing and taking
 
-    def _make_room(self, step: PlannedStep, kv: KVStore) -> None:
+    def _make_room(self, step: PlannedStep, kv: KVStore, now_s: float) -> None:
         """Pause and take; who stops heads the queue of its class, in order of admission."""
         for request in step.paused:
             self._rows.release(request)
             self.counters[request.request_class].num_pauses += 1
             request.pause()
+        for request in step.seats_given:
+            request.gave_seat_s = now_s
         self._waiting.requeue(step.paused[::-1])
         for request, num_tokens in step.checkpointed:
             counters = self.counters[request.request_class]

@@ -47,6 +47,8 @@ class SchedulerConfig:
     policy: Policy
     victims: Dispensability | None = None
     """Who of a class loses memory first; None: the newest."""
+    keys_take_turns: bool = False
+    """Whether requests without deadlines start, and keep their seats, in turns by key."""
     be_by_sharing: bool = True
     """Whether best-effort requests start by what is cached of them; otherwise as they came."""
     slo_clock: SLOClock = curve_clock
@@ -66,6 +68,9 @@ class SchedulerConfig:
 
 
 # From the server's configuration.
+
+KEYS_TAKE_TURNS = ("priority", "unified")
+"""Policies in which keys take turns where no deadline says who goes first."""
 
 CACHE_ORDERS: dict[str, EvictionOrder | None] = {
     "task-aware": task_aware,
@@ -96,6 +101,7 @@ def make_scheduler_config(
         rt_kv_deviations=config.rt_kv_deviations,
         burst_headroom_s=config.burst_headroom_s,
         last_ones_go=config.policy == "unified",
+        keys_take_turns=config.policy in KEYS_TAKE_TURNS,
         queue_limits={
             RequestClass.RT: QueueLimits(
                 config.rt_max_waiting_requests, config.rt_max_waiting_tokens

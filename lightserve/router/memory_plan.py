@@ -13,7 +13,7 @@ there is free or cached takes it from those of a lower rank, the last first:
 
 Nothing is taken unless it makes the taker fit, so none is paused for nothing, and none can take
 back what it lost to one of a higher rank. A newcomer that never ran ranks below all of its class
-and takes from other classes alone.
+and takes from other classes alone, unless it is owed a seat (`seats`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
 from lightserve.router.request import RUNNING, Request
 from lightserve.router.request_table import Decodes, RequestTable, Rows
+from lightserve.router.seats import NO_SEATS, Seats
 from lightserve.router.step import Checkpointed, Loading, Reason, Scheduled, each_scheduled
 from lightserve.types import BE, RT
 
@@ -65,6 +66,7 @@ class MemoryPlan:
         *,
         is_class_aware: bool,
         spared: Iterable[Request] = (),
+        seats: Seats = NO_SEATS,
     ) -> None:
         """Begin with nothing placed.
 
@@ -75,6 +77,7 @@ class MemoryPlan:
             num_reserved: cached slots that best-effort requests may not have.
             is_class_aware: whether a real-time newcomer may take from best-effort requests.
             spared: newcomers; what they found in the prefix tree is not taken.
+            seats: whose seats others are owed.
         """
         self._table = table
         self._num_rows = table.num_free
@@ -85,6 +88,8 @@ class MemoryPlan:
         self._found_best_effort: int | None = None
         self._ranks: dict[Request, int] | None = None
         self._is_class_aware = is_class_aware
+        self._seats = seats
+        self._taker: Request | None = None
         self._num_left = kv.num_available
         self._newcomer_bytes = 0
         """What requests that begin or load take in the plan."""
@@ -108,7 +113,6 @@ class MemoryPlan:
         """From this rank on there is nothing to take."""
         self._barren_from: dict[int, int] = {}
         """By where ranks end that are taken from: from which on nothing is left of them."""
-
         self._untaken: tuple[Any, ...] | None = None
         """What was placed before decodes took anything; None: they did not."""
         for newcomer in spared:
@@ -131,11 +135,7 @@ class MemoryPlan:
         also = filter(_runs, self._preempted)
         return MemoryChanges(
             tuple(dict.fromkeys([*self._paused, *also])),
-            tuple(
-                Checkpointed(request, count)
-                for request, count in self._checkpointed.items()
-                if count
-            ),
+            tuple(Checkpointed(r, count) for r, count in self._checkpointed.items() if count),
             tuple(self._preempted),
             tuple(itertools.starmap(Loading, self._loaded.items())),
         )
@@ -239,6 +239,7 @@ class MemoryPlan:
         missing = num_slots - self._num_left
         if missing > 0 and self._is_class_aware:
             self._place_one_by_one()
+            self._taker = None
             best_effort = range(self._first_best_effort, len(self._holders))
             if not self._take_ends(best_effort, missing, takes_less=False):
                 self._take_rest(best_effort, missing, takes_less=True)
@@ -404,7 +405,9 @@ class MemoryPlan:
             holder = self._holders[rank]
             before = self._checkpointed.get(holder, 0)
             num_left = self._tails.takeable(holder, self._pinned) - before
-            if num_left > 0 and holder not in self._preempted:
+            if self._seats.keeps(holder, self._taker):
+                is_barren = False
+            elif num_left > 0 and holder not in self._preempted:
                 is_barren = False
                 yield holder, before, num_left
             elif is_barren:
@@ -423,7 +426,8 @@ class MemoryPlan:
         """Pause a running junior for its row; whether there is one."""
         self._place_one_by_one()
         for junior in reversed(self._holders[self._first_junior(request) :]):
-            if _runs(junior) and not self._has_stopped(junior):
+            is_left = self._has_stopped(junior) or self._seats.keeps(junior, request)
+            if _runs(junior) and not is_left:
                 self._stop(junior, Reason.ROWS)
                 return True
         return False
@@ -433,7 +437,7 @@ class MemoryPlan:
 
         All that a class has goes before anything of a more senior class.
         """
-        rank = self._first_junior(request)
+        rank, self._taker = self._first_junior(request), request
         if rank >= self._barren_rank:
             return
         self._place_one_by_one()
@@ -482,6 +486,7 @@ class MemoryPlan:
             junior
             for junior in (self._holders[rank] for rank in reversed(ranks))
             if junior not in self._preempted
+            and not self._seats.keeps(junior, self._taker)
             and junior.num_held_tokens > self._checkpointed.get(junior, 0)
         ]
         if self._drop_whole(juniors, missing):

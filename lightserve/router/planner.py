@@ -27,6 +27,7 @@ from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
 from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.request_table import DueTimes, RequestTable, Running
+from lightserve.router.seats import Seats
 from lightserve.router.step import (
     LeftOut,
     PlannedStep,
@@ -60,7 +61,8 @@ def fill(policy: Policy, step: StepBudget, memory: MemoryPlan, future: Admission
             is_newcomer = request.state is WAITING
             lacking = step.refuses_to_start(request) if is_newcomer else None
             if lacking is None and is_newcomer and not future.admit(request):
-                lacking = Reason.KV_FUTURE
+                is_owed = request in step.limits.seats.owed
+                lacking = None if is_owed else Reason.KV_FUTURE
             part = lacking or step.offer(request, phase)
             classes = (request.request_class,) if policy.is_class_aware else phase.classes
             if not isinstance(part, Reason):
@@ -123,6 +125,8 @@ class Planner:
         self._rows = rows
         self._pipeline = pipeline
         self._demand = demand
+        self._seats = Seats()
+        """Of the last plan."""
 
     def plan(
         self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float
@@ -135,9 +139,10 @@ class Planner:
             headroom: slots that best-effort newcomers may not count on.
             now_s: the time.
         """
+        self._seats = self._seats_now(now_s)
         start_s = self._pipeline.next_start_s(now_s)
         outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
-        running = Running(self._rows)
+        running = Running(self._rows, self._seats.rows_in_order(self._rows))
         be_room = functools.partial(self._be_room, kv, running, outlook)
         pool = PoolView(kv.num_slots, headroom, functools.cache(be_room))
         for scene in self._scenes(kv, running, suspects):
@@ -172,7 +177,7 @@ class Planner:
             waiting: Waiting = _Only([kv.look_up(r) for r in holders if r.is_paused])
         else:
             by_sharing = self._config.be_by_sharing
-            waiting = _LookedUp(self._waiting, kv, running, by_sharing=by_sharing)
+            waiting = _LookedUp(self._waiting, kv, running, self._seats, by_sharing=by_sharing)
             holders = []
         yield _Scene(running, waiting)
         if kv.num_reserved_for_rt and not any(h.num_inflight_steps for h in self.holders()):
@@ -203,6 +208,7 @@ class Planner:
             functools.partial(self._by_loss, kv, start_s),
             kv.num_reserved_for_rt if scene.keeps_reserve else 0,
             is_class_aware=self._policy.is_class_aware,
+            seats=self._seats,
             spared=scene.spared,
         )
         step = StepBudget(
@@ -217,11 +223,12 @@ class Planner:
         return _Filled(step, memory, future)
 
     def _limits(self, scene: _Scene, kv: KVStore, outlook: Outlook, start_s: float) -> StepLimits:
-        pipeline = self._pipeline
+        pipeline, seats = self._pipeline, self._seats
         num_free = min(self._rows.num_free, MAX_NEWCOMERS)
         num_yielding = 0
         if self._policy.is_class_aware:
-            num_yielding = min(len(scene.running.of(BE)), MAX_NEWCOMERS - num_free)
+            num_yielding = len(scene.running.of(BE)) + len(seats.owed_of(RT))
+            num_yielding = min(num_yielding, MAX_NEWCOMERS - num_free)
         return StepLimits(
             max_num_batched_tokens=pipeline.max_num_batched_tokens,
             num_free_rows=num_free,
@@ -243,6 +250,8 @@ class Planner:
             overlaps_copies=pipeline.overlaps_copies,
             outlook=outlook,
             turn=self._waiting.turn() if isinstance(scene.waiting, _LookedUp) else Turn(),
+            seats=seats,
+            num_owed_be_rows=len(seats.owed_of(BE)),
         )
 
     def _planned(self, filled: _Filled, headroom: int, now_s: float) -> PlannedStep:
@@ -268,6 +277,7 @@ class Planner:
             shape=shape,
             predicted_s=self._pipeline.predict(shape, memory.num_copied),
             loaded=changes.loaded,
+            seats_given=self._seats.given(changes.paused, newcomers),
             left_out=left_out,
             unseen=self._unseen(newcomers, left_out, step.skips),
             limit_s=step.deadline_s if math.isfinite(step.deadline_s) else None,
@@ -307,16 +317,27 @@ class Planner:
         num_known -= SharedPrefixes(started).num_counted_twice
         return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
 
+    def _seats_now(self, now_s: float) -> Seats:
+        if not self._config.keys_take_turns:
+            return Seats()
+        heads = {request_class: self._waiting.heads(request_class) for request_class in (RT, BE)}
+        return Seats(self._rows.of(self._rows.rows), heads, now_s)
+
     def holders(self) -> list[Request]:
-        """Return the running and paused requests, the highest rank first (see `MemoryPlan`)."""
+        """Return the running and paused requests, the highest rank first (see `MemoryPlan`).
+
+        Those that are owed a seat have that seat's rank, whether they hold anything or not.
+        """
         paused = {c: list(self._waiting.paused(c)) for c in RequestClass}
         running = self._rows.of(self._rows.rows)
         if not self._policy.is_class_aware:
             return running + paused[RT] + paused[BE]
         holders: list[Request] = []
         for request_class in (RT, BE):
-            holders += [r for r in running if r.request_class is request_class]
-            holders += paused[request_class]
+            owed = self._seats.owed_of(request_class)
+            seated = [r for r in running if r.request_class is request_class] + owed
+            holders += self._seats.in_order(seated)
+            holders += [request for request in paused[request_class] if request not in owed]
         return holders
 
     def _by_loss(self, kv: KVStore, start_s: float) -> list[Request]:
@@ -368,12 +389,19 @@ class _LookedUp:
     """The waiting, each with notes on what starting it takes; see `policies.base.Waiting`."""
 
     def __init__(
-        self, waiting: WaitingQueue, kv: KVStore, running: Running, *, by_sharing: bool
+        self,
+        waiting: WaitingQueue,
+        kv: KVStore,
+        running: Running,
+        seats: Seats,
+        *,
+        by_sharing: bool,
     ) -> None:
         """`by_sharing`: best-effort requests come by what is cached of them, not by arrival."""
         self._waiting = waiting
         self._kv = kv
         self._running = running
+        self._seats = seats
         self._tree = kv.tree if by_sharing else None
         self._noted: set[Request] = set()
         self._found_prefilling: list[Request] | None = None
@@ -384,11 +412,13 @@ class _LookedUp:
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class."""
         if request_class is RT:
-            return map(self._look_up, self._waiting.real_time())
+            return map(self._look_up, self._waiting.real_time(self._seats))
         table, rows = self._running.table, self._running.rows
         context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
-        turn = self._waiting.turn()
-        return map(self._look_up, self._waiting.best_effort(turn, self._tree, context_len))
+        best_effort = self._waiting.best_effort(
+            self._waiting.turn(), self._tree, context_len, self._seats
+        )
+        return map(self._look_up, best_effort)
 
     def late(self) -> Iterator[Request]:
         """Iterate over real-time requests that never ran and are late."""

@@ -20,15 +20,23 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightserve.router.accounts import Account, QueueBounds, share_of_queue
+from lightserve.router.accounts import (
+    Account,
+    QueueBounds,
+    in_fair_order,
+    in_turn,
+    share_of_queue,
+)
 from lightserve.router.kv.prefix_node import common_len
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
+from lightserve.router.seats import NO_SEATS, Seats
 from lightserve.router.slo import CompletionLedger, LineDeadline, SharedDue
 from lightserve.types import BE, RT, RequestClass, RequestKey
 
@@ -157,15 +165,35 @@ class WaitingQueue:
         fresh = heapq.merge(*self._fresh.values(), key=_by_arrival)
         yield from (r for r in fresh if r is not oldest)
 
-    def real_time(self) -> Iterator[Request]:
-        """Iterate over real-time requests."""
-        return self._of(RT)
+    def real_time(self, seats: Seats = NO_SEATS) -> Iterator[Request]:
+        """Iterate over real-time requests, those first that are owed a seat."""
+        if not seats.is_shared:
+            return self._of(RT)
+        return self._in_turns(seats)
 
-    def late(self) -> Iterable[Request]:
-        """Return the real-time requests that never ran and are late, in order."""
-        in_turn = sorted(self._late.items(), key=_by_rank) if len(self._late) > 1 else None
-        late = self._late.values() if in_turn is None else (late for _, late in in_turn)
-        return itertools.chain.from_iterable(each.values() for each in late)
+    def _in_turns(self, seats: Seats) -> Iterator[Request]:
+        owed = in_fair_order(seats.owed_of(RT))
+        yield from owed
+        others = itertools.chain(
+            self._put_back[RT].values(), self._fresh[RT].in_turns(MAX_CANDIDATES), self.late()
+        )
+        yield from (request for request in others if request not in owed)
+
+    def late(self) -> Iterator[Request]:
+        """Iterate over the real-time requests that never ran and are late; accounts take turns."""
+        return in_turn({account: late.values() for account, late in self._late.items()})
+
+    def heads(self, request_class: RequestClass) -> list[Request]:
+        """Return the first request of each account that waits."""
+        put_back = {r.account: r for r in reversed(self._put_back[request_class].values())}
+        fresh, late = self._fresh[request_class], self._late if request_class is RT else {}
+        found = dict(put_back)
+        for account in fresh.accounts():
+            if (first := fresh.first_of(account)) is not None:
+                found.setdefault(account, first)
+        for account, of_account in late.items():
+            found.setdefault(account, next(iter(of_account.values())))
+        return list(found.values())
 
     def crowding(self, request: Request, *, max_requests: int, max_tokens: int) -> Request | None:
         """Return a request that never ran, of the account that has most of a full queue.
@@ -231,18 +259,20 @@ class WaitingQueue:
         return max(longer, key=operator.attrgetter("num_prompt_tokens"), default=None)
 
     def best_effort(
-        self, turn: Turn, resident: PrefixTree | None, context_len: float
+        self, turn: Turn, resident: PrefixTree | None, context_len: float, seats: Seats = NO_SEATS
     ) -> Iterator[Request]:
         """Iterate over the best-effort requests that are worth asking (see `candidates`).
 
-        The first is the oldest where it is its turn.
+        The first is the oldest where it is its turn; then come those that are owed a seat.
         """
         oldest = turn.next_if_oldest
-        if oldest is not None:
-            yield oldest
-        yield from (r for r in self._put_back[BE].values() if r is not oldest)
+        first = [] if oldest is None else [oldest]
+        if seats.owed:
+            first += [r for r in in_fair_order(seats.owed_of(BE)) if r is not oldest]
+        yield from first
+        yield from (r for r in self._put_back[BE].values() if r not in first)
         candidates = self.candidates(resident, context_len=context_len)
-        yield from (r for r in candidates if r is not oldest)
+        yield from (r for r in candidates if r not in first)
 
     def candidates(
         self, resident: PrefixTree | None, *, context_len: float, limit: int = MAX_CANDIDATES
@@ -445,11 +475,21 @@ class _ByAccount:
         if len(self._of) < 2 or sum(map(len, self._of.values())) <= num_heads:
             yield from self
             return
-        most = max(1, num_heads // len(self._of))
-        heads = [itertools.islice(each.items(), most) for each in self._of.values()]
-        rest = [itertools.islice(each.items(), most, None) for each in self._of.values()]
-        yield from _merged(heads)
-        yield from _merged(rest)
+        yield from _heads_first([each.items() for each in self._of.values()], num_heads)
+
+    def in_turns(self, num_heads: int) -> Iterator[Request]:
+        """Iterate likewise over those that have deadlines, then over others: accounts take turns.
+
+        Of each account only those have their deadlines count that are before any without one.
+        """
+        timed = [itertools.takewhile(_is_timed, each.items()) for each in self._of.values()]
+        yield from _heads_first(timed, num_heads)
+        yield from in_turn(
+            {
+                account: (r for _, r in itertools.dropwhile(_is_timed, each.items()))
+                for account, each in self._of.items()
+            }
+        )
 
     def first_of(self, account: Account | None) -> Request | None:
         """Return the first that an account has."""
@@ -472,10 +512,26 @@ class _ByAccount:
             del self._of[request.account]
 
 
+def _is_timed(item: tuple[tuple[float, ...], Request]) -> bool:
+    """Return whether a first token is due."""
+    (_, due_s, _), request = item
+    return request.deadlines is not None and math.isfinite(due_s)
+
+
+def _heads_first(
+    parts: Sequence[Iterator[tuple[tuple[float, ...], Request]]], num_heads: int
+) -> Iterator[Request]:
+    """Yield requests of parts that are sorted by place, as many of each part among the first."""
+    most = max(1, num_heads // max(1, len(parts)))
+    yield from _merged([itertools.islice(part, most) for part in parts])
+    yield from _merged(parts)
+
+
 def _merged(
     parts: Sequence[Iterable[tuple[tuple[float, ...], Request]]],
 ) -> Iterator[Request]:
     """Yield requests of parts that are sorted by place."""
+    in_order: Iterable[tuple[tuple[float, ...], Request]]
     in_order = parts[0] if len(parts) == 1 else heapq.merge(*parts, key=operator.itemgetter(0))
     return (request for _, request in in_order)
 

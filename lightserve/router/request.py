@@ -23,6 +23,7 @@ What it will not have to compute when it resumes is noted by `KVStore.look_up`.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -170,6 +171,8 @@ class Request:
     num_replays: int = 0
     was_evicted: bool = False
     """Whether memory was ever taken from it for others."""
+    gave_seat_s: float = -math.inf
+    """When it was last paused for another key's request (`seats`)."""
     num_requeues: int = 0
     """How often it went back to waiting after it had started."""
     num_prompt_logprobs_sent: int = 0

@@ -272,6 +272,8 @@ class PlannedStep:
     """Predicted execution time."""
     loaded: tuple[Loading, ...] = ()
     """KV of paused requests that comes back beside the step."""
+    seats_given: tuple[Request, ...] = ()
+    """Those of `paused` whose seats others are owed."""
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Requests that were considered and do not advance."""
     unseen: Mapping[RequestClass, Unseen] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import signal
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,46 @@ def test_a_key_finds_its_own_prefixes_only(run_parent: Path, tmp_path: Path) -> 
         cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
         assert cached == [0, num_prompt_tokens - 1, 0]
         assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+
+
+# Seats: rows that one key holds all of.
+
+NUM_HELD = 1000
+OPERATOR = {"authorization": "Bearer the-key-of-the-operator"}
+
+
+def test_a_key_that_holds_all_rows_gives_one_up(run_parent: Path, tmp_path: Path) -> None:
+    """Another key is answered before any of them ends, and each comes to its end all the same."""
+    keys = tmp_path / "keys"
+    lines = ("alice the-key-of-alice", "bob the-key-of-bob-too", "op the-key-of-the-operator admin")
+    keys.write_text("\n".join(lines))
+    flags = ["--api-key-file", str(keys), "--max-num-seqs", "3"]
+    with live_server(run_parent, *flags) as server:
+        url = f"{server.url}/v1"
+        with (
+            OpenAI(base_url=url, api_key="the-key-of-alice") as alice,
+            OpenAI(base_url=url, api_key="the-key-of-bob-too") as bob,
+        ):
+            ask = {"model": server.model, "prompt": "Once", "extra_body": {"ignore_eos": True}}
+            wanted: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+            held = [
+                iter(alice.completions.create(max_tokens=NUM_HELD, **wanted, **ask))
+                for _ in range(3)
+            ]
+            for stream in held:  # all rows are theirs
+                next(stream)
+            ended: list[int] = []
+
+            def read(stream: Iterator[Any]) -> None:
+                *_, last = stream
+                ended.append(last.usage.completion_tokens)
+
+            with ThreadPoolExecutor(3) as threads:
+                reads = [threads.submit(read, stream) for stream in held]
+                answer = bob.completions.create(max_tokens=2, **ask)
+                assert answer.usage.completion_tokens == 2 and not ended
+                for done in reads:
+                    done.result(PATIENCE_S)
+            assert ended == [NUM_HELD] * 3
+            pattern = re.compile(r'lightserve_pauses_total\{[^}]*class="rt"[^}]*\} 1\b')
+            wait_for(lambda: pattern.search(server.metrics(OPERATOR)), "the pause to be counted")

@@ -15,7 +15,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.baselines import ConservativeAdmission
-from lightserve.router.config import SchedulerConfig
+from lightserve.router.config import KEYS_TAKE_TURNS, SchedulerConfig
 from lightserve.router.events import FromFrontend
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions
@@ -87,6 +87,7 @@ def make_core(
             max_num_batched_tokens=budget,
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(max_waiting, 1 << 30)),
             last_ones_go=policy == "unified",
+            keys_take_turns=policy in KEYS_TAKE_TURNS,
             max_parameter_bytes=max_parameter_bytes,
             policy=POLICIES[policy](),
             slo_clock=slo_clock,

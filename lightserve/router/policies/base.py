@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from lightserve.router.accounts import had_of, has_had_less
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
 from lightserve.router.queue import MAX_CANDIDATES, Turn
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, Rows
+from lightserve.router.seats import Seats
 from lightserve.router.step_cost import StepCost, StepGuard
 from lightserve.types import RT, RequestClass
 
@@ -32,7 +34,7 @@ class StepLimits:
     num_free_rows: int
     """For newcomers of this step, of which there may be no more than `planner.MAX_NEWCOMERS`."""
     num_yielding_rows: int = 0
-    """Rows of best-effort requests, which real-time newcomers get beyond these."""
+    """Rows of others, which real-time newcomers get beyond these."""
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
     step_number: int = 0
@@ -67,6 +69,10 @@ class StepLimits:
     """What real-time requests ask for."""
     turn: Turn = field(default_factory=Turn)
     """Whose turn it is among best-effort requests that wait."""
+    seats: Seats = field(default_factory=Seats)
+    """Which requests that wait are owed a seat."""
+    num_owed_be_rows: int = 0
+    """Rows of others of their class that best-effort newcomers get beyond free ones."""
 
     @property
     def num_available_slots(self) -> int:
@@ -150,6 +156,27 @@ def merged(
         first = () if other is None else (other,)
     yield from first
     yield from second
+
+
+def in_turns(
+    step: StepBudget, running: Phase, newcomers: Iterable[Request], request_class: RequestClass
+) -> Iterator[Phase]:
+    """Yield requests of a class that run, then those that start.
+
+    Where several accounts have some, prompts of the account that has had least come first, be they
+    in progress or not: one that starts does not wait for the ends of others' prompts.
+    """
+    if not (step.limits.seats.is_shared and running.prompts):
+        yield running
+        yield Phase(newcomers=newcomers, classes=(request_class,))
+        return
+    yield running._replace(prompts=())
+    yield Phase(
+        prompts=sorted(running.prompts, key=had_of),
+        newcomers=newcomers,
+        classes=(request_class,),
+        goes_before=has_had_less,
+    )
 
 
 def heads_of_real_time(waiting: Waiting) -> list[Request]:

@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
-from lightserve.router.policies.base import Phase
+from lightserve.router.policies.base import Phase, in_turns
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import MAX_COUNTED
 from lightserve.router.request import WAITING, Request
@@ -67,7 +67,7 @@ class PriorityPolicy:
 
     The strict scheduler of two classes that the papers compare with (Echo's BS), and the tuned
     baseline of every table about both classes. While a real-time request that could start waits, no
-    best-effort one runs.
+    best-effort one runs. Within a class keys take turns.
     """
 
     is_class_aware = True
@@ -75,12 +75,10 @@ class PriorityPolicy:
 
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
-        yield step.running_of(RT)
-        yield Phase(newcomers=self.newcomers(step), classes=(RT,))
+        yield from in_turns(step, step.running_of(RT), self.newcomers(step), RT)
         if step.is_full or step.leaves_waiting(RT):
             return
-        yield step.running_of(BE)
-        yield step.newcomers_of(BE)
+        yield from in_turns(step, step.running_of(BE), step.waiting.of(BE), BE)
 
     def newcomers(self, step: StepBudget) -> Iterable[Request]:
         """Return real-time requests that wait, in the order in which they start."""

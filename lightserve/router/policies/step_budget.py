@@ -222,7 +222,7 @@ class StepBudget:
         num_free = self.limits.num_free_rows - len(self.started)
         if request_class is RT:
             return num_free + self.limits.num_yielding_rows > 0
-        return num_free > 0 and self._num_be_left > 0
+        return num_free + self.limits.num_owed_be_rows > 0 and self._num_be_left > 0
 
     def offer(self, request: Request, phase: Phase) -> Scheduled | Loading | Reason:
         """Return as much of a request as there is time and budget for, or what is short.

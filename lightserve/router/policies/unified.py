@@ -8,7 +8,7 @@ bought is what long chunks and best-effort work live on.
 
     1. real-time decodes: they make the limit
     2. real-time prompts that can still be in time, by residual, one cut where the limit ends;
-       long ones one after the other (`_one_long_at_once`)
+       of a key one after the other (`_one_long_at_once`); where nothing is due keys take turns
     3. real-time prompts that are late anyway; those that have not started only while memory is
        left for arrivals that can be in time
     4. best-effort decodes, prompts in progress, those that resume, newcomers, the best of the next
@@ -32,9 +32,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightserve.router.accounts import in_fair_order
+from lightserve.router.accounts import Account, had_of, has_had_less, in_fair_order
 from lightserve.router.arrivals import Outlook
-from lightserve.router.policies.base import LOOK_AHEAD, Phase, merged
+from lightserve.router.policies.base import LOOK_AHEAD, Phase, in_turns, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
 from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
 from lightserve.router.queue import MAX_CANDIDATES
@@ -111,6 +111,8 @@ class _Order:
         """In progress, of real-time requests and of such jobs."""
         self._gave_way: Rows = NO_ROWS
         """Decodes left out for a more urgent request."""
+        self._is_too_much = False
+        """Whether real-time newcomers cannot all be in time."""
         self._is_left = False
         """Whether something urgent that could move or start was left out, or cut."""
 
@@ -140,8 +142,9 @@ class _Order:
     def urgent(self) -> Iterator[Phase]:
         """Yield real-time prompts: those that can be in time, then those that cannot."""
         options, step = self._options, self._step
-        prompts = sorted(self._prompts, key=step.residual)
+        prompts = sorted(self._prompts, key=lambda r: (step.residual(r), had_of(r)))
         late = [r for r in prompts if not step.can_be_in_time(r)]
+        late.sort(key=had_of)
         in_time = [r for r in prompts if r not in late]
         late_goes_first = is_turn_of_late(
             self._table,
@@ -224,19 +227,25 @@ class _Order:
     def _fill_with_best_effort(self, *, has_decodes: bool = True) -> Iterator[Phase]:
         """Yield those that run, then those that start, up to the limit that is set."""
         step = self._step
-        before_s, has_run_out = step.seconds, False
-        if len(self._best_effort):
-            of_rows = step.phase_of(self._best_effort)
-            yield of_rows if has_decodes else of_rows._replace(decodes=NO_ROWS)
-            has_run_out = step.has_run_out
-        if not has_run_out and not step.waits_for_memory(RT):
-            newcomers: Iterator[Request] = filter(self._may_be_tried, step.waiting.of(BE))
-            if self._options.best_first:
-                newcomers = BatchOrder(step).best_first(newcomers)
-            yield Phase(newcomers=newcomers, classes=(BE,))
-            has_run_out = step.has_run_out
-        self.wants_more = has_run_out
+        before_s = step.seconds
+        running = step.phase_of(self._best_effort)
+        if not has_decodes:
+            running = running._replace(decodes=NO_ROWS)
+        for phase in in_turns(step, running, self._best_effort_newcomers(), BE):
+            yield phase
+            if step.has_run_out:
+                break
+        self.wants_more = step.has_run_out
         self.best_effort_s += step.seconds - before_s
+
+    def _best_effort_newcomers(self) -> Iterator[Request]:
+        step = self._step
+        if step.waits_for_memory(RT):
+            return
+        newcomers: Iterator[Request] = filter(self._may_be_tried, step.waiting.of(BE))
+        if self._options.best_first:
+            newcomers = BatchOrder(step).best_first(newcomers)
+        yield from newcomers
 
     def _may_be_tried(self, request: Request) -> bool:
         """Whether a newcomer is neither in the step nor was left out of it for want of memory."""
@@ -258,7 +267,8 @@ class _Order:
     def _newcomers(self, *, late_first: bool) -> Iterator[Request]:
         """Yield those that may start: one late one first, or all of these last or not at all."""
         waiting = self._step.waiting
-        late = next(iter(waiting.late()), None)
+        owed = self._limits.seats.owed
+        late = next((r for r in waiting.late() if r not in owed), None)
         if late_first and late is not None:
             yield late
             yield from (r for r in waiting.of(RT) if r is not late)
@@ -285,11 +295,15 @@ class _Order:
             newcomers: by deadline, those without any and those that are late at the end.
             in_progress: prompts that compute as well.
         """
-        step = self._step
+        step, seats = self._step, self._limits.seats
         weighed: list[Request] = []
+        owed: list[Request] = []
         rest: Iterator[Request] = newcomers
         for request in itertools.islice(newcomers, MAX_CANDIDATES):
             residual_s = step.residual(request)
+            if request in seats.owed and not 0 < residual_s < math.inf:
+                owed.append(request)
+                continue
             if residual_s <= 0 or (residual_s == math.inf and request.num_requeues == 0):
                 rest = itertools.chain([request], newcomers)
                 break
@@ -301,11 +315,25 @@ class _Order:
         if not _fit_all(in_time, in_progress, step, num_free, self._freed_per_s()):
             in_time.sort(key=lambda request: request.num_schedulable_tokens)
             is_too_much = True
+        self._is_too_much = is_too_much
         if is_too_much:
-            in_time = in_fair_order(in_time)
+            untimed: list[Request] = []
+            if seats.is_shared:
+                untimed, rest = self._untimed(rest)
+            in_time = in_fair_order([*in_time, *untimed])
+        yield from owed
         yield from in_time
-        yield from hopeless
+        yield from in_fair_order(hopeless)
         yield from rest
+
+    def _untimed(self, newcomers: Iterator[Request]) -> tuple[list[Request], Iterator[Request]]:
+        """Return the next few newcomers that nothing is due of, and those behind them."""
+        found: list[Request] = []
+        for request in newcomers:
+            if self._step.residual(request) < math.inf or len(found) == LOOK_AHEAD:
+                return found, itertools.chain([request], newcomers)
+            found.append(request)
+        return found, iter(())
 
     def _freed_per_s(self) -> float:
         """Return the slots that real-time requests give back in a second, by the recent steps."""
@@ -318,13 +346,13 @@ class _Order:
     def _one_long_at_once(
         self, newcomers: Iterable[Request], in_progress: Iterable[Request]
     ) -> Iterator[Request]:
-        """Yield newcomers, those left out that would be a second long prompt in progress.
+        """Yield newcomers, those left out that would be an account's second long prompt at once.
 
         Two long prompts that take turns both end late: each waits for the other's chunks, and both
         hold memory meanwhile (AccelGen's exclusive allocation). So a new one waits until the one in
         progress is through, however near its own deadline is, unless it is urgent: it could not
-        meet it any more after one more step. Short prompts go on. Best-effort prompts need no rule:
-        they follow one another anyway.
+        meet it any more after one more step. Short prompts go on, and other accounts: they are not
+        to wait for that either. Best-effort prompts need no rule: they follow one another anyway.
 
         Args:
             newcomers: in order.
@@ -332,24 +360,33 @@ class _Order:
         """
         long_tokens = self._options.long_prompt_tokens
         step, num_held = self._step, 0
-        is_taken = long_tokens > 0 and any(
-            request.num_known_tokens - (request.num_cached_tokens or 0) >= long_tokens
-            for request in in_progress
-        )
+        most_held = MAX_CANDIDATES if self._limits.seats.is_shared else LOOK_AHEAD
+        is_at_it: set[Account | None] = set()
+        if long_tokens > 0:
+            is_at_it = {
+                request.account
+                for request in in_progress
+                if request.num_known_tokens - (request.num_cached_tokens or 0) >= long_tokens
+            }
         for request in newcomers:
             is_long = request.num_schedulable_tokens >= long_tokens
-            if not is_taken or not is_long or step.is_urgent(request):
+            if not is_long or request.account not in is_at_it or step.is_urgent(request):
                 yield request
                 continue
             step.skips.note(request, Reason.ORDER)
             num_held += 1
-            if num_held == LOOK_AHEAD:
+            if num_held == most_held:
                 return
 
     def _goes_before(self, newcomer: Request, request: Request) -> bool:
+        """Whether it is due before; where nothing is due, or too much, whether it has had less."""
         step = self._step
-        is_first = step.residual(newcomer) < step.residual(request)
-        return is_first and step.can_be_in_time(newcomer)
+        due_s, other_due_s = step.residual(newcomer), step.residual(request)
+        if due_s == other_due_s == math.inf:
+            return has_had_less(newcomer, request)
+        if self._is_too_much and other_due_s == math.inf and has_had_less(request, newcomer):
+            return False
+        return due_s < other_due_s and step.can_be_in_time(newcomer)
 
 
 def _fit_all(

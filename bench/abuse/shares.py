@@ -1,0 +1,129 @@
+"""Attacks of one key on what others get of the engine: rows, memory, the time of its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+
+from bench.abuse.arena import Arena, Attack, Outcome, ask, post
+
+COMPLETIONS = "/v1/completions"
+FLOOD_S = 12.0
+"""How long a flood runs before another key asks for anything."""
+NUM_ASKED = 3
+GIVEN_UP_S = 60.0
+MAX_WAIT_S = 5.0
+
+
+def _body(arena: Arena, prompt: list[int], max_tokens: int, **fields: object) -> bytes:
+    body = {"model": arena.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    return json.dumps({**body, **fields}).encode()
+
+
+def _waits_beside(arena: Arena, flood: Callable[[], Awaitable[None]], **fields: object) -> Outcome:
+    """Return how long another key's requests of two tokens take while a flood goes on."""
+
+    async def run() -> list[float]:
+        waits_s = []
+        flooding = asyncio.ensure_future(flood())
+        try:
+            await asyncio.sleep(FLOOD_S)
+            for number in range(NUM_ASKED):
+                body = _body(arena, [300 + number] * 8, 2, **fields)
+                request = post(COMPLETIONS, body, key=arena.admin_key)
+                answer = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GIVEN_UP_S):
+                        answer = await ask(arena.address, request)
+                is_good = answer is not None and answer.status == 200
+                waits_s.append(answer.end_s - answer.start_s if answer and is_good else GIVEN_UP_S)
+        finally:
+            flooding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await flooding
+        return waits_s
+
+    waits_s = asyncio.run(run())
+    shown = ", ".join(f"{s:.1f}" if s < GIVEN_UP_S else "none in 60" for s in waits_s)
+    return Outcome(f"answered after {shown} s", met=max(waits_s) <= MAX_WAIT_S)
+
+
+def _flood_of_answers(arena: Arena, **fields: object) -> Outcome:
+    body = _body(arena, [300] * 8, 8_000, n=16, stream=True, **fields)
+    request = arena.post(COMPLETIONS, body)
+
+    async def flood() -> None:
+        await asyncio.gather(*(ask(arena.address, request) for _ in range(17)))
+
+    return _waits_beside(arena, flood, **fields)
+
+
+def _flood_of_prompts(arena: Arena, **fields: object) -> Outcome:
+    numbers = itertools.count()
+
+    async def one_client() -> None:
+        while True:
+            body = _body(arena, [300 + next(numbers) % 2_000] * 8_000, 1, **fields)
+            await ask(arena.address, arena.post(COMPLETIONS, body))
+
+    async def flood() -> None:
+        await asyncio.gather(*(one_client() for _ in range(24)))
+
+    return _waits_beside(arena, flood, **fields)
+
+
+def long_answers(arena: Arena) -> Outcome:
+    """Ask for more answers of 8,000 tokens than may run at once."""
+    return _flood_of_answers(arena)
+
+
+def long_prompts(arena: Arena) -> Outcome:
+    """Send prompts of 8,000 tokens over 24 connections, one after the other."""
+    return _flood_of_prompts(arena)
+
+
+def long_answers_of_batches(arena: Arena) -> Outcome:
+    """Ask for the answers as best-effort requests, the other key as well."""
+    return _flood_of_answers(arena, service_tier="flex")
+
+
+def long_prompts_of_batches(arena: Arena) -> Outcome:
+    """Send the prompts as best-effort requests, the other key as well."""
+    return _flood_of_prompts(arena, service_tier="flex")
+
+
+_BOUND = f"another key's request of two tokens within {MAX_WAIT_S:g} s, three times"
+
+SHARES = [
+    Attack(
+        "17 requests, n = 16, 8,000 tokens, without targets",
+        long_answers,
+        before="none in 60 s, three times",
+        bound=_BOUND,
+        has_victim=False,
+    ),
+    Attack(
+        "24 connections, prompts of 8,000, without targets",
+        long_prompts,
+        before="12 to 21 s each",
+        bound=_BOUND,
+        has_victim=False,
+    ),
+    Attack(
+        "17 requests, n = 16, 8,000 tokens, best effort",
+        long_answers_of_batches,
+        before="none in 60 s, three times",
+        bound=_BOUND,
+        has_victim=False,
+    ),
+    Attack(
+        "24 connections, prompts of 8,000, best effort",
+        long_prompts_of_batches,
+        before="0.2 to 0.9 s",
+        bound=_BOUND,
+        has_victim=False,
+    ),
+]
