@@ -61,7 +61,7 @@ PARTS: dict[str, Part] = {
     "through-http": Part("through_http", 100, needs_weights=True),
     "kernels": Part("correctness", 120, is_timed=False),
     "self-check": Part("correctness", 120, is_timed=False),
-    "parity": Part("correctness", 120, is_timed=False),
+    "parity": Part("parity", 120, is_timed=False),
     "tensor-parallel": Part("correctness", 120, is_timed=False),
     "dead-rank": Part("correctness", 180, is_timed=False),
     "decode-attention": Part("attention", 60),

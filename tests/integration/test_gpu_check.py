@@ -6,15 +6,17 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.kernel_grid import AttentionCase
 from torch import Tensor
 
-from bench.gpu import attention, correctness
+from bench.gpu import attention, correctness, parity
 from bench.gpu.__main__ import function_of
 from bench.gpu.attention import Heads, Order, make_batch, make_pool, worst_error
 from bench.gpu.correctness import WrongScale
@@ -22,8 +24,11 @@ from bench.gpu.device import Machine, this_machine
 from bench.gpu.models import TINY_LLAMA, RandomModel, Sequences, run_plans
 from bench.gpu.table import Bench, Row, RowFile, Verdict, read_rows
 from lightserve.decisions.replaying import DecisionLogReader
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.select import make_kernels
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.router_worker import plan_rows, row_results
+from lightserve.models.layers.feed_forward import _Router
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,10 +83,47 @@ def test_a_timed_kernel_is_checked_first() -> None:
 
 @pytest.mark.long
 def test_parity_notices_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = WrongScale()
-    monkeypatch.setattr(correctness, "make_kernels", lambda *_, **__: wrong)
-    [row] = rehearse("parity", tmp_path)
-    assert row.verdict is Verdict.FAILED, row
+    def make(name: str, **options: Any) -> Kernels:
+        return WrongScale() if name == "triton" else make_kernels(name, **options)
+
+    monkeypatch.setattr(parity, "make_kernels", make)
+    rows = rehearse("parity", tmp_path)
+    assert len(rows) == 4 and {row.verdict for row in rows} == {Verdict.FAILED}, rows
+
+
+def on_torch(monkeypatch: pytest.MonkeyPatch, models: Sequence[str]) -> list[parity.Compared]:
+    """Compare models in bfloat16 with torch's kernels in the place of the device's."""
+
+    def make(name: str, **options: Any) -> Kernels:
+        return make_kernels("torch" if name == "triton" else name, **options)
+
+    monkeypatch.setattr(parity, "make_kernels", make)
+    scale = replace(parity.GPU, lengths=((60, 20), (30, 8)), chunks=(37,))
+    cases = [parity.Case(name, torch.bfloat16, scale, "cpu") for name in models]
+    return [parity.compare_models(case) for case in cases]
+
+
+@pytest.mark.parametrize("model", ["mixtral", "deepseek-v2", "gpt-oss"])
+def test_near_ties_of_routers_are_no_faults(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [compared] = on_torch(monkeypatch, [model])
+    assert compared.is_right, compared
+    assert "experts chosen otherwise" in compared.note
+
+
+@pytest.mark.parametrize("model", ["mixtral", "gpt-oss"])
+def test_experts_that_no_tie_explains_are_faults(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = _Router.__call__
+
+    def wrong(router: _Router, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, weights = choose(router, x)
+        on_device = x.dtype is torch.bfloat16  # the reference is right
+        return (chosen + 1) % router._moe.num_experts if on_device else chosen, weights
+
+    monkeypatch.setattr(_Router, "__call__", wrong)
+    [compared] = on_torch(monkeypatch, [model])
+    assert not compared.is_right, compared
 
 
 def test_the_loop_runs_plans_as_the_runner_does(tmp_path: Path) -> None:

@@ -602,15 +602,25 @@ def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
-    """Load transformers' model, with the attention that it takes by default, or a formula."""
+    """Load transformers' model, with attention that has all that it adds to scores, or a formula.
+
+    Older versions say that soft caps go with sdpa, which leaves them out, and take GPT-OSS's own
+    numbers for its gate's, whatever the configuration says.
+    """
     if (formula := own_code_reference(path)) is not None:
         return formula
     transformers_logging.disable_progress_bar()
-    name = json.loads((path / "config.json").read_text())["architectures"][0]
-    attention = "sdpa" if getattr(transformers, name)._supports_sdpa else "eager"
+    values = json.loads((path / "config.json").read_text())
+    model_class = getattr(transformers, values["architectures"][0])
+    has_soft_cap = values.get("attn_logit_softcapping") is not None
+    attention = "sdpa" if model_class._supports_sdpa and not has_soft_cap else "eager"
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation=attention
     )
+    for module in reference.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.alpha = values.get("swiglu_alpha", module.alpha)
+            module.limit = values.get("swiglu_limit", module.limit)
     return reference.eval()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from threading import Barrier
@@ -273,6 +276,70 @@ def test_wheels_are_those_that_lightserve_needs() -> None:
     assert set(wheels) == needed
     locked = (ROOT / "requirements" / "serve.txt").read_text()
     assert all(f"{name}=={version} " in locked for name, version in wheels.items())
+
+
+def closure(names: Iterable[str], *, without: Iterable[str]) -> set[str]:
+    """Return installed distributions and what they need, but for some."""
+    waiting, found = list(names), set()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found or name in without:
+            continue
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        wanted = [Requirement(text) for text in needs]
+        waiting += [of.name for of in wanted if of.marker is None or of.marker.evaluate()]
+    return found
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import lightserve
+missing = set()
+for module in pkgutil.walk_packages(lightserve.__path__, "lightserve."):
+    if module.name.rpartition(".")[2] in ("__main__", "libcore"):  # which is no module
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        missing.add(error.name.partition(".")[0])
+print(" ".join(sorted(missing)))
+print(sys.modules["typing_inspection"].__file__)
+"""
+
+
+def test_a_server_has_all_it_imports_on_the_gpu_machine(tmp_path: Path) -> None:
+    """The list beside exactly what is there already, and nothing else that is installed here."""
+    present, wheels = present_on_gpu_machine(), listed_wheels()
+    assert not present & set(wheels)
+    # What is installed here may be newer, and need what is not there: then the list has to have it.
+    there = closure(present, without={*wheels, "lightserve"})
+    for name in [*there, *wheels]:
+        distribution = importlib.metadata.distribution(name)
+        assert name not in wheels or distribution.version == wheels[name]
+        for file in distribution.files or []:
+            top = file.parts[0]
+            if top in ("..", "__pycache__"):
+                continue
+            link = tmp_path / top
+            if not link.exists():
+                link.symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", IMPORT_ALL],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    missing, one_of_the_list = done.stdout.splitlines()
+    assert one_of_the_list.startswith(str(tmp_path))
+    # What the server does without: extras that are imported where they are asked for.
+    assert set(missing.split()) <= {"prompt_toolkit", "psycopg", "obstore"}
 
 
 def test_what_the_gpu_check_itself_imports_is_there() -> None:
