@@ -37,6 +37,8 @@ from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
 from lightserve.kernels.triton.kernels import attention
+from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, ProductKey, candidates
+from lightserve.kernels.triton.products import multiply as multiply_rows
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
@@ -242,6 +244,19 @@ def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: b
     return Case(name + (", QK-norm" if has_norm else ""), call)
 
 
+def few_rows_case(name: str, num_outputs: int, num_inputs: int, num_rows: int) -> Case:
+    """Return all that a start measures for a product: qkv, out, gate_up or down."""
+
+    def call() -> None:
+        key = ProductKey(num_inputs, num_rows, name in {"qkv", "gate_up"}, name == "gate_up")
+        x, weight = meta(num_rows, num_inputs), meta(num_outputs, num_inputs)
+        norm = NormInputs(meta(*x.shape), meta(num_inputs), 1e-5) if key.has_norm else None
+        for config in candidates(key, x.dtype):
+            multiply_rows(x, weight, None, config, norm=norm, is_gated=key.is_gated)
+
+    return Case(f"few rows, {name} {num_inputs} to {num_outputs}, {num_rows}", call)
+
+
 def mix(
     num_experts: int,
     num_chosen: int,
@@ -372,6 +387,17 @@ SAMPLED = {
 }
 """Together every sampling kernel; their common variants."""
 
+FEW_ROWS = [
+    ("qkv", 6144, 4096),
+    ("out", 4096, 4096),
+    ("gate_up", 28_672, 4096),
+    ("down", 4096, 14_336),
+    ("qkv", 1152, 896),
+    ("gate_up", 9728, 896),
+    ("down", 896, 4864),
+]
+"""Products of Llama-3-8B and of Qwen2.5-0.5B."""
+
 HEADS = [(32, 32), (32, 8), (28, 4), (32, 4)]
 """Groups of 1, 4, 7 and 8."""
 ATTENTION_CASES = [
@@ -410,6 +436,7 @@ CASES: list[Case] = [
         for heads in ((32, 8, 128), (14, 2, 64), (40, 40, 80), (4, 1, 128))
         for has_norm in (False, True)
     ),
+    *(few_rows_case(*sizes, num_rows) for sizes in FEW_ROWS for num_rows in PRODUCT_ROWS),
     *(
         Case(f"experts of {name}, {num_tokens} tokens", partial(mix, *sizes, num_tokens))
         for name, sizes in MIXTURES.items()

@@ -110,8 +110,8 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     )
     kernel_tuning: str = option(
         "auto",
-        "Block sizes of Triton kernels: auto (measured at the start on a GPU, and cached), or off"
-        " (the built-in ones).",
+        "Block sizes of Triton kernels, and products of few rows by them or by cuBLAS: auto"
+        " (measured at the start on a GPU, and cached), or off (the built-in ones, and cuBLAS).",
         choices=("auto", "off"),
     )
     batch_invariant: bool = option(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from support.kernel_grid import SMALL_SHAPES, Poisoned
+from support.kernel_grid import SMALL_SHAPES, Poisoned, make_batch
+from support.random_model import random_model, tiny_config
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import disagreement
 from lightserve.kernels.triton import elementwise, products
+from lightserve.kernels.triton import kernels as kernels_module
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.products import (
     MAX_ROWS,
@@ -25,6 +30,8 @@ from lightserve.kernels.triton.products import (
     multiply,
     product_config,
 )
+from lightserve.models.layers.attention import AttentionInputs
+from lightserve.models.parallel import SingleRank
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -119,9 +126,10 @@ def test_who_multiplies() -> None:
 def few_rows_kernels(config: ProductConfig) -> TritonKernels:
     """Return kernels that have this configuration for every product of a model."""
     shapes = SMALL_SHAPES
+    sizes = {num_inputs for _, num_inputs in shapes.linears().values()}
     choices = {
         ProductKey(num_inputs, num_rows, has_norm, is_gated): ProductChoice(config, 1 << 20)
-        for _, num_inputs in shapes.linears().values()
+        for num_inputs in sizes | {32, 48, 64, 96}
         for num_rows in PRODUCT_ROWS
         for has_norm in (False, True)
         for is_gated in (False, True)
@@ -142,6 +150,75 @@ def test_the_start_checks_them(config: ProductConfig, monkeypatch: pytest.Monkey
     monkeypatch.setattr("lightserve.kernels.triton.kernels.multiply", wrong)
     found = disagreement(few_rows_kernels(config), shapes, CPU)
     assert found is not None and found.startswith("add_norm_linear of [1, ")
+
+
+# What a decode launches: a layer of Llama-3-8B's kind, and 32 of them.
+
+NUM_LAYERS = 32
+MAX_LAUNCHES = 256
+"""Of a decode of 8B: 32 layers, and about 30 launches before and behind them."""
+
+
+def launches_of_a_layer(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, *, num_rows: int = 1, tp_size: int = 1
+) -> list[str]:
+    """Return the kernels of a layer behind the first one, cuBLAS' too, in their order."""
+    config = tiny_config(qkv_bias=False, num_layers=3)
+    tp = SingleRank() if tp_size == 1 else HalfRank()
+    model = random_model(kernels, config, context_len=512, tp=tp)
+    batch = make_batch([(1, 400)] * num_rows, "scattered")
+    size = (len(model._layers), config.num_kv_heads // tp_size, 2000, config.head_dim)
+    pools = [torch.randn(size).transpose(1, 2) for _ in range(2)]
+    kv = SimpleNamespace(k=pools[0], v=pools[1])
+    names: list[str] = []
+    run, linear = InterpretedFunction.run, kernels_module.F.linear
+
+    def launched(self: Any, *args: Any, **options: Any) -> Any:
+        names.append(self.fn.__name__)
+        return run(self, *args, **options)
+
+    def multiplied(*args: Any) -> Tensor:
+        names.append("cuBLAS")
+        return linear(*args)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(InterpretedFunction, "run", launched)
+        patch.setattr(kernels_module.F, "linear", multiplied)
+        tables = model._tables(batch.positions)
+        inputs = AttentionInputs(batch, *tables[:2])
+        x, residual = torch.randn(num_rows, config.hidden_size), None
+        for layer in model._layers[:2]:
+            names.clear()
+            heads, residual = layer.attend(x, residual, inputs, kv)  # type: ignore[arg-type]
+            x, residual = layer.finish(heads, residual)
+    return names
+
+
+class HalfRank(SingleRank):
+    """One of two ranks, alone."""
+
+    size = 2
+
+
+def test_launches_of_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = launches_of_a_layer(TritonKernels(), monkeypatch)
+    assert before == [
+        "_add_rms_norm_kernel", "cuBLAS", "_rotate_and_write_kernel", "_decode_kernel",
+        "_merge_kernel", "cuBLAS", "_add_rms_norm_kernel", "cuBLAS", "_silu_and_mul_kernel",
+        "cuBLAS",
+    ]  # fmt: skip
+    kernels = few_rows_kernels(CONFIGS[0])
+    for num_rows in (1, MAX_ROWS):
+        names = launches_of_a_layer(kernels, monkeypatch, num_rows=num_rows)
+        assert names == [
+            "_rows_kernel", "_rotate_and_write_kernel", "_decode_kernel", "_merge_kernel",
+            "_rows_kernel", "_rows_kernel", "_rows_kernel",
+        ]  # fmt: skip
+        assert NUM_LAYERS * len(names) + 30 <= MAX_LAUNCHES
+    many = launches_of_a_layer(kernels, monkeypatch, num_rows=MAX_ROWS + 1)
+    assert many == before, "more rows are cuBLAS'"
+    ranks = launches_of_a_layer(kernels, monkeypatch, tp_size=2)
+    assert ranks == names, "what ranks add is added between launches"
 
 
 def test_float32_sums() -> None:
