@@ -227,7 +227,7 @@ def _constraint_schemas(constraint: Constraint) -> Iterator[Any]:
 
 
 def _check_properties(schema: Any) -> None:
-    """Refuse objects, wherever they stand, whose optional properties no output could begin with."""
+    """Refuse objects, wherever they stand, whose properties or numbers cannot be enforced."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
@@ -236,6 +236,7 @@ def _check_properties(schema: Any) -> None:
         elif isinstance(node, dict):
             waiting += node.values()
             _check_object(node)
+            _check_numbers(node)
             _check_multiple(node.get("multipleOf"))
 
 
@@ -273,6 +274,29 @@ def _check_object(schema: dict[str, Any]) -> None:
             f"an object may have at most {_MAX_FIRST_OPTIONAL} optional properties before its first"
             f" required one, got {first}"
         )
+
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_EXACT = 2**53 - 1
+"""Of an integer: llguidance has numbers of schemas as float64, and would write a rounded one."""
+
+
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Refuse integers that would be rounded where they choose or bound values."""
+    waiting = [(key, schema[key]) for key in (*_BOUNDS, "const") if key in schema]
+    values = schema.get("enum")
+    waiting += [("enum", value) for value in values] if isinstance(values, list) else []
+    while waiting:
+        key, value = waiting.pop()
+        if key in ("const", "enum") and isinstance(value, list):
+            waiting += [(key, item) for item in value]
+        elif key in ("const", "enum") and isinstance(value, dict):
+            waiting += [(key, item) for item in value.values()]
+        elif isinstance(value, int) and abs(value) > _MAX_EXACT:
+            shown = str(value) if abs(value) < 10**40 else "one of more than 40 digits"
+            raise GrammarError(
+                f"an integer under {key} must be from -{_MAX_EXACT} to {_MAX_EXACT}, got {shown}"
+            )
 
 
 def _limits() -> LLParserLimits:

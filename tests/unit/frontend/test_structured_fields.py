@@ -81,6 +81,40 @@ ACCEPTED: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
+ROUNDED: list[tuple[dict[str, Any], str]] = [
+    ({"enum": [1234567890123456789]}, "enum"),
+    ({"properties": {"a": {"items": {"maximum": 2**63 + 1}}}}, "maximum"),
+    ({"anyOf": [{"exclusiveMinimum": -(2**53)}]}, "exclusiveMinimum"),
+    ({"const": {"a": [2**60]}}, "const"),
+    ({"multipleOf": 10**100}, "multipleOf"),
+]
+
+
+@pytest.mark.parametrize(("schema", "key"), ROUNDED, ids=str)
+def test_integers_that_would_be_rounded_are_refused(schema: dict[str, Any], key: str) -> None:
+    text = json.dumps(schema)
+    for constraint in (
+        JsonSchemaConstraint(schema=text),
+        GrammarConstraint(grammar=f"start: %json {text}"),
+    ):
+        with pytest.raises(
+            GrammarError, match=f"an integer under {key} must be from -9007199254740991"
+        ):
+            compile_matcher(constraint, byte_vocabulary())
+
+
+def test_integers_that_are_exact_are_enforced() -> None:
+    largest = 2**53 - 1
+    constraint = JsonSchemaConstraint(schema=json.dumps({"enum": [largest, -largest]}))
+    for number, is_valid in ((largest, True), (-largest, True), (largest - 1, False)):
+        matcher, data = compile_matcher(constraint, byte_vocabulary()), str(number).encode()
+        assert (matcher.validate_tokens([*data]) == len(data)) is is_valid
+    names = {"minimum": {"type": "integer"}, "default": {"default": 2**70}}
+    compile_matcher(
+        JsonSchemaConstraint(schema=json.dumps({"properties": names})), byte_vocabulary()
+    )
+
+
 @pytest.mark.parametrize("path", OPENAI)
 def test_fields_become_constraints(path: str) -> None:
     async def scenario() -> None:
