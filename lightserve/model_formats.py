@@ -153,7 +153,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     "qwen3_coder": CallFormat(
         Body.TAGS,
         signs=(("<function=", "<parameter="),),
-        openings=("<tool_call>",),
+        openings=("<tool_call>", "<function="),
         name_start="<function=",
         name_ends=(">",),
         tags=ArgumentTags("<parameter=", ">", "", "</parameter>", "</function>"),
@@ -165,7 +165,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
     ),
     "phi4_mini": _LIST._replace(
         signs=(("<|tool_call|>",), ("<|tool|>", "<|/tool|>"), ("functools[",)),
-        openings=("<|tool_call|>", "functools"),
+        openings=("<|tool_call|>", "functools["),
         written=_OBJECT._replace(start="<|tool_call|>[", end="]<|/tool_call|>"),
     ),
     "internlm": CallFormat(

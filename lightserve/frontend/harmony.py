@@ -13,6 +13,8 @@ import io
 import re
 from collections.abc import Callable, Collection
 
+from lightserve.frontend.openai.call_scanners import arguments_json
+
 START, END, CHANNEL, MESSAGE = "<|start|>", "<|end|>", "<|channel|>", "<|message|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKS = (START, END, CHANNEL, MESSAGE, CALL, RETURN, CONSTRAIN)
@@ -38,7 +40,7 @@ class HarmonyText:
         call: Callable[[str, str], None],
         is_inside: bool,
     ) -> None:
-        """`call`: name of a function, once, and the next piece of its arguments.
+        """`call`: name of a function and its arguments, once they are whole.
 
         `is_inside`: the text goes on with the content of a message.
         """
@@ -51,6 +53,9 @@ class HarmonyText:
         """For the text of a message; None: it has not begun."""
         self._held = ""
         """What may be the beginning of a mark."""
+        self._function = ""
+        """Of the call that has begun."""
+        self._arguments = io.StringIO()
 
     def push(self, text: str) -> None:
         """Take in text."""
@@ -70,6 +75,7 @@ class HarmonyText:
         """Pass on what was held back; what is no message at all is content."""
         held, self._held = self._held, ""
         self._text(held)
+        self._end_call()
         if self._emit is None and not self._has_channel:
             self._content(self._header.getvalue())
 
@@ -79,7 +85,17 @@ class HarmonyText:
         elif text:
             self._emit(text)
 
+    def _end_call(self) -> None:
+        """Tell a call; what is no JSON of its arguments is content."""
+        name, self._function = self._function, ""
+        text, self._arguments = self._arguments.getvalue(), io.StringIO()
+        if name and (arguments := arguments_json(text)) is not None:
+            self._call(name, arguments)
+        elif text:
+            self._content(text)
+
     def _mark(self, mark: str) -> None:
+        self._end_call()
         if mark == MESSAGE:
             self._begin(self._header.getvalue())
         elif mark == CONSTRAIN:
@@ -94,10 +110,11 @@ class HarmonyText:
         """Begin the text of a message by what stands before it: role, recipient and channel."""
         function = _FUNCTION.search(header)
         if function is not None and function[1] in self._names:
-            name = function[1]
-            self._call(name, "")
-            self._emit = lambda text: self._call("", text)
+            self._function, self._emit = function[1], self._write_argument
         elif "analysis" in header.split():
             self._emit = self._reasoning
         else:
             self._emit = self._content
+
+    def _write_argument(self, text: str) -> None:
+        self._arguments.write(text)

@@ -38,7 +38,7 @@ class EncodedChat(NamedTuple):
     num_marked: int
     """Those of them before the mark, if it has one."""
     ending: str
-    """The text of the last few."""
+    """The text of the last few: what the template wrote behind the last special token, if any."""
 
 
 class PromptEncoder:
@@ -254,10 +254,16 @@ class PromptEncoder:
                 before = text[: template.marked_length(known, text)]
                 marked = self._tokenizer.encode(before, add_special_tokens=False)
                 num_marked = _common_len(marked, token_ids) - (len(token_ids) - len(kept))
-            ending = self._tokenizer.decode(kept[-NUM_ENDING_TOKENS:])
-            return EncodedChat(kept, max(0, num_marked), ending)
+            return EncodedChat(kept, max(0, num_marked), self._ending_text(kept))
 
         return await self._in_thread(encode, size)
+
+    def _ending_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the last few, but of none before the last without a text."""
+        last = token_ids[-NUM_ENDING_TOKENS:]
+        is_special = [self._tokenizer.is_special(token_id) for token_id in last]
+        first = len(last) - is_special[::-1].index(True) if True in is_special else 0
+        return self._tokenizer.decode(last[first:])
 
     def check_ids(self, token_ids: Sequence[int], *, param: str) -> array[int]:
         """Return the ids, in little memory, if they can be a prompt.

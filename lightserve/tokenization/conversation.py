@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -166,8 +167,15 @@ class Forms:
         if not self.has_text_arguments:
             # What is no JSON a model once wrote: the template shows it as it is.
             with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
         return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _finite(text: str) -> float:
+    """Return a number that JSON can have again. Raises ValueError: it is too large, or none."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not finite")
+    return value
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
 from pydantic import Field
@@ -37,8 +36,6 @@ from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
 from lightserve.types import FinishReason
 
-RAW_INPUT = "raw_arguments"
-"""Key of the input of a call whose arguments, as the model wrote them, are no JSON object."""
 _KINDS = {"text": "text", "reasoning": "thinking", "call": "tool_use"}
 """Types of blocks, by the parts that they have."""
 _TEXT_FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
@@ -80,16 +77,8 @@ class Block:
     def whole(self) -> Iterator[bytes]:
         """Yield it as JSON."""
         if self.kind == "tool_use":
-            return json_object(self.opened() | {"input": _input_of(str(self.text))})
+            return json_object(self.opened() | {"input": map(str.encode, self.text.parts())})
         return json_object(self.opened() | {self.kind: json_text(self.text.parts())})
-
-
-def _input_of(arguments: str) -> Any:
-    try:
-        value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {RAW_INPUT: arguments}
 
 
 class MessageWriter:

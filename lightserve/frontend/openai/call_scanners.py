@@ -6,8 +6,8 @@
     weather(city="Oslo")                                      PythonScanner
     weather\n<arg_key>city</arg_key>…                         TagScanner
 
-The name is told as soon as it is known, the text of the arguments as it comes, where it is JSON
-already. A text that is no call of a known tool is told as such, whole: it was ordinary text.
+A call is told when it is whole, and its arguments are a JSON object. A text that is no call of a
+known tool, or breaks off, is told as such, whole: it was ordinary text.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 _BLANKS = " \t\r\n"
 
 
-class CallNews(NamedTuple):
-    """What a scanner found out; mostly nothing."""
+class Call(NamedTuple):
+    """A call of a known tool."""
 
-    name: str = ""
-    """Now known."""
-    arguments: str = ""
-    """The next piece of their text; after the name."""
+    name: str
+    arguments: str
+    """JSON of an object."""
 
 
 class State(Enum):
@@ -40,7 +39,7 @@ class State(Enum):
 
     OPEN = auto()
     DONE = auto()
-    """The object is closed, and was a call."""
+    """`call` is there."""
     NO_CALL = auto()
 
 
@@ -75,13 +74,9 @@ class _Value:
         self._text.write(char)
         return True
 
-    def forget(self) -> None:
-        """Keep no text so far but the first character: it has been told."""
-        self._text = io.StringIO()
-
     @property
     def text(self) -> str:
-        """All of it, unless it was forgotten."""
+        """All of it."""
         return self._text.getvalue()
 
     def _take_in_string(self, char: str) -> None:
@@ -99,6 +94,30 @@ class _Value:
             return json.loads(self.text)
         except (ValueError, RecursionError):
             return None
+
+
+def arguments_json(text: str) -> str | None:
+    """Return arguments as JSON of an object; None: they cannot be made one.
+
+    No arguments, written as null, an empty string or an empty list, are an empty object. Line
+    breaks that stand in strings as they are are escaped.
+    """
+    escaped = _STRING.sub(lambda string: _CONTROL.sub(_escape, string[0]), text.strip() or "{}")
+    try:
+        value = json.loads(escaped, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        return escaped
+    return "{}" if value in (None, "", []) else None
+
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def _escape(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
 
 
 class _Name:
@@ -126,43 +145,51 @@ class Scanner(ABC):
         self._head = head
         self._name = ""
         self._raw = io.StringIO()
-        self.is_call = False
-        """Whether the name has been told."""
+        self.call: Call | None = None
         self.state = State.OPEN
 
     @property
     def raw(self) -> str:
-        """All characters pushed, as long as it is no call."""
+        """All characters pushed."""
         return self._raw.getvalue()
 
-    def push(self, char: str) -> CallNews:
+    def push(self, char: str) -> None:
         """Take in a character while OPEN."""
-        if not self.is_call:
-            self._raw.write(char)
+        self._raw.write(char)
         if self._head is None:
-            return self._take(char)
+            self._take(char)
+            return
         try:
             found = self._head.push(char)
         except ValueError:
-            return self._give_up()
-        if found is None:
-            return CallNews()
-        self._head = None
-        self._name, mark = found
-        return self._take_mark(mark)
+            self._give_up()
+            return
+        if found is not None:
+            self._head = None
+            self._name, mark = found
+            self._take_mark(mark)
+
+    def finish(self) -> None:
+        """No further character comes: it is a call if nothing of it but an end is missing."""
+        self._give_up()
 
     @abstractmethod
-    def _take(self, char: str) -> CallNews:
+    def _take(self, char: str) -> None:
         """Take in a character behind the head."""
 
-    def _take_mark(self, mark: str) -> CallNews:
+    @abstractmethod
+    def _take_mark(self, mark: str) -> None:
         """Take in the mark behind the name."""
-        return CallNews()
 
-    def _give_up(self) -> CallNews:
-        """What was told stays told: then the call ends here; otherwise it was none."""
-        self.state = State.DONE if self.is_call else State.NO_CALL
-        return CallNews()
+    def _give_up(self) -> None:
+        self.state = State.NO_CALL
+
+    def _close(self, arguments: str | None) -> None:
+        """It is a call with these arguments; None: with none that are JSON, so that it is none."""
+        if arguments is None or not self._name:
+            self._give_up()
+        else:
+            self.call, self.state = Call(self._name, arguments), State.DONE
 
 
 class CallScanner(Scanner):
@@ -174,83 +201,69 @@ class CallScanner(Scanner):
         self._expects = "{"
         self._key = ""
         self._value: _Value | None = None
-        self._held_arguments: str | None = None
-        self._has_arguments = False
+        self._arguments: str | None = None
 
-    def _take(self, char: str) -> CallNews:
+    def _take(self, char: str) -> None:
         if self._value is not None:
             if self._value.takes(char):
-                return self._stream(char)
-            news = self._end_of_value(self._value)
-            self._value = None
-            follow = self._punctuation(char)
-            return CallNews(news.name or follow.name, news.arguments + follow.arguments)
-        return self._punctuation(char)
+                return
+            self._end_value()
+        if self.state is State.OPEN:
+            self._punctuation(char)
 
-    def _punctuation(self, char: str) -> CallNews:
+    def _punctuation(self, char: str) -> None:
         """Take a character between values."""
-        if self.state is not State.OPEN or char in _BLANKS:
-            return CallNews()
+        if char in _BLANKS:
+            return
         if self._expects in ("key", "value"):
             if self._expects == "key" and char == "}":
-                return self._close()
-            if char in ",:}]" or (self._expects == "key" and char != '"'):
-                return self._give_up()
-            self._value = _Value()
-            self._value.takes(char)
-            return self._stream(char)
-        if self._expects == "{" and char == "{":
+                self._close_object()
+            elif char in ",:}]" or (self._expects == "key" and char != '"'):
+                self._give_up()
+            else:
+                self._value = _Value()
+                self._value.takes(char)
+        elif self._expects == char == "{" or (self._expects == char == ","):
             self._expects = "key"
-        elif self._expects == ":" and char == ":":
+        elif self._expects == char == ":":
             self._expects = "value"
-        elif self._expects == "," and char == ",":
-            self._expects = "key"
         elif self._expects == "," and char == "}":
-            return self._close()
+            self._close_object()
         else:
-            return self._give_up()
-        return CallNews()
+            self._give_up()
 
-    def _is_arguments(self) -> bool:
-        return self._expects == "value" and self._key in ARGUMENT_KEYS and not self._has_arguments
-
-    def _stream(self, char: str) -> CallNews:
-        """Tell a character of the arguments if they are an object and the name is known."""
-        value = self._value
-        if value is None or not self._is_arguments() or not self._name or value.first != "{":
-            return CallNews()
-        value.forget()
-        return CallNews(arguments=char)
-
-    def _end_of_value(self, value: _Value) -> CallNews:
+    def _end_value(self) -> None:
+        value, self._value = self._value, None
+        assert value is not None
         if self._expects == "key":
             self._key, self._expects = str(value.loads()), ":"
-            return CallNews()
-        news = CallNews()
+            return
         if self._key == "name" and not self._name:
             name = value.loads()
             if not isinstance(name, str) or name not in self._names:
-                return self._give_up()
-            self._name, self.is_call = name, True
-            news = CallNews(name, self._held_arguments or "")
-        elif self._is_arguments():
-            self._has_arguments = True
-            if not (self._name and value.first == "{"):
-                loaded = value.loads()
-                # Some models write the arguments as a string that holds JSON.
-                text = loaded if isinstance(loaded, str) else value.text
-                if self._name:
-                    news = CallNews(arguments=text)
-                else:
-                    self._held_arguments = text
+                self._give_up()
+                return
+            self._name = name
+        elif self._key in ARGUMENT_KEYS and self._arguments is None:
+            loaded = value.loads()
+            # Some models write the arguments as a string that holds JSON.
+            self._arguments = loaded if isinstance(loaded, str) else value.text
         self._expects = ","
-        return news
 
-    def _close(self) -> CallNews:
-        if not self._name:
-            return self._give_up()
-        self.state = State.DONE
-        return CallNews() if self._has_arguments else CallNews(arguments="{}")
+    def _take_mark(self, mark: str) -> None:
+        """There is none: an object names itself."""
+
+    def _close_object(self) -> None:
+        self._close(arguments_json(self._arguments or ""))
+
+    def finish(self) -> None:
+        """See `Scanner.finish`: the object's own end may be missing."""
+        if self._value is not None and self._value.is_whole:
+            self._end_value()
+        if self._expects == "," and self._arguments is not None:
+            self._close_object()
+        else:
+            self._give_up()
 
 
 class NamedScanner(Scanner):
@@ -264,33 +277,24 @@ class NamedScanner(Scanner):
         """What has come of the id behind the name; None: there is none."""
         self._value = _Value()
 
-    def _take_mark(self, mark: str) -> CallNews:
+    def _take_mark(self, mark: str) -> None:
         self._id = "" if mark == self._form.id_mark else None
-        return CallNews()
 
-    def _take(self, char: str) -> CallNews:
+    def _take(self, char: str) -> None:
         if self._id is not None:
             self._id += char
             if self._id.endswith(self._form.name_ends):
                 self._id = None
-        elif self.is_call or char not in _BLANKS:
-            return self._take_value(char)
-        return CallNews()
-
-    def _take_value(self, char: str) -> CallNews:
-        name = "" if self.is_call else self._name
-        if name and char != "{":
-            return self._give_up()
-        self.is_call = True
-        self._value.takes(char)
-        self._value.forget()
-        if self._value.is_whole:
-            self.state = State.DONE
-        return CallNews(name, char)
+        elif self._value.first or char == "{":
+            self._value.takes(char)
+            if self._value.is_whole:
+                self._close(arguments_json(self._value.text))
+        elif char not in _BLANKS:
+            self._give_up()
 
 
 class PythonScanner(Scanner):
-    """A call as Python writes it, of literals by name; it is told when it is whole."""
+    """A call as Python writes it, of literals by name."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(_Name(names, "", ("(",)))
@@ -298,7 +302,10 @@ class PythonScanner(Scanner):
         self._quote = ""
         self._is_escaped = False
 
-    def _take(self, char: str) -> CallNews:
+    def _take_mark(self, mark: str) -> None:
+        """It is the bracket, behind which arguments begin."""
+
+    def _take(self, char: str) -> None:
         if self._quote:
             if self._is_escaped or char == "\\":
                 self._is_escaped = not self._is_escaped
@@ -310,17 +317,8 @@ class PythonScanner(Scanner):
             self._depth += 1
         elif char in ")]}":
             if self._depth == 0:
-                return self._close()
+                self._close(_json_of_python(self.raw[self.raw.index("(") + 1 : -1]))
             self._depth -= 1
-        return CallNews()
-
-    def _close(self) -> CallNews:
-        try:
-            arguments = _json_of_python(self.raw[self.raw.index("(") + 1 : -1])
-        except (ValueError, RecursionError):
-            return self._give_up()
-        self.is_call, self.state = True, State.DONE
-        return CallNews(self._name, arguments)
 
 
 _TOKEN = re.compile(
@@ -334,14 +332,14 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _JSON_SIGNS = {"(": "[", ")": "]"}
 
 
-def _json_of_python(text: str) -> str:
-    """Return what stands between the brackets of a call as JSON. Raises ValueError: it is none."""
+def _json_of_python(text: str) -> str | None:
+    """Return what stands between the brackets of a call as JSON; None: it is none."""
     pieces = ["{"]
     place = 0
     while place < len(text):
         token = _TOKEN.match(text, place)
         if token is None:
-            raise ValueError("no literal")
+            return None
         place = token.end()
         if token["string"]:
             piece = json.dumps(_ESCAPE.sub(_escaped, token["string"][1:-1]), ensure_ascii=False)
@@ -357,9 +355,7 @@ def _json_of_python(text: str) -> str:
         pieces.append(piece)
     if pieces[-1] == ", ":
         pieces.pop()
-    return json.dumps(
-        json.loads("".join([*pieces, "}"]), parse_constant=_refuse), ensure_ascii=False
-    )
+    return arguments_json("".join([*pieces, "}"]))
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -370,7 +366,11 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 class TagScanner(Scanner):
-    """A name and its arguments between tags, each told when it is whole."""
+    """A name and its arguments between tags.
+
+    A value ends where the next argument or the end of the call begins, so that it may have the tag
+    in it that ends values, and may lack it.
+    """
 
     def __init__(
         self,
@@ -383,70 +383,83 @@ class TagScanner(Scanner):
         assert form.tags is not None
         self._tags = form.tags
         self._texts = text_arguments
-        self._marks: tuple[str, ...] = ()
-        """What ends that which is being read."""
-        self._is_blank = True
-        """Whether nothing else may stand before one of them."""
-        self._piece = io.StringIO()
-        """What has been read of it."""
+        self._ends = tuple(mark for mark in form.behind if mark != form.tags.end)
+        """What ends a call as well, behind the tag that ends a value."""
+        self._body = io.StringIO()
+        """Behind the name."""
         self._tail = ""
         """Its end, as long as a mark can be."""
-        self._key = ""
-        self._num_arguments = 0
+        self._first: str | None = ""
+        """What has come of the first tag; None: it is there."""
+        self._since: str | None = None
+        """What has come behind the tag that ends a value, without blanks; None: too much."""
+        self._tail_size = max(map(len, (*self._tags, *self._ends)))
 
-    def _take(self, char: str) -> CallNews:
-        if self._is_blank and not self._tail and char in _BLANKS:
-            return CallNews()
-        self._piece.write(char)
-        self._tail = (self._tail + char)[-max(map(len, self._marks)) :]
-        mark = next((mark for mark in self._marks if self._tail.endswith(mark)), None)
-        if mark is not None:
-            return self._end_piece(mark, self._piece.getvalue().removesuffix(mark))
-        if self._is_blank and not any(mark.startswith(self._tail) for mark in self._marks):
-            return self._give_up()
-        return CallNews()
+    def _take_mark(self, mark: str) -> None:
+        if mark == self._tags.end:
+            self._close("{}")
+        elif mark == self._tags.key:
+            self._first = None
+            self._body.write(mark)
 
-    def _take_mark(self, mark: str) -> CallNews:
-        if mark in (self._tags.key, self._tags.end):
-            return self._end_piece(mark, "")
-        self._expect(self._tags.key, self._tags.end, is_blank=True)
-        return CallNews()
+    def _take(self, char: str) -> None:
+        if self._first is not None:
+            self._take_first(char)
+            return
+        self._body.write(char)
+        self._tail = (self._tail + char)[-self._tail_size :]
+        if self._tail.endswith(self._tags.end):
+            self._end(self._tags.end)
+        elif self._tail.endswith(self._tags.value_end):
+            self._since = ""
+        elif self._since is not None and (self._since or char not in _BLANKS):
+            self._since = self._since + char if len(self._since) < self._tail_size else None
+            if self._since in self._ends and self._since is not None:
+                self._end(self._since)
 
-    def _expect(self, *marks: str, is_blank: bool) -> None:
-        self._marks, self._is_blank = marks, is_blank
-        self._piece, self._tail = io.StringIO(), ""
+    def _take_first(self, char: str) -> None:
+        """Take in a character before the first argument, or the end of a call without any."""
+        assert self._first is not None
+        if not self._first and char in _BLANKS:
+            return
+        self._first += char
+        if self._first == self._tags.end:
+            self._close("{}")
+        elif self._first == self._tags.key:
+            self._body.write(self._first)
+            self._first = None
+        elif not any(tag.startswith(self._first) for tag in (self._tags.key, self._tags.end)):
+            self._give_up()
 
-    def _end_piece(self, mark: str, text: str) -> CallNews:
-        """Take in what stood before a mark."""
-        tags, name = self._tags, "" if self.is_call else self._name
-        if mark in (tags.key, tags.end):
-            self.is_call = True
-        if mark == tags.end:
-            self.state = State.DONE
-            return CallNews(name, "}" if self._num_arguments else "{}")
-        if mark == tags.key:
-            self._expect(tags.key_end, is_blank=False)
-        elif mark == tags.key_end:
-            self._key = text.strip()
+    def _end(self, mark: str) -> None:
+        body = self._body.getvalue().removesuffix(mark)
+        self._close(self._arguments(body.removeprefix(self._tags.key)))
+
+    def _arguments(self, body: str) -> str | None:
+        """Return JSON of what stands behind the first tag; None: an argument has no value."""
+        tags, found = self._tags, {}
+        for piece in body.split(tags.key):
+            key, mark, value = piece.partition(tags.key_end)
             if tags.value:
-                self._expect(tags.value, is_blank=True)
-            else:
-                self._expect(tags.value_end, is_blank=False)
-        elif mark == tags.value:
-            self._expect(tags.value_end, is_blank=False)
-        else:
-            self._expect(tags.key, tags.end, is_blank=True)
-            self._num_arguments += 1
-            before = ", " if self._num_arguments > 1 else "{"
-            key = json.dumps(self._key, ensure_ascii=False)
-            return CallNews(name, f"{before}{key}: {self._json_of(text)}")
-        return CallNews(name)
+                blanks, opening, value = value.partition(tags.value)
+                mark = opening if mark and not blanks.strip() else ""
+            if not mark:
+                return None
+            whole = value.rstrip()
+            if whole.endswith(tags.value_end):
+                value = whole.removesuffix(tags.value_end)
+            found[key.strip()] = value
+        parts = (
+            f"{json.dumps(key, ensure_ascii=False)}: {self._json_of(key, value)}"
+            for key, value in found.items()
+        )
+        return f"{{{', '.join(parts)}}}"
 
-    def _json_of(self, text: str) -> str:
+    def _json_of(self, key: str, text: str) -> str:
         """Return a value as JSON: a string if it has to be one, or is nothing else."""
         if not self._tags.value:
             text = text.removeprefix("\n").removesuffix("\n")
-        if (self._name, self._key) not in self._texts:
+        if (self._name, key) not in self._texts:
             plain = text.strip()
             if plain in _PYTHON_WORDS:
                 return _PYTHON_WORDS[plain]

@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
-from lightserve.frontend.openai.call_scanners import CallNews, Scanner, State, new_scanner
+from lightserve.frontend.openai.call_scanners import Call, Scanner, State, new_scanner
 from lightserve.frontend.openai.thinking import Emit, Until
 from lightserve.model_formats import CallFormat
 
@@ -36,14 +36,15 @@ class CallsText:
         text_arguments: Collection[tuple[str, str]],
         *,
         content: Emit,
-        call: Callable[[CallNews], None],
+        call: Callable[[Call], None],
     ) -> None:
         self._form, self._names, self._text_arguments = form, names, text_arguments
         self._content, self._call = content, call
+        self._openings = [mark for mark in form.openings if mark != form.name_start]
         self._until = Until(form.openings, content)
         self._place = Place.BEFORE if form.at_start else Place.CONTENT
         self._raw = io.StringIO()
-        """What came before a call and is content if there is none: an opening, blanks, marks."""
+        """What came before a call and is content if there is none: blanks, an opening, marks."""
         self._held = ""
         """What may be the beginning of a mark."""
         self._scanner: Scanner | None = None
@@ -62,12 +63,15 @@ class CallsText:
                 text = self._behind(text)
 
     def finish(self) -> None:
-        """Pass on what was held back; of a call that is not whole, what came stays told."""
+        """Pass on what was held back; what came of a call that is not whole is content."""
         scanner = self._scanner
         if self._place is Place.CONTENT:
             self._until.finish()
         elif scanner is not None:
-            if not scanner.is_call:
+            scanner.finish()
+            if scanner.call is not None:
+                self._call(scanner.call)
+            else:
                 self._content(self._raw.getvalue() + scanner.raw)
         elif self._place is Place.BEFORE:
             self._content(self._raw.getvalue() + self._held)
@@ -78,13 +82,16 @@ class CallsText:
         if found is None:
             return ""
         self._raw = io.StringIO()
-        self._raw.write(found.mark)
+        self._raw.write(found.blanks)
         self._place = Place.BEFORE
+        if found.mark == self._form.name_start:  # it is the beginning of the call itself
+            return found.mark + found.after
+        self._raw.write(found.mark)
         return found.after
 
     def _before(self, text: str) -> str:
         """Note what may stand before a call; return what follows."""
-        rest, is_certain = _without(text, (*self._form.before, *self._form.openings))
+        rest, is_certain = _without(text, (*self._form.before, *self._openings))
         self._raw.write(text[: len(text) - len(rest)])
         if not is_certain:
             self._held = rest
@@ -96,7 +103,7 @@ class CallsText:
     def _behind(self, text: str) -> str:
         """Drop what may stand behind a call; return what follows, another call or content."""
         form = self._form
-        marks = (*form.behind, *((*form.before, *form.openings) if form.goes_on else ()))
+        marks = (*form.behind, *((*form.before, *self._openings) if form.goes_on else ()))
         rest, is_certain = _without(text, marks)
         if not is_certain:
             self._held = rest
@@ -115,19 +122,19 @@ class CallsText:
     def _scan(self, scanner: Scanner, text: str) -> str:
         """Push characters until the scanner has had enough; return what follows."""
         for number, char in enumerate(text):
-            news = scanner.push(char)
-            if news.name or news.arguments:
-                self._call(news)
+            scanner.push(char)
             if scanner.state is State.OPEN:
                 continue
             self._scanner = None
-            if scanner.state is State.DONE:
+            if scanner.call is not None:
+                self._call(scanner.call)
                 self._place = Place.BEHIND
                 return text[number + 1 :]
-            # The last character may belong to an opening.
+            # The last character may belong to an opening, unless it is the call's own.
             self._place = Place.CONTENT
-            self._content(self._raw.getvalue() + scanner.raw[:-1])
-            return text[number:]
+            is_own = len(raw := scanner.raw) == 1 and not self._raw.getvalue()
+            self._content(self._raw.getvalue() + (raw if is_own else raw[:-1]))
+            return text[number + is_own :]
         return ""
 
 

@@ -68,7 +68,7 @@ from lightserve.frontend.response import (
     new_request_id,
 )
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.model_formats import HARMONY, NONE, REASONING_FORMATS
+from lightserve.model_formats import CALL_FORMATS, HARMONY, NONE, REASONING_FORMATS
 from lightserve.tokenization.chat_template import ChatTemplate
 from lightserve.tokenization.conversation import ChatMessage, Conversation, Ending, Place
 from lightserve.types import FinishReason
@@ -454,6 +454,11 @@ async def encode_chat(
     return await service.encoder.encode_chat(conversation, size=size, keep=keep)
 
 
+def _has_tags(tool_format: str) -> bool:
+    """Whether arguments stand between tags, so that strings are known by the schema alone."""
+    return tool_format != NONE and CALL_FORMATS[tool_format].tags is not None
+
+
 def _parser_options(
     service: Service, body: ChatRequest, tools: ToolUse, ending: str, *, has_constraint: bool
 ) -> ParserOptions:
@@ -465,7 +470,7 @@ def _parser_options(
         reasoning=NONE if has_constraint else formats.reasoning,
         tool_format=tool_format if tools.offered else NONE,
         tool_names=tools.names,
-        text_arguments=tools.text_arguments,
+        text_arguments=tools.text_arguments if _has_tags(tool_format) else frozenset(),
         max_calls=None if tools.is_parallel else 1,
     )
     if options.reasoning == NONE:

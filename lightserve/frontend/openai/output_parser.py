@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lightserve.frontend.columns import TextBuffer, json_array, json_object, json_text
 from lightserve.frontend.harmony import HarmonyText
-from lightserve.frontend.openai.call_scanners import CallNews
+from lightserve.frontend.openai.call_scanners import Call
 from lightserve.frontend.openai.call_text import CallsText
 from lightserve.frontend.openai.thinking import ThinkText
 from lightserve.model_formats import CALL_FORMATS, HARMONY, NONE, REASONING_FORMATS
@@ -46,7 +46,6 @@ class OutputParser:
     def __init__(self, options: ParserOptions) -> None:
         self.num_calls = 0
         self._max_calls = options.max_calls
-        self._drops_call = False
         self._deltas: list[Delta] = []
         self._has_short_ids = False
         self._calls: CallsText | None = None
@@ -68,7 +67,7 @@ class OutputParser:
                 options.tool_names if options.tool_format == HARMONY else (),
                 reasoning=self._reasoning,
                 content=self._content,
-                call=lambda name, arguments: self._call(CallNews(name, arguments)),
+                call=lambda name, arguments: self._call(Call(name, arguments)),
                 is_inside=options.continues,
             )
             self._push = self._text.push
@@ -112,31 +111,17 @@ class OutputParser:
         else:
             self._deltas.append({key: text})
 
-    def _call(self, news: CallNews) -> None:
-        if news.name:
-            self._drops_call = self.num_calls == self._max_calls
-        if self._drops_call:
+    def _call(self, call: Call) -> None:
+        if self.num_calls == self._max_calls:
             return
-        if news.name:
-            function = {"name": news.name, "arguments": ""}
-            number = uuid.uuid4().hex
-            call_id = number[:9] if self._has_short_ids else f"call_{number[:24]}"
-            call = {"index": self.num_calls, "id": call_id}
-            self.num_calls += 1
-            self._deltas.append(
-                {"tool_calls": [{**call, "type": "function", "function": function}]}
-            )
-        if news.arguments:
-            last = self._deltas[-1]["tool_calls"][0] if self._is_call_last() else None
-            if last is not None and "id" not in last:
-                last["function"]["arguments"] += news.arguments
-                return
-            index = self.num_calls - 1
-            piece = {"index": index, "function": {"arguments": news.arguments}}
-            self._deltas.append({"tool_calls": [piece]})
-
-    def _is_call_last(self) -> bool:
-        return bool(self._deltas) and "tool_calls" in self._deltas[-1]
+        number = uuid.uuid4().hex
+        call_id = number[:9] if self._has_short_ids else f"call_{number[:24]}"
+        head = {"index": self.num_calls, "id": call_id, "type": "function"}
+        self._deltas += [
+            {"tool_calls": [{**head, "function": {"name": call.name, "arguments": ""}}]},
+            {"tool_calls": [{"index": self.num_calls, "function": {"arguments": call.arguments}}]},
+        ]
+        self.num_calls += 1
 
 
 class MessageBuffer:

@@ -16,6 +16,8 @@ class Found(NamedTuple):
 
     mark: str
     after: str
+    blanks: str
+    """Before the mark; they have not been passed on."""
 
 
 class Until:
@@ -43,8 +45,9 @@ class Until:
         if places:
             place, mark = min(places)
             self._held = ""
-            self._emit(held[:place].rstrip())
-            return Found(mark, held[place + len(mark) :])
+            shown = held[:place].rstrip()
+            self._emit(shown)
+            return Found(mark, held[place + len(mark) :], held[len(shown) : place])
         before = held[: len(held) - max(_beginning(held, mark) for mark in self._marks)]
         shown = before.rstrip()
         self._emit(shown)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, Tag
 
@@ -116,12 +118,7 @@ class ToolUse(NamedTuple):
     @property
     def text_arguments(self) -> frozenset[tuple[str, str]]:
         """Tool and argument of those that are strings, whatever they look like."""
-        return frozenset(
-            (tool.function.name, name)
-            for tool in self.offered
-            for name, schema in _properties(tool.function.parameters)
-            if _is_text(schema)
-        )
+        return frozenset(itertools.chain.from_iterable(map(_text_arguments, self.offered)))
 
     def spec(self, config: ServeConfig, tool_format: str) -> ConstraintSpec | None:
         """Return the grammar of the calls that are required, as this format writes them."""
@@ -197,21 +194,81 @@ def _grammar_of_calls(
     return GrammarConstraint(grammar="\n".join(lines))
 
 
-def _properties(schema: dict[str, Any] | None) -> Iterable[tuple[str, Any]]:
-    properties = (schema or {}).get("properties")
-    return properties.items() if isinstance(properties, dict) else ()
+class _Kinds:
+    """The kinds of JSON that schemas of one tool allow; None: every kind."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._of_reference: dict[str, frozenset[str] | None] = {}
+        """Of what has been looked up; of what is being looked up, every kind."""
+
+    def of(self, schema: object) -> frozenset[str] | None:
+        """Return the kinds of one schema, with those that it refers to."""
+        if not isinstance(schema, dict):
+            return None
+        parts = [_own_kinds(schema)]
+        if isinstance(reference := schema.get("$ref"), str):
+            parts.append(self._referred(reference))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(choices := schema.get(key), list):
+                kinds = [self.of(choice) for choice in choices]
+                parts.append(None if None in kinds else frozenset().union(*filter(None, kinds)))
+        if isinstance(every := schema.get("allOf"), list):
+            parts += map(self.of, every)
+        known = [part for part in parts if part is not None]
+        if known:
+            return frozenset.intersection(*known)
+        return frozenset({"string"}) if _OF_STRINGS & schema.keys() else None
+
+    def _referred(self, reference: str) -> frozenset[str] | None:
+        if reference not in self._of_reference:
+            if len(self._of_reference) == _MAX_REFERENCES:
+                return None
+            self._of_reference[reference] = None
+            self._of_reference[reference] = self.of(_pointed(self._root, reference))
+        return self._of_reference[reference]
 
 
-def _is_text(schema: object) -> bool:
-    """Whether nothing but strings, and perhaps null, is of a schema."""
-    if not isinstance(schema, dict):
-        return False
+_MAX_REFERENCES = 64
+"""Looked up in one schema; of further ones every kind is allowed."""
+_OF_STRINGS = {"pattern", "minLength", "maxLength", "format", "contentEncoding"}
+
+
+def _own_kinds(schema: dict[str, Any]) -> frozenset[str] | None:
+    """Return the kinds that a schema's own keywords allow."""
     kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return frozenset({kinds})
     if isinstance(kinds, list):
-        return "string" in kinds and set(map(str, kinds)) <= {"string", "null"}
-    choices = schema.get("enum")
-    is_choice = isinstance(choices, list) and all(isinstance(one, str) for one in choices)
-    return kinds == "string" or (kinds is None and is_choice)
+        return frozenset(map(str, kinds))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset(
+            "string" if isinstance(value, str) else "null" if value is None else "other"
+            for value in values
+        )
+    return None
+
+
+def _pointed(root: dict[str, Any], reference: str) -> object:
+    """Return where a reference within a schema leads; None: nowhere."""
+    if not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _text_arguments(tool: Tool) -> Iterable[tuple[str, str]]:
+    schema = tool.function.parameters or {}
+    kinds_of = _Kinds(schema).of
+    properties = schema.get("properties")
+    for name, one in properties.items() if isinstance(properties, dict) else ():
+        kinds = kinds_of(one)
+        if kinds is not None and "string" in kinds and kinds <= {"string", "null"}:
+            yield tool.function.name, name
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,184 @@ def test_what_is_no_call_of_a_known_tool_is_content(name: str) -> None:
 )
 def test_variants(name: str, text: str, content: str | None, calls: list[Any]) -> None:
     assert read(text, name) == (content, calls)
+
+
+QWEN, QWEN_END = "<tool_call>\n<function=add>\n", "</function>\n</tool_call>"
+TAGGED: list[tuple[str, str, str | None, list[Any]]] = [
+    # A value ends where the next tag begins, and may have the tag that ends values in it.
+    (
+        "qwen3_coder",
+        f"{QWEN}<parameter=a>\n1\n<parameter=b>\nx\n</parameter>\n{QWEN_END}",
+        None,
+        [("add", {"a": 1, "b": "x"})],
+    ),
+    ("qwen3_coder", f"{QWEN}<parameter=b>\nx{QWEN_END}", None, [("add", {"b": "x"})]),
+    (
+        "qwen3_coder",
+        f"{QWEN}<parameter=b>\nx</parameter> y\n</parameter>\n{QWEN_END}",
+        None,
+        [("add", {"b": "x</parameter> y"})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=add><parameter=a>1</parameter>\n</tool_call>"
+        f"{QWEN}<parameter=a>2</parameter>{QWEN_END}",
+        None,
+        [("add", {"a": 1}), ("add", {"a": 2})],
+    ),
+    (
+        "glm45",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>x"
+        "</arg_value> y</arg_value></tool_call>",
+        None,
+        [("add", {"a": 1, "b": "x</arg_value> y"})],
+    ),
+    # What breaks off, or has a name without a value, is content.
+    *(
+        (name, text, text, [])
+        for name, text in (
+            ("qwen3_coder", f"So {QWEN}<parameter=b>\nx</parameter>"),
+            ("qwen3_coder", f"{QWEN}<parameter=b\n</function>"),
+            ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>"),
+            ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"),
+        )
+    ),
+    # Without the opening, and what only looks like one.
+    (
+        "qwen3_coder",
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>",
+        None,
+        [("add", {"a": 1})],
+    ),
+    (
+        "qwen3_coder",
+        f"So.\n{QWEN.removeprefix('<tool_call>')}{QWEN_END} Done.",
+        "So.Done.",
+        [("add", {})],
+    ),
+    ("qwen3_coder", "a <function=rm> b <function=", "a <function=rm> b <function=", []),
+    ("phi4_mini", "import functools\nfunctools.cache", "import functools\nfunctools.cache", []),
+    ("phi4_mini", "x functools[1]", "x functools[1]", []),
+    ("mistral", "a [TOOL_CALLS] b", "a [TOOL_CALLS] b", []),
+    ("olmo3", "a\n\n<function_calls>\n b", "a\n\n<function_calls>\n b", []),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), TAGGED)
+def test_ends_and_beginnings(name: str, text: str, content: str | None, calls: list[Any]) -> None:
+    assert read(text, name) == (content, calls)
+
+
+ANY = {"$defs": {"t": {"type": "string"}, "u": {"$ref": "#/$defs/t"}, "o": {"$ref": "#/$defs/o"}}}
+SCHEMAS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "123", "123"),
+    ({"oneOf": [{"type": "string"}, {"const": "x"}]}, "true", "true"),
+    ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "1.50", "1.50"),
+    ({"allOf": [{"minLength": 1}, {"pattern": "^1"}]}, "123", "123"),
+    ({"$ref": "#/$defs/u"}, "[1]", "[1]"),
+    ({"const": "123"}, "123", "123"),
+    ({"enum": ["1", None]}, "1", "1"),
+    ({"pattern": "^[0-9]+$"}, "123", "123"),
+    ({"format": "date"}, "2024", "2024"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "123", 123),
+    ({"anyOf": [{"type": "string"}, {}]}, "123", 123),
+    ({"type": "integer"}, "123", 123),
+    ({"$ref": "#/$defs/o"}, "123", 123),
+    ({"$ref": "#/$defs/none"}, "123", 123),
+    ({"$ref": "https://example.com"}, "123", 123),
+    ({}, "123", 123),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "expected"), SCHEMAS, ids=str)
+def test_types_between_tags(schema: dict[str, Any], text: str, expected: Any) -> None:
+    """A string where the schema, with all that it refers to, allows nothing else (but null)."""
+    described = {"name": "add", "parameters": {**ANY, "properties": {"a": schema}}}
+    use = ToolUse([Tool.model_validate({"type": "function", "function": described})])
+    options = ParserOptions(
+        tool_format="qwen3_coder", tool_names=use.names, text_arguments=use.text_arguments
+    )
+    parser = OutputParser(options)
+    deltas = parser.push(f"{QWEN}<parameter=a>\n{text}\n</parameter>\n{QWEN_END}")
+    call = deltas[-1]["tool_calls"][0]["function"]
+    assert json.loads(call["arguments"]) == {"a": expected}
+
+
+def test_many_references_of_a_schema() -> None:
+    definitions = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2000)}
+    parameters = {"$defs": definitions, "properties": {"a": {"$ref": "#/$defs/d0"}}}
+    described = {"name": "add", "parameters": parameters}
+    use = ToolUse([Tool.model_validate({"type": "function", "function": described})])
+    assert use.text_arguments == frozenset()
+
+
+WORDS = (
+    *("</parameter>", "</function>", "<parameter=", "<arg_key>", "</arg_value>", "<tool_call>"),
+    *("}", "{", '"', "'", "\\", "\n", " ", "[", "]", ",", "ö", "🚪", "123", "null", "x", "= ", ")"),
+)
+MARKED = (
+    *("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+
+
+def random_call(chance: random.Random, name: str) -> str:
+    """Return a call of a known tool with random arguments, as a format's models write it."""
+
+    def text(size: int = 6) -> str:
+        found = "".join(chance.choices(WORDS, k=chance.randrange(size)))
+        for mark in MARKED if CALL_FORMATS[name].tags is not None else ():
+            found = found.replace(mark, "")
+        return found
+
+    def value() -> Any:
+        return chance.choice(
+            [chance.randrange(-(10**20), 10**20), 1.5, None, True, text(), [text()], {}]
+        )
+
+    arguments = {"a": value(), "b": text(9), "c": value()}
+    keys = chance.sample(sorted(arguments), chance.randrange(4))
+    said = {key: arguments[key] for key in keys}
+    start, _, _, end = SHAPES[name]
+    form = CALL_FORMATS[name]
+    if form.body.name == "PYTHON":
+        return f"{start}add({', '.join(f'{key}={item!r}' for key, item in said.items())}){end}"
+    if form.tags is None:
+        written = form.written
+        assert written is not None
+        ascii_only = chance.random() < 0.5
+        body = json.dumps(said, ensure_ascii=ascii_only, indent=chance.choice([None, 1]))
+        return (
+            f"{written.start}{written.before}add{written.between}{body}{written.after}{written.end}"
+        )
+    tags = form.tags
+    shown = {key: item if isinstance(item, str) else json.dumps(item) for key, item in said.items()}
+    parts = [
+        f"{tags.key}{key}{tags.key_end}{tags.value}{item}{tags.value_end}\n"
+        for key, item in shown.items()
+    ]
+    return f"<tool_call>{form.name_start}add{form.name_ends[0]}{''.join(parts)}{tags.end}" + (
+        "" if tags.end == "</tool_call>" else "\n</tool_call>"
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_calls_cut_everywhere(name: str) -> None:
+    """500 calls, whole and broken off at every place: arguments are JSON, no text is lost."""
+    chance = random.Random(5)
+    for _ in range(500):
+        call = random_call(chance, name)
+        whole, pieces = parse(call, name), parse(call, name, cut=True)
+        assert whole == pieces
+        assert whole[1] is None and len(whole[2]) == 1, call
+        assert isinstance(json.loads(whole[2][0][1]), dict), call
+        before = "" if name in AT_START else "So "
+        for length in {chance.randrange(len(call)) for _ in range(12)}:
+            broken = before + call[:length]
+            _, content, calls = parse(broken, name)
+            for _, arguments in calls:
+                assert isinstance(json.loads(arguments), dict), broken
+            assert calls or content == broken
 
 
 def test_ids_are_as_templates_take_them() -> None:

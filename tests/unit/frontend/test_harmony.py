@@ -41,6 +41,18 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("<|channel|>commentary to=functions.rm json<|message|>{}<|call|>", {"content": "{}"}),
     ("<|channel|>analysis to=python code<|message|>1+1<|call|>", {"reasoning_content": "1+1"}),
     ("Yes <|", {"content": "Yes <|"}),
+    *(
+        (f"<|channel|>commentary to=functions.add json<|message|>{text}", {"content": text})
+        for text in ('{"a": 1', '{"a"', "[1]", '{"a": Infinity}', "no")
+    ),
+    (
+        '<|channel|>commentary to=functions.add json<|message|>{"a": 1}',
+        {"content": None, "calls": [("add", '{"a": 1}')]},
+    ),
+    (
+        "<|channel|>commentary to=functions.add json<|message|><|call|>",
+        {"content": None, "calls": [("add", "{}")]},
+    ),
     ("<|channel|>ana", {"content": ""}),
 ]
 TOOL = {"type": "function", "function": {"name": "add"}}

@@ -270,6 +270,26 @@ def test_reasoning_is_told_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
+def test_what_a_user_writes_last_begins_no_reasoning(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Before a generation prompt that is one special token, which has no text."""
+    end = tokenizer.name_of(tokenizer.eos_token_ids[0])
+
+    async def scenario(template: str) -> dict[str, Any]:
+        path = tmp_path / "special.jinja"
+        path.write_text(template)
+        body = {**BODY, "messages": [{"role": "user", "content": "What is <think>"}]}
+        flags = {"reasoning_parser": "think", "chat_template": str(path)}
+        async with frontend(says(ids(tokenizer, "A tag.")), **flags) as setup:
+            response = await setup.post("/v1/chat/completions", body)
+            message: dict[str, Any] = response.json()["choices"][0]["message"]
+            return message
+
+    plain = asyncio.run(scenario("{{ messages[-1].content }}" + end))
+    assert (plain["content"], "reasoning_content" in plain) == ("A tag.", False)
+    thinking = asyncio.run(scenario("{{ messages[-1].content }}" + end + "\n<think>\n"))
+    assert (thinking["content"], thinking["reasoning_content"]) == ("", "A tag.")
+
+
 def test_long_schemas_of_tools_take_little_memory_and_no_time_of_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
@@ -369,8 +389,40 @@ CASES: list[tuple[ParserOptions, str, Any]] = [
         (None, "So.done", [("weather", ARGUMENTS)]),
     ),
     # Cut by max_tokens.
-    (HERMES, '<tool_call>{"name": "add", "argum', (None, None, [("add", "")])),
-    (HERMES, '<tool_call>{"name": "add", "arguments": {"a', (None, None, [("add", '{"a')])),
+    *(
+        (HERMES, text, (None, text, []))
+        for text in (
+            '<tool_call>{"name": "add", "argum',
+            '<tool_call>{"name": "add", "arguments": {"a',
+            'So <tool_call>{"name": "add", "arguments": {"a": "x}}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": "no"}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        )
+    ),
+    # What has its end missing alone, or no arguments, or line breaks in strings.
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": 1}',
+        (None, None, [("add", '{"a": 1}')]),
+    ),
+    *(
+        (
+            HERMES,
+            f'<tool_call>{{"name": "add", "arguments": {nothing}}}</tool_call>',
+            (None, None, [("add", "{}")]),
+        )
+        for nothing in ("null", '""', "[]", "{}", '"{}"', '"null"')
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": "x\n\ty", "n": 12345678901234567890.50}}',
+        (None, None, [("add", '{"a": "x\\n\\ty", "n": 12345678901234567890.50}')]),
+    ),
+    # Blanks belong to content where no call follows.
+    (HERMES, "a <tool_call>b", (None, "a <tool_call>b", [])),
+    (HERMES, "a \n <tool_call> {} b", (None, "a \n <tool_call> {} b", [])),
     (HERMES, '<tool_call>{"name": "ad', (None, '<tool_call>{"name": "ad', [])),
     (HERMES, f"{SAID[:-4]}", (None, None, [("weather", ARGUMENTS)])),
     # What is no call of a known tool is content.
@@ -419,16 +471,16 @@ def test_parts_of_a_text(options: ParserOptions, text: str, expected: Any) -> No
 
 
 def test_a_call_is_streamed_as_clients_expect() -> None:
+    """Once it is whole: its name, then its arguments."""
     deltas, _ = parse(HERMES, *f"Hi{SAID}{SAID}")
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
-    assert len(calls) > 20  # as they come, not at the end
-    for index in (0, 1):
-        own = [call for call in calls if call["index"] == index]
-        assert own[0].keys() == {"index", "id", "type", "function"}
-        assert own[0]["function"] == {"name": "weather", "arguments": ""}
-        assert all(call.keys() == {"index", "function"} for call in own[1:])
-        assert json.loads("".join(call["function"]["arguments"] for call in own))["n"] == [1, {}]
-    assert calls[0]["id"] != calls[-1].get("id") and calls[0]["id"].startswith("call_")
+    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+    for first, second in (calls[:2], calls[2:]):
+        assert first.keys() == {"index", "id", "type", "function"}
+        assert first["function"] == {"name": "weather", "arguments": ""}
+        assert second.keys() == {"index", "function"}
+        assert json.loads(second["function"]["arguments"])["n"] == [1, {}]
+    assert calls[0]["id"] != calls[2]["id"] and calls[0]["id"].startswith("call_")
 
 
 PIECES = st.sampled_from(
