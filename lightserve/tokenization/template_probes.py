@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -100,6 +101,10 @@ class _Seen:
         return not self.left_out
 
 
+PROBES_S = 5.0
+"""What all probes of a template may take of a processor; what is not known then is not used."""
+
+
 class _Prober:
     def __init__(self, render: Render, variables: Collection[str], *, has_tools: bool) -> None:
         self._render = render
@@ -109,9 +114,11 @@ class _Prober:
         self._options += [{name: is_on} for name in switches for is_on in (True, False)]
         self._is_over = False
         """Whether one took too long: others may as well."""
+        self._end_s = time.thread_time() + PROBES_S
 
     def see(self, probe: _Probe, forms: Forms) -> _Seen | None:
         """Return what comes out, with thinking on and off; None: the template fails on it."""
+        self._is_over |= time.thread_time() > self._end_s
         first: _Seen | None = None
         for options in () if self._is_over else self._options:
             tools = (self._tools if probe.is_of_two else self._tools[:1]) or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tokenizers_made import write_config
@@ -11,8 +12,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.tokenization import template_probes
 from lightserve.tokenization.chat_template import ChatTemplate, TemplateSource, find_chat_template
 from lightserve.tokenization.conversation import ChatMessage, Conversation
+from lightserve.tokenization.template_sandbox import TemplateSandbox
 
 USER = [ChatMessage("user", "hi")]
 
@@ -204,6 +207,25 @@ def test_what_a_template_keeps_is_bounded(name: str) -> None:
         assert tracemalloc.get_traced_memory()[1] <= 200 * 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_probes_of_a_template_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be just within the limits; without them the template is used as it is."""
+    num_renders = [0]
+    render = TemplateSandbox.render
+
+    def counting(*args: Any, **kwargs: Any) -> str:
+        num_renders[0] += 1
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(TemplateSandbox, "render", counting)
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    _template(text)
+    most, num_renders[0] = num_renders[0], 0
+    monkeypatch.setattr(template_probes, "PROBES_S", -1.0)
+    template = _template(text)
+    assert num_renders[0] == 4 < most, "two of each of the forms with tools and without"
+    assert template.render(Conversation(messages=USER)) == "hi"
 
 
 def test_a_text_that_grows_with_each_message_is_within_the_limits() -> None:
