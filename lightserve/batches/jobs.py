@@ -445,14 +445,15 @@ class Jobs:
                 if outcome.result is not None:
                     state = "error" if outcome.is_error else "done"
                 delay_s = LOSS_DELAY_S if outcome.is_lost else 0.0
+                not_before_s = now_s + outcome.wait_s if outcome.wait_s else 0.0
                 changed = self._db.write(
                     "UPDATE lines SET state = ?, result = ?, attempt = attempt + ?, owner = NULL,"
-                    " not_before_s = CASE WHEN losses > 0 THEN ? + ? * (1 << CAST(losses - 1 AS"
-                    " INTEGER)) ELSE 0 END, losses = losses + ?"
+                    " not_before_s = CASE WHEN ? AND losses > 0 THEN ? + ? *"
+                    " (1 << CAST(losses - 1 AS INTEGER)) ELSE ? END, losses = losses + ?"
                     " WHERE batch = ? AND number = ? AND state = 'leased' AND owner = ?"
                     " AND epoch = ?",
                     *(state, outcome.result, int(outcome.has_failed)),
-                    *(now_s if outcome.is_lost else 0.0, delay_s, int(outcome.is_lost)),
+                    *(outcome.is_lost, now_s, delay_s, not_before_s, int(outcome.is_lost)),
                     *(outcome.batch, outcome.number, owner, epoch),
                 )
                 num_late += not changed

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from lightserve.batches.access import listen
 from lightserve.batches.forecast import Costs
@@ -22,7 +22,7 @@ from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
 from lightserve.batches.runner import OWNER, Answer, Runner
 from lightserve.config.fields import is_postgres
-from lightserve.frontend.errors import ErrorDetail, RequestFailed, error_body
+from lightserve.frontend.errors import REFUSAL_KEY, ErrorDetail, RequestFailed, error_body
 from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router
@@ -123,7 +123,8 @@ class InnerRoutes:
         try:
             body = body_of(line.line)
             call = _Call(body)
-            await self._app(_scope(line, len(body), due_in_s), call.receive, call.send)
+            scope = _scope(line, len(body), due_in_s)
+            await self._app(scope, call.receive, call.send)
         except Exception:
             log.exception("line %s failed", line.id)
             failure = RequestFailed("an internal error occurred", code="internal_error", status=500)
@@ -136,6 +137,7 @@ class InnerRoutes:
             request_id=line.id,
             retry_after_s=call.retry_after_s,
             is_lost=call.status == 503 and _code_of(call.answer) == ErrorCode.WORKER_LOST,
+            is_own_refusal=call.status == 429 and not _is_queue_full(scope),
         )
 
     def move_batch(self, batch: int, due_in_s: float) -> bool:
@@ -171,6 +173,12 @@ class _Error(msgspec.Struct):
 def _code_of(answer: bytearray) -> str | None:
     """Return the code of an answer that is an error."""
     return msgspec.json.decode(answer, type=_Error).error.code
+
+
+def _is_queue_full(scope: Scope) -> bool:
+    """Whether a request was refused for what the router has to do already."""
+    error = scope.get(REFUSAL_KEY)
+    return isinstance(error, RequestFailed) and error.is_queue_full
 
 
 class _Call:

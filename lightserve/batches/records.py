@@ -259,6 +259,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     is_error: bool = False
     has_failed: bool = False
     """Queued again: whether the attempt counts against the line."""
+    wait_s: float = 0.0
+    """Queued again: not before so many seconds."""
     is_lost: bool = False
     """Queued again: whether workers died with it. It may be why: from the second time on it waits,
     longer each time, so that no line makes a server give up on its workers."""

@@ -3,7 +3,8 @@
 One task leases and writes; each line in flight is a task of its own. While the engine is not ready
 nothing is leased, and what it lost is queued again: that counts against no line, but that one with
 which workers die again and again is taken for the reason in the end. A line that fails by itself is
-tried MAX_ATTEMPTS times; how often this process may die with one, `jobs` knows. When the store
+tried MAX_ATTEMPTS times, one that is refused by anything but the router's queue MAX_REFUSALS times,
+while others go on; how often this process may die with one, `jobs` knows. When the store
 fails, what is in flight is given up, and the work begins anew, in a new epoch, as soon as the store
 can be written. So it is when the lease is over, whatever the store is waited for.
 """
@@ -53,6 +54,10 @@ LEAST_MOVE_S, MOVE_SHARE = 0.5, 0.02
 time until then."""
 MAX_LEASED_BYTES = 64 * 1024 * 1024
 MAX_ATTEMPTS = 2
+MAX_REFUSALS = 10
+"""Times that a line gets a 429 that is not the router's: then that is its result."""
+LEAST_REFUSAL_S, MAX_REFUSAL_S = 1.0, 64.0
+"""What it waits after the first, twice as long after each further one, and at most."""
 MAX_LOSSES = 6
 """Times that workers die with a line, before it is taken for the reason."""
 STORE_RETRY_S = 1.0
@@ -78,6 +83,8 @@ class Answer:
     """With 429 and 503."""
     is_lost: bool = False
     """With 503: whether workers died with it."""
+    is_own_refusal: bool = False
+    """With 429: whether it is not the router that takes no more, but perhaps for what it says."""
 
 
 @dataclass
@@ -426,7 +433,20 @@ class Runner:
         """Have a line answered, and note what became of it."""
         answer = await self._answer(line, texts)
         is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES
-        if answer.status in (429, 503) and not is_worn_out:
+        if answer.is_own_refusal:
+            if line.attempt + 1 < MAX_REFUSALS:
+                wait_s = max(answer.retry_after_s, LEAST_REFUSAL_S) * 2**line.attempt
+                self._outcomes.append(
+                    Outcome(
+                        batch=line.batch,
+                        number=line.number,
+                        result=None,
+                        has_failed=True,
+                        wait_s=min(wait_s, MAX_REFUSAL_S),
+                    )
+                )
+                return
+        elif answer.status in (429, 503) and not is_worn_out:
             self._pause_until_s = _passing_s() + max(0.1, answer.retry_after_s)
             self._outcomes.append(
                 Outcome(batch=line.batch, number=line.number, result=None, is_lost=answer.is_lost)

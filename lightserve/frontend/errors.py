@@ -33,6 +33,9 @@ class RequestFailed(LightserveError):
     `status` is the HTTP status; `retry_after_s` is when trying again makes sense (429 and 503).
     """
 
+    is_queue_full = False
+    """With 429: whether the router takes no more now, whatever a request says."""
+
     def __init__(
         self, message: str, *, code: str, status: int, retry_after_s: float = RETRY_AFTER_S
     ) -> None:
@@ -65,6 +68,13 @@ def overloaded(retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
         status=429,
         retry_after_s=retry_after_s,
     )
+
+
+def queue_full(retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
+    """Return the same where the router's queue, or that to the router, is the full one."""
+    failure = overloaded(retry_after_s)
+    failure.is_queue_full = True
+    return failure
 
 
 def _over_quota(quota: str, retry_after_s: float) -> RequestFailed:
@@ -109,7 +119,7 @@ def from_router(
     """Return what a client is told about an error of the router; numbers as in `RequestDelta`."""
     match error:
         case ErrorCode.QUEUE_FULL:
-            return overloaded(retry_after_s)
+            return queue_full(retry_after_s)
         case ErrorCode.REQUEST_QUOTA:
             return _over_quota(f"{client.requests_per_minute} requests", retry_after_s)
         case ErrorCode.TOKEN_QUOTA:

@@ -30,6 +30,7 @@ from lightserve.frontend.errors import (
     from_router,
     not_ready,
     overloaded,
+    queue_full,
     router_lost,
     too_large_to_submit,
 )
@@ -487,7 +488,7 @@ class RouterClient:
         try:
             connection.send(request)
         except ChannelFull:
-            raise overloaded() from None
+            raise queue_full() from None
         except FrameTooLarge as error:
             raise too_large_to_submit(error.num_bytes, error.max_bytes) from None
         live = LiveRequest(self, request, num_prompt_tokens=len(options.prompt_token_ids))

@@ -470,7 +470,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     names = tokenizer.special_tokens.names
     template = None if source is None else ChatTemplate(source, special_tokens=names)
     if template is not None and template.left_out:
-        log.warning(
+        log.info(
             "the model's chat template leaves out: %s; conversations that have these are refused",
             ", ".join(template.left_out),
         )

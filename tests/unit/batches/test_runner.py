@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
-from support.fake_router import Setup, eventually, router_status, says
+from support.fake_router import Setup, eventually, made_logprobs, router_status, says
 from support.running_frontend import running_frontend
 
 from lightserve.batches.access import prepare
 from lightserve.batches.process import _note_counts
 from lightserve.batches.records import CHUNK_BYTES
+from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.metrics.catalogue import (
     BATCH_FORECAST_RATIO,
     BATCH_LEASES_LOST,
@@ -22,6 +23,7 @@ from lightserve.metrics.catalogue import (
     BATCH_STORE_TIME,
 )
 from lightserve.metrics.recording import Family
+from lightserve.types import FinishReason
 
 
 def test_a_file_may_be_larger_than_all_bodies_that_arrive(tmp_path: Path) -> None:
@@ -93,3 +95,44 @@ def figure(setup: Setup, family: Family) -> float:
     samples = setup.service.observation.recorder.snapshot()
     (sample,) = [sample for sample in samples if sample.family == family.name]
     return sample.values[0]
+
+
+def test_a_line_that_is_refused_for_what_it_says_ends_and_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is larger than all that are kept may be: crowded out, a 429, each time."""
+    for name, value in {"LEAST_REFUSAL_S": 0.01, "MAX_REFUSAL_S": 0.02, "MAX_REFUSALS": 3}.items():
+        monkeypatch.setattr(f"lightserve.batches.runner.{name}", value)
+    flags = {"max_kept_answer_bytes": 2**20}
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        is_large = submit.max_tokens == 900
+        tokens = [300] * submit.max_tokens
+        logprobs = made_logprobs(20, 1) * len(tokens) if is_large else []
+        return [RequestDelta(submit.request_id, tokens, FinishReason.LENGTH, logprobs=logprobs)]
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer=answer, **flags) as setup:
+            client = client_of(setup)
+            large = {"max_tokens": 900, "logprobs": 20, "ignore_eos": True, "n": 8}
+            lines = [line("large", body=large)]
+            lines += [line(f"r{n}", body={"max_tokens": 2}) for n in range(20)]
+            file = await client.files.create(file=("x", jsonl(lines)), purpose="batch")
+            async with working(setup, max_in_flight=1) as runner:
+                batch = await client.batches.create(
+                    input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
+                )
+                runner.wake()
+                for _ in range(1000):
+                    batch = await client.batches.retrieve(batch.id)
+                    if batch.status == "completed":
+                        break
+                    await asyncio.sleep(0.02)
+            counts = batch.request_counts
+            assert (batch.status, counts.completed, counts.failed) == ("completed", 20, 1)
+            text = (await client.files.content(batch.error_file_id)).text
+            result = json.loads(text)
+            assert result["custom_id"] == "large"
+            assert result["response"]["status_code"] == 429
+
+    asyncio.run(scenario())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +13,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import zmq
 import zmq.auth
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.router import kv_publisher
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.kv.block_events import (
     AllBlocksCleared,
@@ -24,7 +30,7 @@ from lightserve.router.kv.block_events import (
     block_hashes,
 )
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv_publisher import KVPublisher
+from lightserve.router.kv_publisher import EventBatch, KVPublisher
 
 WAIT_MS = 20_000
 SILENCE_MS = 300
@@ -223,3 +229,69 @@ def test_addresses_that_are_taken(flags: dict[str, Any]) -> None:
     assert make_scheduler_config(config, max_model_len=64).kv.event_block_size == 32
     without = make_scheduler_config(ServeConfig(), max_model_len=64)
     assert without.kv.event_block_size == 0
+
+
+def test_long_news_come_in_short_messages(tmp_path: Path) -> None:
+    """So that the number of those that wait for a subscriber bounds their bytes."""
+    num_blocks, size = 3000, 4
+    stored = msgspec.structs.replace(
+        STORED,
+        block_hashes=[2**63 + number for number in range(num_blocks)],
+        parent_block_hash=7,
+        token_ids=list(range(num_blocks * size)),
+        block_size=size,
+        extra_keys=[("salt",), *[None] * (num_blocks - 1)],
+    )
+    removed = BlockRemoved(block_hashes=stored.block_hashes, medium="GPU")
+    messages = list(kv_publisher._payloads([stored, AllBlocksCleared(), removed], 1.0))
+    assert max(map(len, messages)) <= kv_publisher.MAX_MESSAGE_BYTES
+    batches = [msgspec.msgpack.decode(message, type=EventBatch) for message in messages]
+    events = [event for batch in batches for event in batch.events]
+    parts = [event for event in events if isinstance(event, BlockStored)]
+    assert [each for part in parts for each in part.block_hashes] == stored.block_hashes
+    assert [each for part in parts for each in part.token_ids] == stored.token_ids
+    parents = [part.parent_block_hash for part in parts]
+    assert parents == [7, *(part.block_hashes[-1] for part in parts[:-1])]
+    assert parts[0].extra_keys is not None and parts[0].extra_keys[0] == ("salt",)
+    assert all(part.extra_keys is None for part in parts[1:])
+    ends = [event for event in events if isinstance(event, BlockRemoved)]
+    assert [each for end in ends for each in end.block_hashes] == removed.block_hashes
+    assert events.index(AllBlocksCleared()) == len(parts)
+
+
+def test_what_waits_for_a_subscriber_that_is_stopped_is_bounded_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(kv_publisher, "SILENCE_S", 1.0)
+    address = f"ipc://{tmp_path / 'events'}"
+    code = "import sys, zmq; s = zmq.Context().socket(zmq.SUB); s.subscribe(b'');"
+    code += "s.connect(sys.argv[1]); s.recv(); print('here', flush=True); s.recv(); input()"
+    publisher = KVPublisher(address)
+    monitor = publisher._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, address], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        while not select.select([process.stdout], [], [], 0.02)[0]:
+            publisher.publish([AllBlocksCleared()], now_s=1.0)
+        process.send_signal(signal.SIGSTOP)
+        stored = msgspec.structs.replace(
+            STORED, block_hashes=[2**63] * 1000, token_ids=[70_000] * 1000
+        )
+        before = psutil.Process().memory_info().rss
+        for _ in range(15_000):
+            publisher.publish([stored], now_s=1.0)
+        grown = psutil.Process().memory_info().rss - before
+        assert grown <= 2 * kv_publisher.MAX_UNSENT * kv_publisher.MAX_MESSAGE_BYTES
+        assert monitor.poll(WAIT_MS), "it is disconnected"
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
+        publisher._socket.disable_monitor()
+        monitor.close(linger=0)
+        publisher.close()
