@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,6 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import CopyKernels
 from lightserve.logs import one_line
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
@@ -49,6 +48,30 @@ from lightserve.progress import progress
 from lightserve.worker.device import CopyStreams, Event, Stream, cuda_copy_streams
 from lightserve.worker.host_pool import CopyWait, DirectHostPool, HostPool, Waited
 from lightserve.worker.memory import KVPool
+
+# Moving the KV of single tokens between a pool, whose layers lie apart, and rows that hold all.
+#
+#   pool  [2, num_layers, num_kv_heads, num_slots, head_dim]    one slot: 2 * layers * heads pieces
+#   rows  [num_rows, 2 * num_layers * num_kv_heads, head_dim]   one row: all pieces, side by side
+#
+# Bytes are never altered. Rows are memory of the device or the host; see `kernels.triton.copies`.
+
+
+class CopyKernels(Protocol):
+    """What the host pool needs; all indices are int32 [n], where the pool is."""
+
+    def gather(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Copy slot slots[i] of the pool to rows[i], for rows [n, …]."""
+
+    def scatter(self, rows: Tensor, pool: Tensor, slots: Tensor) -> None:
+        """Copy rows[i] to slot slots[i] of the pool, for rows [n, …]."""
+
+    def put_rows(self, source: Tensor, rows: Tensor, row_ids: Tensor) -> None:
+        """Copy source[i] to rows[row_ids[i]]; `rows` may be page-locked memory of the host."""
+
+    def take_rows(self, rows: Tensor, row_ids: Tensor, target: Tensor) -> None:
+        """Copy rows[row_ids[i]] to target[i]; `rows` may be page-locked memory of the host."""
+
 
 # Large page-locked host memory: what a GPU reads and writes beside everything else.
 #

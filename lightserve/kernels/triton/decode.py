@@ -70,35 +70,15 @@ def _decode_kernel(
         slopes = 0.0
         if HAS_SLOPES:
             slopes = tl.load(slopes_ptr + heads, mask=exists, other=0.0)
+        # fmt: off
         acc, largest, total = walk(
-            q,
-            q_turned,
-            first + number,
-            table_ptr + row * table_stride,
-            k_ptr + kv_head * kv_stride_h,
-            v_ptr + kv_head * kv_stride_h,
-            kv_stride_s,
-            begin,
-            end,
-            first + 1,
-            last + 1 - window,
-            last,
-            scale,
-            window,
-            soft_cap,
-            slopes,
-            HAS_WINDOW,
-            HAS_CAP,
-            HAS_SLOPES,
-            HEAD_DIM,
-            TURNED_DIM,
-            BLOCK_Q,
-            BLOCK_D,
-            BLOCK_T,
-            BLOCK_N,
-            SUM_LATE=True,
-            WIDEN=WIDEN,
+            q, q_turned, first + number, table_ptr + row * table_stride,
+            k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
+            first + 1, last + 1 - window, last, scale, window, soft_cap, slopes, HAS_WINDOW,
+            HAS_CAP, HAS_SLOPES, HEAD_DIM, TURNED_DIM, BLOCK_Q, BLOCK_D, BLOCK_T, BLOCK_N,
+            True, WIDEN,
         )
+        # fmt: on
         # Of several tokens, the first ones see nothing of a stretch that begins behind them.
         total = tl.where(total > 0.0, total, 1.0)
         # Read again: kept through the loop, they would take registers that it needs.

@@ -85,6 +85,81 @@ def _walked(q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.c
 
 
 # fmt: off
+@triton.jit
+def _list_decodes(
+    decodes_ptr, merged_ptr, row, own_start, q_len, context_len, first_decode, first_few,
+    first_merged, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
+):
+    # fmt: on
+    """List the items of a row of few tokens, and its tokens where these have several parts."""
+    begin, parts, per_part = _decode_parts(
+        q_len, context_len, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N
+    )
+    number = tl.arange(0, SPLITS)
+    begins = begin + number * per_part * BLOCK_N
+    for first in range(0, q_len, TOGETHER):
+        count = tl.minimum(TOGETHER, q_len - first)
+        last = context_len - q_len + first + count - 1
+        places = first_decode + first // TOGETHER * parts + number
+        item, mask = decodes_ptr + places * DECODE_FIELDS, number < parts
+        ends = tl.minimum(begins + per_part * BLOCK_N, last + 1)
+        part = tl.where(parts == 1, -1, (first_few + first) * SPLITS + number)
+        tl.store(item + ROW, number * 0 + row, mask=mask)
+        tl.store(item + TOKEN, number * 0 + own_start + first, mask=mask)
+        tl.store(item + BEGIN, begins, mask=mask)
+        tl.store(item + END, ends, mask=mask)
+        tl.store(item + LAST, number * 0 + last, mask=mask)
+        tl.store(item + PART, part, mask=mask)
+        tl.store(item + COUNT, number * 0 + count, mask=mask)
+    token = tl.arange(0, _FEW_BLOCK)
+    unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
+    mask = token < tl.where(parts > 1, q_len, 0)
+    tl.store(unit, own_start + token, mask=mask)
+    tl.store(unit + 1, (first_few + token) * SPLITS, mask=mask)
+    tl.store(unit + 2, token * 0 + parts, mask=mask)
+
+
+# fmt: off
+@triton.jit
+def _list_chunks(
+    chunks_ptr, merged_ptr, index, own_start, q_len, context_len, first_chunk, first_part,
+    first_merged, least, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    # fmt: on
+    """List the blocks of a row's chunk, or their stretches, and then its tokens as well."""
+    blocks, mean = _walked(q_len, context_len, window, HAS_WINDOW, TOKENS)
+    splits = tl.where(mean >= 2 * least, tl.minimum(mean // least, SPLITS), 1)
+    number_within = tl.arange(0, _ITEMS_AT_ONCE)
+    for start in range(0, blocks * splits, _ITEMS_AT_ONCE):
+        number = start + number_within  # the last block, whose context is longest, first
+        block, split = blocks - 1 - number // splits, number % splits
+        mask = number < blocks * splits
+        first = block * TOKENS
+        position = context_len - q_len + first
+        begins, ends = first * 0, tl.minimum(context_len, position + TOKENS)
+        if HAS_WINDOW:
+            begins = tl.maximum(0, position - window + 1) // BLOCK_N * BLOCK_N
+        stretch = tl.cdiv(tl.cdiv(ends - begins, splits), BLOCK_N) * BLOCK_N
+        part = first_part + first * splits + split
+        item = chunks_ptr + (first_chunk + number) * CHUNK_FIELDS
+        tl.store(item + INDEX, number * 0 + index, mask=mask)
+        tl.store(item + START, first, mask=mask)
+        tl.store(item + CHUNK_BEGIN, begins + split * stretch, mask=mask)
+        tl.store(item + CHUNK_END, tl.minimum(ends, begins + (split + 1) * stretch), mask=mask)
+        tl.store(item + CHUNK_PART, tl.where(splits == 1, -1, part), mask=mask)
+        tl.store(item + PARTS, number * 0 + splits, mask=mask)
+    for start in range(0, tl.where(splits > 1, q_len, 0), _ITEMS_AT_ONCE):
+        token = start + number_within
+        unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
+        mask = token < q_len
+        tl.store(unit, own_start + token, mask=mask)
+        tl.store(unit + 1, first_part + token * splits, mask=mask)
+        tl.store(unit + 2, token * 0 + splits, mask=mask)
+
+
+# fmt: off
 @triton.jit(
     do_not_specialize=["first_chunk_part"],
     do_not_specialize_on_alignment=["rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
@@ -154,65 +229,17 @@ def _plan_kernel(
         tl.store(totals_ptr + 2, num_merged)
 
     if (q_len > 0) & (q_len <= _FEW):
-        begin, parts, per_part = _decode_parts(
-            q_len, context_len, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N
-        )
-        row = tl.load(rows_ptr + own).to(tl.int32)
-        number = tl.arange(0, SPLITS)
-        begins = begin + number * per_part * BLOCK_N
-        for first in range(0, q_len, TOGETHER):
-            count = tl.minimum(TOGETHER, q_len - first)
-            last = context_len - q_len + first + count - 1
-            places = first_decode + first // TOGETHER * parts + number
-            item, mask = decodes_ptr + places * DECODE_FIELDS, number < parts
-            ends = tl.minimum(begins + per_part * BLOCK_N, last + 1)
-            part = tl.where(parts == 1, -1, (first_few + first) * SPLITS + number)
-            tl.store(item + ROW, number * 0 + row, mask=mask)
-            tl.store(item + TOKEN, number * 0 + own_start + first, mask=mask)
-            tl.store(item + BEGIN, begins, mask=mask)
-            tl.store(item + END, ends, mask=mask)
-            tl.store(item + LAST, number * 0 + last, mask=mask)
-            tl.store(item + PART, part, mask=mask)
-            tl.store(item + COUNT, number * 0 + count, mask=mask)
-        token = tl.arange(0, _FEW_BLOCK)
-        unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
-        mask = token < tl.where(parts > 1, q_len, 0)
-        tl.store(unit, own_start + token, mask=mask)
-        tl.store(unit + 1, (first_few + token) * SPLITS, mask=mask)
-        tl.store(unit + 2, token * 0 + parts, mask=mask)
-
-    if HAS_CHUNKS:
-        blocks, mean = _walked(q_len, context_len, window, HAS_WINDOW, TOKENS)
-        splits = tl.where(mean >= 2 * least, tl.minimum(mean // least, CHUNK_SPLITS), 1)
-        number_within = tl.arange(0, _ITEMS_AT_ONCE)
-        for start in range(0, blocks * splits, _ITEMS_AT_ONCE):
-            number = start + number_within  # the last block, whose context is longest, first
-            block, split = blocks - 1 - number // splits, number % splits
-            mask = number < blocks * splits
-            first = block * TOKENS
-            position = context_len - q_len + first
-            begins, ends = first * 0, tl.minimum(context_len, position + TOKENS)
-            if HAS_WINDOW:
-                begins = tl.maximum(0, position - window + 1) // CHUNK_BLOCK_N * CHUNK_BLOCK_N
-            stretch = tl.cdiv(tl.cdiv(ends - begins, splits), CHUNK_BLOCK_N) * CHUNK_BLOCK_N
-            part = first_chunk_part + first_part + first * splits + split
-            item = chunks_ptr + (first_chunk + number) * CHUNK_FIELDS
-            tl.store(item + INDEX, number * 0 + own, mask=mask)
-            tl.store(item + START, first, mask=mask)
-            tl.store(item + CHUNK_BEGIN, begins + split * stretch, mask=mask)
-            tl.store(
-                item + CHUNK_END, tl.minimum(ends, begins + (split + 1) * stretch), mask=mask
-            )
-            tl.store(item + CHUNK_PART, tl.where(splits == 1, -1, part), mask=mask)
-            tl.store(item + PARTS, number * 0 + splits, mask=mask)
-        if (blocks > 0) & (splits > 1):
-            for start in range(0, q_len, _ITEMS_AT_ONCE):
-                token = start + number_within
-                unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
-                mask = token < q_len
-                tl.store(unit, own_start + token, mask=mask)
-                tl.store(unit + 1, first_chunk_part + first_part + token * splits, mask=mask)
-                tl.store(unit + 2, token * 0 + splits, mask=mask)
+        _list_decodes(
+            decodes_ptr, merged_ptr, tl.load(rows_ptr + own).to(tl.int32), own_start, q_len,
+            context_len, first_decode, first_few, first_merged, window, HAS_WINDOW, SPLITS,
+            SPLIT_LEN, BLOCK_N, TOGETHER,
+        )  # fmt: skip
+    if HAS_CHUNKS and q_len > _FEW:
+        _list_chunks(
+            chunks_ptr, merged_ptr, own, own_start, q_len, context_len, first_chunk,
+            first_chunk_part + first_part, first_merged, least, window, HAS_WINDOW, TOKENS,
+            CHUNK_SPLITS, CHUNK_BLOCK_N,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,8 +93,7 @@ def _prefill_kernel(
     if IS_CUT:
         # A query sees nothing of a stretch that begins behind it.
         total = tl.where(total > 0.0, total, 1.0)
-    # Read again, so that the compiler does not keep the places of the queries in registers, where
-    # the loop needs them all; `first` as well, where it needs that to spill nothing.
+    # Read again: places of queries that are kept through the loop take registers that it needs.
     again = tl.load(item + START, volatile=True)
     stacked = tl.arange(0, BLOCK_Q) + again * GROUP
     tokens = stacked // GROUP
@@ -103,18 +102,15 @@ def _prefill_kernel(
     exists = (stacked < (first + TOKENS) * GROUP) & (tokens < q_len)
     heads = kv_head * GROUP + stacked % GROUP
     mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
-    part = -1
-    if IS_CUT:
-        part = tl.load(item + CHUNK_PART)
+    part = tl.load(item + CHUNK_PART) if IS_CUT else -1
+    if HAS_SINKS:  # of several parts, the merge counts them
+        total += tl.where(part < 0, sinks_of(sinks_ptr, heads, exists, largest), 0.0)
+    acc = acc / total[:, None]
     if part < 0:
-        if HAS_SINKS:
-            total += sinks_of(sinks_ptr, heads, exists, largest)
-        acc = acc / total[:, None]
         places = (q_start + tokens).to(tl.int64)[:, None] * out_stride_t
         places += heads[:, None] * out_stride_h + offs_d[None, :]
         tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        acc = acc / total[:, None]
         parts = part + (tokens - first) * tl.load(item + PARTS)
         head_parts = parts.to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
         offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
