@@ -141,6 +141,36 @@ def test_templates_see_tools_and_calls(tokenizer: Tokenizer, template: str) -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": 12345678901234567890123}', "12345678901234567890123"),
+        ('{"a": -9223372036854775809}', "-9223372036854775809"),
+        ('{"a": 1.5e300}', "1.5e+300"),
+        *((f'{{"a": {number}}}', "") for number in ("1e400", "NaN", "-Infinity", "9" * 5000)),
+    ],
+    ids=lambda text: text[:32],
+)
+def test_numbers_that_a_model_wrote_itself(
+    arguments: str, shown: str, tokenizer: Tokenizer, template: str
+) -> None:
+    """In the history or a schema; one that JSON cannot have again is shown as it was written."""
+
+    async def scenario() -> None:
+        flags = {"tool_call_parser": "hermes", "chat_template": template}
+        async with frontend(says([5, 2]), **flags) as setup:
+            function = {"name": "add", "arguments": arguments}
+            calls = [{"id": "c1", "type": "function", "function": function}]
+            messages = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+            schema = {"properties": {"a": {"maximum": 10**30}}}
+            tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+            await _post(setup, tools=[tool], messages=messages)
+            text = tokenizer.decode(setup.router.prompt_of(-1))
+            assert text.split()[-1] == f"C:add={shown}"
+
+    asyncio.run(scenario())
+
+
 ONE = CALL
 JSON_ONE = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
 NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
