@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -27,7 +28,7 @@ from lightserve.frontend.json_body import (
 from lightserve.messages.common import TokenSegment
 from lightserve.messages.frontend_router import Submit
 from lightserve.models.json_fields import JsonFields
-from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_optional
+from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_ids, read_optional
 from lightserve.types import (
     MAX_PRIORITY,
     MTPOT_FACTOR,
@@ -37,6 +38,8 @@ from lightserve.types import (
     RequestId,
     SamplingParams,
 )
+
+log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------
 # Sampling parameters of a request: what it says, else what the model's files say, else OpenAI's.
@@ -59,7 +62,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
 """Logits are divided by it: far below the least of these they would be infinite."""
 RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-LogitBias = Annotated[dict[str, Bias], Field(max_length=1024)]
+MAX_BIASES = 1024
+LogitBias = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
 TokenIds = Annotated[
     list[int], Field(min_length=1, max_length=65536, fail_fast=True), WHOLE_NUMBERS
 ]
@@ -82,12 +86,40 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    suppressed: tuple[int, ...] = ()
+    """Tokens that get `SUPPRESSING_BIAS`."""
+    max_tokens: int | None = None
+    """Of an output; None: as the route has it."""
+
+
+SUPPRESSING_BIAS = -100.0
+"""Never drawn, unless a constraint leaves nothing else."""
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "guidance_scale"), (1.0,)),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("early_stopping", "renormalize_logits", "remove_invalid_values"), (False,)),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias"), ([], {})),
+    **dict.fromkeys(("begin_suppress_tokens", "stop_strings", "forced_decoder_ids"), ([],)),
+    "exponential_decay_length_penalty": (),
+    "max_length": (20,),
+    "max_time": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "constraints": ([],),
+    "top_h": (),
+}
+"""Further keys that change what transformers writes, and values at which they change nothing."""
 
 
 def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefaults:
     """Return what generation_config.json recommends, under the limits of requests.
 
-    A `top_k` above the vocabulary means all of it.
+    A `top_k` above the vocabulary means all of it; `do_sample` false means greedy. Keys that
+    change what transformers writes, and nothing here, are named in the log.
 
     Raises:
         ModelLoadError: a value is outside the limits; names file and key.
@@ -97,12 +129,42 @@ def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefau
     if top_p > 1.0:
         raise fields.error("top_p", f"must be at most 1, got {top_p}")
     top_k = fields.integer("top_k", default=0, low=-1) if fields.has("top_k") else 0
+    is_greedy = not fields.boolean("do_sample", default=True)
+    suppressed = read_ids(fields, "suppress_tokens")
+    if any(token_id >= vocab_size for token_id in suppressed):
+        complaint = f"must hold ids below {vocab_size}, got {max(suppressed)}"
+        raise fields.error("suppress_tokens", complaint)
+    if len(suppressed) > MAX_BIASES:
+        raise fields.error("suppress_tokens", f"must have at most {MAX_BIASES} ids")
+    max_tokens = fields.integer("max_new_tokens") if fields.has("max_new_tokens") else None
+    if left_out := [key for key, value in fields.items() if _has_effect(key, value)]:
+        log.warning(
+            "%s: %s is not taken: requests and flags say the like", fields.path, ", ".join(left_out)
+        )
     return SamplingDefaults(
-        temperature=_temperature(fields),
+        temperature=0.0 if is_greedy else _temperature(fields),
         top_p=top_p,
         top_k=max(top_k, 0) if top_k <= vocab_size else 0,
         repetition_penalty=_repetition_penalty(fields),
+        min_p=_share(fields, "min_p", default=0.0),
+        typical_p=_share(fields, "typical_p", default=1.0) or 1.0,
+        suppressed=tuple(dict.fromkeys(suppressed)),
+        max_tokens=max_tokens,
     )
+
+
+def _share(fields: JsonFields, key: str, *, default: float) -> float:
+    """Return a number from 0 to 1. Raises ModelLoadError."""
+    value: Any = dict(fields.items()).get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise fields.error(key, f"must be a number from 0 to 1, got {str(value)[:40]}")
+    return float(value)
+
+
+def _has_effect(key: str, value: Any) -> bool:
+    return value is not None and key in _NO_EFFECT and value not in _NO_EFFECT[key]
 
 
 def resolve_sampling(
@@ -143,13 +205,13 @@ def resolve_sampling(
         temperature=_first(temperature, defaults.temperature),
         top_p=_first(top_p, defaults.top_p),
         top_k=max(0, top_k),  # -1 and 0: all tokens
-        min_p=_first(min_p, 0.0),
-        typical_p=_first(typical_p, 1.0),
+        min_p=_first(min_p, defaults.min_p),
+        typical_p=_first(typical_p, defaults.typical_p),
         seed=random_seed() if seed is None else seed,
         frequency_penalty=_first(frequency_penalty, 0.0),
         presence_penalty=_first(presence_penalty, 0.0),
         repetition_penalty=_first(repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_bias_of(logit_bias or {}, vocab_size),
+        logit_bias=_bias_of(logit_bias or {}, vocab_size, defaults.suppressed),
         allowed_token_ids=tuple(
             check_token_ids(
                 allowed_token_ids or (), vocab_size=vocab_size, param="allowed_token_ids"
@@ -182,8 +244,13 @@ def _first(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def _bias_of(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) pairs; the keys are ids in decimal, as JSON has no others."""
+def _bias_of(
+    biases: Mapping[str, float], vocab_size: int, suppressed: Sequence[int]
+) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) pairs; the keys are ids in decimal, as JSON has no others.
+
+    `suppressed` have `SUPPRESSING_BIAS` unless there is another one for them.
+    """
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
             raise InvalidRequest(
@@ -191,7 +258,8 @@ def _bias_of(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
                 f" got {show(key)}",
                 param="logit_bias",
             )
-    return tuple({int(key): bias for key, bias in biases.items()}.items())
+    found = dict.fromkeys(suppressed, SUPPRESSING_BIAS)
+    return tuple((found | {int(key): bias for key, bias in biases.items()}).items())
 
 
 def random_seed() -> int:

@@ -78,7 +78,7 @@ class GrammarProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._reader = asyncio.StreamReader()
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def judge(self, constraint: Constraint) -> Verdict:
@@ -135,6 +135,7 @@ class GrammarProcess:
         assert self._writer is not None
         self._writer.write(HEADER.pack(len(data)) + data)
         await self._writer.drain()
+        assert self._reader is not None
         (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         return await self._reader.readexactly(length)
 

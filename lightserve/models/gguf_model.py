@@ -374,9 +374,17 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
         config[f"{name}_token"] = gguf.string_at("tokenizer.ggml.tokens", ids[name])
     ends = {token_id for name, token_id in ids.items() if name != "bos"}
     config["eos_token_id"] = _ends_of_answers(gguf, num_pieces, ends) or None
-    if "tokenizer.chat_template" in gguf.metadata:
-        config["chat_template"] = gguf.string("tokenizer.chat_template")
+    templates = {name: gguf.string(key) for name, key in _TEMPLATES.items() if key in gguf.metadata}
+    if "default" in templates:
+        config["chat_template"] = templates
     return config
+
+
+_TEMPLATES = {
+    "default": "tokenizer.chat_template",
+    "tool_use": "tokenizer.chat_template.tool_use",
+}
+"""Keys of chat templates by the names that tokenizer_config.json has for them."""
 
 
 def _ends_of_answers(gguf: GgufFile, num_pieces: int, by_key: set[int]) -> list[int]:

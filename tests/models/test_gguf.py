@@ -44,6 +44,7 @@ from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.parallel import Part
 from lightserve.models.rope import DefaultRope, LinearRope, RopeConfig, YarnRope
 from lightserve.models.weight_files import check_weights, quantised_as
+from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.worker.engine import linear_method
 
@@ -409,6 +410,16 @@ def rewritten(gguf: GgufFile, **changes: Any) -> bytes:
         for name, t in gguf.tensors.items()
     }
     return gguf_bytes(metadata, tensors)
+
+
+def test_named_chat_templates(tmp_path: Path) -> None:
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    gguf = read_gguf(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
+    tools = {"tokenizer__chat_template__tool_use": "T", "tokenizer__chat_template__rag": "R"}
+    (tmp_path / "named.gguf").write_bytes(rewritten(gguf, tokenizer__chat_template="D", **tools))
+    source = find_chat_template(unpack(tmp_path / "named.gguf"))
+    assert source is not None
+    assert (source.text, source.tool_use) == ("D", "T")
 
 
 @pytest.mark.parametrize(

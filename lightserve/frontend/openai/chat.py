@@ -502,7 +502,7 @@ async def _prepare(
     (max_tokens,) = service.resolve_max_tokens(
         [len(prompt.token_ids)],
         body.asked_tokens,
-        default=most_tokens,
+        default=most_tokens or service.model.sampling_defaults.max_tokens,
         param=body.limit_param,
         size=AnswerSize(
             num_choices=body.num_choices,

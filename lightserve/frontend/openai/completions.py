@@ -388,7 +388,7 @@ async def _requests(
     limits = service.resolve_max_tokens(
         [len(prompt) for prompt in prompts],
         asked,
-        default=DEFAULT_MAX_TOKENS,
+        default=service.model.sampling_defaults.max_tokens or DEFAULT_MAX_TOKENS,
         param="max_tokens",
         size=AnswerSize(
             num_choices=body.num_choices,

@@ -147,7 +147,17 @@ def test_words_that_are_too_long_or_leave_nothing_are_refused(
     ("values", "expected"),
     [
         ({}, SamplingDefaults()),
-        ({"do_sample": False}, SamplingDefaults()),
+        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults(temperature=0.0)),
+        ({"do_sample": True}, SamplingDefaults()),
+        ({"min_p": 0.05, "typical_p": 0.9}, SamplingDefaults(min_p=0.05, typical_p=0.9)),
+        ({"suppress_tokens": [3, 5, 3]}, SamplingDefaults(suppressed=(3, 5))),
+        ({"max_new_tokens": 7}, SamplingDefaults(max_tokens=7)),
+        ({"do_sample": 1}, "do_sample"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"typical_p": 1.1}, "typical_p"),
+        ({"suppress_tokens": [2304]}, "suppress_tokens"),
+        ({"suppress_tokens": list(range(1025))}, "suppress_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
         (
             {"temperature": 0.6, "top_p": 0.9, "top_k": 50},
             SamplingDefaults(temperature=0.6, top_p=0.9, top_k=50),
@@ -176,3 +186,48 @@ def test_defaults_come_from_the_generation_config(
         assert "generation_config.json" in str(caught.value)
     else:
         assert read_sampling_defaults(tmp_path, vocab_size=2304) == expected
+
+
+def test_keys_of_the_generation_config_that_are_not_taken_are_named(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {
+        "num_beams": 4,
+        "no_repeat_ngram_size": 3,
+        "stop_strings": ["x"],
+        "length_penalty": 1.0,
+        "num_return_sequences": 1,
+        "forced_bos_token_id": None,
+        "temperature": 0.5,
+        "transformers_version": "5.0.0",
+        "pad_token_id": 0,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    read_sampling_defaults(tmp_path, vocab_size=2304)
+    assert "num_beams, no_repeat_ngram_size, stop_strings is not taken" in caplog.text
+
+
+def test_the_generation_config_holds_where_a_request_says_nothing(tmp_path: Any) -> None:
+    model = copy_bundled_model(tmp_path)
+    values = {"do_sample": False, "min_p": 0.1, "suppress_tokens": [9, 11], "max_new_tokens": 5}
+    values |= {"typical_p": 0.8}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+
+    async def scenario() -> None:
+        flags = {"model": model, "served_model_name": BUNDLED_MODEL_NAME}
+        async with frontend(says([5, 2]), **flags) as setup:
+            for path, body in BODIES.items():
+                own = {"temperature": 0.7, "min_p": 0, "logit_bias": {"9": 1}, "max_tokens": 3}
+                for fields in ({}, own):
+                    response = await setup.post(path, body | fields)
+                    assert response.status_code == 200, response.text
+                    submit = setup.router.submits[-1]
+                    sampling = submit.sampling
+                    assert sampling.temperature == fields.get("temperature", 0.0)
+                    assert sampling.min_p == fields.get("min_p", 0.1)
+                    assert sampling.typical_p == 0.8
+                    assert submit.max_tokens == fields.get("max_tokens", 5)
+                    bias = 1.0 if fields else -100.0
+                    assert dict(sampling.logit_bias) == {9: bias, 11: -100.0}
+
+    asyncio.run(scenario())
