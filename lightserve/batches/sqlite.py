@@ -137,9 +137,14 @@ class StoreLock:
 
     def __init__(self, directory: Path) -> None:
         """Raises StartupError: another server has it, or it cannot be written."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             make_directory(directory)
-            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if directory.stat().st_mode & 0o002:
+                raise StartupError(
+                    f"--batch-store {directory}: others may write to this directory (chmod o-w)"
+                )
+            self._fd = os.open(directory / LOCK, flags, 0o600)
         except OSError as error:
             raise StartupError(f"--batch-store {directory}: {error.strerror}") from error
         try:

@@ -289,6 +289,11 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
             if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
                 raise ConfigError(f"{flag_name(name)} needs --batch-store")
         check_file_store(self.file_store)
+        if "://" in self.batch_store and not is_postgres(self.batch_store):
+            raise ConfigError(  # what follows may be a password
+                "--batch-store must be a directory or postgresql://…, got"
+                f" {self.batch_store.partition('://')[0]}://…"
+            )
         if not is_postgres(self.batch_store):
             return
         if self.batch_min_free_bytes != ServeConfig.batch_min_free_bytes:

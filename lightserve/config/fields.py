@@ -134,4 +134,5 @@ def check_file_store(url: str) -> None:
 def has_password(url: str) -> bool:
     """Return whether a URL of PostgreSQL has a password."""
     parts = urlsplit(url)
-    return ":" in parts.netloc.rpartition("@")[0] or "password" in parse_qs(parts.query)
+    names = parse_qs(parts.query, keep_blank_values=True)
+    return ":" in parts.netloc.rpartition("@")[0] or any("password" in n.lower() for n in names)

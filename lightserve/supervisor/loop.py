@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -143,6 +144,8 @@ def serve(
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
     """
     setup_logging("supervisor", config.log_level, config.log_format)
+    # A core dump would hold keys and prompts; children inherit that there is none.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with StopSignals(reloads=bool(config.api_key_file) and config.node_rank == 0) as signals:
         try:
             if config.node_rank:

@@ -224,6 +224,8 @@ class SpecWriter:
         )
 
 
+_OF_THE_STORE = ("PG", "AWS_")
+"""How the names of variables begin that say how to reach it, and with which password."""
 _BUSY_SHARE = 0.1
 """Of the time; a loop that only wakes to look at its clock takes far less."""
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -350,6 +352,10 @@ class Spawner:
 
 def _environment(role: Role) -> dict[str, str]:
     environment = dict(os.environ)
+    if role not in (Role.FRONTEND, Role.BATCHES):  # these alone have a use for the store
+        environment = {
+            name: value for name, value in environment.items() if not name.startswith(_OF_THE_STORE)
+        }
     if role is Role.WORKER:
         # torch's allocator asks for huge pages: about a tenth off a decode of one row.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")

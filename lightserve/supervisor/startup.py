@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -37,13 +38,21 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 def print_banner(config: ServeConfig, port: int) -> None:
     """Print URL, curl line and OpenAI-client snippet to standard output; never waits."""
-    LineWriter(sys.stdout.fileno()).write(ready_message(config, port))
+    model = Path(config.model)
+    embedding = load_embedding(model, load_model_config(model), config.pooling)
+    embeds_only = embedding is not None and embedding.embeds_only
+    text = ready_message(config, port, embeds_only=embeds_only)
+    LineWriter(sys.stdout.fileno()).write(text)
 
 
-def ready_message(config: ServeConfig, port: int) -> str:
-    """Return what is printed: the greeting of this server."""
+def ready_message(config: ServeConfig, port: int, *, embeds_only: bool = False) -> str:
+    """Return what is printed: the greeting of this server.
+
+    `embeds_only`: its model makes vectors of texts and nothing else.
+    """
+    greeting = embedding_banner if embeds_only else banner
     is_bundled = Path(config.model) == BUNDLED_MODEL_DIR
-    return banner(
+    return greeting(
         config.model_name,
         base_url(config.host, port, scheme="https" if config.ssl_certfile else "http"),
         prompt=BUNDLED_PROMPT if is_bundled else PROMPT,
@@ -64,22 +73,13 @@ def banner(model_name: str, url: str, *, prompt: str, needs_key: bool = False) -
 
     With `needs_key` the commands take the key from the environment variable OPENAI_API_KEY.
     """
-    key_header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
-    key_argument = "" if needs_key else ', api_key="none"'
     body = {
         "model": model_name,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": 300,
         "stream": True,
     }
-    curl = (
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header}"
-        f" -d {shlex.quote(json.dumps(body))}"
-    )
     snippet = f"""\
-from openai import OpenAI
-
-client = OpenAI(base_url={url + "/v1"!r}{key_argument})
 stream = client.chat.completions.create(
     model={model_name!r},
     messages=[{{"role": "user", "content": {prompt!r}}}],
@@ -91,7 +91,34 @@ for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
 
 print()"""
-    return f"{READY_PREFIX}{url} (model {model_name})\n\n{curl}\n\n{snippet}\n"
+    return _greeting(model_name, url, "/v1/chat/completions", body, snippet, needs_key=needs_key)
+
+
+def embedding_banner(model_name: str, url: str, *, prompt: str, needs_key: bool = False) -> str:
+    """Return the greeting of a model that makes vectors of texts and nothing else."""
+    body = {"model": model_name, "input": prompt}
+    snippet = f"""\
+answer = client.embeddings.create(model={model_name!r}, input={prompt!r})
+print(answer.data[0].embedding[:8])"""
+    return _greeting(model_name, url, "/v1/embeddings", body, snippet, needs_key=needs_key)
+
+
+def _greeting(
+    model_name: str, url: str, path: str, body: dict[str, Any], snippet: str, *, needs_key: bool
+) -> str:
+    """Return a greeting: `snippet` goes on from an OpenAI client."""
+    key_header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
+    key_argument = "" if needs_key else ', api_key="none"'
+    curl = (
+        f"curl -N {url}{path} -H 'Content-Type: application/json'{key_header}"
+        f" -d {shlex.quote(json.dumps(body))}"
+    )
+    client = f"""\
+from openai import OpenAI
+
+client = OpenAI(base_url={url + "/v1"!r}{key_argument})
+"""
+    return f"{READY_PREFIX}{url} (model {model_name})\n\n{curl}\n\n{client}{snippet}\n"
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -128,6 +128,9 @@ def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     [
         ({"batch_store": "postgresql://u:p@h/x"}, "must have no password"),
         ({"batch_store": "postgresql://u@h/x?password=p"}, "must have no password"),
+        ({"batch_store": "postgresql://u@h/x?sslpassword=p"}, "must have no password"),
+        ({"batch_store": "POSTGRESQL://u:p@h/x"}, "got POSTGRESQL://…$"),
+        ({"batch_store": "postgres+psycopg://u:p@h/x"}, "got postgres.psycopg://…$"),
         (
             {"batch_store": "postgresql://u@h/x", "batch_min_free_bytes": 1},
             "--batch-min-free-bytes needs --batch-store DIRECTORY",

@@ -23,7 +23,7 @@ from support.batch_store import (
 from lightserve.batches.access import Store, prepare
 from lightserve.batches.records import LeasedLine, Outcome
 from lightserve.batches.schema import SCHEMA_VERSION, VERSIONS
-from lightserve.batches.sqlite import DATABASE
+from lightserve.batches.sqlite import DATABASE, LOCK
 from lightserve.errors import StartupError, StoreError
 
 
@@ -142,3 +142,16 @@ def test_little_space_is_left_to_what_is_there(
         assert len(lease(store, epoch)) == 1
         free[0] = 1001
         store.files.begin(KEY, NOW_S)
+
+
+def test_a_place_that_others_may_write_to_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(StartupError, match="others may write"):
+        prepare(str(tmp_path / "open"))
+    target, store = tmp_path / "target", tmp_path / "store"
+    store.mkdir(mode=0o700)
+    (store / LOCK).symlink_to(target)
+    with pytest.raises(StartupError, match="symbolic links"):
+        prepare(str(store))
+    assert not target.exists()

@@ -51,8 +51,16 @@ def test_the_ready_message_asks_what_the_model_can_answer(model: str, expected: 
     assert printed.count(expected) == 2 and other not in printed
 
 
-def test_the_snippet_can_be_pasted_into_an_interactive_python() -> None:
-    printed = ready_message(ServeConfig(model=str(BUNDLED_MODEL_DIR)), 8000)
+def test_a_model_that_only_embeds_is_asked_for_vectors() -> None:
+    printed = ready_message(ServeConfig(model="/models/bge"), 8000, embeds_only=True)
+    assert "/v1/embeddings" in printed and "client.embeddings.create(" in printed
+    assert "chat" not in printed and printed.count(PROMPT) == 2 and printed.count("\n\n") >= 2
+
+
+@pytest.mark.parametrize("embeds_only", [False, True])
+def test_the_snippet_can_be_pasted_into_an_interactive_python(embeds_only: bool) -> None:
+    config = ServeConfig(model=str(BUNDLED_MODEL_DIR))
+    printed = ready_message(config, 8000, embeds_only=embeds_only)
     lines = printed[printed.index("from openai import") :].splitlines()
     pending: list[str] = []
     for line in lines:

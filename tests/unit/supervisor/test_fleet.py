@@ -25,6 +25,7 @@ from lightserve.messages.supervision import (
     WorkersLost,
     WorkersStalled,
 )
+from lightserve.supervisor import spawn
 from lightserve.supervisor.fleet import Fleet, Phase
 from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.nodes import Nodes
@@ -440,3 +441,13 @@ def test_a_node_that_never_comes_or_fails_is_the_end_of_a_start(tmp_path: Path) 
     nodes.lost = "node 1: worker-1: no memory"
     with pytest.raises(StartupError, match=r"^node 1: worker-1: no memory$"):
         server.fleet.look_at_nodes(0.0)
+
+
+def test_passwords_of_the_store_reach_only_those_that_open_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    seen = {role for role in Role if "secret" in spawn._environment(role).values()}
+    assert seen == {Role.FRONTEND, Role.BATCHES}
+    assert spawn._environment(Role.WORKER)["PATH"]
