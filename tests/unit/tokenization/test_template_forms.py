@@ -295,6 +295,7 @@ def test_named_templates_of_other_kinds_name_the_key(tmp_path: Path, value: Any)
 def test_calls_of_the_history_are_shown_on_all_routes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "template.jinja"
     path.write_text(WHERE_NULL)
     openai = {
