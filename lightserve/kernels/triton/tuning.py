@@ -219,9 +219,8 @@ class Kept:
 
     def add(self, choice: Choice) -> None:
         """Keep a choice. Of several ranks the last to write wins, with what others had by then."""
-        self.choices = {
-            **load_choices(self._path, self._key), **self.choices, choice.work: choice
-        }  # fmt: skip
+        others = load_choices(self._path, self._key)
+        self.choices = others | self.choices | {choice.work: choice}
         _save(self._path, self._key, self.choices)
 
 
@@ -304,7 +303,8 @@ def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
         for block_n, num_warps, num_stages in blocks:
             if programs_per_sm(block_n, num_warps, num_stages, shape, gpu):
                 yield decode_config(block_n, num_warps, num_stages, base.split_len, shape, gpu)
-        yield replace(base, split_len=2 * base.split_len)
+        for split_len in (2 * base.split_len, base.split_len // 2):
+            yield replace(base, split_len=split_len)
         return
     wide = padded_dim(shape) > 128
     sizes = [
@@ -532,10 +532,7 @@ def tuned_products(
     directory: Path | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[ProductKey, ProductChoice]:
-    """Return configurations for those of a model's products that are faster with one.
-
-    `advance` is told of each of `product_works(shapes)` when it is done.
-    """
+    """Return configurations for those of `product_works` that are faster with one."""
     kept = Kept(gpu_of(device), directory)
     found: dict[ProductKey, ProductChoice] = {}
     for work in product_works(shapes):
