@@ -46,6 +46,26 @@ class Scene(NamedTuple):
         assert logits is not None
         return logits
 
+    def hidden(self, rows: list[int], lens: list[tuple[int, int]]) -> Tensor:
+        """What a pass of such new tokens and contexts gives as any other; none: left out."""
+        rows = [row for row, (new, _) in zip(rows, lens, strict=True) if new]
+        lens = [row for row in lens if row[0]]
+        owners = [row for row, (new, _) in zip(rows, lens, strict=True) for _ in range(new)]
+        positions = torch.tensor([p for new, end in lens for p in range(end - new, end)])
+        where = torch.tensor(owners), positions
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=self.tables.req_to_slot[where].long(),
+            req_to_slot=self.tables.req_to_slot,
+            rows=torch.tensor(rows),
+            cu_seqlens_q=torch.tensor([0, *np.cumsum([new for new, _ in lens])]).int(),
+            context_lens=torch.tensor([end for _, end in lens]).int(),
+            host_rows=rows,
+            host_q_lens=[new for new, _ in lens],
+            host_context_lens=[end for _, end in lens],
+        )
+        return self.model.hidden(self.tables.token_ids[where].long(), batch, self.pool, None)
+
     def graphs(self, recorder: GraphRecorder, model: Any = None, **changes: Any) -> DecodeGraphs:
         return DecodeGraphs(
             model or self.model,

@@ -13,6 +13,7 @@ import torch
 
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.tensor_parallel import join_group
 from support.decode_scene import Scene
 from support.graph_recorders import RerunRecorder
@@ -41,8 +42,9 @@ def main() -> None:
     part = KVPool(layout_of(CONFIG, tp_size=size), NUM_SLOTS, CPU)
     num_heads = part.tensors[0].shape[2]
     part.tensors[0].copy_(whole.tensors[0][:, :, rank * num_heads : (rank + 1) * num_heads])
+    model = random_model(TensorKernels(), CONFIG, tp=tp)
     graphs = DecodeGraphs(
-        random_model(TensorKernels(), CONFIG, tp=tp),
+        model,
         part,
         tables,
         sizes=SIZES,
@@ -60,6 +62,17 @@ def main() -> None:
             expected = reference.eager(rows, positions)
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             assert logits.std() > 0.5  # else anything would be close
+    mixed = MixedGraphs(model, part, tables, sizes=(16, 32), recorder=RerunRecorder())
+    mixed.capture()
+    for lens in ([(9, 12), (1, 4), (2, 16)], [(14, 14), (1, 9), (0, 3), (5, 16)]):
+        q_lens, ends = zip(*lens, strict=True)
+        graph = mixed.size_of(q_lens)
+        assert graph is not None
+        states = mixed.hidden(graph, range(len(lens)), q_lens, ends)
+        if rank == 0:  # whose whole model has taken all steps before
+            expected = reference.hidden([*range(len(lens))], lens)
+            torch.testing.assert_close(states[: len(expected)], expected, rtol=1e-4, atol=1e-4)
+    mixed.check()
     tp.close()
 
 

@@ -14,10 +14,9 @@ import torch
 from support.decode_scene import MAX_SEQS, NUM_SLOTS, WIDTH, Scene, scene
 from support.graph_recorders import RerunRecorder, TapeRecorder
 from support.grids import choose
-from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch
+from lightserve.kernels.interface import FEW_TOKENS
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker.mixed_graphs import (
     MAX_FEW_TOKENS,
@@ -27,8 +26,6 @@ from lightserve.worker.mixed_graphs import (
 )
 
 SIZES = (16, 32, 64)
-Row = tuple[int, int]
-"""New tokens and context."""
 
 
 def test_the_ladder() -> None:
@@ -56,31 +53,10 @@ def recorded(ours: Scene, recorder: Any = None, sizes: tuple[int, ...] = SIZES) 
     return graphs
 
 
-def eager(ours: Scene, rows: list[int], lens: list[Row]) -> Tensor:
-    """What the pass gives when it runs as any other does; rows without new tokens are left out."""
-    rows = [row for row, (new, _) in zip(rows, lens, strict=True) if new]
-    lens = [row for row in lens if row[0]]
-    owners = [row for row, (new, _) in zip(rows, lens, strict=True) for _ in range(new)]
-    positions = torch.tensor([p for new, end in lens for p in range(end - new, end)])
-    where = torch.tensor(owners), positions
-    batch = AttentionBatch(
-        positions=positions,
-        slot_mapping=ours.tables.req_to_slot[where].long(),
-        req_to_slot=ours.tables.req_to_slot,
-        rows=torch.tensor(rows),
-        cu_seqlens_q=torch.tensor([0, *np.cumsum([new for new, _ in lens])]).int(),
-        context_lens=torch.tensor([end for _, end in lens]).int(),
-        host_rows=rows,
-        host_q_lens=[new for new, _ in lens],
-        host_context_lens=[end for _, end in lens],
-    )
-    return ours.model.hidden(ours.tables.token_ids[where].long(), batch, ours.pool, None)
-
-
-def random_step(rng: np.random.Generator, most: int) -> tuple[list[int], list[Row]]:
+def random_step(rng: np.random.Generator, most: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Rows of chunks, decodes, some of a few new tokens and some of none."""
     rows: list[int] = []
-    lens: list[Row] = []
+    lens: list[tuple[int, int]] = []
     for row in rng.permutation(MAX_SEQS)[: rng.integers(1, MAX_SEQS + 1)].tolist():
         new = int(rng.choice([0, 1, 1, rng.integers(2, 10), rng.integers(10, 32)]))
         new = min(new, most - sum(count for count, _ in lens))
@@ -116,7 +92,7 @@ def test_random_steps_have_the_bits_of_the_same_pass_unrecorded() -> None:
         assert torch.equal(graphs.unrecorded(size, rows, q_lens, ends)[:count], found)
         for one, other in zip(ours.pool.tensors, written, strict=True):
             assert torch.equal(one, other)
-        wanted = eager(reference, rows, lens)
+        wanted = reference.hidden(rows, lens)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         for one, other in zip(ours.pool.tensors, reference.pool.tensors, strict=True):
             torch.testing.assert_close(
@@ -134,7 +110,7 @@ def test_attention_by_triton_serves_any_rows() -> None:
         rows, lens = random_step(rng, 32)
         q_lens, ends = ([part[i] for part in lens] for i in range(2))
         found = graphs.hidden(32, rows, q_lens, ends)[: sum(q_lens)]
-        torch.testing.assert_close(found, eager(reference, rows, lens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, reference.hidden(rows, lens), rtol=1e-4, atol=1e-4)
 
 
 def test_steps_that_have_no_graph() -> None:
@@ -160,7 +136,7 @@ def test_padding_reads_and_writes_nothing_that_lives() -> None:
     """With every live slot but a row's own poisoned, that row's states stay what they were."""
     ours = scene()
     graphs = recorded(ours)
-    wanted = eager(ours, [3], [(12, 21)]).clone()
+    wanted = ours.hidden([3], [(12, 21)]).clone()
     own = ours.tables.req_to_slot[3, :21].long()
     live = torch.arange(NUM_SLOTS)
     live = live[~torch.isin(live, own)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from support.graph_recorders import TapeRecorder
+from support.grids import long_but
 from support.random_model import layout_of, random_model, tiny_config
 from support.random_plans import PlanMaker
 from support.tensor_kernels import TensorKernels
@@ -24,6 +26,7 @@ from lightserve.worker.device import HostQueue
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.model_runner import ModelRunner
 
 MAX_SEQS, MAX_LEN, NUM_STEPS = 12, 40, 100
@@ -88,8 +91,11 @@ def run(runner: ModelRunner, steps: list[StepPlan]) -> list[StepResult]:
     return [*results, runner.finish(pending)]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_same_tokens(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "has_mixed"),
+    long_but(itertools.product(range(12), [True, False]), [(0, True), (1, True), (2, False)]),
+)
+def test_the_same_tokens(seed: int, has_mixed: bool) -> None:
     steps = plans(seed)
     eager, *_ = make_runner()
     expected = run(eager, steps)
@@ -100,7 +106,9 @@ def test_the_same_tokens(seed: int) -> None:
     )
     graphs.sizes_run = []
     graphs.capture()
-    runner.use_graphs(graphs)
+    mixed = MixedGraphs(model, pool, runner.tables, sizes=(16, 32), recorder=recorder)
+    mixed.capture()
+    runner.use_graphs(graphs, mixed if has_mixed else None)
     found = run(runner, steps)
     num_tokens = 0
     for plan, *results in zip(steps, expected, found, strict=True):
