@@ -148,7 +148,10 @@ def few_rows(bench: Bench) -> None:
         works = tuning.product_works(shapes)
         for work in works[::7] if bench.rehearse else works:
             choice = tuning.choose_product(
-                work, machine.device, lambda call: machine.median_s(lambda _: call())
+                work,
+                machine.device,
+                lambda call: machine.median_s(lambda _: call()),
+                max_copies=1 if bench.rehearse else tuning.MAX_COPIES,
             )
             _few_rows_row(bench, f"{model}, {work.name}", work, choice, bandwidth)
 

@@ -486,8 +486,7 @@ def _save(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None:
 
 MIN_PRODUCT_BYTES = 128 << 20
 MAX_COPIES = 16
-"""Weights are multiplied by one after the other, so many or of so many bytes: a GPU's cache holds
-some of a model's weights, but not those of the layer before."""
+"""Weights that are multiplied by in turn, so many or of so many bytes: caches hold no more."""
 
 
 @dataclass(frozen=True)
@@ -553,11 +552,13 @@ def _is_product_choice(choice: Choice) -> bool:
         return False
 
 
-def choose_product(work: ProductWork, device: torch.device, timer: Timer) -> Choice:
+def choose_product(
+    work: ProductWork, device: torch.device, timer: Timer, *, max_copies: int = MAX_COPIES
+) -> Choice:
     """Measure a product's candidates beside cuBLAS, which is taken in doubt."""
     key = work.key
     num_bytes = work.num_outputs * key.num_inputs * work.dtype.itemsize
-    num_copies = max(1, min(MAX_COPIES, MIN_PRODUCT_BYTES // num_bytes))
+    num_copies = max(1, min(max_copies, MIN_PRODUCT_BYTES // num_bytes))
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
