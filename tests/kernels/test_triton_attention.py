@@ -28,7 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch, MostTokens
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.triton import decode, kernels, plan, prefill
+from lightserve.kernels.triton import decode, kernels, merge, plan, prefill
 from lightserve.kernels.triton.configs import (
     GPUS,
     INTERPRETER,
@@ -44,7 +44,7 @@ from lightserve.kernels.triton.configs import (
 )
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.merge import MASKED, max_splits, walk
-from lightserve.kernels.triton.plan import PARTS_OF, AttentionWork, attention_work
+from lightserve.kernels.triton.plan import AttentionWork, attention_work
 
 HEADS = (4, 2, 32)
 
@@ -88,7 +88,7 @@ def test_recorded_decodes_serve_any_contexts(
     with monkeypatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", recorded)
         out = attend(TritonKernels(), static, inputs[0], window)
-    assert len(launches) == 2, "plan, and decodes, which merge"
+    assert len(launches) == 3, "plan, decode, merge"
     for name in ("req_to_slot", "rows", "cu_seqlens_q", "context_lens"):
         getattr(static, name).copy_(getattr(real[1], name))
     for buffer, new in zip(inputs[0], inputs[1], strict=True):
@@ -145,7 +145,7 @@ def test_many_parts_are_merged() -> None:
         assert relative_error(result, attend(ReferenceKernels(), batch, inputs, None)) < 1e-6
         work = next(iter(batch.prepared.values()))
         assert int(work.totals[0]) == sum(-(-context // 128) for context in contexts)
-        assert int(work.decodes[0, PARTS_OF.value]) > decode.MERGED_AT_ONCE.value
+        assert int(work.merged[0, 2]) > merge._MERGED_AT_ONCE
 
 
 def test_a_masked_score_minus_itself_is_zero_in_a_fused_multiply_add() -> None:
@@ -204,24 +204,10 @@ def test_a_wrong_walk_is_seen(fault: str, rows: str, monkeypatch: pytest.MonkeyP
     assert not error <= 1e-2, error  # NaN is an error too
 
 
-def test_a_wrong_merge_of_a_decode_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last part of a row is missing; the program that ends last merges."""
-    case = AttentionCase("decodes", "scattered", HEADS, None, torch.float32)
-    right, counts = decode._merged, []
-
-    def wrong(parts: Any, lse: Any, firsts: Any, num_parts: Any, *others: Any) -> Any:
-        counts.append(int(num_parts.handle.data[0]))
-        return right(parts, lse, firsts, num_parts - 1, *others)
-
-    assert attention_error(TritonKernels(), case) < 1e-5
-    monkeypatch.setattr(decode, "_merged", wrong)
-    assert attention_error(TritonKernels(), case) > 1e-2
-    assert counts and min(counts) > 1
-
-
-def test_a_wrong_merge_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first part of a chunk's tokens is missing."""
-    case = AttentionCase("short chunks, long contexts", "scattered", HEADS, None, torch.float32)
+@pytest.mark.parametrize("rows", ["decodes", "short chunks, long contexts"])
+def test_a_wrong_merge_is_seen(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of a row, or of a chunk's tokens, is missing."""
+    case = AttentionCase(rows, "scattered", HEADS, None, torch.float32)
     launch = InterpretedFunction.run
     merged: list[int] = []
 
@@ -311,7 +297,7 @@ def test_a_long_context_beside_others_is_cut_alone() -> None:
     assert {index for index, *_, part, _ in chunk_items(work) if part < 0} == {0, 3}
     assert chunk_items(work)[0][0] == 2, "the longest context first"
     tokens = work.merged[: int(work.totals[2]), 0].tolist()
-    assert tokens == list(range(4097, 4097 + 64)), "decodes merge their parts themselves"
+    assert tokens == [4096, *range(4097, 4097 + 64)]
 
 
 def test_a_window_is_all_that_is_walked() -> None:
@@ -375,8 +361,7 @@ def test_every_position_has_one_part(
     num_decodes, num_chunks, num_merged = work.totals.tolist()
     assert num_decodes <= len(work.decodes) and num_chunks <= len(work.chunks)
     assert num_merged <= len(work.merged)
-    inside: dict[int, tuple[int, int]] = {}
-    for row, token, begin, end, last, part, count, parts in work.decodes[:num_decodes].tolist():
+    for row, token, begin, end, last, part, count in work.decodes[:num_decodes].tolist():
         index = max(i for i, start in enumerate(starts[:-1]) if start <= token and rows[i][0])
         new, context = rows[index]
         assert row == index + 1 and 1 <= count <= work.together and new <= FEW_TOKENS
@@ -384,9 +369,6 @@ def test_every_position_has_one_part(
         for number in range(count):
             place = part if part < 0 else part + number * work.decode_splits
             stretches.setdefault(token + number, []).append((begin, end, place))
-            if part >= 0 and work.merges_inside:
-                inside[token + number] = ((part // work.decode_splits + number), parts)
-                assert not work.ended[part // work.decode_splits + number].any()
     size = config.tokens(group)
     for index, start, begin, end, part, count in work.chunks[:num_chunks].tolist():
         assert rows[index][0] > FEW_TOKENS and start % size == 0
@@ -394,8 +376,7 @@ def test_every_position_has_one_part(
             place = part if part < 0 else part + number * count
             stretches.setdefault(starts[index] + start + number, []).append((begin, end, place))
     merged = {token: (first, count) for token, first, count in work.merged[:num_merged].tolist()}
-    assert len(merged) == num_merged and not merged.keys() & inside.keys()
-    merged |= {token: (unit * work.decode_splits, parts) for token, (unit, parts) in inside.items()}
+    assert len(merged) == num_merged
     assert sorted(stretches) == list(range(num_tokens))
     places: list[int] = []
     for index, (new, context) in enumerate(rows):

@@ -1,10 +1,9 @@
 """Decode attention, split over the context and merged by log-sum-exp (flash-decoding).
 
 A fixed number of programs walks the decode items of all KV heads in turn (see `plan`), which are
-stretches of contexts. Of a token with several parts, the program that ends last merges them, in
-the order of positions; where registers do not suffice, another launch does. A row is
-cut by its own context length alone, so its bits do not depend on its neighbours, nor on how many
-programs there are.
+stretches of contexts; parts of tokens that have several are merged behind it. A row is cut by its
+own context length alone, so its bits do not depend on its neighbours, nor on how many programs
+there are.
 
 Query heads that share a KV head are stacked, and so are as many new tokens of a row as there is
 room for in the smallest matrix product, so that every key and value is read once for all of them:
@@ -27,95 +26,21 @@ from lightserve.kernels.triton.plan import (
     END,
     LAST,
     PART,
-    PARTS_OF,
     ROW,
     TOKEN,
     AttentionWork,
 )
 from lightserve.kernels.triton.sizes import next_power_of_2
 
-MERGED_AT_ONCE = tl.constexpr(4)
-"""Parts whose values are on their way together."""
-
-
-# fmt: off
-@triton.jit
-def _merged(
-    parts_ptr, lse_ptr, firsts, num_parts, heads, exists, sinks_ptr, HAS_SINKS: tl.constexpr,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-):
-    # fmt: on
-    """Return the parts from `firsts` [BLOCK_Q] on, each weighed by its share of the softmax.
-
-    Other programs have written them: they are read past this multiprocessor's own cache.
-    """
-    offs_d = tl.arange(0, BLOCK_D)
-    largest = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
-    for number in range(num_parts):
-        lse = tl.load(
-            lse_ptr + (firsts + number) * NUM_HEADS + heads, mask=exists, other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        largest = tl.maximum(largest, lse)
-    total = tl.zeros([BLOCK_Q], dtype=tl.float32)
-    if HAS_SINKS:
-        total += sinks_of(sinks_ptr, heads, exists, largest)
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
-    for start in range(0, num_parts, MERGED_AT_ONCE):
-        for step in tl.static_range(MERGED_AT_ONCE):
-            own = start + step + heads * 0
-            is_part = exists & (own < num_parts)
-            places = (firsts + own) * NUM_HEADS + heads
-            lse = tl.load(
-                lse_ptr + places, mask=is_part, other=float("-inf"), cache_modifier=".cg"
-            )
-            values = tl.load(
-                parts_ptr + places[:, None] * HEAD_DIM + offs_d[None, :],
-                mask=is_part[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            weights = tl.exp2(lse - largest)
-            total += weights
-            acc += values * weights[:, None]
-    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-
-# fmt: off
-@triton.jit
-def _end(
-    out_ptr, parts_ptr, lse_ptr, ended_ptr, num_parts, firsts, places, heads, exists, sinks_ptr,
-    HAS_SINKS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-):
-    # fmt: on
-    """Count this program's part, which is written, and merge all if it is the last one's.
-
-    Counts of layers follow one another, so that nothing has to be set back.
-    """
-    tl.debug_barrier()  # all threads have written their part before it counts
-    ended = tl.atomic_add(ended_ptr, 1, sem="acq_rel", scope="gpu")
-    if ended % num_parts == num_parts - 1:
-        merged = _merged(
-            parts_ptr, lse_ptr, firsts, num_parts, heads, exists, sinks_ptr, HAS_SINKS, NUM_HEADS,
-            HEAD_DIM, BLOCK_Q, BLOCK_D,
-        )  # fmt: skip
-        offs_d = tl.arange(0, BLOCK_D)
-        tl.store(
-            out_ptr + places[:, None] + offs_d[None, :],
-            merged.to(out_ptr.dtype.element_ty),
-            mask=exists[:, None] & (offs_d < HEAD_DIM)[None, :],
-        )
-
 
 # fmt: off
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, ended_ptr, table_ptr, items_ptr, totals_ptr,
-    scale, window, soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s,
-    kv_stride_h, out_stride_t, out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, table_ptr, items_ptr, totals_ptr, scale,
+    window, soft_cap, slopes_ptr, sinks_ptr, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h,
+    out_stride_t, out_stride_h, table_stride, NUM_KV_HEADS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_SINKS: tl.constexpr, MERGES: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr,
-    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):
@@ -179,14 +104,6 @@ def _decode_kernel(
             offsets = head_parts[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(parts_ptr + offsets, acc, mask=mask)
             tl.store(lse_ptr + head_parts, largest + tl.log2(total), mask=exists)
-            if MERGES:
-                unit = (part // SPLITS).to(tl.int64)
-                _end(
-                    out_ptr, parts_ptr, lse_ptr, ended_ptr + unit * NUM_KV_HEADS + kv_head,
-                    tl.load(item + PARTS_OF), (unit + number) * SPLITS,
-                    tokens * out_stride_t + heads * out_stride_h, heads, exists, sinks_ptr,
-                    HAS_SINKS, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_Q, BLOCK_D,
-                )  # fmt: skip
 
 
 def attend_decodes(
@@ -218,7 +135,6 @@ def attend_decodes(
         out,
         work.parts.values,
         work.parts.lse,
-        work.ended,
         batch.req_to_slot,
         work.decodes,
         work.totals,
@@ -236,7 +152,6 @@ def attend_decodes(
         HAS_CAP=mod.soft_cap is not None,
         HAS_SLOPES=mod.slopes is not None,
         HAS_SINKS=mod.sinks is not None,
-        MERGES=work.merges_inside,
         GROUP=num_heads // num_kv_heads,
         TOGETHER=work.together,
         SPLITS=work.decode_splits,

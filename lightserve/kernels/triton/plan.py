@@ -5,8 +5,7 @@ One kernel plans a pass, on the device, in the first layer of each kind; all lay
     decode items   stretches of the contexts of rows with few new tokens, which share a program
     chunk items    blocks of queries of the other rows, those of the longest context first; where
                    few blocks walk long contexts, stretches of these
-    merged         tokens that several items have parts of, if these do not merge them themselves:
-                   of decode items the last one to end does (see `decode`)
+    merged         tokens that several items have parts of
 
 Nothing here reads the host's numbers of a batch but how many new tokens each row has; a pass that
 is recorded (`AttentionBatch.most`) has upper bounds in their place, and surplus programs end at
@@ -41,11 +40,10 @@ _FEW = tl.constexpr(FEW_TOKENS)
 _FEW_BLOCK = tl.constexpr(16)
 
 # Fields of the lists, int32 each.
-DECODE_FIELDS = tl.constexpr(8)
-ROW, TOKEN, BEGIN, END, LAST, PART, COUNT, PARTS_OF = (tl.constexpr(f) for f in range(8))
+DECODE_FIELDS = tl.constexpr(7)
+ROW, TOKEN, BEGIN, END, LAST, PART, COUNT = (tl.constexpr(field) for field in range(7))
 """Of a decode item: row of the table; first of its COUNT new tokens and the LAST one's position;
-positions BEGIN … END-1; part of its first token, negative: the only one, which is the result; how
-many parts each of its tokens has."""
+positions BEGIN … END-1; part of its first token, negative: the only one, which is the result."""
 CHUNK_FIELDS = tl.constexpr(6)
 INDEX, START, CHUNK_BEGIN, CHUNK_END, CHUNK_PART, PARTS = (tl.constexpr(f) for f in range(6))
 """Of a chunk item: index of its row in the batch and first token within the row's new ones;
@@ -53,8 +51,6 @@ positions; part of its first token, or negative; parts of each token."""
 MERGED_FIELDS = tl.constexpr(3)
 """Of a token that is merged: its number, its first part, and how many it has."""
 
-MAX_MERGED_DIM, MAX_MERGED_TOKENS = 128, 8
-"""Largest head and most tokens at once whose parts a decode program merges."""
 _ROWS_AT_ONCE = 1024
 """Rows that a program of `_plan_kernel` looks at together: more would not fit registers."""
 _ITEMS_AT_ONCE = tl.constexpr(256)
@@ -91,10 +87,9 @@ def _walked(q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.c
 # fmt: off
 @triton.jit
 def _list_decodes(
-    decodes_ptr, merged_ptr, ended_ptr, row, own_start, q_len, context_len, first_decode,
-    first_few, first_merged, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
-    MERGES_FEW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    decodes_ptr, merged_ptr, row, own_start, q_len, context_len, first_decode, first_few,
+    first_merged, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
 ):
     # fmt: on
     """List the items of a row of few tokens, and its tokens where these have several parts."""
@@ -117,17 +112,12 @@ def _list_decodes(
         tl.store(item + LAST, number * 0 + last, mask=mask)
         tl.store(item + PART, part, mask=mask)
         tl.store(item + COUNT, number * 0 + count, mask=mask)
-        tl.store(item + PARTS_OF, number * 0 + parts, mask=mask)
     token = tl.arange(0, _FEW_BLOCK)
     unit = merged_ptr + (first_merged + token) * MERGED_FIELDS
-    mask = token < tl.where(parts > 1, q_len * MERGES_FEW, 0)
+    mask = token < tl.where(parts > 1, q_len, 0)
     tl.store(unit, own_start + token, mask=mask)
     tl.store(unit + 1, (first_few + token) * SPLITS, mask=mask)
     tl.store(unit + 2, token * 0 + parts, mask=mask)
-    heads = tl.arange(0, BLOCK_H)[None, :]
-    ended = ended_ptr + (first_few + token)[:, None] * NUM_KV_HEADS + heads
-    mask = (token < q_len)[:, None] & (heads < NUM_KV_HEADS)
-    tl.store(ended, heads * 0 + (token * 0)[:, None], mask=mask)
 
 
 # fmt: off
@@ -175,12 +165,12 @@ def _list_chunks(
     do_not_specialize_on_alignment=["rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
 )
 def _plan_kernel(
-    decodes_ptr, chunks_ptr, merged_ptr, totals_ptr, ended_ptr, rows_ptr, cu_seqlens_ptr,
-    context_lens_ptr, window, first_chunk_part, MERGES_FEW: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_LEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr, HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    CHUNK_SPLITS: tl.constexpr, CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr,
+    decodes_ptr, chunks_ptr, merged_ptr, totals_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
+    window, first_chunk_part, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
+    CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     """List the items of one row per program, behind those of the rows before it.
@@ -218,7 +208,7 @@ def _plan_kernel(
         few = tl.where(q_lens <= _FEW, q_lens, 0)
         _, parts, _ = _decode_parts(few, lens, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N)
         items = tl.cdiv(few, TOGETHER) * parts
-        merged = tl.where(parts > 1, few * MERGES_FEW, 0)
+        merged = tl.where(parts > 1, few, 0)
         first_decode += tl.sum(tl.where(is_before, items, 0), axis=0)
         first_few += tl.sum(tl.where(is_before, few, 0), axis=0)
         num_decodes += tl.sum(items, axis=0)
@@ -240,9 +230,9 @@ def _plan_kernel(
 
     if (q_len > 0) & (q_len <= _FEW):
         _list_decodes(
-            decodes_ptr, merged_ptr, ended_ptr, tl.load(rows_ptr + own).to(tl.int32), own_start,
-            q_len, context_len, first_decode, first_few, first_merged, window, HAS_WINDOW, SPLITS,
-            SPLIT_LEN, BLOCK_N, TOGETHER, MERGES_FEW, NUM_KV_HEADS, BLOCK_H,
+            decodes_ptr, merged_ptr, tl.load(rows_ptr + own).to(tl.int32), own_start, q_len,
+            context_len, first_decode, first_few, first_merged, window, HAS_WINDOW, SPLITS,
+            SPLIT_LEN, BLOCK_N, TOGETHER,
         )  # fmt: skip
     if HAS_CHUNKS and q_len > _FEW:
         _list_chunks(
@@ -273,13 +263,8 @@ class AttentionWork:
     totals: Tensor
     """int32 [3]: decode items, chunk items and merged tokens that there are."""
     max_splits: int
-    """Most parts of a merged token, a power of two."""
+    """Most parts of a token, a power of two."""
     parts: Parts
-    ended: Tensor
-    """int32 [most new tokens of rows with few, KV heads]: decode items of each token that have
-    ended, in all layers until now."""
-    merges_inside: bool
-    """Whether the last of them to end merges their parts."""
 
 
 def attention_work(
@@ -332,9 +317,7 @@ def _plan(
     stretches = num_programs // shape.num_kv_heads if is_cut and most.blocks else 0
     first_chunk_part = most.few * splits if splits > 1 else 0
     num_parts = first_chunk_part + stretches * prefill.tokens(shape.group)
-    is_inside = splits > 1 and _merges_inside(shape, together)
-    merges_few = splits > 1 and not is_inside
-    merged = (most.few if merges_few else 0) + (most.chunk_tokens if stretches else 0)
+    merged = (most.few if splits > 1 else 0) + (most.chunk_tokens if stretches else 0)
 
     def table(count: int, fields: int) -> Tensor:
         return torch.empty((count, fields), dtype=torch.int32, device=device)
@@ -349,24 +332,19 @@ def _plan(
         is_cut=is_cut,
         merged=table(merged, MERGED_FIELDS.value),
         totals=torch.empty(3, dtype=torch.int32, device=device),
-        max_splits=max(splits if merges_few else 1, chunk_splits),
+        max_splits=max(splits, chunk_splits),
         parts=make_parts(num_parts, shape.num_heads, shape.head_dim, device),
-        ended=table(most.few, shape.num_kv_heads),
-        merges_inside=is_inside,
     )
     _plan_kernel[len(batch.rows),](
         work.decodes,
         work.chunks,
         work.merged,
         work.totals,
-        work.ended,
         batch.rows,
         batch.cu_seqlens_q,
         batch.context_lens,
         window or 0,
         first_chunk_part,
-        MERGES_FEW=int(merges_few),
-        BLOCK_H=next_power_of_2(shape.num_kv_heads),
         HAS_WINDOW=shape.has_window,
         SPLITS=splits,
         SPLIT_LEN=decode.split_len,
@@ -383,12 +361,6 @@ def _plan(
         enable_fp_fusion=True,
     )
     return work
-
-
-def _merges_inside(shape: AttentionShape, together: int) -> bool:
-    """Whether the last decode item of a token merges its parts: where there are registers."""
-    fits = padded_dim(shape) <= MAX_MERGED_DIM and together <= MAX_MERGED_TOKENS
-    return fits and not shape.turned_dim
 
 
 def _splits(split_len: int, batch: AttentionBatch, shape: AttentionShape) -> int:

@@ -219,8 +219,9 @@ class Kept:
 
     def add(self, choice: Choice) -> None:
         """Keep a choice. Of several ranks the last to write wins, with what others had by then."""
-        others = load_choices(self._path, self._key)
-        self.choices = others | self.choices | {choice.work: choice}
+        self.choices = {
+            **load_choices(self._path, self._key), **self.choices, choice.work: choice
+        }  # fmt: skip
         _save(self._path, self._key, self.choices)
 
 
@@ -303,8 +304,7 @@ def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
         for block_n, num_warps, num_stages in blocks:
             if programs_per_sm(block_n, num_warps, num_stages, shape, gpu):
                 yield decode_config(block_n, num_warps, num_stages, base.split_len, shape, gpu)
-        for split_len in (2 * base.split_len, base.split_len // 2):
-            yield replace(base, split_len=split_len)
+        yield replace(base, split_len=2 * base.split_len)
         return
     wide = padded_dim(shape) > 128
     sizes = [
@@ -531,7 +531,10 @@ def tuned_products(
     directory: Path | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[ProductKey, ProductChoice]:
-    """Return configurations for those of `product_works` that are faster with one."""
+    """Return configurations for those of a model's products that are faster with one.
+
+    `advance` is told of each of `product_works(shapes)` when it is done.
+    """
     kept = Kept(gpu_of(device), directory)
     found: dict[ProductKey, ProductChoice] = {}
     for work in product_works(shapes):
