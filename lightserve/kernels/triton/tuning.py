@@ -135,12 +135,12 @@ def save_choices(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None
         raise
 
 
-KERNEL_VERSION = 4
+KERNEL_VERSION = 5
 """Of the kernels: raised when measured configurations may no longer be the best."""
 MAX_POOL_BYTES = 1 << 30
 """Of the keys and values that are made up for a measurement."""
-HEAD_START_CYCLES = 2_000_000
-"""About a millisecond in which the GPU waits while the host launches what is timed."""
+HEAD_START_CYCLES = 4_000_000
+"""About two milliseconds in which the GPU waits while a slow host launches what is timed."""
 MIN_GAIN = 0.02
 """A configuration must beat the built-in one by this share: less may be chance."""
 DECODE_SCENES = ((1, 2048), (16, 4096), (128, 2048), (64, 8192))
@@ -397,25 +397,16 @@ class Scenery:
 
 
 def cuda_timer(call: Call) -> float:
-    """Return the median time of a call on the current GPU, in seconds.
-
-    The call is recorded as a CUDA graph, as steps are: launching few rows' kernels one by one takes
-    a slow host longer than the GPU takes to run them.
-    """
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    current.wait_stream(stream)
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    """Return the median time of a call on the current GPU, in seconds."""
+    for _ in range(3):
         call()
+    times = []
     for _ in range(15):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START_CYCLES)  # the launch of the graph is no part of its time
+        # Launching a few rows' attention takes the host longer than the GPU takes to run it.
+        torch.cuda._sleep(HEAD_START_CYCLES)
         begin.record()
-        graph.replay()
+        call()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
