@@ -17,11 +17,12 @@ from support.immediate_copies import TorchCopies
 from torch import Tensor
 
 from lightserve.kernels import composed
-from lightserve.kernels.interface import CopyKernels, QKNorm
+from lightserve.kernels.interface import QKNorm
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import copies, elementwise
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.worker.staged_host_pool import CopyKernels
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 EPS = 1e-6

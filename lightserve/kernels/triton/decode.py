@@ -88,7 +88,8 @@ def _decode_kernel(
         tokens = tl.load(item + TOKEN, volatile=True).to(tl.int64) + number
         part = tl.load(item + PART)
         if HAS_SINKS:  # of several parts, the merge counts them
-            total += tl.where(part < 0, sinks_of(sinks_ptr, heads, exists, largest), 0.0)
+            seen = tl.where(part < 0, largest, 0.0)
+            total += tl.where(part < 0, sinks_of(sinks_ptr, heads, exists, seen), 0.0)
         acc = acc / total[:, None]
         mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
         if part < 0:

@@ -104,7 +104,8 @@ def _prefill_kernel(
     mask = exists[:, None] & (offs_d < HEAD_DIM)[None, :]
     part = tl.load(item + CHUNK_PART) if IS_CUT else -1
     if HAS_SINKS:  # of several parts, the merge counts them
-        total += tl.where(part < 0, sinks_of(sinks_ptr, heads, exists, largest), 0.0)
+        seen = tl.where(part < 0, largest, 0.0)
+        total += tl.where(part < 0, sinks_of(sinks_ptr, heads, exists, seen), 0.0)
     acc = acc / total[:, None]
     if part < 0:
         places = (q_start + tokens).to(tl.int64)[:, None] * out_stride_t
