@@ -40,7 +40,7 @@ MAX_FEW_TOKENS = 512
 """Most new tokens of rows with few: each has room for all parts of its context."""
 LAUNCH_SHARE = 0.5
 """A graph gains where launching the kernels one by one takes the host this share of the step."""
-_STEPS = ((64, 16), (128, 32), (512, 64), (1024, 128))
+_STEPS = ((64, 16), (128, 32), (640, 64), (1024, 128))
 """(up to this size, distance of a size to the next), from 16 on."""
 _LAST_STEP = 256
 _NUM_TIMED = 3
