@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from lightserve.config import ServeConfig
-from lightserve.errors import ConfigError
+from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.check_pair import LIMITS
 from lightserve.kernels.interface import Kernels
 from lightserve.models.base import KVTensors, Model
 from lightserve.models.parallel import TensorParallel
-from lightserve.progress import progress
+from lightserve.progress import Advance, progress
 from lightserve.worker.graphs import (
     MAX_ROWS,
     CudaGraphRecorder,
@@ -138,7 +138,8 @@ def capture_graphs(
         used = []
         if sizes.mixed:
             mixed = make.mixed(sizes.mixed)
-            used += mixed.capture(advance)
+            taken = capture_mixed(mixed, is_limited=is_limited, advance=advance)
+            used, mixed = taken or [], mixed if taken else None
         used += graphs.capture(advance)
     graphs.check(LIMITS[pool.k[0].dtype])
     static_bytes = graphs.static_bytes
@@ -155,6 +156,23 @@ def capture_graphs(
         (sum(used) + static_bytes) / 2**30,
     )
     runner.use_graphs(graphs, mixed)
+
+
+def capture_mixed(
+    mixed: MixedGraphs, *, is_limited: bool, advance: Advance = lambda _: None
+) -> list[int] | None:
+    """Return what `MixedGraphs.capture` does; None: this model's passes cannot be recorded.
+
+    Raises:
+        StartupError: they cannot, and --cuda-graph-max-tokens asked for them.
+    """
+    try:
+        return mixed.capture(advance)
+    except StartupError as error:
+        if is_limited:
+            raise
+        log.info("steps with prompts are launched kernel by kernel, which takes longer: %s", error)
+        return None
 
 
 def _worth(

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lightserve.config import ServeConfig
-from lightserve.errors import ConfigError
+from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import (
@@ -147,7 +148,10 @@ def measure_gpu(
         make = make_graphs(model, pool, tables, tp=tp) if graph_sizes.decodes else None
         if make is None:
             return 0
-        taken = estimated_graph_bytes(make.mixed, graph_sizes.mixed) if graph_sizes.mixed else 0
+        taken = 0
+        if graph_sizes.mixed:
+            with suppress(StartupError):  # the capture itself says what cannot be recorded
+                taken = estimated_graph_bytes(make.mixed, graph_sizes.mixed)
         return taken + estimated_graph_bytes(make.decodes, graph_sizes.decodes)
 
     memory = _measure(statistics, make_runner(pool), plans, graph_bytes)

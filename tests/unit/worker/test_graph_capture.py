@@ -181,6 +181,29 @@ def test_a_start_with_graphs_of_steps_with_prompts(
         assert not table.any(), "a check leaves the tables as they were"
 
 
+class NoChunks(TensorKernels):
+    """Kernels that read the host's numbers of a pass with chunks, as experts one by one do."""
+
+    def attention(self, *args: Any, **kwargs: Any) -> Any:
+        if args[3].most is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().attention(*args, **kwargs)
+
+
+def test_passes_that_cannot_be_recorded_are_launched_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so; the graphs of decodes are there. Where they were asked for it is an error."""
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    with caplog.at_level(logging.INFO):
+        runner = captured(NoChunks(), (1, 4), (16, 48))
+    assert runner.graphs is not None and runner.mixed is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "steps with prompts are launched kernel by" in line]) == 1
+    with pytest.raises(StartupError, match="not permitted"):
+        captured(NoChunks(), (1, 4), (16, 48), is_limited=True)
+
+
 def test_without_sizes_nothing_is_captured() -> None:
     assert captured(TensorKernels(), ()).graphs is None
 
