@@ -193,7 +193,7 @@ class NoChunks(TensorKernels):
 def test_passes_that_cannot_be_recorded_are_launched_kernel_by_kernel(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says so; the graphs of decodes are there. Where they were asked for it is an error."""
+    """One line says so, and decodes have graphs. Where a size was asked for it is an error."""
     monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
     with caplog.at_level(logging.INFO):
         runner = captured(NoChunks(), (1, 4), (16, 48))
