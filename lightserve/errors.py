@@ -64,6 +64,14 @@ class StartupError(LightserveError):
     """A start-up failure outside configuration and model files, such as a port in use."""
 
 
+class StoreUnusable(StartupError):
+    """A batch store that this server cannot have; `reason` says why, without saying where it is."""
+
+    def __init__(self, place: object, reason: object) -> None:
+        super().__init__(f"--batch-store {place}: {reason}")
+        self.reason = str(reason)
+
+
 class DeviceError(LightserveError):
     """A step that failed on its GPU, whose state is lost with it; the text says what CUDA said."""
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 # One thread each for torch, also in what tests start: their models are so small that two threads
@@ -21,6 +22,10 @@ from support import grids
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which must be known before triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Servers that are told of no batch store have theirs there, and not where the user's own ones lie.
+_STATE = tempfile.TemporaryDirectory(prefix="ls-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # The native core as its sources are now: at once where `pip install` has built it.
 _BUILD = "import setup; setup.build_core(setup.CPU)"

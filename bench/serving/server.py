@@ -65,8 +65,8 @@ def running_server(
 
     `prefix` is a command that becomes the server, such as `prlimit`; `log` gets its stderr.
     """
-    ports = ["--port", "0", "--metrics-port", "0"]
-    command = [*prefix, sys.executable, "-m", "lightserve.cli.main", "serve", *ports, *args]
+    own = ["--port", "0", "--metrics-port", "0", "--batch-store", "none"]
+    command = [*prefix, sys.executable, "-m", "lightserve.cli.main", "serve", *own, *args]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ.copy()
     )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,9 @@ from lightserve.batches.files import Files
 from lightserve.batches.forecast import Forecasts
 from lightserve.batches.jobs import Jobs
 from lightserve.batches.responses import Responses
+from lightserve.config import ServeConfig
 from lightserve.config.fields import is_postgres
-from lightserve.errors import StartupError, StoreError
+from lightserve.errors import StartupError, StoreError, StoreUnusable
 
 if TYPE_CHECKING:
     from lightserve.batches.objects import Objects
@@ -37,6 +39,26 @@ IDLE_S = 1.0
 started again meanwhile, and a transaction that fails is not tried again."""
 REST_S = 1.0
 """A store that cannot be opened is not tried again for so long: those who wait learn it at once."""
+
+
+def location_of(config: ServeConfig) -> str:
+    """Return where a server has its store; empty: it has none.
+
+    A relative XDG_STATE_HOME does not count, as the XDG Base Directory Specification has it.
+
+    Raises:
+        StoreUnusable: it has one of its own, and no home for it.
+    """
+    if config.batch_store != "auto":
+        return "" if config.batch_store == "none" else config.batch_store
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".local" / "state"
+        except RuntimeError:
+            why = "there is no home directory, and XDG_STATE_HOME names no place"
+            raise StoreUnusable("auto", why) from None
+    return str(base / "lightserve" / f"batches-{config.port}")
 
 
 def prepare(location: str, file_store: str = "") -> ExitStack:
@@ -73,14 +95,26 @@ def _check_objects(location: str, file_store: str) -> None:
         newest = Files(database).in_objects()
     if not file_store:
         if newest is not None:
-            raise StartupError(
-                f"--batch-store {location}: it has files in objects: --file-store is missing"
-            )
+            raise StoreUnusable(location, "it has files in objects: --file-store is missing")
         return
     objects = _objects(file_store)
     objects.check()
     if newest is not None and not objects.has(newest.id, newest.num_bytes):
         raise StoreError(f"the files of --batch-store {location} are not there")
+
+
+def is_unused(location: str) -> bool:
+    """Return whether nothing is kept in a store that was prepared.
+
+    Raises:
+        StoreUnusable: it cannot be read.
+    """
+    kept = ("files", "batches", "responses")
+    try:
+        with closing(_open(location, 0)) as database:
+            return not any(database.value(f"SELECT EXISTS (SELECT 1 FROM {name})") for name in kept)
+    except StoreError as error:
+        raise StoreUnusable(location, error) from error
 
 
 def listen(location: str, on_hint: Callable[[], object]) -> ExitStack:

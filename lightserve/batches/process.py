@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from lightserve.batches.access import listen
+from lightserve.batches.access import listen, location_of
 from lightserve.batches.forecast import Costs
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
@@ -63,15 +63,16 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     gc.collect()
     gc.freeze()
     control = connect_control()
+    location = location_of(spec.config)
     store = service.observation.open_store(spec.config)
     runner = Runner(
         store,
         InnerRoutes(service),
         max_in_flight=spec.config.batch_max_in_flight,
-        owner=spec.batch_owner if is_postgres(spec.config.batch_store) else OWNER,
+        owner=spec.batch_owner if is_postgres(location) else OWNER,
     )
     loop = asyncio.get_running_loop()
-    listening = listen(spec.config.batch_store, lambda: loop.call_soon_threadsafe(runner.wake))
+    listening = listen(location, lambda: loop.call_soon_threadsafe(runner.wake))
     service.observation.before_snapshot = lambda: _note_counts(service, runner)
     frontend = Frontend(spec, service, control, runner, KeyRing([]))
     try:

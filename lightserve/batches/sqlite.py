@@ -23,7 +23,7 @@ import apsw
 
 from lightserve.batches.database import BUSY_TIMEOUT_MS, Database
 from lightserve.batches.schema import SCHEMA_VERSION, VERSIONS
-from lightserve.errors import StartupError, StoreError
+from lightserve.errors import StoreError, StoreUnusable
 
 log = logging.getLogger(__name__)
 
@@ -136,22 +136,20 @@ class StoreLock:
     """Holds a store for one server; its processes end before it does."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises StartupError: another server has it, or it cannot be written."""
+        """Raises StoreUnusable: another server has it, or it cannot be written."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             make_directory(directory)
             if directory.stat().st_mode & 0o002:
-                raise StartupError(
-                    f"--batch-store {directory}: others may write to this directory (chmod o-w)"
-                )
+                raise StoreUnusable(directory, "others may write to this directory (chmod o-w)")
             self._fd = os.open(directory / LOCK, flags, 0o600)
         except OSError as error:
-            raise StartupError(f"--batch-store {directory}: {error.strerror}") from error
+            raise StoreUnusable(directory, error.strerror) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._fd)
-            raise StartupError(f"--batch-store {directory}: another server uses it") from None
+            raise StoreUnusable(directory, "another server uses it") from None
 
     def close(self) -> None:
         """Let other servers have it."""
@@ -162,7 +160,7 @@ def prepare(directory: Path) -> StoreLock:
     """Take a store for this server and bring its schema up to date; a new one is made.
 
     Raises:
-        StartupError: it is another server's, no store, damaged, or of a newer schema.
+        StoreUnusable: it is another server's, no store, damaged, or of a newer schema.
     """
     lock = StoreLock(directory)
     try:
@@ -170,7 +168,7 @@ def prepare(directory: Path) -> StoreLock:
     except (StoreError, OSError) as error:
         lock.close()
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StartupError(f"--batch-store {directory / DATABASE}: {reason}") from error
+        raise StoreUnusable(directory / DATABASE, reason) from error
     return lock
 
 

@@ -163,7 +163,7 @@ def _client(values: dict[str, Any]) -> Iterator[BatchClient]:
 
 @click.group("batch")
 def command() -> None:
-    """Have a server with --batch-store answer files of requests as best-effort work."""
+    """Have a server answer files of requests as best-effort work."""
 
 
 @command.command("submit")

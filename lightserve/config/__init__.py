@@ -167,10 +167,12 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     )
     restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
     batch_store: str = option(
-        "",
+        "auto",
         "Where files, batches and responses are kept (/v1/files, /v1/batches, /v1/responses): a"
         " directory on a disk of this machine, made if it is not there, or postgresql://…, which"
-        " any number of servers may share. Default: none are kept.",
+        " any number of servers may share. auto: lightserve/batches-PORT in XDG_STATE_HOME or"
+        " ~/.local/state, for files, batches and those responses whose requests ask for it. none:"
+        " none are kept.",
     )
     file_store: str = option(
         "",
@@ -286,8 +288,14 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
             *("batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
             *("responses_ttl_s", "file_store"),
         ):
-            if not self.batch_store and getattr(self, name) != getattr(ServeConfig, name):
-                raise ConfigError(f"{flag_name(name)} needs --batch-store")
+            if self.batch_store == "none" and getattr(self, name) != getattr(ServeConfig, name):
+                raise ConfigError(f"{flag_name(name)} needs --batch-store, got none")
+        if self.file_store and self.batch_store == "auto":
+            raise ConfigError("--file-store needs --batch-store DIRECTORY or postgresql://…")
+        if not self.batch_store:
+            raise ConfigError(
+                "--batch-store must be a directory, postgresql://…, auto or none, got ''"
+            )
         check_file_store(self.file_store)
         if "://" in self.batch_store and not is_postgres(self.batch_store):
             raise ConfigError(  # what follows may be a password
@@ -352,6 +360,11 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
                 raise ConfigError(f"{what} needs {flag} {' or '.join(others)}, got {given!r}")
         if self.batch_invariant:
             raise ConfigError(f"{what} cannot be had with --batch-invariant")
+
+    @property
+    def names_store(self) -> bool:
+        """Whether --batch-store says where; then responses are kept whose requests do not ask."""
+        return self.batch_store not in ("auto", "none")
 
     @property
     def model_names(self) -> tuple[str, ...]:

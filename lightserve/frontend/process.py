@@ -198,7 +198,7 @@ async def _serve(
     spec: ChildSpec, connect_control: Callable[[], Control], selector: TurnSelector
 ) -> int:
     router = RouterClient(be_interval_s=spec.config.be_stream_interval_ms / 1e3)
-    service = load_service(spec.config, router)
+    service = load_service(spec.config, router, store_problem=spec.store_problem)
     selector.clock = TurnClock(service.observation.recorder, f"{spec.role}-{spec.index}")
     gc.collect()
     gc.freeze()  # what was loaded stays: full collections need not walk it in the middle of a step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lightserve.batches.access import StoreThread
+from lightserve.batches.access import StoreThread, location_of
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
@@ -25,7 +26,7 @@ from lightserve.frontend.request_options import SamplingDefaults, read_sampling_
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.logs import num_dropped_lines
-from lightserve.messages.supervision import MetricsRequest, MetricsSnapshot, MetricsText
+from lightserve.messages.supervision import MetricsRequest, MetricsSnapshot, MetricsText, StoreUsed
 from lightserve.metrics.catalogue import (
     BATCH_STORE_TIME,
     HTTP_REJECTIONS,
@@ -117,10 +118,23 @@ class Observation:
         self.rejects: Counter[str] = Counter()
         """Requests and connections refused before any route, by error code."""
 
-    def attach(self, send: Callable[[MetricsRequest], None]) -> None:
+        self._say_store_used: Callable[[StoreUsed], None] | None = None
+
+    def attach(self, send: Callable[[MetricsRequest | StoreUsed], None]) -> None:
         """Use this way to the supervisor."""
         self.scrapes.attach(send)
         self.figures.attach(send)
+        self._say_store_used = send
+
+    def on_store_use(self) -> None:
+        """Tell the supervisor, once, that a client uses the store: it has the batches process run.
+
+        Where the queue to it is full, the next use tells it.
+        """
+        if self._say_store_used is not None:
+            with contextlib.suppress(ChannelFull):
+                self._say_store_used(StoreUsed())
+                self._say_store_used = None
 
     def on_text(self, message: MetricsText) -> None:
         """Take in an answer of the supervisor."""
@@ -129,7 +143,7 @@ class Observation:
     def open_store(self, config: ServeConfig) -> StoreThread:
         """Return the batch store, whose calls are counted."""
         return StoreThread(
-            config.batch_store,
+            location_of(config),
             file_store=config.file_store,
             min_free_bytes=config.batch_min_free_bytes,
             observe=self.recorder.histogram(BATCH_STORE_TIME).observe,
@@ -341,7 +355,9 @@ class Service:
     """For checks of stored files, from their first line to their last."""
     observation: Observation
     store: StoreThread | None
-    """Files and batches; None: the server keeps none."""
+    """Files and batches; None: the server keeps none, or cannot."""
+    store_problem: str
+    """Why it cannot; empty: it can, or was told to keep none."""
     tracer: RequestTracer | None
     """None: no traces are asked for."""
 
@@ -448,7 +464,7 @@ class Service:
         return room
 
 
-def load_service(config: ServeConfig, router: RouterClient) -> Service:
+def load_service(config: ServeConfig, router: RouterClient, *, store_problem: str = "") -> Service:
     """Load what a frontend needs from the model's directory.
 
     Raises:
@@ -491,6 +507,7 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
     )
     encoder = PromptEncoder(tokenizer, template, vocab_size=vocab_size, max_model_len=max_model_len)
     observation = Observation()
+    has_store = config.batch_store != "none" and not store_problem
     return Service(
         config=config,
         model=model,
@@ -504,7 +521,8 @@ def load_service(config: ServeConfig, router: RouterClient) -> Service:
         kept=Held(config.max_kept_answer_bytes),
         checks=Seats(num_seats=CHECKS_AT_ONCE, max_waiting=MAX_CHECKS_WAITING),
         observation=observation,
-        store=observation.open_store(config) if config.batch_store else None,
+        store=observation.open_store(config) if has_store else None,
+        store_problem=store_problem,
         tracer=_tracer(config, router, observation) if config.otlp_endpoint else None,
     )
 

@@ -88,6 +88,11 @@ class FrontendServing(Message, frozen=True):
     """From a frontend, each time it begins to take requests: the router has welcomed it."""
 
 
+class StoreUsed(Message, frozen=True):
+    """From a frontend, once: a client uses the batch store, so that the batches process has to be
+    there."""
+
+
 class WorkersStalled(Message, frozen=True):
     """From the router: work is in flight and no step has finished for --step-timeout-s."""
 
@@ -107,6 +112,7 @@ ChildMessage = (
     ChildReady
     | ChildFailed
     | FrontendServing
+    | StoreUsed
     | WorkersStalled
     | Heartbeat
     | MetricsSnapshot
@@ -191,5 +197,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """With nodes, router and workers: see `lightserve.node_key`."""
     api_keys: list[ApiKey] = []
     """Frontend: the keys that are good; with --api-key-file there is at least one."""
+    store_problem: str = ""
+    """Frontend: why the batch store cannot be used; empty: it can, or there is none."""
     batch_owner: str = ""
     """Batches: whose the leases of lines are."""

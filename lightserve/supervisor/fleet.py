@@ -3,7 +3,8 @@
 Rules while serving:
 
     frontend dies   FrontendLost to the router; a new one on the same listening socket
-                    (the batches process is one that listens to no socket)
+                    (the batches process is one that listens to no socket; in a store that
+                    is new it starts when a client uses it first)
     worker dies     the rest of its group is killed, WorkersLost to the router; a new group
                     starts when the last of the old one is gone (its memory is free then)
     router dies     RouterDown to the frontends, the workers are killed; then a new router with
@@ -50,12 +51,13 @@ from lightserve.messages.supervision import (
     Role,
     RouterDown,
     RouterUp,
+    StoreUsed,
     WorkersLost,
     WorkersStalled,
 )
 from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.nodes import Nodes, url_of
-from lightserve.supervisor.spawn import Child, RouterBoot, Spawner, SpecWriter, num_submitters
+from lightserve.supervisor.spawn import Child, RouterBoot, Spawner, SpecWriter, num_frontends
 from lightserve.types import FrontendId
 
 # How many restarts are too many.
@@ -176,7 +178,7 @@ class Fleet:
         else:
             self._rebuild, self._incarnation = Rebuild.WORKERS, -1
             self._await_nodes()
-        for index in range(num_submitters(self._specs.config)):
+        for index in range(num_frontends(self._specs.config) + self._specs.has_batches):
             self._start_frontend(index, 0)
 
     def drain(self) -> None:
@@ -229,6 +231,8 @@ class Fleet:
             case FrontendServing():
                 child.is_serving = True
                 self._on_progress()
+            case StoreUsed():
+                self._start_batches()
             case Heartbeat():
                 pass
             case MetricsSnapshot(samples=samples):
@@ -406,9 +410,17 @@ class Fleet:
                     frontend_id=FrontendId(child.spec.index), incarnation=child.spec.incarnation
                 )
             )
-        frontend = self._start_frontend(child.spec.index, child.spec.incarnation + 1)
-        if self._router is not None and self._router.is_ready:
-            self._introduce_router(frontend)
+        self._start_frontend(child.spec.index, child.spec.incarnation + 1)
+
+    def _start_batches(self) -> None:
+        """Start the batches process, if it is not there."""
+        index = num_frontends(self._specs.config)
+        if index in self._frontends or self.phase is Phase.DRAINING:
+            return
+        if self._is_whole:
+            self._is_whole = False
+            self._broken_since_s = time.monotonic()
+        self._start_frontend(index, 0)
 
     def _recover(self, what: Rebuild, reason: str) -> None:
         """Kill the rest of what failed; `_rebuild_when_clear` goes on when it is gone."""
@@ -497,16 +509,18 @@ class Fleet:
             )
         )
 
-    def _start_frontend(self, index: int, incarnation: int) -> Child:
+    def _start_frontend(self, index: int, incarnation: int) -> None:
         frontend = self._spawn(self._specs.frontend(index, incarnation, self._api_keys))
         self._frontends[index] = frontend
-        return frontend
+        if self._router is not None and self._router.is_ready:
+            self._introduce_router(frontend)
 
     def _spawn(self, spec: ChildSpec) -> Child:
         """Start a child; it, and then the server, have the start timeout to be ready."""
         due_s = time.monotonic() + self._start_timeout_s
         self._whole_due_s = due_s
-        if self.phase is not Phase.STARTING:
+        is_used_first = spec.role is Role.BATCHES and spec.incarnation == 0
+        if self.phase is not Phase.STARTING and not is_used_first:
             self._metrics.on_restart(spec.role)
         return self._spawner.spawn(spec, due_s=due_s)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Self
 
-from lightserve.batches.access import prepare
 from lightserve.channels import Waitable, ZmqHub, bind_hub, wait_readable
 from lightserve.config import ServeConfig
 from lightserve.config.fields import is_postgres
@@ -42,6 +41,7 @@ from lightserve.supervisor.startup import (
     listen,
     print_banner,
     resolve_model,
+    take_store,
 )
 from lightserve.tls import server_context
 
@@ -196,10 +196,9 @@ def _serve(
             metrics_listener = stack.enter_context(closing(MetricsListener(config)))
         config = resolve_model(config)
         check_model(config)
-        if config.batch_store:
-            if not is_postgres(config.batch_store):
-                config = replace(config, batch_store=str(Path(config.batch_store).absolute()))
-            stack.enter_context(prepare(config.batch_store, config.file_store))
+        if config.names_store and not is_postgres(config.batch_store):
+            config = replace(config, batch_store=str(Path(config.batch_store).absolute()))
+        store = take_store(config, stack)
         signals.defer()
         run_dir = stack.enter_context(closing(RunDir(config.run_dir)))
         control_address = run_dir.address("control")
@@ -210,7 +209,10 @@ def _serve(
         log_configuration(log, config, origins)
         nodes = stack.enter_context(Nodes(config, node_key)) if node_key else None
         specs = SpecWriter(
-            *(config, run_dir, control_address, listener.fileno()), node_key=node_key
+            *(config, run_dir, control_address, listener.fileno()),
+            node_key=node_key,
+            has_batches=store.is_needed,
+            store_problem=store.problem,
         )
         metrics = ServerMetrics(config, api_keys)
         if metrics_listener is not None:

@@ -118,11 +118,6 @@ def num_frontends(config: ServeConfig) -> int:
     return config.http_workers or max(1, by_cores)
 
 
-def num_submitters(config: ServeConfig) -> int:
-    """Return how many processes send requests to the router: frontends, and that of batches."""
-    return num_frontends(config) + bool(config.batch_store)
-
-
 @dataclass(frozen=True)
 class RouterBoot:
     """One life of a router: a fresh id, and sockets that no earlier router's peers know."""
@@ -151,6 +146,10 @@ class SpecWriter:
     """Of the leases of lines: as long as this server lives, and of no other."""
     node_key: bytes = b""
     """With other nodes; see `lightserve.node_key`."""
+    has_batches: bool = False
+    """Whether the batches process starts with the server, and not when a client uses the store."""
+    store_problem: str = ""
+    """Why the batch store cannot be used; empty: it can, or there is none."""
 
     def boot(
         self, number: int, far_workers: socket.socket | None = None, far_address: str = ""
@@ -177,6 +176,7 @@ class SpecWriter:
             control_address=self.control_address,
             listen_fd=self.listen_fd if is_frontend else -1,
             api_keys=list(api_keys),
+            store_problem=self.store_problem,
             batch_owner="" if is_frontend else self.batch_owner,
         )
 

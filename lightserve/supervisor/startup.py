@@ -1,28 +1,32 @@
-"""What is settled before any process is started: the port, the model's files."""
+"""What is settled before any process is started: the port, the model's files, the batch store."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import shlex
 import socket
 import sys
 import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightserve.batches.access import is_unused, location_of, prepare
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.config.options import ANY_NAME
 from lightserve.cost.profile import read_profile
-from lightserve.errors import ConfigError, ModelLoadError, StartupError
+from lightserve.errors import ConfigError, ModelLoadError, StartupError, StoreUnusable
 from lightserve.logs import LineWriter, one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.gguf_model import unpack
 from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import check_digests, check_weights
-from lightserve.supervisor.spawn import num_submitters
+from lightserve.supervisor.spawn import num_frontends
 from lightserve.tokenization.description import find_tokenizer
 
 # What `lightserve serve` prints when it is ready: commands that work as printed.
@@ -121,6 +125,8 @@ client = OpenAI(base_url={url + "/v1"!r}{key_argument})
     return f"{READY_PREFIX}{url} (model {model_name})\n\n{curl}\n\n{client}{snippet}\n"
 
 
+log = logging.getLogger(__name__)
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]
@@ -169,7 +175,7 @@ def check_threads(config: ServeConfig) -> None:
         StartupError: there cannot.
     """
     num_needed = _OWN_THREADS + _CHILD_THREADS * (
-        1 + num_submitters(config) + len(config.local_ranks)
+        1 + num_frontends(config) + (config.batch_store != "none") + len(config.local_ranks)
     )
     may_end = threading.Event()
     threads: list[threading.Thread] = []
@@ -243,6 +249,36 @@ def check_model(config: ServeConfig) -> None:
             raise ConfigError(f"--model-sha256 {config.model_sha256}: no such file")
         check_digests(path, files, Path(config.model_sha256))
     find_tokenizer(path)
+
+
+@dataclass(frozen=True)
+class TakenStore:
+    """The batch store of a server that starts."""
+
+    problem: str = ""
+    """Why it cannot be used; empty: it can, or the server was told to keep none."""
+    is_needed: bool = False
+    """Whether the batches process has to be there from the start."""
+
+
+def take_store(config: ServeConfig, held: ExitStack) -> TakenStore:
+    """Take the batch store for this server until `held` is closed.
+
+    The directory that --batch-store auto stands for is no reason not to serve.
+
+    Raises:
+        StartupError: --batch-store names one that cannot be used.
+    """
+    try:
+        if not (location := location_of(config)):
+            return TakenStore()
+        held.enter_context(prepare(location, config.file_store))
+        return TakenStore(is_needed=config.names_store or not is_unused(location))
+    except StoreUnusable as error:
+        if config.names_store:
+            raise
+        log.info("files and batches cannot be kept: %s", one_line(error))
+        return TakenStore(problem=error.reason)
 
 
 def _check_chat_template(path: Path) -> None:

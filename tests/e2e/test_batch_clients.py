@@ -7,7 +7,9 @@ is wrong makes a batch that fails; here it is refused, and nothing is made.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -289,3 +291,72 @@ def test_calls_that_are_not_served_say_so(client: OpenAI, server: LiveServer) ->
                 call()
             assert error.value.status_code in (400, 404, 405), number
             assert error.value.response.json()["error"]["message"], number
+
+
+# ---------------------------------------------------------------------- without a flag
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@contextmanager
+def plain_server(
+    run_parent: Path, state: Path, port: int, *flags: str
+) -> Iterator[tuple[LiveServer, OpenAI]]:
+    """One that is told nothing of a store; nothing above INFO is logged from start to stop."""
+    own = ("--batch-store=auto", f"--port={port}", "--http-workers=1", "--log-format=json", *flags)
+    with live_server(run_parent, *own, environment={"XDG_STATE_HOME": str(state)}) as server:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            yield server, client
+        assert server.stop() == 0
+        records = [json.loads(each) for each in server.stderr.splitlines()]
+        assert {each["level"] for each in records} == {"info"}, server.stderr
+
+
+def test_a_server_without_flags_works_batches_off_from_the_first_use_on(
+    run_parent: Path, tmp_path: Path
+) -> None:
+    state, port, other_port = tmp_path / "state", free_port(), free_port()
+    directory = state / "lightserve" / f"batches-{port}"
+    with plain_server(run_parent, state, port) as (server, client):
+        assert directory.stat().st_mode & 0o777 == 0o700
+        response = client.responses.create(model=server.model, input="Hello")
+        assert response.store is False and "batches-1" not in server.tree()
+        batch = make(client, [line("a", server.model), line("b", server.model)])
+        done = ended(client, batch.id)
+        assert done.status == "completed" and done.request_counts.completed == 2
+        assert "batches-1" in server.tree()
+        with plain_server(run_parent, state, other_port) as (other, other_client):
+            assert "batches-1" not in other.tree()
+            assert not other_client.files.list().data
+        # Another address of the same port: a server of its own, with a store that is taken.
+        elsewhere = ("--host=127.0.0.2",)
+        with plain_server(run_parent, state, port, *elsewhere) as (other, other_client):
+            check_without_store(other, other_client, "another server uses it")
+    assert {each.name for each in directory.parent.iterdir()} == {
+        *(f"batches-{port}", f"batches-{other_port}")
+    }
+    with plain_server(run_parent, state, port) as (server, client):
+        assert "batches-1" in server.tree()
+        assert client.batches.retrieve(batch.id).status == "completed"
+
+
+def test_a_server_whose_own_store_cannot_be_written_serves_all_else(
+    run_parent: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with plain_server(run_parent, tmp_path / "file", free_port()) as (server, client):
+        check_without_store(server, client, "Not a directory")
+
+
+def check_without_store(server: LiveServer, client: OpenAI, why: str) -> None:
+    with pytest.raises(openai.InternalServerError, match=why) as error:
+        upload(client, "{}")
+    assert error.value.status_code == 503
+    answer = client.chat.completions.create(model=server.model, messages=ASK, max_tokens=5)
+    assert answer.choices[0].message.content
+    assert server.stderr.count("files and batches cannot be kept") == 1
+    assert "batches-1" not in server.tree()

@@ -69,7 +69,7 @@ class Server:
         command = [scripted_child.__file__, str(folder)]
         driver_options = json.dumps({"command": command, **options})
         arguments = ["serve", "--model", str(model), "--run-dir", str(self.run_parent)]
-        arguments += ["--metrics-port", "0"]
+        arguments += ["--metrics-port", "0", "--batch-store", "none"]
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", DRIVER, str(folder), driver_options),

@@ -250,12 +250,13 @@ async def frontend(
     *,
     num_kv_slots: int = 1_000_000,
     welcome: bool = True,
+    store_problem: str = "",
     **flags: Any,
 ) -> AsyncIterator[Setup]:
     """A frontend's application on the bundled model, connected to a fake router."""
-    config = ServeConfig(**{"be_stream_interval_ms": 0.0, **flags})
+    config = ServeConfig(**{"be_stream_interval_ms": 0.0, "batch_store": "none", **flags})
     client = RouterClient(be_interval_s=config.be_stream_interval_ms / 1e3)
-    service = load_service(config, client)
+    service = load_service(config, client, store_problem=store_problem)
     router = FakeRouter(client, answer)
     client.attach(router, BOOT_ID)
     if welcome:

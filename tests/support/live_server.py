@@ -28,7 +28,7 @@ _ROLE = re.compile(r"(frontend|batches|router|worker)-\d+")
 
 _SERVE = (
     *(sys.executable, "-m", "lightserve.cli.main", "serve"),
-    *("--port=0", "--metrics-port=0", "--num-threads=1", "--profile=off"),
+    *("--port=0", "--metrics-port=0", "--num-threads=1", "--profile=off", "--batch-store=none"),
 )
 
 

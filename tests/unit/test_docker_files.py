@@ -209,15 +209,16 @@ def test_each_service_is_hardened(compose: dict[str, Any], service: str) -> None
     assert any(mount.startswith("/tmp:") and "size=" in mount for mount in spec["tmpfs"])
     for loose in ("privileged", "cap_add", "network_mode", "pid", "devices"):
         assert loose not in spec
-    # What lies elsewhere is the cache, and models that cannot be changed.
+    # What lies elsewhere is the cache, the store, and models that cannot be changed.
     writable = [mount for mount in spec.get("volumes", []) if not mount.endswith(":ro")]
-    assert writable == (["cache:/cache"] if service == "server" else [])
+    assert writable == (["cache:/cache", "state:/state"] if service == "server" else [])
 
 
-def test_what_is_learned_outlives_a_container(compose: dict[str, Any]) -> None:
-    assert "cache" in compose["volumes"]
-    assert "--owner=10001 --group=10001 /cache" in _dockerfile()
+def test_what_is_learned_and_kept_outlives_a_container(compose: dict[str, Any]) -> None:
+    assert {"cache", "state"} < set(compose["volumes"])
+    assert "--owner=10001 --group=10001 /cache /state" in _dockerfile()
     assert re.search(r"^ +XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/", _dockerfile(), re.M)
+    assert re.search(r" XDG_STATE_HOME=/state$", _dockerfile(), re.M)
 
 
 def test_the_compose_file_has_the_images_health_check(compose: dict[str, Any]) -> None:

@@ -74,6 +74,7 @@ def test_built_in_kinds_follow_their_schemas(version: str) -> None:
 def test_the_server_takes_the_arguments(parsed: Parsed) -> None:
     assert SERVER["args"][0] == "serve"
     config = parsed(SERVER["args"][1:])
+    assert config.batch_store == "none"  # one pod's would not be known to the others
     assert (config.host, config.port) == ("0.0.0.0", SERVER["ports"][0]["containerPort"])
     # What happens between the order to end and the kill has time enough.
     pause_s = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"]

@@ -39,8 +39,9 @@ DEFAULT_ITEMS_LISTED = 20
 def responses_router(service: Service, *, is_for_lines: bool = False) -> APIRouter:
     """Return the route that answers; what lines of batches are answered is not kept."""
     router = APIRouter()
-    has_store = service.store is not None
+    has_store = service.config.batch_store != "none"
     keeps = has_store and not is_for_lines
+    keeps_all = service.config.names_store
 
     @router.post("/v1/responses")
     async def create_response(request: Request) -> Response:
@@ -52,7 +53,7 @@ def responses_router(service: Service, *, is_for_lines: bool = False) -> APIRout
         size: int = request.scope[BODY_BYTES_KEY]
         with renamed(CHAT_NAMES):
             chat = await service.encoder.run(body.as_chat, size=size)
-        is_kept = keeps and body.store is not False
+        is_kept = keeps and (keeps_all if body.store is None else body.store)
         writer = ResponsesWriter(service, body, chat, is_kept=is_kept)
         if asked.background:
             return await _begin_in_background(service, request, asked, chat, writer)

@@ -49,16 +49,23 @@ async def of_store(service: Service, call: Callable[[StoreThread], Awaitable[T]]
     """Return what a call of the store does.
 
     Raises:
-        InvalidRequest: as `call` does; there is no store (404).
+        InvalidRequest: as `call` does; the server keeps nothing (404).
         RequestFailed: the store cannot be used now (503), or is full (507).
     """
+    if service.store_problem:
+        raise RequestFailed(
+            f"the batch store cannot be used: {service.store_problem}",
+            code="batch_store_unavailable",
+            status=503,
+        )
     if service.store is None:
         raise InvalidRequest(
-            "this server keeps no files, batches and responses: it was started without"
-            " --batch-store",
+            "this server keeps no files, batches and responses: it was started with"
+            " --batch-store none",
             code="batch_store_off",
             status=404,
         )
+    service.observation.on_store_use()
     try:
         return await call(service.store)
     except StoreError as error:

@@ -608,6 +608,26 @@ def test_a_server_without_a_store_says_so() -> None:
     asyncio.run(scenario())
 
 
+def test_a_server_whose_own_store_cannot_be_used_says_why() -> None:
+    async def scenario() -> None:
+        problem = "another server uses it"
+        async with frontend(says([EOS]), batch_store="auto", store_problem=problem) as setup:
+            asked = {"model": "lightserve-tiny", "input": "hi"}
+            for response in (
+                await setup.http.get("/v1/files"),
+                await setup.http.get("/v1/batches"),
+                await setup.http.get("/v1/responses/resp_x"),
+                await setup.http.post("/v1/responses", json={**asked, "store": True}),
+            ):
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "batch_store_unavailable"
+                assert problem in response.json()["error"]["message"]
+            response = await setup.http.post("/v1/responses", json=asked)
+            assert response.status_code == 200 and response.json()["store"] is False
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("both_stores", ["sqlite"], indirect=True)
 def test_a_store_that_is_gone_is_a_503_on_its_routes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

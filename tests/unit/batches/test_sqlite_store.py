@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +22,13 @@ from support.batch_store import (
     upload,
 )
 
-from lightserve.batches.access import Store, prepare
+from lightserve.batches.access import Store, location_of, prepare
 from lightserve.batches.records import LeasedLine, Outcome
 from lightserve.batches.schema import SCHEMA_VERSION, VERSIONS
 from lightserve.batches.sqlite import DATABASE, LOCK
-from lightserve.errors import StartupError, StoreError
+from lightserve.config import ServeConfig
+from lightserve.errors import ConfigError, StartupError, StoreError, StoreUnusable
+from lightserve.supervisor.startup import TakenStore, take_store
 
 
 def lease(store: Store, epoch: int) -> list[LeasedLine]:
@@ -155,3 +159,84 @@ def test_a_place_that_others_may_write_to_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="symbolic links"):
         prepare(str(store))
     assert not target.exists()
+
+
+def test_a_server_that_is_told_of_no_store_has_one_for_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert location_of(ServeConfig()) == "/state/lightserve/batches-8000"
+    assert location_of(ServeConfig(port=9000)) == "/state/lightserve/batches-9000"
+    assert location_of(ServeConfig(batch_store="none")) == ""
+    assert location_of(ServeConfig(batch_store="x")) == "x"
+    monkeypatch.setenv("HOME", "/home/me")
+    for relative in ("", "state"):
+        monkeypatch.setenv("XDG_STATE_HOME", relative)
+        assert location_of(ServeConfig()) == "/home/me/.local/state/lightserve/batches-8000"
+
+
+def test_a_store_of_ones_own_is_needed_at_the_start_when_something_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    directory = tmp_path / "lightserve" / "batches-8000"
+    with ExitStack() as held:
+        assert take_store(ServeConfig(), held) == TakenStore(is_needed=False)
+        assert directory.stat().st_mode & 0o777 == 0o700
+    with open_store(directory) as store:
+        upload(store, b"x")
+    with ExitStack() as held:
+        assert take_store(ServeConfig(), held) == TakenStore(is_needed=True)
+    with ExitStack() as held:
+        named = ServeConfig(batch_store=str(tmp_path / "named"))
+        assert take_store(named, held) == TakenStore(is_needed=True)
+        assert take_store(ServeConfig(batch_store="none"), held) == TakenStore()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["lightserve", "named"]
+
+
+def test_a_store_of_ones_own_that_cannot_be_had_is_told_and_one_that_was_named_is_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "lightserve")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    directory = tmp_path / "lightserve" / "batches-8000"
+    named = ServeConfig(batch_store=str(directory))
+
+    def problem() -> str:
+        caplog.clear()
+        with ExitStack() as held:
+            found = take_store(ServeConfig(), held)
+            assert not found.is_needed
+        (record,) = caplog.records
+        assert record.levelno == logging.INFO and found.problem in record.message
+        assert str(tmp_path) not in found.problem
+        return found.problem
+
+    with ExitStack() as held:
+        take_store(ServeConfig(), held)
+        assert problem() == "another server uses it"
+        with pytest.raises(StoreUnusable, match="another server uses it"):
+            take_store(named, held)
+    directory.chmod(0o777)
+    assert "others may write" in problem()
+    directory.chmod(0o700)
+    (directory / DATABASE).write_bytes(b"no database" * 1000)
+    assert problem()
+    with pytest.raises(StoreUnusable), ExitStack() as held:
+        take_store(named, held)
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory / DATABASE))
+    assert problem() == "Not a directory"
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["none"])
+    assert problem() == "there is no home directory, and XDG_STATE_HOME names no place"
+
+
+def test_flags_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"--batch-store must be a directory, .*, got ''"):
+        ServeConfig(batch_store="")
+    with pytest.raises(ConfigError, match="--responses-ttl-s needs --batch-store, got none"):
+        ServeConfig(batch_store="none", responses_ttl_s=60)
+    with pytest.raises(ConfigError, match="--file-store needs --batch-store"):
+        ServeConfig(batch_store="none", file_store="s3://bucket")
+    ServeConfig(responses_ttl_s=60)

@@ -18,11 +18,14 @@ from support.batch_store import (
 )
 from support.fake_router import eventually
 
+from lightserve.batches.access import location_of, prepare
 from lightserve.batches.records import NewResponse
+from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
 from lightserve.http_access import ApiKey, digest_of
+from lightserve.messages.supervision import StoreUsed
 from lightserve.types import RequestClass
 
 pytestmark = pytest.mark.usefixtures("both_stores")
@@ -342,9 +345,31 @@ def test_a_conversation_has_so_many_responses(tmp_path: Path) -> None:
         assert error.value.code == "context_length_exceeded"
 
 
+def test_in_a_servers_own_store_a_response_is_kept_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    async def scenario() -> None:
+        with prepare(location_of(ServeConfig())):
+            async with serving(tmp_path, batch_store="auto") as setup:
+                client = client_of(setup)
+                told: list[StoreUsed] = []
+                setup.service.observation.attach(told.append)  # type: ignore[arg-type]
+                unkept = await client.responses.create(**ASKED)
+                assert unkept.store is False and not told
+                kept = await client.responses.create(**ASKED, store=True)
+                assert kept.store is True and told == [StoreUsed()]
+                assert (await client.responses.retrieve(kept.id)).id == kept.id
+                await code_of(client.responses.retrieve(unkept.id), 404)
+                assert len(told) == 1
+
+    asyncio.run(scenario())
+
+
 def test_without_a_store_nothing_is_promised(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, batch_store="") as setup:
+        async with serving(tmp_path, batch_store="none") as setup:
             client = client_of(setup)
             assert (await client.responses.create(**ASKED)).store is False
             error = await code_of(client.responses.create(**ASKED, store=True), 400)

@@ -21,6 +21,7 @@ from lightserve.messages.supervision import (
     FrontendServing,
     Picture,
     Role,
+    StoreUsed,
     SupervisorMessage,
     WorkersLost,
     WorkersStalled,
@@ -451,3 +452,30 @@ def test_passwords_of_the_store_reach_only_those_that_open_it(
     seen = {role for role in Role if "secret" in spawn._environment(role).values()}
     assert seen == {Role.FRONTEND, Role.BATCHES}
     assert spawn._environment(Role.WORKER)["PATH"]
+
+
+def test_the_batches_process_starts_when_the_store_is_used_first(
+    server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts: list[Role] = []
+    monkeypatch.setattr(ServerMetrics, "on_restart", lambda self, role: restarts.append(role))
+    fleet, router = server.fleet, server.child(Role.ROUTER)
+    assert all(child.spec.role is not Role.BATCHES for child in fleet.children)
+    for index in (0, 1, 0):
+        fleet.on_message(server.child(Role.FRONTEND, index).control_name, StoreUsed())
+    (batches,) = (each for each in fleet.children if each.spec.role is Role.BATCHES)
+    assert (batches.spec.index, batches.spec.incarnation) == (2, 0) and batches.spec.batch_owner
+    assert server.kinds(batches) == ["RouterUp"]
+    fleet.on_message(batches.control_name, ChildReady())
+    fleet.on_message(batches.control_name, FrontendServing())
+    assert not restarts
+
+    fleet.on_exit(batches)
+    assert router.sent[-1] == FrontendLost(frontend_id=FrontendId(2), incarnation=0)
+    again = server.child(Role.BATCHES, 2)
+    assert restarts == [Role.BATCHES]
+    assert again.spec.incarnation == 1 and server.kinds(again) == ["RouterUp"]
+    fleet.drain()
+    fleet.on_exit(again)
+    fleet.on_message(server.child(Role.FRONTEND).control_name, StoreUsed())
+    assert server.child(Role.BATCHES, 2) is again
