@@ -1,7 +1,8 @@
 # One command each: `make serve`, `make test`, `make chat`. Everything is installed into virtual
 # environments in this directory (VENV, CLIENTS). Outside it only caches change: pip's, the step
 # times and kernel choices in lightserve/ under XDG_CACHE_HOME or ~/.cache (`make clean-cache`
-# removes these), and Hugging Face's where a --model is downloaded.
+# removes these), and Hugging Face's where a --model is downloaded; and a server keeps clients' files
+# and batches in lightserve/ under XDG_STATE_HOME or ~/.local/state (--batch-store none: it does not).
 
 PYTHON ?= python3
 VENV   ?= .venv
