@@ -50,10 +50,8 @@ def _prefill_kernel(
     """Attend one block; with IS_CUT perhaps over one stretch of its context."""
     if tl.program_id(0) >= tl.load(totals_ptr + 1):
         return
-    item = items_ptr + tl.program_id(0) * CHUNK_FIELDS
-    kv_head = tl.program_id(1).to(tl.int64)
-    index = tl.load(item + INDEX)
-    first = tl.load(item + START)
+    item, kv_head = items_ptr + tl.program_id(0) * CHUNK_FIELDS, tl.program_id(1).to(tl.int64)
+    index, first = tl.load(item + INDEX), tl.load(item + START)
     q_start = tl.load(cu_seqlens_ptr + index)
     q_len = tl.load(cu_seqlens_ptr + index + 1) - q_start
     context_len = tl.load(context_lens_ptr + index)
