@@ -51,9 +51,9 @@ log = logging.getLogger(__name__)
 # ----------------------------------------------------------------------
 # Checks constraints before a request is taken: in a process apart, bounded, each one once.
 #
-# Requests with the same one wait for the same check, however many come before it has ended. Who
-# shares the server with others goes first if its checks have taken least; where too much waits,
-# the one that has most waiting loses its newest.
+# Requests of a sharer with the same one wait for the same check, however many come before it has
+# ended. Who shares the server with others goes first if its checks have taken least; where too much
+# waits, the one that has most waiting loses its newest.
 
 
 MAX_WAITING = 64
@@ -168,12 +168,19 @@ _LOOK_EVERY_S, _MAX_ASLEEP = 0.25, 4
 class _Check:
     """One that has yet to end."""
 
-    key: bytes
+    digest: bytes
     constraint: Constraint
     sharer: str
     verdict: asyncio.Future[Verdict]
+    patience: asyncio.TimerHandle | None = None
+    """Gives it up unless it begins in time."""
     num_waiting: int = 0
     has_begun: bool = False
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """What requests share it by: its sharer's line is not for others to wait in."""
+        return self.sharer, self.digest
 
 
 class ConstraintChecker:
@@ -181,7 +188,7 @@ class ConstraintChecker:
 
     def __init__(self) -> None:
         self._process = GrammarProcess()
-        self._checks: dict[bytes, _Check] = {}
+        self._checks: dict[tuple[str, bytes], _Check] = {}
         self._lines: dict[str, deque[_Check]] = {}
         """Those of them that wait, by sharer."""
         self._taken_s: dict[str, float] = {}
@@ -201,14 +208,14 @@ class ConstraintChecker:
             check_size(constraint)
         except GrammarError as error:
             raise _refusal(param, str(error)) from None
-        key = hashlib.blake2b(repr(constraint).encode(), digest_size=16).digest()
-        verdict = self._known.get(key)
+        digest = hashlib.blake2b(repr(constraint).encode(), digest_size=16).digest()
+        verdict = self._known.get(digest)
         if verdict is None:
             verdict = await self._wait(
-                self._checks.get(key) or self._enter(key, constraint, sharer)
+                self._checks.get((sharer, digest)) or self._enter(digest, constraint, sharer)
             )
         else:
-            self._known.move_to_end(key)
+            self._known.move_to_end(digest)
         if verdict.complaint:
             raise _refusal(param, verdict.complaint)
         return verdict.translated or constraint
@@ -228,7 +235,7 @@ class ConstraintChecker:
             if check.num_waiting == 0 and not check.has_begun:
                 self._leave(check)  # no request needs it any more
 
-    def _enter(self, key: bytes, constraint: Constraint, sharer: str) -> _Check:
+    def _enter(self, digest: bytes, constraint: Constraint, sharer: str) -> _Check:
         """Put a constraint in line. Raises RequestFailed where there is no place for it."""
         num_own = len(self._lines.get(sharer, ())) + 1
         if sum(map(len, self._lines.values())) >= MAX_WAITING:
@@ -237,13 +244,13 @@ class ConstraintChecker:
                 raise overloaded()
             self._refuse(longest[-1])
         loop = asyncio.get_running_loop()
-        check = _Check(key, constraint, sharer, loop.create_future())
-        self._checks[key] = check
+        check = _Check(digest, constraint, sharer, loop.create_future())
+        self._checks[check.key] = check
         if sharer not in self._lines:
             least_s = min((self._taken_s[other] for other in self._lines), default=0.0)
             self._taken_s[sharer] = max(least_s, self._taken_s.get(sharer, 0.0))
         self._lines.setdefault(sharer, deque()).append(check)
-        loop.call_later(START_TIMEOUT_S, self._refuse, check)
+        check.patience = loop.call_later(START_TIMEOUT_S, self._refuse, check)
         if self._work is None or self._work.done():
             self._work = loop.create_task(self._check_all())
         return check
@@ -255,7 +262,9 @@ class ConstraintChecker:
             check.verdict.set_exception(overloaded())
 
     def _leave(self, check: _Check) -> None:
-        if self._checks.pop(check.key, None) is not None:
+        if self._checks.get(check.key) is check:  # no later one with the same constraint
+            del self._checks[check.key]
+            _end_patience(check)
             self._lines[check.sharer].remove(check)
             if not self._lines[check.sharer]:
                 del self._lines[check.sharer]
@@ -267,11 +276,13 @@ class ConstraintChecker:
             sharer = min(self._lines, key=self._taken_s.__getitem__)
             check = self._lines[sharer].popleft()
             check.has_begun = True
+            _end_patience(check)
             if not self._lines[sharer]:
                 del self._lines[sharer]
             start_s = loop.time()
             try:
-                self._learn(check, await self._process.judge(check.constraint))
+                known = self._known.get(check.digest)  # from another sharer's, meanwhile
+                self._learn(check, known or await self._process.judge(check.constraint))
             except RequestFailed as error:
                 if check.num_waiting:
                     check.verdict.set_exception(error)
@@ -283,9 +294,15 @@ class ConstraintChecker:
 
     def _learn(self, check: _Check, verdict: Verdict) -> None:
         check.verdict.set_result(verdict)
-        self._known[check.key] = verdict
+        self._known[check.digest] = verdict
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
+
+
+def _end_patience(check: _Check) -> None:
+    """Forget the time by which a check must begin: its constraint may be large."""
+    if check.patience is not None:
+        check.patience.cancel()
 
 
 def _refusal(param: str, complaint: str) -> InvalidRequest:

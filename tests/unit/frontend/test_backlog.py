@@ -194,6 +194,66 @@ def test_who_has_taken_least_of_checks_goes_first() -> None:
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
+def test_who_wants_what_waits_in_the_line_of_another_has_a_turn_of_its_own() -> None:
+    async def scenario() -> None:
+        checker, process = slow_checker()
+        checker._taken_s["greedy"] = 1e6
+        greedy = [asks(checker, name, "greedy") for name in ("heavy", "more", "common")]
+        await eventually(lambda: len(process.asked) == 1)
+        late = asks(checker, "common", "late")
+        await asyncio.sleep(0)
+        checker._taken_s["late"] = 0.0  # it has had less
+        process.may_go_on.set()
+        await asyncio.gather(*greedy, late)
+        patterns = [str(constraint.pattern) for constraint in process.asked]  # type: ignore[union-attr]
+        assert patterns == ["heavy", "common", "more"], "checked once, in the turn of the late"
+        assert not checker._lines and not checker._checks
+        checker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_a_constraint_may_come_again_as_its_check_is_given_up() -> None:
+    async def scenario() -> None:
+        checker, process = slow_checker()
+        first = asks(checker, "a")
+        await eventually(lambda: len(process.asked) == 1)
+        refused = asks(checker, "b")
+        await asyncio.sleep(0)
+        (check,) = checker._lines[""]
+        checker._refuse(check)
+        again = asks(checker, "b")  # begins before the refused one has heard of it
+        await asyncio.sleep(0)
+        process.may_go_on.set()
+        ends: list[Any] = await asyncio.gather(first, refused, again, return_exceptions=True)
+        assert isinstance(ends[1], RequestFailed)
+        assert not any(isinstance(end, BaseException) for end in (ends[0], ends[2]))
+        assert not checker._lines and not checker._checks
+        checker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_nothing_is_kept_of_constraints_whose_requests_have_left() -> None:
+    async def scenario() -> None:
+        checker, process = slow_checker()
+        first = asks(checker, "a")
+        await eventually(lambda: len(process.asked) == 1)
+        left = asks(checker, "b")
+        await asyncio.sleep(0)
+        seen = weakref.ref(checker._lines[""][0])
+        left.cancel()
+        await asyncio.wait({left})
+        del left
+        gc.collect()
+        assert seen() is None
+        process.may_go_on.set()
+        await first
+        checker.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
 def test_who_was_away_has_saved_up_no_share_of_checks() -> None:
     async def scenario() -> None:
         checker, process = slow_checker()
