@@ -218,6 +218,10 @@ class RowMatchers:
         for one in begun:
             self._rows[one.row] = _Row(one.constraint, Future())
             self._waiting[one.row] = one
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Have the grammars of as many rows compiled as there is room for."""
         for row, one in sorted(self._waiting.items(), key=_is_best_effort):
             if not self._reserve(one.constraint, is_real_time=one.is_real_time):
                 break
@@ -245,6 +249,7 @@ class RowMatchers:
 
     def masks(self, rows: Sequence[int], *, number: int = 0, is_repair: bool = False) -> Masks:
         """Return what rows may draw; `number` and `is_repair` as `Ask` has them."""
+        self._begin_waiting()  # what was compiled since may take less than was kept for it
         if is_repair:
             begun = self._rows.keys() & set(rows) - self._waiting.keys()
             wait([self._rows[row].matcher for row in begun], REPAIR_S)
@@ -292,7 +297,9 @@ class RowMatchers:
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take in what rows drew."""
         for row, token_id in zip(rows, token_ids, strict=True):
-            if row in self._rows and (matcher := _matcher_of(self._rows[row].matcher)) is not None:
+            work = self._rows.get(row, _NO_ROW).matcher
+            # What is not compiled in this process has failed in the one before: no wait for it.
+            if work.done() and (matcher := _matcher_of(work)) is not None:
                 self._note(self._compiling, row)
                 matcher.consume_token(token_id)  # if it does not fit, the next mask says so
         self._note(self._compiling, -1)
@@ -353,8 +360,9 @@ def main() -> NoReturn:
         os._exit(0)
     setup = decoder.decode(first)
     assert isinstance(setup, Setup)
-    tokenizer = Tokenizer(Path(setup.model_dir), shown=setup.shown)
-    vocabulary = model_vocabulary(tokenizer, setup.vocab_size)
+    model_dir, vocab_size = Path(setup.model_dir), setup.vocab_size
+    tokenizer = Tokenizer(model_dir, shown=setup.shown, vocab_size=vocab_size)
+    vocabulary = model_vocabulary(tokenizer, vocab_size)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there what ends it
     limit_memory(address_space() + MAX_BYTES)
     matchers = RowMatchers(

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -454,6 +456,53 @@ def test_a_process_that_ends_fails_what_it_was_at_alone(tokenizer: Tokenizer, mo
         assert masks_of(enforcer, 0, 4).failed == {1}, "it ends no second process"
     finally:
         enforcer.close()
+
+
+def test_tokens_beyond_the_model_are_none_of_a_grammar_either(tmp_path: Path) -> None:
+    """The process reads the same vocabulary as frontends do."""
+    for name in BUNDLED_MODEL_DIR.glob("*.json"):
+        shutil.copy(name, tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    said = json.loads(path.read_text()) if path.exists() else {}
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    beyond = {"content": "<|beyond|>", "special": True, **flags}
+    path.write_text(json.dumps({**said, "added_tokens_decoder": {"5000": beyond}}))
+    enforcer = constraints.RowConstraints(tmp_path, 4096)
+    try:
+        enforcer.update([], [sequence(0, regexes("a")[0])])
+        process = enforcer._process
+        assert not masks_of(enforcer, 0).failed
+        assert enforcer._process is process
+    finally:
+        enforcer.close()
+
+
+def test_what_rows_drew_does_not_wait_for_their_grammars(tokenizer: Tokenizer) -> None:
+    """A process that ends in a step has none of them yet in its successor."""
+    made = Text(tokenizer, lambda constraint: 0)
+    made.may_go_on.clear()
+    made.begin(*regexes("ab"))
+    told = threading.Thread(target=made.advance, args=([0, 1], [5, 5]), daemon=True)
+    told.start()
+    told.join(60.0)
+    made.may_go_on.set()
+    assert not told.is_alive()
+
+
+def test_rows_begin_as_soon_as_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """What is compiled takes less than was kept for it: no row has to come or go."""
+    monkeypatch.setattr(matchers, "MAX_COMPILED_BYTES", 10)
+    monkeypatch.setattr(matchers, "MAX_USED_BYTES", 20)
+    made = Text(tokenizer, lambda constraint: 1)
+    made.may_go_on.clear()
+    made.begin(*regexes("abc"), is_real_time=True)
+    assert list(made._waiting) == [2]
+    made.may_go_on.set()
+    made.cached()
+    assert not made.masks([0, 1]).unready and not made._waiting
+    assert made.are_ready(0, 1, 2)
 
 
 def test_grammars_leave_a_worker_s_memory_as_it_is(tokenizer: Tokenizer) -> None:
