@@ -17,6 +17,9 @@ from torch import Tensor
 
 FEW_TOKENS = 9
 """Most new tokens of a row that is attended as a decode is: one, and eight drafts behind it."""
+MAX_FEW_TOKENS = 512
+"""Most new tokens of such rows in a pass, unless there are more rows: each token has room for all
+parts of its context, which is kept free."""
 
 
 class MostTokens(NamedTuple):

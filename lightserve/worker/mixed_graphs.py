@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch, MostTokens, UnknownValues
+from lightserve.kernels.interface import (
+    FEW_TOKENS,
+    MAX_FEW_TOKENS,
+    AttentionBatch,
+    MostTokens,
+    UnknownValues,
+)
 from lightserve.logs import one_line
 from lightserve.models.base import KVTensors, Model
 from lightserve.progress import Advance
@@ -36,8 +42,6 @@ from lightserve.worker.graphs import DecodeTables, GraphRecorder
 MAX_TOKENS = 2048
 """Largest size unless --cuda-graph-max-tokens says otherwise; the start leaves out sizes from which
 on launching takes the host a small part of the step (see `kept_sizes`)."""
-MAX_FEW_TOKENS = 512
-"""Most new tokens of rows with few: each has room for all parts of its context."""
 LAUNCH_SHARE = 0.5
 """A graph gains where launching the kernels one by one takes the host this share of the step."""
 _STEPS = ((64, 16), (128, 32), (640, 64), (1024, 128))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS
 from lightserve.messages.common import Constraint, RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     NO_DECODES,
@@ -56,8 +57,9 @@ def largest_steps(
 
     Returns:
         As many rows as there can be with as many tokens as there can be, spread evenly; as many
-        decodes, of contexts as long as they can be; and one row with all the tokens, at the end
-        of the longest context. All rows have logits and every option of sampling.
+        decodes, of contexts as long as they can be; as many rows of a few tokens as are attended
+        like decodes; and one row with all the tokens, at the end of the longest context. All rows
+        have logits and every option of sampling.
     """
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     each, rest = divmod(max_num_batched_tokens, num_rows)
@@ -65,8 +67,11 @@ def largest_steps(
     shared = max(1, min(longest, num_kv_tokens // num_rows))
     prefills = [(0, min(longest, each + (row < rest))) for row in range(num_rows)]
     decodes = [(shared - 1, 1)] * num_rows
+    new = min(FEW_TOKENS, shared, max_num_batched_tokens)
+    num_few = min(num_rows, min(MAX_FEW_TOKENS, max_num_batched_tokens) // new)
+    few = [(shared - new, new)] * num_few
     chunk = min(longest, max_num_batched_tokens)
-    return [_step(prefills), _step(decodes), _step([(longest - chunk, chunk)])]
+    return [_step(rows) for rows in (prefills, decodes, few, [(longest - chunk, chunk)])]
 
 
 def _step(rows: list[tuple[int, int]]) -> StepPlan:

@@ -26,7 +26,7 @@ from support.kernel_grid import (
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch, MostTokens
+from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, AttentionBatch, MostTokens
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import decode, kernels, merge, plan, prefill
 from lightserve.kernels.triton.configs import (
@@ -298,6 +298,21 @@ def test_a_long_context_beside_others_is_cut_alone() -> None:
     assert chunk_items(work)[0][0] == 2, "the longest context first"
     tokens = work.merged[: int(work.totals[2]), 0].tolist()
     assert tokens == [4096, *range(4097, 4097 + 64)]
+
+
+@pytest.mark.parametrize("num_rows", [MAX_FEW_TOKENS // FEW_TOKENS, 256])
+def test_room_for_parts_does_not_grow_with_rows_of_a_few_tokens(num_rows: int) -> None:
+    """More than are kept free for are chunks, which share one room; decodes stay what they are."""
+    decodes = work_of([(1, 5000)] * 3)
+    room = len(decodes.parts.lse) // 3  # of a token
+    work = work_of([(FEW_TOKENS, 5000)] * num_rows + [(1, 5000)] * 3)
+    num_decodes, num_chunks, _ = work.totals.tolist()
+    assert len(work.parts.lse) <= MAX_FEW_TOKENS * room
+    is_few = num_rows * FEW_TOKENS <= MAX_FEW_TOKENS
+    assert num_chunks == (0 if is_few else num_rows)
+    of_last = [item[1:] for item in work.decodes[:num_decodes].tolist() if item[0] > num_rows]
+    alone = [item[1:] for item in decodes.decodes[: int(decodes.totals[0])].tolist()]
+    assert [item[1:4] for item in of_last] == [item[1:4] for item in alone]
 
 
 def test_a_window_is_all_that_is_walked() -> None:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import FEW_TOKENS, AttentionBatch
+from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, AttentionBatch
 from lightserve.kernels.triton.configs import (
     AttentionConfigs,
     AttentionShape,
@@ -36,7 +36,6 @@ from lightserve.kernels.triton.configs import (
 from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits
 from lightserve.kernels.triton.sizes import next_power_of_2
 
-_FEW = tl.constexpr(FEW_TOKENS)
 _FEW_BLOCK = tl.constexpr(16)
 
 # Fields of the lists, int32 each.
@@ -75,9 +74,11 @@ def _decode_parts(
 
 
 @triton.jit
-def _walked(q_lens, context_lens, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+def _walked(
+    q_lens, context_lens, window, few, HAS_WINDOW: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
     """Return the blocks of chunks, 0 of other rows, and the mean of the positions they walk."""
-    blocks = tl.where(q_lens > _FEW, tl.cdiv(q_lens, TOKENS), 0)
+    blocks = tl.where(q_lens > few, tl.cdiv(q_lens, TOKENS), 0)
     mean = context_lens - q_lens + TOKENS * (blocks - 1) // 2 + q_lens // tl.maximum(blocks, 1)
     if HAS_WINDOW:
         mean = tl.minimum(mean, window + TOKENS)
@@ -124,12 +125,12 @@ def _list_decodes(
 @triton.jit
 def _list_chunks(
     chunks_ptr, merged_ptr, index, own_start, q_len, context_len, first_chunk, first_part,
-    first_merged, least, window, HAS_WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    first_merged, least, window, most_few, HAS_WINDOW: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     # fmt: on
     """List the blocks of a row's chunk, or their stretches, and then its tokens as well."""
-    blocks, mean = _walked(q_len, context_len, window, HAS_WINDOW, TOKENS)
+    blocks, mean = _walked(q_len, context_len, window, most_few, HAS_WINDOW, TOKENS)
     splits = tl.where(mean >= 2 * least, tl.minimum(mean // least, SPLITS), 1)
     number_within = tl.arange(0, _ITEMS_AT_ONCE)
     for start in range(0, blocks * splits, _ITEMS_AT_ONCE):
@@ -161,12 +162,12 @@ def _list_chunks(
 
 # fmt: off
 @triton.jit(
-    do_not_specialize=["first_chunk_part"],
+    do_not_specialize=["first_chunk_part", "most_few"],
     do_not_specialize_on_alignment=["rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
 )
 def _plan_kernel(
     decodes_ptr, chunks_ptr, merged_ptr, totals_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
-    window, first_chunk_part, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    window, first_chunk_part, most_few, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
     HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -191,7 +192,7 @@ def _plan_kernel(
             q_lens = tl.load(cu_seqlens_ptr + others + 1, mask=exists, other=0)
             q_lens -= tl.load(cu_seqlens_ptr + others, mask=exists, other=0)
             lens = tl.load(context_lens_ptr + others, mask=exists, other=1)
-            blocks, mean = _walked(q_lens, lens, window, HAS_WINDOW, TOKENS)
+            blocks, mean = _walked(q_lens, lens, window, most_few, HAS_WINDOW, TOKENS)
             walked += tl.sum(blocks.to(tl.int64) * mean, axis=0)
         fair = (walked * NUM_KV_HEADS + NUM_PROGRAMS - 1) // NUM_PROGRAMS
         least = tl.maximum(fair, CHUNK_SPLIT_LEN).to(tl.int32)
@@ -205,7 +206,7 @@ def _plan_kernel(
         q_lens = tl.load(cu_seqlens_ptr + others + 1, mask=exists, other=0)
         q_lens -= tl.load(cu_seqlens_ptr + others, mask=exists, other=0)
         lens = tl.load(context_lens_ptr + others, mask=exists, other=1)
-        few = tl.where(q_lens <= _FEW, q_lens, 0)
+        few = tl.where(q_lens <= most_few, q_lens, 0)
         _, parts, _ = _decode_parts(few, lens, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N)
         items = tl.cdiv(few, TOGETHER) * parts
         merged = tl.where(parts > 1, few, 0)
@@ -213,7 +214,7 @@ def _plan_kernel(
         first_few += tl.sum(tl.where(is_before, few, 0), axis=0)
         num_decodes += tl.sum(items, axis=0)
         if HAS_CHUNKS:
-            blocks, mean = _walked(q_lens, lens, window, HAS_WINDOW, TOKENS)
+            blocks, mean = _walked(q_lens, lens, window, most_few, HAS_WINDOW, TOKENS)
             splits = tl.where(mean >= 2 * least, tl.minimum(mean // least, CHUNK_SPLITS), 1)
             is_longer = (lens > context_len) | ((lens == context_len) & is_before)
             first_chunk += tl.sum(tl.where(is_longer, blocks * splits, 0), axis=0)
@@ -228,17 +229,17 @@ def _plan_kernel(
         tl.store(totals_ptr + 1, num_chunks)
         tl.store(totals_ptr + 2, num_merged)
 
-    if (q_len > 0) & (q_len <= _FEW):
+    if (q_len > 0) & (q_len <= most_few):
         _list_decodes(
             decodes_ptr, merged_ptr, tl.load(rows_ptr + own).to(tl.int32), own_start, q_len,
             context_len, first_decode, first_few, first_merged, window, HAS_WINDOW, SPLITS,
             SPLIT_LEN, BLOCK_N, TOGETHER,
         )  # fmt: skip
-    if HAS_CHUNKS and q_len > _FEW:
+    if HAS_CHUNKS and q_len > most_few:
         _list_chunks(
             chunks_ptr, merged_ptr, own, own_start, q_len, context_len, first_chunk,
-            first_chunk_part + first_part, first_merged, least, window, HAS_WINDOW, TOKENS,
-            CHUNK_SPLITS, CHUNK_BLOCK_N,
+            first_chunk_part + first_part, first_merged, least, window, most_few, HAS_WINDOW,
+            TOKENS, CHUNK_SPLITS, CHUNK_BLOCK_N,
         )  # fmt: skip
 
 
@@ -306,8 +307,9 @@ def _plan(
     together = max(1, MIN_DOT // shape.group)
     if padded_dim(shape) > 128:  # their places take registers that three programs have not
         together = 1
-    prefill = configs.prefill(shape, gpu, _chunk_class(batch, shape, gpu))
-    most = _most(batch, together, prefill.tokens(shape.group))
+    most_few = _most_few(batch)
+    prefill = configs.prefill(shape, gpu, _chunk_class(batch, shape, gpu, most_few))
+    most = _most(batch, together, prefill.tokens(shape.group), most_few)
     # Numbers that kernels are compiled for depend on the table's width and on nothing of the batch.
     splits = _splits(decode.split_len, batch, shape)
     chunk_splits = _splits(prefill.split_len, batch, shape)
@@ -345,6 +347,7 @@ def _plan(
         batch.context_lens,
         window or 0,
         first_chunk_part,
+        most_few,
         HAS_WINDOW=shape.has_window,
         SPLITS=splits,
         SPLIT_LEN=decode.split_len,
@@ -373,7 +376,20 @@ def _splits(split_len: int, batch: AttentionBatch, shape: AttentionShape) -> int
     )
 
 
-def _most(batch: AttentionBatch, together: int, tokens: int) -> _Most:
+def _most_few(batch: AttentionBatch) -> int:
+    """Return the most new tokens of a row that is attended as a decode: FEW_TOKENS, or 1.
+
+    Every token of such a row has room for all parts that the longest context may have. Where there
+    are more of them than is kept free for, rows of several tokens are chunks, whose parts are few.
+    """
+    if batch.most is not None:
+        return FEW_TOKENS
+    q_lens = np.array(batch.host_q_lens)
+    num_few = int(q_lens[q_lens <= FEW_TOKENS].sum())
+    return FEW_TOKENS if num_few <= max(MAX_FEW_TOKENS, len(batch.req_to_slot)) else 1
+
+
+def _most(batch: AttentionBatch, together: int, tokens: int, most_few: int) -> _Most:
     """Return the numbers of a pass whose chunks are computed in blocks of `tokens`."""
     if batch.most is not None:
         # A chunk has a token more than few, and each may end with a block that is not full.
@@ -382,7 +398,7 @@ def _most(batch: AttentionBatch, together: int, tokens: int) -> _Most:
         blocks = (num_tokens - chunks) // tokens + chunks
         return _Most(few, few, num_tokens if chunks else 0, blocks)
     q_lens = np.array(batch.host_q_lens)
-    few, chunks = q_lens[q_lens <= FEW_TOKENS], q_lens[q_lens > FEW_TOKENS]
+    few, chunks = q_lens[q_lens <= most_few], q_lens[q_lens > most_few]
     return _Most(
         int(few.sum()),
         int((-(-few // together)).sum()),
@@ -391,13 +407,15 @@ def _most(batch: AttentionBatch, together: int, tokens: int) -> _Most:
     )
 
 
-def _chunk_class(batch: AttentionBatch, shape: AttentionShape, gpu: Gpu) -> ChunkClass:
+def _chunk_class(
+    batch: AttentionBatch, shape: AttentionShape, gpu: Gpu, most_few: int
+) -> ChunkClass:
     """Return what a pass's chunks look like; rows of few tokens do not count."""
     if batch.most is not None:
         is_short = batch.most.num_tokens * shape.num_heads < gpu.num_sms * 128
         return ChunkClass.SHORT if is_short else ChunkClass.WHOLE
     q_lens = np.array(batch.host_q_lens)
-    is_chunk = q_lens > FEW_TOKENS
+    is_chunk = q_lens > most_few
     num_new = int(q_lens[is_chunk].sum())
     if num_new * shape.num_heads < gpu.num_sms * 128:
         return ChunkClass.SHORT

@@ -17,6 +17,7 @@ from support.tiny_models import TINY_MODELS, write_tiny_model
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu import core
+from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS
 from lightserve.messages.common import DeviceFacts, unpack_int32
 from lightserve.messages.router_worker import (
     OutputKind,
@@ -218,11 +219,13 @@ def test_largest_steps(
         context_len=context_len,
         num_kv_tokens=num_kv_tokens,
     )
-    prefills, decodes, chunk = plans
+    prefills, decodes, few, chunk = plans
     num_rows, longest = min(max_seqs, max_tokens), min(context_len - 1, num_kv_tokens)
     for plan in plans:
         rows = [row.row for row in plan.rows]
-        assert len(set(rows)) == len(rows) == (1 if plan is chunk else num_rows)
+        if plan is not few:
+            assert len(rows) == (1 if plan is chunk else num_rows)
+        assert len(set(rows)) == len(rows)
         assert {sequence.row for sequence in plan.sequences} == set(rows)
         assert all(row.output is OutputKind.SAMPLE for row in plan.rows)
         # A sampled token has its place in the tables.
@@ -234,6 +237,11 @@ def test_largest_steps(
     contexts = [row.start_position + 1 for row in decodes.rows]
     assert sum(contexts) <= max(num_kv_tokens, num_rows)
     assert all(context == min(longest, num_kv_tokens // num_rows) for context in contexts)
+    [new] = {row.num_tokens for row in few.rows}
+    assert new == min(FEW_TOKENS, contexts[0], max_tokens)
+    assert {row.start_position + new for row in few.rows} == set(contexts)
+    most = min(MAX_FEW_TOKENS, max_tokens, num_rows * new)
+    assert most - new < new * len(few.rows) <= most
     [row] = chunk.rows
     assert row.num_tokens == min(max_tokens, longest)
     assert row.start_position + row.num_tokens == longest

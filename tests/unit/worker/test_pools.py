@@ -206,7 +206,7 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
         assert memory == DeviceMemory(
             total=100 * GIB, others=1, weights=5, activations=1, graphs=graphs
         )
-        assert [len(plan.rows) for plan in executed] == [3, 3, 1]
+        assert [len(plan.rows) for plan in executed] == [3, 3, 3, 1]
         assert sum(row.num_tokens for row in executed[0].rows) == 40
 
 
