@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -151,6 +152,11 @@ _NO_ROW = _Row(None, Future())
 _NO_ROW.matcher.set_result(None)
 
 
+def _own_clock() -> int:
+    """Return the clock of the calling thread's CPU time."""
+    return time.pthread_getcpuclockid(threading.get_ident())
+
+
 def _is_best_effort(waiting: tuple[int, Begun]) -> bool:
     return not waiting[1].is_real_time
 
@@ -196,7 +202,9 @@ class RowMatchers:
         self._compiling = -1
         """The row whose grammar is, …"""
         self._compiling_since_s = 0.0
-        """… and since when, in the process's CPU time."""
+        """… and since when, …"""
+        self._compiler_clock = self._compiler.submit(_own_clock).result()
+        """… in the CPU time of its thread."""
 
     @property
     def num_bytes(self) -> int:
@@ -205,7 +213,8 @@ class RowMatchers:
 
     def check_time(self) -> None:
         """End the process if a compilation takes too long: a thread cannot be ended."""
-        if self._compiling >= 0 and time.process_time() - self._compiling_since_s > MAX_COMPILE_S:
+        now_s = time.clock_gettime(self._compiler_clock)
+        if self._compiling >= 0 and now_s - self._compiling_since_s > MAX_COMPILE_S:
             os._exit(1)
 
     def update(self, left: Sequence[int], begun: Sequence[Begun]) -> None:
@@ -312,7 +321,8 @@ class RowMatchers:
     # ------------------------------------------------------------------ in the compiler's thread
 
     def _matcher(self, begun: Begun) -> LLMatcher | None:
-        self._compiling, self._compiling_since_s = begun.row, time.process_time()
+        self._compiling_since_s = time.thread_time()
+        self._compiling = begun.row
         self._note(begun.row, -1)
         try:
             matcher = self._compile(begun.constraint).deep_copy()
@@ -355,11 +365,9 @@ def main() -> NoReturn:
     begin_process("grammars-work")
     source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(0), "wb")
     at_work = int(sys.argv[1])
-    decoder = msgspec.msgpack.Decoder(Request)
     if (first := read_frame(source)) is None:
         os._exit(0)
-    setup = decoder.decode(first)
-    assert isinstance(setup, Setup)
+    setup = msgspec.msgpack.decode(first, type=Setup)
     model_dir, vocab_size = Path(setup.model_dir), setup.vocab_size
     tokenizer = Tokenizer(model_dir, shown=setup.shown, vocab_size=vocab_size)
     vocabulary = model_vocabulary(tokenizer, vocab_size)
@@ -369,6 +377,15 @@ def main() -> NoReturn:
         vocabulary,
         note=lambda compiled, masked: _write(at_work, AT_WORK.pack(compiled, masked)),
     )
+    try:
+        _serve(source, sink, matchers)
+    except BaseException:
+        os._exit(1)  # at once: Python would wait for all that is to be compiled
+    os._exit(0)
+
+
+def _serve(source: BinaryIO, sink: BinaryIO, matchers: RowMatchers) -> None:
+    decoder = msgspec.msgpack.Decoder(Request)
     while (data := read_frame(source)) is not None:
         matchers.check_time()
         match decoder.decode(data):
@@ -382,7 +399,6 @@ def main() -> NoReturn:
             case Wait(number=number, rows=rows):
                 matchers.wait_for_any(rows)
                 write_frame(sink, msgspec.msgpack.encode(Masks(number)))
-    os._exit(0)
 
 
 def _write(descriptor: int, data: bytes) -> None:

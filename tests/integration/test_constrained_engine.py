@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -487,6 +488,53 @@ def test_what_rows_drew_does_not_wait_for_their_grammars(tokenizer: Tokenizer) -
     told.join(60.0)
     made.may_go_on.set()
     assert not told.is_alive()
+
+
+def test_a_process_that_breaks_down_does_not_compile_on(tokenizer: Tokenizer) -> None:
+    """Its worker waits for it to end."""
+    enforcer = constraints.RowConstraints(BUNDLED_MODEL_DIR, 4096)
+    try:
+        schemas = [{"type": "integer", "multipleOf": 9_900 + number} for number in range(24)]
+        large = [JsonSchemaConstraint(schema=json.dumps(schema)) for schema in schemas]
+        enforcer.update([], [sequence(number, one) for number, one in enumerate(large)])
+
+        def compiled() -> int:
+            at_work: tuple[int, int] = constraints.AT_WORK.unpack(
+                os.pread(enforcer._at_work, 16, 0)
+            )
+            return at_work[0]
+
+        while compiled() < 0:
+            assert enforcer._process.poll() is None
+            time.sleep(0.001)
+        enforcer._link.sendall(constraints.HEADER.pack(1) + b"\xc1")  # no request
+        assert enforcer._process.wait(60.0) == 1
+        assert 0 <= compiled() < 23, "it was at one of the first"
+    finally:
+        enforcer.close()
+
+
+def test_a_compilation_s_time_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    """Masks of others, which may take much, are none of it."""
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(matchers, "MAX_COMPILE_S", 0.2)
+    made = Text(tokenizer, lambda constraint: 0)
+    made.may_go_on.clear()
+    made.begin(*regexes("a"))
+    while made._compiling < 0:
+        time.sleep(0.001)
+    until_s = time.thread_time() + 0.5
+    while time.thread_time() < until_s:
+        pass
+    made.check_time()
+    assert not ends
+    made._compiling_since_s -= 1.0  # as if it had computed so long
+    made.check_time()
+    assert ends == [1]
+    made.may_go_on.set()
 
 
 def test_rows_begin_as_soon_as_there_is_room(
