@@ -155,7 +155,7 @@ def read_profile(path: Path) -> StepProfile:
 
 def slowness(profile: StepProfile, than: StepProfile) -> float:
     """Return how many times as long a profile says that steps take, the geometric mean of some."""
-    new, old = StepModel(profile.coefficients), StepModel(than.coefficients)
+    new, old = (StepModel(one.coefficients, one.mixed_sizes) for one in (profile, than))
     ratios = []
     for rows in _REFERENCE_STEPS:
         shape = StepShape()

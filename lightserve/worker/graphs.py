@@ -137,9 +137,13 @@ class CudaGraphRecorder:
         self._recording = recording
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
+        self._failure = ""
+        """Why a capture was broken off: torch's allocator stays within it, and begins no other."""
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """See `GraphRecorder.record`."""
+        if self._failure:
+            raise RuntimeError(f"a capture before it was broken off ({self._failure})")
         with self._recording():
             return self._record(function)
 
@@ -151,14 +155,18 @@ class CudaGraphRecorder:
                 function()
         outer.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog, pinned memory) may do what this one must not.
-        with (
-            _no_collection(),
-            torch.cuda.graph(
-                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-            ),
-        ):
-            function()
+        try:
+            # Other threads (NCCL's watchdog, pinned memory) may do what this one must not.
+            with (
+                _no_collection(),
+                torch.cuda.graph(
+                    graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                function()
+        except RuntimeError as error:
+            self._failure = one_line(error.__context__ or error)
+            raise
         return graph.replay
 
     def memory(self) -> MemoryUse:

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -369,8 +369,11 @@ class _Measuring:
         )
 
 
-def stored_profile(config: ServeConfig) -> StepProfile | None:
+def stored_profile(config: ServeConfig, sizes: Sequence[int] = ()) -> StepProfile | None:
     """Return the profile that --profile names, or the one that an earlier start has kept.
+
+    `sizes` are those of `ModelRunner.mixed_sizes`: whether there are any depends on the start, and
+    steps with prompts take several times as long without.
 
     Raises:
         ConfigError: the file that --profile names does not serve.
@@ -378,13 +381,17 @@ def stored_profile(config: ServeConfig) -> StepProfile | None:
     if config.profile == "off":
         return None
     key = profile_key(config)
-    if config.profile == "auto":
-        return load_profile(cached_path(key), key)
-    profile = load_profile(Path(config.profile), key)
-    if profile is None:
+    is_auto = config.profile == "auto"
+    path = cached_path(key) if is_auto else Path(config.profile)
+    profile = load_profile(path, key)
+    if profile is not None and bool(profile.mixed_sizes) != bool(sizes):
+        how = "as CUDA graphs" if profile.mixed_sizes else "kernel by kernel"
+        log.warning("profile %s is ignored: it ran steps with prompts %s", path, how)
+        profile = None
+    if profile is None and not is_auto:
         raise ConfigError(
-            f"--profile {config.profile!r} is no profile of this model, type, device,"
-            " threads and TP; lightserve profile makes one"
+            f"--profile {config.profile!r} is no profile of this model, type, device, threads, TP"
+            " and CUDA graphs; lightserve profile makes one"
         )
     return profile
 

@@ -27,6 +27,7 @@ from lightserve.cost.profile import (
     StepProfile,
     cached_path,
     load_profile,
+    save_profile,
 )
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import StepCoefficients
@@ -194,6 +195,31 @@ def test_what_the_first_start_has_measured_is_there_at_the_second(
         **FLAGS,  # type: ignore[arg-type]
     )
     assert stored_profile(given) == first
+    with pytest.raises(ConfigError, match=r"is no profile of this .* CUDA graphs"):
+        stored_profile(given, (16, 32))
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("then", "now", "serves"),
+    [((), (16, 32), False), ((16, 32), (), False), ((16, 32), (16, 48), True), ((), (), True)],
+)
+def test_a_profile_of_steps_with_prompts_that_ran_otherwise_is_measured_anew(
+    then: tuple[int, ...],
+    now: tuple[int, ...],
+    serves: bool,
+    config: ServeConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As CUDA graphs or kernel by kernel: that is a matter of the start, and not in the key."""
+    key = profile_key(config)
+    coefficients = StepCoefficients(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    kept = StepProfile(
+        SCHEMA_VERSION, "0", "name", key, coefficients, 1, 9, 0.0, 0.0, mixed_sizes=then
+    )
+    save_profile(kept, cached_path(key))
+    assert stored_profile(config, now) == (kept if serves else None)
+    assert ("ran steps with prompts" in caplog.text) != serves
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, profiling.MIN_SAMPLES - 1])

@@ -307,6 +307,12 @@ def test_the_better_profile_is_kept(
     assert is_worse(new, cached) is expected
 
 
+def test_profiles_are_compared_by_the_steps_that_workers_pad() -> None:
+    coefficients = StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0)
+    plain = msgspec.structs.replace(PROFILE, coefficients=coefficients)
+    assert slowness(msgspec.structs.replace(plain, mixed_sizes=(1024,)), plain) > 1.1
+
+
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     assert cache_dir() == Path.home() / ".cache" / "lightserve" / "profiles"

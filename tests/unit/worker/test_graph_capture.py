@@ -70,8 +70,10 @@ class FakeCuda:
     @contextlib.contextmanager
     def _within(self, name: str) -> Iterator[None]:
         self.stack.append(name)
-        yield
-        self.stack.pop()
+        try:
+            yield
+        finally:
+            self.stack.pop()
 
 
 class _Stream:
@@ -105,6 +107,28 @@ def test_warmed_up_aside_then_captured_without_collector(monkeypatch: pytest.Mon
     assert gc.isenabled()
     replays[1]()
     assert cuda.log[-1] == "replay"
+
+
+def test_behind_a_capture_that_was_broken_off_none_is_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch would say no more than that it records already; a failed warm-up breaks nothing."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder(CUDA)
+
+    def fail_if(is_capturing: bool) -> None:
+        if is_capturing == cuda.stack[-1].startswith("capture"):
+            raise RuntimeError("it waits for the device")
+
+    with pytest.raises(RuntimeError, match="it waits"):
+        recorder.record(lambda: fail_if(False))
+    recorder.record(cuda.run)
+    with pytest.raises(RuntimeError, match=r"^it waits"):
+        recorder.record(lambda: fail_if(True))
+    with pytest.raises(
+        RuntimeError, match=r"before it was broken off \(RuntimeError: it waits for the device\)"
+    ):
+        recorder.record(cuda.run)
 
 
 def test_collectives_of_graphs_have_a_communicator_of_their_own(
