@@ -150,7 +150,9 @@ class StepModel:
     def seconds_of_chunks(self, shape: StepShape) -> float:
         """Return what `seconds` says of the rows that compute more, alone."""
         c = self.coefficients
-        num_new = padded(shape.num_new - shape.num_decodes, self.sizes)
+        num_new = shape.num_new - shape.num_decodes
+        if shape.num_chunks:
+            num_new = padded(num_new, self.sizes)
         return (
             c.floor_s
             + c.per_new_s * max(0.0, num_new - c.knee)

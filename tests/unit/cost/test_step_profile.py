@@ -254,6 +254,14 @@ def test_sizes_are_learnt_while_serving_and_doubts_with_them(is_told: bool) -> N
     assert (cost.guard < 1.25) == is_told
 
 
+def test_a_step_without_chunks_has_no_padding_in_any_of_its_times() -> None:
+    model = StepModel(StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0), (16, 32))
+    for rows in ([(200, 1)] * 3, [(200, 1)] * 3 + [(0, 5)]):
+        shape = shape_of(rows)
+        apart = (model.seconds(shape), model.seconds_of_decodes(shape))
+        assert model.seconds_of_parts(shape) == (*apart, model.seconds_of_chunks(shape))
+
+
 def test_new_workers_may_pad_otherwise() -> None:
     """What was learnt of the group before is kept, and its sizes are not."""
     cost, shape = StepCost(), StepShape().plus(0, 130)
