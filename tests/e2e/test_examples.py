@@ -78,10 +78,7 @@ def test_structured_output(run: Run) -> None:
 def test_tools(run: Run) -> None:
     called, said = run("tools.py").splitlines()
     assert re.fullmatch(r"find_thing\(\{'thing': '\w+'\}\) -> the \w+", called)
-    assert said == (
-        "no answer: messages[1] cannot be shown to the model: its chat template leaves out"
-        " tool_calls"
-    )
+    assert said.startswith("answer: ")
 
 
 def test_load_test(server: LiveServer, tmp_path: Path) -> None:

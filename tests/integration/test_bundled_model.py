@@ -1,6 +1,7 @@
 """The bundled model as it is committed: facts, tokenizer and template, a small sampling check."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,8 +122,15 @@ def test_template_renders_system_and_turns(bundle: Bundle) -> None:
         "<|bos|><|system|>Be kind.<|user|>Hello.<|assistant|>Good day.<|eos|>"
         f"<|user|>{_QUESTION}<|assistant|>"
     )
-    with pytest.raises(TemplateError, match="Unknown role: tool"):
-        bundle.tokenizer.apply_chat_template([{"role": "tool", "content": "1"}], tokenize=False)
+    calls = [{"function": {"name": "find", "arguments": {"thing": "kite"}}}]
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "the mill"},
+    ]
+    rendered = bundle.tokenizer.apply_chat_template(called, tokenize=False)
+    assert re.search(r"<\|assistant\|>\[.*find.*kite.*\]<\|eos\|><\|system\|>the mill$", rendered)
+    with pytest.raises(TemplateError, match="Unknown role: critic"):
+        bundle.tokenizer.apply_chat_template([{"role": "critic", "content": "1"}], tokenize=False)
 
 
 def test_training_text_is_what_the_template_renders(bundle: Bundle) -> None:

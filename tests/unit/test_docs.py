@@ -137,6 +137,9 @@ def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
 
 HEADING = "The numbers at which the router guesses"
 BOUNDS = {
+    "HEARTBEAT_S",
+    "MAX_MESSAGE_BYTES",
+    "SILENCE_S",
     "SAVE_INTERVAL_S",
     "MAX_UNSENT",
     "ALWAYS",

@@ -28,10 +28,12 @@ IGNORED = -100
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ '<|system|>' + tools | tojson }}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('Unknown role: ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% set role = 'system' if message['role'] == 'tool' else message['role'] %}"
+    "{% if role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('Unknown role: ' + role) }}{% endif %}"
+    "{{ '<|' + role + '|>' + (message['content'] or '') | trim }}"
+    "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
+    "{% if role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
