@@ -138,7 +138,9 @@ def capture_graphs(
         used = []
         if sizes.mixed:
             mixed = make.mixed(sizes.mixed)
-            taken = capture_mixed(mixed, is_limited=is_limited, advance=advance)
+            # Of several ranks one alone might fail, and the others wait for it in a collective.
+            is_needed = is_limited or tp.size > 1
+            taken = capture_mixed(mixed, is_needed=is_needed, advance=advance)
             used, mixed = taken or [], mixed if taken else None
         used += graphs.capture(advance)
     graphs.check(LIMITS[pool.k[0].dtype])
@@ -159,17 +161,17 @@ def capture_graphs(
 
 
 def capture_mixed(
-    mixed: MixedGraphs, *, is_limited: bool, advance: Advance = lambda _: None
+    mixed: MixedGraphs, *, is_needed: bool, advance: Advance = lambda _: None
 ) -> list[int] | None:
     """Return what `MixedGraphs.capture` does; None: this model's passes cannot be recorded.
 
     Raises:
-        StartupError: they cannot, and --cuda-graph-max-tokens asked for them.
+        StartupError: they cannot, and `is_needed` says that nothing can stand for them.
     """
     try:
         return mixed.capture(advance)
     except StartupError as error:
-        if is_limited:
+        if is_needed:
             raise
         log.info("steps with prompts are launched kernel by kernel, which takes longer: %s", error)
         return None
