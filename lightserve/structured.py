@@ -18,8 +18,9 @@ import json
 import math
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -140,7 +141,7 @@ def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatche
         GrammarError: too large, not valid, not supported, beyond the limits, or nothing fits it.
     """
     check_size(constraint)
-    for schema in _constraint_schemas(constraint):
+    for schema in _constraint_schemas(constraint, {}):
         _check_properties(schema)
     try:
         matcher = LLMatcher(vocabulary, _source(constraint), log_level=0, limits=_limits())
@@ -214,8 +215,54 @@ def check_size(constraint: Constraint) -> None:
         raise GrammarError(f"it must be at most {limit} bytes long, got {size}")
 
 
-def _constraint_schemas(constraint: Constraint) -> Iterator[Any]:
+class RoundedNumber(float):
+    """A number of which a float64 does not keep every digit."""
+
+    def __init__(self, text: str) -> None:
+        """`text`: as it is written."""
+        self.text = text
+
+
+_MAX_SHOWN_DIGITS = 40
+
+
+def is_rounded(text: str) -> bool:
+    """Return whether a float64 does not keep every digit of a number in JSON with a fraction or an
+    exponent.
+
+    Short numbers, which nearly all are, cost two comparisons: 15 digits are always kept.
+    """
+    value = float(text)
+    if len(text) <= 16 and (abs(value) >= sys.float_info.min or "-" not in text[1:]):
+        return False
+    try:
+        return decimal.Decimal(repr(value)) != decimal.Decimal(text)
+    except decimal.InvalidOperation:  # an exponent beyond all bounds
+        return True
+
+
+def check_digits(constraint: Constraint, rounded: Mapping[float, str]) -> None:
+    """Raise GrammarError for numbers in schemas that would not be enforced as they were written.
+
+    `rounded`: the text of those that a request's parser has rounded, by their values.
+    """
+    if not rounded and _LONG_NUMBER.search(text_of(constraint)) is None:
+        return
+    for schema in _constraint_schemas(constraint, rounded):
+        _check_properties(schema)
+
+
+# 16 digits, a point among them or not, or an exponent of three.
+_LONG_NUMBER = re.compile(r"[0-9.]{16}|[eE]-[0-9]{3}")
+
+
+def _constraint_schemas(constraint: Constraint, rounded: Mapping[float, str]) -> Iterator[Any]:
     """Yield its JSON schemas; llguidance says what is wrong with those that are no JSON."""
+
+    def number(text: str) -> float:
+        text = rounded.get(float(text), text)
+        return RoundedNumber(text) if is_rounded(text) else float(text)
+
     text, starts = text_of(constraint), [0]
     if isinstance(constraint, RegexConstraint):
         return
@@ -223,7 +270,7 @@ def _constraint_schemas(constraint: Constraint) -> Iterator[Any]:
         starts = [found.end() for found in re.finditer(r"%json\s*", text)]
     for start in starts:
         with suppress(ValueError, RecursionError):
-            yield json.JSONDecoder().raw_decode(text, start)[0]
+            yield json.JSONDecoder(parse_float=number).raw_decode(text, start)[0]
 
 
 def _check_properties(schema: Any) -> None:
@@ -282,7 +329,7 @@ _MAX_EXACT = 2**53 - 1
 
 
 def _check_numbers(schema: dict[str, Any]) -> None:
-    """Refuse integers that would be rounded where they choose or bound values."""
+    """Refuse numbers that would be rounded where they choose or bound values."""
     waiting = [(key, schema[key]) for key in (*_BOUNDS, "const") if key in schema]
     values = schema.get("enum")
     waiting += [("enum", value) for value in values] if isinstance(values, list) else []
@@ -292,11 +339,29 @@ def _check_numbers(schema: dict[str, Any]) -> None:
             waiting += [(key, item) for item in value]
         elif key in ("const", "enum") and isinstance(value, dict):
             waiting += [(key, item) for item in value.values()]
-        elif isinstance(value, int) and abs(value) > _MAX_EXACT:
-            shown = str(value) if abs(value) < 10**40 else "one of more than 40 digits"
+        elif isinstance(value, RoundedNumber):
+            raise GrammarError(
+                f"a number under {key} must have no more digits than a float64 keeps, got"
+                f" {_shown(value.text)}, which would be read as {float(value)!r}"
+            )
+        elif _is_whole(value, key) and abs(value) > _MAX_EXACT:
+            shown = _shown(str(value)) if abs(value) < 10**40 else _TOO_LONG
             raise GrammarError(
                 f"an integer under {key} must be from -{_MAX_EXACT} to {_MAX_EXACT}, got {shown}"
             )
+
+
+_TOO_LONG = f"one of more than {_MAX_SHOWN_DIGITS} digits"
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_DIGITS + 1 else _TOO_LONG
+
+
+def _is_whole(value: Any, key: str) -> bool:
+    """Whether it is an integer to llguidance: bounds like 1e20 are, and would be cut off."""
+    is_bound = key in _BOUNDS and isinstance(value, float) and math.isfinite(value)
+    return isinstance(value, int) or (is_bound and value.is_integer())
 
 
 def _limits() -> LLParserLimits:

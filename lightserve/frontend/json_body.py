@@ -9,9 +9,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -21,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, overloaded
+from lightserve.structured import is_rounded
 
 # ----------------------------------------------------------------------
 # Strict JSON from bytes that a stranger wrote.
@@ -52,18 +54,33 @@ class _StrictJsonError(ValueError):
     """JSON that Python's parser would take."""
 
 
-def parse_json(body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH) -> Any:
-    """Parse strict JSON. Raises InvalidRequest.
+rounded_numbers: ContextVar[Mapping[float, str]] = ContextVar("rounded_numbers")
+"""Numbers in the body of a task's request of which a float64 does not keep every digit: as they
+were written, by their values. `BodyReader` sets it; schemas that are enforced must not have them.
+"""
+
+
+def parse_json(
+    body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH, rounded: dict[float, str] | None = None
+) -> Any:
+    """Parse strict JSON; add numbers that are rounded to `rounded`. Raises InvalidRequest.
 
     Takes about a quarter of a second for 4 MiB at worst, nearly all of it in Python code, so that
     other threads get their turns.
     """
+
+    def number(text: str) -> float:
+        value = _finite_float(text)
+        if rounded is not None and is_rounded(text):
+            rounded[value] = text
+        return value
+
     try:
         _check_shape(body, max_depth)
         return json.loads(
             body.decode("utf-8"),
             parse_constant=_refuse_constant,
-            parse_float=_finite_float,
+            parse_float=number,
             parse_int=_integer,
             object_pairs_hook=_unique_keys,
         )
@@ -298,9 +315,13 @@ class BodyReader:
 
     async def _parse(self, body: bytes, model: type[ModelT]) -> tuple[ModelT, int]:
         """Do the same; return how much memory that takes, too."""
+        rounded: dict[float, str] = {}
+        rounded_numbers.set(rounded)
+        parse = functools.partial(
+            parse_model, body, model, max_depth=self._max_depth, rounded=rounded
+        )
         if len(body) <= INLINE_BYTES:
-            return parse_model(body, model, max_depth=self._max_depth)
-        parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
+            return parse()
         return await self._backlog.in_thread(self._threads, parse, len(body))
 
     def close(self) -> None:
@@ -320,10 +341,21 @@ def _check_content_type(given: list[str]) -> None:
         )
 
 
-def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> tuple[ModelT, int]:
-    """Return a body as a `model`, and how many bytes that takes. Raises InvalidRequest."""
-    value = parse_json(body, max_depth=max_depth)
-    return validated(value, model), memory_of(value)
+def parse_model(
+    body: bytes,
+    model: type[ModelT],
+    *,
+    max_depth: int,
+    rounded: dict[float, str] | None = None,
+) -> tuple[ModelT, int]:
+    """Return a body as a `model`, and how many bytes that takes; add to `rounded` as `parse_json`
+    does.
+
+    Raises:
+        InvalidRequest: not strict JSON, or not what the model wants.
+    """
+    value = parse_json(body, max_depth=max_depth, rounded=rounded)
+    return validated(value, model), memory_of(value) + memory_of(rounded or {})
 
 
 def validated(value: Any, model: type[ModelT]) -> ModelT:

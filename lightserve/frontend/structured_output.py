@@ -27,6 +27,7 @@ from lightserve.frontend.json_body import (
     OTHERWISE,
     StrictModel,
     count_values,
+    rounded_numbers,
 )
 from lightserve.grammar_process import (
     COMMAND,
@@ -43,7 +44,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured import MAX_SCHEMA_BYTES, check_size, closed, unforced
+from lightserve.structured import MAX_SCHEMA_BYTES, check_digits, check_size, closed, unforced
 
 log = logging.getLogger(__name__)
 
@@ -510,6 +511,11 @@ async def resolve_constraint(
             f"{param} needs a model with an end-of-sequence token, which this one has not",
             param=param,
         )
+    try:  # while numbers are as they were written: closing reads them anew
+        check_size(constraint)
+        check_digits(constraint, rounded_numbers.get({}))
+    except GrammarError as error:
+        raise _refusal(param, str(error)) from None
     if closes and isinstance(constraint, JsonSchemaConstraint):
         constraint = _closed_constraint(constraint)
     return await checker.check(constraint, param=param, sharer=sharer)

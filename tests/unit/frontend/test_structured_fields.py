@@ -115,6 +115,65 @@ def test_integers_that_are_exact_are_enforced() -> None:
     )
 
 
+LONG = "0.1234567890123456789"
+DIGITS: list[tuple[str, str, str]] = [
+    ('{"enum":[%s]}', "enum", LONG),
+    ('{"properties":{"a":{"const":{"b":[1,%s]}}}}', "const", LONG),
+    ('{"multipleOf":%s}', "multipleOf", "0.10000000000000000001"),
+    ('{"anyOf":[{"minimum":%s}]}', "minimum", "-3.14159265358979323846"),
+    ('{"exclusiveMaximum":%s}', "exclusiveMaximum", "9007199254740993.0"),
+    ('{"enum":["a",%s]}', "enum", "1e-400"),
+    ('{"maximum":%s}', "maximum", "1234567890123456789e-18"),
+]
+
+
+@pytest.mark.parametrize(("schema", "key", "number"), DIGITS)
+def test_numbers_that_lose_digits_are_refused(schema: str, key: str, number: str) -> None:
+    """By name, from objects, from texts and from tools, whether objects are closed or not."""
+    text = schema % number
+    chat, user = "/v1/chat/completions", BODIES["/v1/chat/completions"]
+    tool = '{"type":"function","function":{"name":"f","parameters":%s}}'
+    named = '{"type":"json_schema","json_schema":{"name":"x","schema":%s}}'
+    fields = {
+        "response_format.json_schema.schema": f'"response_format":{named % text}',
+        "structured_outputs.json": f'"structured_outputs":{{"json":{text}}}',
+        "guided_json": f'"guided_json":{json.dumps(text)}',
+        "guided_grammar": f'"guided_grammar":{json.dumps(f"start: %json {text}")}',
+        "tools": f'"tools":[{tool % text}],"tool_choice":"required"',
+    }
+
+    async def answer(setup: Setup, field: str) -> Any:
+        body = f"{json.dumps(user)[:-1]},{field}}}"
+        headers = {"content-type": "application/json"}
+        return await setup.http.post(chat, content=body, headers=headers)
+
+    async def scenario(closes: bool) -> None:
+        async with frontend(
+            says([5, 2]), closed_schemas=closes, tool_call_parser="hermes"
+        ) as setup:
+            for param, field in fields.items():
+                error = (await answer(setup, field)).json()["error"]
+                assert error["param"] == param and "float64 keeps" in error["message"], error
+                assert f"under {key} must" in error["message"] and number in error["message"]
+            # Where nothing is enforced, such numbers are as good as any.
+            allowed = f'"tools":[{tool % text}],"temperature":0.69999999999999995559'
+            assert (await answer(setup, allowed)).status_code == 200
+
+    for closes in (True, False):
+        asyncio.run(scenario(closes))
+
+
+def test_numbers_that_keep_their_digits_are_enforced() -> None:
+    for number in ("0.1", "0.12345678901234568", "1.50000000000000000000", "2.5e-3"):
+        constraint = JsonSchemaConstraint(schema=f'{{"enum":[{number}]}}')
+        matcher, data = compile_matcher(constraint, byte_vocabulary()), repr(float(number)).encode()
+        assert matcher.validate_tokens([*data]) == len(data)
+    for bound in ("1e20", "-9007199254740994.0"):
+        with pytest.raises(GrammarError, match="an integer under minimum must be from"):
+            schema = JsonSchemaConstraint(schema=f'{{"minimum":{bound}}}')
+            compile_matcher(schema, byte_vocabulary())
+
+
 @pytest.mark.parametrize("path", OPENAI)
 def test_fields_become_constraints(path: str) -> None:
     async def scenario() -> None:
