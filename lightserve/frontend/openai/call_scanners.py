@@ -16,7 +16,7 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -376,9 +376,10 @@ class TagScanner(Scanner):
         self,
         names: Collection[str],
         form: CallFormat,
-        text_arguments: Collection[tuple[str, str]],
+        text_arguments: Mapping[tuple[str, str], bool],
     ) -> None:
-        """`text_arguments`: names of a tool and of an argument that is a string in any case."""
+        """`text_arguments`: names of a tool and of an argument that is a string, whatever it looks
+        like; True: or null, by that word."""
         super().__init__(_Name(names, form.name_start, form.name_ends))
         assert form.tags is not None
         self._tags = form.tags
@@ -459,7 +460,10 @@ class TagScanner(Scanner):
         """Return a value as JSON: a string if it has to be one, or is nothing else."""
         if not self._tags.value:
             text = text.removeprefix("\n").removesuffix("\n")
-        if (self._name, key) not in self._texts:
+        may_be_null = self._texts.get((self._name, key))
+        if may_be_null and text.lower() == "null":
+            return "null"
+        if may_be_null is None:
             plain = text.strip()
             if plain in _PYTHON_WORDS:
                 return _PYTHON_WORDS[plain]
@@ -480,7 +484,7 @@ def new_scanner(
     form: CallFormat,
     first: str,
     names: Collection[str],
-    text_arguments: Collection[tuple[str, str]],
+    text_arguments: Mapping[tuple[str, str], bool],
 ) -> Scanner:
     """Return what reads a call that begins with this character."""
     if form.tags is not None:

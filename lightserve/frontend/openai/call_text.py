@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
 from lightserve.frontend.openai.call_scanners import Call, Scanner, State, new_scanner
@@ -33,7 +33,7 @@ class CallsText:
         self,
         form: CallFormat,
         names: Collection[str],
-        text_arguments: Collection[tuple[str, str]],
+        text_arguments: Mapping[tuple[str, str], bool],
         *,
         content: Emit,
         call: Callable[[Call], None],

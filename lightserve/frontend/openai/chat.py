@@ -470,7 +470,7 @@ def _parser_options(
         reasoning=NONE if has_constraint else formats.reasoning,
         tool_format=tool_format if tools.offered else NONE,
         tool_names=tools.names,
-        text_arguments=tools.text_arguments if _has_tags(tool_format) else frozenset(),
+        text_arguments=tools.text_arguments if _has_tags(tool_format) else {},
         max_calls=None if tools.is_parallel else 1,
     )
     if options.reasoning == NONE:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightserve.frontend.columns import TextBuffer, json_array, json_object, json_text
@@ -34,8 +35,8 @@ class ParserOptions(NamedTuple):
     tool_format: str = NONE
     """A key of `CALL_FORMATS` (`harmony` with that `reasoning` alone), or none."""
     tool_names: frozenset[str] = frozenset()
-    text_arguments: frozenset[tuple[str, str]] = frozenset()
-    """Tool and argument of those that are strings in any case."""
+    text_arguments: Mapping[tuple[str, str], bool] = MappingProxyType({})
+    """Tool and argument of those that are strings, whatever they look like; True: or null."""
     max_calls: int | None = None
     """Further calls are left out of the answer."""
 

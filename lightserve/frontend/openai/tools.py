@@ -116,9 +116,9 @@ class ToolUse(NamedTuple):
         return [tool.described() for tool in self.offered] or None
 
     @property
-    def text_arguments(self) -> frozenset[tuple[str, str]]:
-        """Tool and argument of those that are strings, whatever they look like."""
-        return frozenset(itertools.chain.from_iterable(map(_text_arguments, self.offered)))
+    def text_arguments(self) -> dict[tuple[str, str], bool]:
+        """Tool and argument of those that are strings, whatever they look like; True: or null."""
+        return dict(itertools.chain.from_iterable(map(_text_arguments, self.offered)))
 
     def spec(self, config: ServeConfig, tool_format: str) -> ConstraintSpec | None:
         """Return the grammar of the calls that are required, as this format writes them."""
@@ -261,14 +261,14 @@ def _pointed(root: dict[str, Any], reference: str) -> object:
     return found
 
 
-def _text_arguments(tool: Tool) -> Iterable[tuple[str, str]]:
+def _text_arguments(tool: Tool) -> Iterable[tuple[tuple[str, str], bool]]:
     schema = tool.function.parameters or {}
     kinds_of = _Kinds(schema).of
     properties = schema.get("properties")
     for name, one in properties.items() if isinstance(properties, dict) else ():
         kinds = kinds_of(one)
         if kinds is not None and "string" in kinds and kinds <= {"string", "null"}:
-            yield tool.function.name, name
+            yield (tool.function.name, name), "null" in kinds
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:

@@ -291,6 +291,12 @@ def test_ends_and_beginnings(name: str, text: str, content: str | None, calls: l
 ANY = {"$defs": {"t": {"type": "string"}, "u": {"$ref": "#/$defs/t"}, "o": {"$ref": "#/$defs/o"}}}
 SCHEMAS: list[tuple[dict[str, Any], str, Any]] = [
     ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "123", "123"),
+    # The word null, as vLLM reads it, where the schema allows null.
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    ({"type": ["string", "null"]}, "NULL", None),
+    ({"enum": ["null", None]}, "null", None),
+    ({"type": ["string", "null"]}, "null.", "null."),
+    ({"type": "string"}, "null", "null"),
     ({"oneOf": [{"type": "string"}, {"const": "x"}]}, "true", "true"),
     ({"allOf": [{"type": ["string", "integer"]}, {"type": "string"}]}, "1.50", "1.50"),
     ({"allOf": [{"minLength": 1}, {"pattern": "^1"}]}, "123", "123"),
@@ -311,7 +317,7 @@ SCHEMAS: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "text", "expected"), SCHEMAS, ids=str)
 def test_types_between_tags(schema: dict[str, Any], text: str, expected: Any) -> None:
-    """A string where the schema, with all that it refers to, allows nothing else (but null)."""
+    """A string where the schema, with all that it refers to, allows nothing else; or null."""
     described = {"name": "add", "parameters": {**ANY, "properties": {"a": schema}}}
     use = ToolUse([Tool.model_validate({"type": "function", "function": described})])
     options = ParserOptions(
@@ -328,7 +334,7 @@ def test_many_references_of_a_schema() -> None:
     parameters = {"$defs": definitions, "properties": {"a": {"$ref": "#/$defs/d0"}}}
     described = {"name": "add", "parameters": parameters}
     use = ToolUse([Tool.model_validate({"type": "function", "function": described})])
-    assert use.text_arguments == frozenset()
+    assert use.text_arguments == {}
 
 
 WORDS = (
