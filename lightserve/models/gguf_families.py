@@ -130,10 +130,11 @@ def _gemma2(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
+    # llama.cpp: without a window in the file, every layer sees all, by one embedding.
     key = f"{name}.attention.sliding_window_pattern"
     return {
         "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=62),
-        "sliding_window": window_of(gguf, name) or 4096,
+        "sliding_window": window_of(gguf, name),
         "sliding_window_pattern": gguf.integer(key, default=6, low=1),
         "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0),
         "attn_logit_softcapping": None,

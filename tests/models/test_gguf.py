@@ -256,6 +256,17 @@ def test_what_a_file_of_gpt_oss_does_not_say(tmp_path: Path) -> None:
     assert Tokenizer(path).eos_token_ids == (198, 199)
 
 
+def test_a_file_of_gemma_3_without_a_window(tmp_path: Path) -> None:
+    _, file = converted("gemma3", tmp_path)
+    gguf = read_gguf(file)
+    metadata = {k: v for k, v in gguf.metadata.items() if not k.endswith("sliding_window")}
+    (bare := tmp_path / "bare.gguf").write_bytes(
+        gguf_bytes(metadata | tiny_tokens(200), tensors_of(gguf))
+    )
+    assert any(load_model_config(unpack(file)).sliding_windows)
+    assert not any(load_model_config(unpack(bare)).sliding_windows)
+
+
 def test_older_files_of_deepseek(tmp_path: Path) -> None:
     """What makes keys and values is one tensor, and no size is the latent's."""
     plain, file = converted("deepseek2", tmp_path)
