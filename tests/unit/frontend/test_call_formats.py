@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_router import frontend, says
+from support.grids import choose, more_when_long
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
@@ -387,9 +388,12 @@ def random_call(chance: random.Random, name: str) -> str:
     )
 
 
+@more_when_long
 @pytest.mark.parametrize("name", SHAPES)
 def test_random_calls_cut_everywhere(name: str) -> None:
-    """500 calls, whole and broken off at every place: arguments are JSON, no text is lost."""
+    """500 calls, whole and broken off, in the long form at every place: arguments are JSON, no text
+    is lost.
+    """
     chance = random.Random(5)
     for _ in range(500):
         call = random_call(chance, name)
@@ -398,7 +402,8 @@ def test_random_calls_cut_everywhere(name: str) -> None:
         assert whole[1] is None and len(whole[2]) == 1, call
         assert isinstance(json.loads(whole[2][0][1]), dict), call
         before = "" if name in AT_START else "So "
-        for length in {chance.randrange(len(call)) for _ in range(12)}:
+        places = {chance.randrange(len(call)) for _ in range(12)}
+        for length in choose(sorted(places), range(len(call))):
             broken = before + call[:length]
             _, content, calls = parse(broken, name)
             for _, arguments in calls:
