@@ -40,9 +40,11 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.connections import ACCEPT_BURST, ConnectionLimits, ConnectionTable
-from lightserve.frontend.errors import RequestFailed, error_body
+from lightserve.frontend.errors import RequestFailed, draining, error_body
 from lightserve.frontend.middleware import is_upload, owner_of
 from lightserve.frontend.response import CONNECTION_KEY
+
+log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_HELD = 1024 * 1024
 """What an upload takes in memory at most, however large the file: the rest is in the store."""
@@ -199,7 +201,11 @@ class HttpProtocol(H11Protocol):
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
             scope[CONNECTION_KEY] = self
-            await app(scope, receive, send)
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:  # at the server's end, which is no fault to be logged
+                self._end(draining())
+                self.cycle.disconnected = True
 
         self.app = call
 
@@ -486,6 +492,8 @@ LATE_REQUEST_S = 0.2
 """From the end of listening until the last connection's first request is taken to be here."""
 CLOSE_S = 1
 """What connections get to close at the end."""
+_LOOK_S = 0.05
+"""How often it is seen whether they have, and what a request gets to end when it is cut off."""
 
 
 class HttpServer(uvicorn.Server):
@@ -509,7 +517,6 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=CLOSE_S,
                 h11_max_incomplete_event_size=table.limits.max_header_bytes,
             )
         )
@@ -542,6 +549,26 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         await asyncio.sleep(LATE_REQUEST_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections; cut off what is left after `CLOSE_S`: no error to be logged."""
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        state, now_s = self.server_state, asyncio.get_running_loop().time
+        for connection in list(state.connections):
+            connection.shutdown()
+        end_s = now_s() + CLOSE_S
+        while (state.connections or state.tasks) and now_s() < end_s:
+            await asyncio.sleep(_LOOK_S)
+        tasks = list(state.tasks)
+        if tasks:
+            log.info("%d requests are cut off", len(tasks))
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LOOK_S)
+        for connection in list(state.connections):
+            cast(HttpProtocol, connection).evict()
 
     def _make_protocol(self) -> HttpProtocol | TlsProtocol:
         """Make a connection's protocol; a TLS handshake has the time of a request's head."""

@@ -344,7 +344,8 @@ class Frontend:
             await asyncio.wait_for(in_flight.wait_idle(), timeout_s)
         if in_flight.count > 0:
             log.warning("%d requests did not end in time", in_flight.count)
-            self._service.router.fail_all(draining())
+            in_flight.end_preparing()
+            self._service.router.end(draining())
             with contextlib.suppress(TimeoutError):  # readers so slow are cut off
                 await asyncio.wait_for(in_flight.wait_idle(), FLUSH_S)
         await self._server.stop_listening()

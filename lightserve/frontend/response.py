@@ -16,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -24,7 +24,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.completion import Choices, News, TextDelta
-from lightserve.frontend.errors import ClientGone, RequestFailed, error_body, overloaded, timed_out
+from lightserve.frontend.errors import (
+    ClientGone,
+    RequestFailed,
+    draining,
+    error_body,
+    overloaded,
+    timed_out,
+)
 from lightserve.frontend.json_body import KEPT_BYTES_KEY
 from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
 from lightserve.frontend.request_options import Prepared, ServiceLevel
@@ -260,17 +267,20 @@ class CompletionResponse(Response):
         Raises:
             InvalidRequest, RequestFailed: they cannot be made, or not in time.
         """
-        preparing = asyncio.ensure_future(self._prepare())
+        preparing = self._service.in_flight.prepare(self._prepare())
+        awaited: set[asyncio.Future[Any]] = {preparing, client_gone}
         try:
             await asyncio.wait(
-                {preparing, client_gone},
+                awaited,
                 timeout=self._level.left_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if client_gone.done():
-                if preparing.done():
+                if preparing.done() and not preparing.cancelled():
                     preparing.exception()  # there may be one, and no client to be told
                 return None
+            if preparing.cancelled():
+                raise draining()
             if not preparing.done():
                 assert self._level.timeout_s is not None
                 raise timed_out(self._level.timeout_s)

@@ -178,6 +178,7 @@ class KVQuery:
         """End a question that is waiting for its answer."""
         if self._pending is not None:
             self._pending.set_exception(failure)
+            self._pending.exception()  # seen, also where every asker has left meanwhile
             self._pending = None
 
     def _send(self, send: Callable[[DescribeKV], None]) -> asyncio.Future[PoolNow]:
@@ -267,6 +268,8 @@ class RouterClient:
         self._waiting: list[Reader] = []
         """Those whose news are read with the next beat of `be_interval_s`."""
         self._will_read = False
+        self._end: RequestFailed | None = None
+        """The failure of all requests from now on."""
         self.num_rejected = 0
         """News that may not be said of their requests."""
 
@@ -312,6 +315,8 @@ class RouterClient:
         return None if self._connection is not None else self._clock() - self._disconnected_s
 
     def _ready_connection(self) -> _Connection:
+        if self._end is not None:
+            raise self._end
         if self._connection is None or not self._connection.workers_ready:
             raise not_ready()
         return self._connection
@@ -502,6 +507,11 @@ class RouterClient:
             if not request.is_over:
                 request.fail(failure)
             self._send_end(Abort(request_id=request_id))
+
+    def end(self, failure: RequestFailed) -> None:
+        """End every live request with a failure, and refuse all others with it from now on."""
+        self._end = failure
+        self.fail_all(failure)
 
     def abort(self, request_id: RequestId) -> None:
         """Forget a live request, here and in the router; no effect on others."""

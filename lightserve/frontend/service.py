@@ -7,11 +7,11 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightserve.batches.access import StoreThread, location_of
 from lightserve.config import ServeConfig
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from lightserve.frontend.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------
 # What a frontend counts, and its question to the supervisor for the counts of all processes.
@@ -254,6 +256,7 @@ class InFlight:
         self._max_bytes = max_bytes
         self._shares: dict[str, tuple[int, int]] = {}
         """Requests and bytes of each client."""
+        self._preparing: set[asyncio.Future[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -287,6 +290,18 @@ class InFlight:
         self.num_bytes += num_bytes
         if own_count + count:
             self._shares[owner] = own_count + count, own_bytes + num_bytes
+
+    def prepare(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """Start what a request needs before it can be submitted; see `end_preparing`."""
+        task = asyncio.ensure_future(work)
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+        return task
+
+    def end_preparing(self) -> None:
+        """Cancel what requests need before they can be submitted: there is no time for it."""
+        for task in self._preparing:
+            task.cancel()
 
     async def wait_idle(self) -> None:
         """Wait until no request is in flight."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import subprocess
@@ -28,9 +29,11 @@ from lightserve.channels import ZmqAsyncLink
 from lightserve.errors import ChannelFull
 from lightserve.frontend.http_server import HttpProtocol
 from lightserve.frontend.news import MAX_TOKENS_PER_TURN
+from lightserve.frontend.structured_output import GrammarProcess
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import (
     Abort,
+    DescribeKV,
     FrontendHello,
     RequestDelta,
     SentSoFar,
@@ -382,6 +385,38 @@ def test_drain_ends_late_requests_with_an_error(tmp_path: Path) -> None:
         assert await asyncio.wait_for(running.task, 60) == 0
 
     _serve(tmp_path, scenario)
+
+
+def test_what_was_not_submitted_when_the_drain_is_over_is_told_so_and_logs_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose schema is still being checked, half a body, and a question to the router."""
+    asked: list[object] = []
+
+    async def judge(self: GrammarProcess, constraint: object) -> None:
+        asked.append(constraint)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(GrammarProcess, "judge", judge)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        body = COMPLETION | {"structured_outputs": {"regex": "a+"}}
+        checked = await running.post("/v1/completions", json.dumps(body))
+        half = await running.send(f"{HEAD}content-length: 100\r\n\r\n{{")
+        question = await running.send("GET /debug/kv HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        await eventually(lambda: bool(asked) and len(hub.of(DescribeKV)) == 1)
+        await running.drain(0.1)
+        for client in (checked, half, question):
+            status, answer = await client.rest()
+            assert status == 503 and b"shutting_down" in answer
+        assert await asyncio.wait_for(running.task, 60) == 0
+        assert not hub.of(Submit)
+
+    _serve(tmp_path, scenario)
+    gc.collect()  # what was never looked at is told of when it is collected
+    told = [each.getMessage() for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert told == ["1 requests did not end in time"]
 
 
 def test_a_router_that_forgot_this_frontend_gets_a_new_hello(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -203,6 +204,39 @@ def test_failing_all_aborts_in_the_router() -> None:
         with pytest.raises(RequestFailed):
             await next_delta(live)
         assert router.aborted_ids == [live.request_id]
+
+    _run(scenario())
+
+
+def test_after_the_end_nothing_is_submitted() -> None:
+    async def scenario() -> None:
+        client, router, _ = _connected()
+        live = client.submit(*_request())
+        client.end(draining())
+        with pytest.raises(RequestFailed, match="shutting down"):
+            await next_delta(live)
+        num_sent = len(router.sent)
+        with pytest.raises(RequestFailed, match="shutting down"):
+            client.submit(*_request())
+        assert len(router.sent) == num_sent
+
+    _run(scenario())
+
+
+def test_a_question_whose_asker_left_fails_without_a_word() -> None:
+    async def scenario() -> None:
+        told: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        client, router, _ = _connected()
+        router.ignores_kv = True
+        for question in (client.describe_kv(), client.describe_request("name", None)):
+            asker = asyncio.ensure_future(question)
+            await asyncio.sleep(0)
+            asker.cancel()
+            await asyncio.wait({asker})
+        client.detach()
+        gc.collect()  # what was never looked at is told of when it is collected
+        assert not told
 
     _run(scenario())
 
