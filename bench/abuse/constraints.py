@@ -123,7 +123,7 @@ def unread_log(arena: Arena) -> Outcome:
 HUGE_MULTIPLES = (9_999_991, 9_999_973)
 NUM_MULTIPLES, NUM_CHECKED_AT_ONCE = 60, 70
 MAX_GRAMMAR_MIB = 512
-"""Of a process that compiles, beside what it has at its start."""
+"""Memory of a process that compiles, beside the memory that it has at its start."""
 
 
 def _grammar_mib(arena: Arena) -> float:

@@ -50,7 +50,7 @@ class Part:
     is_timed: bool = True
     """Whether it is alone on the device."""
     needs_weights: bool = False
-    """Whether it starts servers of the model that `weights` writes."""
+    """Whether the part starts servers of the model that `weights` writes."""
 
 
 PARTS: dict[str, Part] = {

@@ -1,4 +1,4 @@
-"""What is right or wrong: kernels, the check at start, ranks, samplers."""
+"""Parts that say right or wrong: kernels, the check at start, ranks, samplers."""
 
 from __future__ import annotations
 

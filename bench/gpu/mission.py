@@ -57,7 +57,7 @@ class Phase(NamedTuple):
     """Chats per second."""
     min_in_time_pct: float
     min_tokens_per_s: float
-    """Of best-effort work beside it, on an H200."""
+    """Best-effort tokens per second beside the chats, on an H200."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Scale:
     phases: Sequence[Phase]
     phase_s: float
     skip_s: float
-    """Of the beginning of a phase, that do not count."""
+    """Seconds at the beginning of a phase that do not count."""
     streams: int
     streams_per_client: int
     chat_clients: int
@@ -201,7 +201,7 @@ def _percent(share: float | None) -> str:
 
 
 class Sent(NamedTuple):
-    """What the clients of a server have done."""
+    """Results of the clients of a server."""
 
     windows: list[Window]
     """When chats of each rate came, in the router's time."""
