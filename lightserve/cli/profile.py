@@ -46,6 +46,7 @@ FIELDS = (
     "kv_memory",
     "host_kv_memory",
     "attention_backend",
+    "kernel_tuning",
     "cuda_graphs",
     "cuda_graph_max_seqs",
     "cuda_graph_max_tokens",

@@ -418,29 +418,29 @@ def profile_key(config: ServeConfig) -> ProfileKey:
         device=facts.summary,
         tp=config.tp,
         num_threads=torch.get_num_threads(),
-        kernels=facts.kernels + _weights_of(config) + _graphs_of(config) + _nodes_of(config),
+        kernels=facts.kernels + _differences(config),
     )
 
 
-def _weights_of(config: ServeConfig) -> str:
-    """Return how weights and KV differ from the model's own."""
-    weights = "" if config.quantization == "none" else f", {config.quantization} weights"
-    return weights + ("" if config.kv_dtype == "auto" else f", {config.kv_dtype} KV")
-
-
-def _graphs_of(config: ServeConfig) -> str:
-    """Return how CUDA graphs differ from the default; options that mean nothing are refused."""
+def _differences(config: ServeConfig) -> str:
+    """Return how a step differs from the default's; options that mean nothing here are refused."""
+    found = []
+    if config.quantization != "none":
+        found.append(f"{config.quantization} weights")
+    if config.kv_dtype != "auto":
+        found.append(f"{config.kv_dtype} KV")
+    if config.kernel_tuning == "off":
+        found.append("untuned")
     if config.cuda_graphs == "off":
-        return ", no CUDA graphs"
-    own = f", CUDA graphs to {config.cuda_graph_max_seqs}" if config.cuda_graph_max_seqs else ""
-    if config.cuda_graph_max_tokens >= 0:
-        own += f", to {config.cuda_graph_max_tokens} tokens"
-    return own
-
-
-def _nodes_of(config: ServeConfig) -> str:
-    """Return over how many machines the ranks are spread: their sums take longer."""
-    return f", {config.nnodes} nodes" if config.nnodes > 1 else ""
+        found.append("no CUDA graphs")
+    else:
+        if config.cuda_graph_max_seqs:
+            found.append(f"CUDA graphs to {config.cuda_graph_max_seqs}")
+        if config.cuda_graph_max_tokens >= 0:
+            found.append(f"to {config.cuda_graph_max_tokens} tokens")
+    if config.nnodes > 1:  # sums over ranks take longer
+        found.append(f"{config.nnodes} nodes")
+    return "".join(f", {difference}" for difference in found)
 
 
 def _goes_on(num_samples: int, elapsed_s: float, seconds: float) -> bool:

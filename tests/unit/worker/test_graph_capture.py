@@ -399,9 +399,11 @@ def test_where_there_can_be_none(kernels: ReferenceKernels, device: torch.device
             graph_sizes(ServeConfig(**fields), kernels, device)
 
 
-def test_profiles_of_steps_with_and_without_graphs_differ() -> None:
+def test_profiles_of_steps_with_and_without_graphs_or_tuned_kernels_differ() -> None:
     kinds = (
         {},
+        {"kernel_tuning": "off"},
+        {"kernel_tuning": "off", "cuda_graphs": "off"},
         {"cuda_graphs": "off"},
         {"cuda_graph_max_seqs": 8},
         {"cuda_graph_max_seqs": 9},
@@ -409,4 +411,4 @@ def test_profiles_of_steps_with_and_without_graphs_differ() -> None:
     )
     keys = [profile_key(ServeConfig(**fields)) for fields in kinds]
     assert len({key.digest for key in keys}) == len(kinds)
-    assert {"cuda_graphs", "cuda_graph_max_seqs", "cuda_graph_max_tokens"} <= set(FIELDS)
+    assert {field for kind in kinds for field in kind} <= set(FIELDS)
