@@ -2,6 +2,8 @@
 
 Counts of the sources under ROOT, by default here, as a table; and what one request runs through,
 followed in a process of its own that imports ROOT's code. `--json` prints the figures alone.
+`make check` refuses figures above those of `tools/ceilings.toml`; `--lower` writes today's figures
+there wherever they are lower.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +27,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MAX_MEMBERS = 25
+CEILINGS = Path(__file__).with_name("ceilings.toml")
 PERSONS = re.compile(r"\b((no|some|every|any)bod[y]|who(ever|m))\b", re.IGNORECASE)
 _LAYOUT = {
     tokenize.COMMENT,
@@ -124,6 +130,92 @@ def one_importer(edges: set[tuple[str, str]]) -> list[str]:
     return sorted(module for module, those in importers.items() if len(those) == 1)
 
 
+def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or through others."""
+    imported: dict[str, set[str]] = defaultdict(set)
+    for importer, other in edges:
+        imported[importer].add(other)
+
+    def reached(start: str) -> frozenset[str]:
+        seen: set[str] = set()
+        ahead = set(imported[start])
+        while ahead:
+            seen |= ahead
+            ahead = {other for module in ahead for other in imported.get(module, ())} - seen
+        return frozenset(seen)
+
+    reach = {module: reached(module) for module in list(imported)}
+    groups = {
+        frozenset(other for other in others if module in reach.get(other, ()))
+        for module, others in reach.items()
+        if module in others
+    }
+    return sorted(map(sorted, groups))
+
+
+def public_members(text: str) -> dict[str, int]:
+    """Return how many public members each class of a module defines, by the class's name.
+
+    Members are methods, properties, fields and what `__init__` sets on `self`, but for fields that
+    are options of a command. Classes without a public method or property (records, enumerations)
+    are lists of names and are left out.
+    """
+    counts = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            functions = {f.name for f in node.body if isinstance(f, FUNCTIONS)}
+            members = {name for name in functions | set(_fields(node)) if name[0] != "_"}
+            if members & functions:
+                counts[node.name] = len(members)
+    return counts
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    for statement in node.body:
+        match statement:
+            case ast.AnnAssign(value=ast.Call(func=ast.Name(id="option"))):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.FunctionDef(name="__init__"):
+                for part in ast.walk(statement):
+                    match part:
+                        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                            yield name
+
+
+def constants(text: str) -> list[str]:
+    """Return the names that a module writes in capitals and sets to numbers by hand."""
+    names = []
+    for node in ast.parse(text).body:
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                pass
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                pass
+            case _:
+                continue
+        named = [part.id for part in ast.walk(target) if isinstance(part, ast.Name)]
+        if all(name.isupper() for name in named) and any(map(_is_number, ast.walk(value))):
+            names += named
+    return names
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def long_functions(text: str, most: int) -> list[str]:
+    """Return the names of a module's functions that have more lines than `most`."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, FUNCTIONS) and (node.end_lineno or 0) - node.lineno >= most
+    ]
+
+
 @dataclass
 class Way:
     """What was called of a package while something ran."""
@@ -163,16 +255,21 @@ def followed(package: str) -> Iterator[Way]:
 
 
 def follow_plan() -> Way:
-    """Submit one best-effort request to a router core and plan and commit its first step."""
-    from support.core_scenes import Arrival, make_core, submit  # noqa: PLC0415
+    """Submit one request to a router core with a server's defaults; plan and commit its first step.
 
+    It is real-time, as requests are that name no class, and workers have measured no step times.
+    """
+    from support.core_scenes import Arrival, submit  # noqa: PLC0415
+
+    from lightserve.config import ServeConfig  # noqa: PLC0415
+    from lightserve.router.config import make_scheduler_config  # noqa: PLC0415
     from lightserve.router.events import FromFrontend, WorkersReady  # noqa: PLC0415
-    from lightserve.types import FrontendId, RequestClass  # noqa: PLC0415
+    from lightserve.router.scheduler import Scheduler  # noqa: PLC0415
+    from lightserve.types import FrontendId  # noqa: PLC0415
 
-    core: Any = make_core("fcfs")
+    core: Any = Scheduler(make_scheduler_config(ServeConfig(), max_model_len=64))
     core.on_message(WorkersReady(num_kv_slots=100), 0.0)
-    arrival = Arrival(0.0, 8, 4, 4, request_class=RequestClass.BE)
-    event = FromFrontend(FrontendId(0), submit(0, arrival))
+    event = FromFrontend(FrontendId(0), submit(0, Arrival(0.0, 8, 4, 4)))
     with followed("lightserve") as way:
         core.on_message(event, 0.0)
         core.commit(core.plan(0.0), 0.0)
@@ -223,10 +320,14 @@ def measure(root: Path) -> dict[str, int]:
         "product: lines": product.num_lines,
         "product: lines of code": product.num_code_lines,
         "product: modules with one importer": len(one_importer(edges)),
+        "product: circles of imports": len(circles(edges)),
+        "product: constants": sum(len(constants(text)) for text in product.texts.values()),
         "product: persons in the prose": sum(
             len(list(PERSONS.finditer(text))) for text in product.texts.values()
         ),
         "router: files": len(router),
+        "router: lines": sum(len(product.texts[name].splitlines()) for name in router),
+        "router: constants": sum(len(constants(product.texts[name])) for name in router),
         "router: floors": floors(router_edges),
         "router: arrows": len(router_edges),
         "bench: files": len(bench.texts),
@@ -256,12 +357,44 @@ def measure_ways(root: Path) -> dict[str, int]:
     return found
 
 
+def read_ceilings() -> dict[str, dict[str, int]]:
+    """Return the most that each figure and the members of each class may be, by table."""
+    tables: dict[str, dict[str, int]] = tomllib.loads(CEILINGS.read_text())
+    return tables
+
+
+def large_classes(root: Path, most: int) -> dict[str, int]:
+    """Return the product's classes with more public members than `most`, as `module.Class`."""
+    texts = Sources.of(root, "lightserve").texts
+    return {
+        f"{module}.{name}": count
+        for module, text in texts.items()
+        for name, count in public_members(text).items()
+        if count > most
+    }
+
+
+def lower_ceilings(figures: dict[str, int], members: dict[str, int]) -> None:
+    """Write the figures and members into the file of ceilings where they are lower."""
+    ceilings = read_ceilings()
+    lower = {key: min(most, figures.get(key, most)) for key, most in ceilings["figures"].items()}
+    kept = {key: most for key, most in ceilings["members"].items() if key in members}
+    classes = {key: min(most, members[key]) for key, most in kept.items()}
+    head = CEILINGS.read_text().split("[figures]")[0]
+    tables = [
+        f"[{name}]\n" + "".join(f'"{key}" = {most}\n' for key, most in table.items())
+        for name, table in (("figures", lower), ("members", classes))
+    ]
+    CEILINGS.write_text(head + "\n".join(tables))
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path.cwd())
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--list", action="store_true", help="Name modules with one importer.")
+    parser.add_argument("--lower", action="store_true", help="Lower ceilings to today's figures.")
     parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way is not None:
@@ -274,6 +407,8 @@ def main() -> None:
         print(*one_importer(Sources.of(root, "lightserve").edges()), sep="\n")
         return
     figures = measure(root) | measure_ways(root)
+    if options.lower:
+        lower_ceilings(figures, large_classes(root, MAX_MEMBERS))
     if options.json:
         print(json.dumps(figures))
         return

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.structure import Sources, code_lines, floors, followed, measure, one_importer
+from tools.structure import (
+    Sources,
+    circles,
+    code_lines,
+    constants,
+    floors,
+    followed,
+    long_functions,
+    measure,
+    one_importer,
+    public_members,
+)
 
 PERSON = "".join(["No", "body"])
 FILES = {
@@ -33,8 +44,12 @@ def test_counts_of_a_tiny_package(tmp_path: Path) -> None:
         "product: lines": 13,
         "product: lines of code": 8,
         "product: modules with one importer": 2,
+        "product: circles of imports": 0,
+        "product: constants": 0,
         "product: persons in the prose": 1,
         "router: files": 4,
+        "router: lines": 7,
+        "router: constants": 0,
         "router: floors": 3,
         "router: arrows": 3,
         "bench: files": 1,
@@ -47,6 +62,44 @@ def test_counts_of_a_tiny_package(tmp_path: Path) -> None:
 
 def test_a_circle_of_imports_ends() -> None:
     assert floors({("a", "b"), ("b", "c"), ("c", "a")}) == 3
+
+
+def test_modules_that_import_each_other_are_a_circle() -> None:
+    two = {("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("e", "f"), ("f", "e"), ("g", "a")}
+    assert circles(two) == [["a", "b", "c"], ["e", "f"]]
+    assert circles({("a", "b"), ("b", "c"), ("a", "c")}) == []
+
+
+def test_public_members_are_counted_where_there_is_behaviour() -> None:
+    source = """
+class Slots:
+    size: int = 3
+    FREE, _used = 1, 2
+    mode: str = option("--mode")
+    def __init__(self):
+        self.table, self._rows = [], []
+        self.size = 4
+    @property
+    def count(self): ...
+    async def take(self): ...
+    def _hide(self): ...
+class Record:
+    a: int
+    b: int
+"""
+    assert public_members(source) == {"Slots": 4}
+
+
+def test_constants_are_numbers_set_by_hand() -> None:
+    source = (
+        'A, B = 1, 2\nC: float = 2 * A\nD = {"x": 0.5}\nE = "1"\nF = True\nlower = 3\n_G = -1\n'
+    )
+    assert constants(source) == ["A", "B", "C", "D", "_G"]
+
+
+def test_functions_are_as_long_as_their_lines() -> None:
+    source = "def f():\n    a = 1\n    return a\n\ndef g():\n    return 1\n"
+    assert long_functions(source, 2) == ["f"]
 
 
 def test_code_is_what_is_no_comment_and_no_docstring() -> None:
