@@ -105,7 +105,7 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     attention_backend: str = option(
         "auto",
         "Kernels of the workers: auto is triton on a GPU and native on the CPU, or torch where the"
-        " native core was not built; reference is plain and slow.",
+        " native core was not built; torch is for the CPU alone; reference is plain and slow.",
         choices=("auto", "triton", "torch", "reference"),
     )
     kernel_tuning: str = option(

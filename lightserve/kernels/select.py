@@ -13,7 +13,6 @@ from lightserve.kernels.cpu.core import CoreMissingError, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
-from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.progress import progress
@@ -91,7 +90,12 @@ def make_kernels(
         case NativeKernels.name:
             return NativeKernels()
         case TorchKernels.name:
-            return DeviceTorchKernels() if is_cuda else TorchKernels()
+            if is_cuda:
+                raise ConfigError(
+                    "--attention-backend must be auto, triton or reference on a GPU, got 'torch':"
+                    " torch's kernels need --device cpu"
+                )
+            return TorchKernels()
     return _triton_kernels(is_cuda=is_cuda)
 
 

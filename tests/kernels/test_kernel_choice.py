@@ -59,7 +59,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("auto", False, CPU, ON_CPU),
         ("auto", False, CUDA, "triton"),
         ("torch", False, CPU, "torch"),
-        ("torch", False, CUDA, "torch"),
         ("triton", False, CUDA, "triton"),
         ("reference", False, CPU, "reference"),
         ("reference", False, CUDA, "reference"),
@@ -86,6 +85,12 @@ def test_triton_on_the_cpu_is_for_trying_it(monkeypatch: pytest.MonkeyPatch) -> 
         make_kernels("triton", batch_invariant=False, device=CPU)
 
 
+def test_torchs_kernels_are_for_the_cpu() -> None:
+    message = "--attention-backend must be auto, triton or reference on a GPU, got 'torch'"
+    with pytest.raises(ConfigError, match=message):
+        make_kernels("torch", batch_invariant=False, device=CUDA)
+
+
 @pytest.mark.parametrize("name", ["auto", "triton", "torch"])
 def test_a_gpu_without_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
@@ -100,14 +105,14 @@ def test_versions_of_triton(
     """What is older is refused; what is newer is said, and left to the check of the start."""
     for version in ("3.6.0", "3.9.1"):
         monkeypatch.setattr(triton, "__version__", version)
-        make_kernels("torch", batch_invariant=False, device=CUDA)
+        make_kernels("reference", batch_invariant=False, device=CUDA)
     assert not caplog.records
     monkeypatch.setattr(triton, "__version__", "3.10.0+git1")
-    make_kernels("torch", batch_invariant=False, device=CUDA)
+    make_kernels("reference", batch_invariant=False, device=CUDA)
     assert caplog.messages == ["triton 3.10.0+git1 is untried: the newest that was tried is 3.9"]
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     with pytest.raises(ConfigError, match=r"needs triton 3\.6 or newer, got 3\.5\.1"):
-        make_kernels("torch", batch_invariant=False, device=CUDA)
+        make_kernels("reference", batch_invariant=False, device=CUDA)
     wanted = "triton>={}.{},<{}.{}".format(*OLDEST_TRITON, NEWEST_TRITON[0], NEWEST_TRITON[1] + 1)
     root = Path(__file__).parents[2]
     assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"][

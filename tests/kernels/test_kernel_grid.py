@@ -31,7 +31,6 @@ from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
-from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
@@ -41,7 +40,6 @@ IMPLEMENTATIONS = [
     ReferenceKernels,
     TorchKernels,
     *([] if missing_core() else [NativeKernels]),
-    DeviceTorchKernels,
     InvariantKernels,
     *([] if missing_core() else [InvariantNativeKernels]),
     TritonKernels,

@@ -20,7 +20,6 @@ from lightserve.kernels.check_pair import relative_error
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
@@ -47,7 +46,6 @@ IMPLEMENTATIONS = [
     ReferenceKernels,
     TorchKernels,
     *([] if missing_core() else [NativeKernels]),
-    DeviceTorchKernels,
     InvariantKernels,
 ]
 OPERATIONS = {

@@ -16,7 +16,6 @@ from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.device import DeviceTorchKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
@@ -29,7 +28,6 @@ from lightserve.worker.memory import KVPool
 
 KERNELS = (
     TorchKernels,
-    DeviceTorchKernels,
     *(() if missing_core() else (NativeKernels,)),
     TritonKernels,
 )
