@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import re
 import socket
 import ssl
 import struct
@@ -33,14 +32,14 @@ from typing import Any, cast
 
 import h11
 import uvicorn
-from h11._receivebuffer import ReceiveBuffer
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.connections import ACCEPT_BURST, ConnectionLimits, ConnectionTable
+from lightserve.frontend.connections import ACCEPT_BURST, ConnectionTable
 from lightserve.frontend.errors import RequestFailed, draining, error_body
+from lightserve.frontend.http_requests import RequestReader
 from lightserve.frontend.middleware import is_upload, owner_of
 from lightserve.frontend.response import CONNECTION_KEY
 
@@ -55,12 +54,7 @@ REST_TIMEOUT_S = 5.0
 """A client on a slow line needs about as long to notice that it was answered."""
 RATE_WINDOW_S = 10.0
 """The rate of a body is that over so many last seconds: what came before does not excuse it."""
-FREE_CHUNKS = 2048
-LEAST_CHUNK_BYTES = 128
-"""A body in chunks must have so many bytes for each chunk beyond the free ones: a chunk of one byte
-costs the event loop as much as kilobytes in one piece."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_BLANK_LINE = re.compile(rb"\n\r?\n")
 _REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -77,70 +71,6 @@ class _Awaited(Enum):
     BODY = "body"
     REST = "rest"
     END = "end"
-
-
-class _CountedLines(ReceiveBuffer):
-    """Counts the lines of a head, or of a trailer, before h11 looks at each: 16,000 take 30 ms."""
-
-    def __init__(self, max_headers: int) -> None:
-        super().__init__()
-        self._max_headers = max_headers
-        self.refusal: InvalidRequest | None = None
-        """What is wrong with them, after an error."""
-
-    def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return the lines up to a blank one, once that is there. Raises LocalProtocolError."""
-        if self._data.count(b"\n") > self._max_headers:
-            end = _BLANK_LINE.search(self._data)
-            # Between the lines of a whole head there is one break for each header.
-            num_breaks = self._data.count(b"\n", 0, end.start() if end else len(self._data))
-            num_headers = num_breaks if end else num_breaks - 1
-            if num_headers > self._max_headers:
-                message = (
-                    f"a request must have at most {self._max_headers} headers, got {num_headers}"
-                )
-                self.refusal = InvalidRequest(message, code="too_many_headers", status=431)
-                raise h11.LocalProtocolError(message, error_status_hint=431)
-        return super().maybe_extract_lines()
-
-
-class _H11(h11.Connection):
-    """Refuses what takes the event loop long: heads in many lines, and bodies in tiny chunks, which
-    arrive by the ten thousand in one turn of the loop."""
-
-    def __init__(self, limits: ConnectionLimits) -> None:
-        super().__init__(h11.SERVER, limits.max_header_bytes)
-        self._lines = self._receive_buffer = _CountedLines(limits.max_headers)
-        self._chunks_refusal: InvalidRequest | None = None
-        self._num_chunks = 0
-        self._num_bytes = 0
-
-    @property
-    def refusal(self) -> InvalidRequest:
-        """What to say of a request that `next_event` refused."""
-        return (
-            self._lines.refusal
-            or self._chunks_refusal
-            or InvalidRequest("the request is not valid HTTP", code="invalid_http")
-        )
-
-    def next_event(self) -> Any:
-        """Return the next event. Raises h11.RemoteProtocolError."""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._num_chunks = self._num_bytes = 0
-        elif isinstance(event, h11.Data):
-            self._num_chunks += event.chunk_start
-            self._num_bytes += len(event.data)
-            if self._num_chunks > FREE_CHUNKS + self._num_bytes // LEAST_CHUNK_BYTES:
-                complaint = (
-                    f"a body in more than {FREE_CHUNKS} chunks must have at least"
-                    f" {LEAST_CHUNK_BYTES} bytes for each further one, got {self._num_bytes} bytes"
-                    f" in {self._num_chunks} chunks"
-                )
-                self._chunks_refusal = InvalidRequest(complaint, code="invalid_http")
-                raise h11.RemoteProtocolError(complaint)
-        return event
 
 
 class _PatientTransport:
@@ -188,7 +118,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, table: ConnectionTable, **options: Any) -> None:
         super().__init__(**options)
-        self.conn: _H11 = _H11(table.limits)
+        self.conn: RequestReader = RequestReader(table.limits)
         self.is_cut_off = False
         self._table = table
         self._write_deadline: asyncio.TimerHandle | None = None

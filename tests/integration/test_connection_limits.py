@@ -24,7 +24,8 @@ from lightserve.batches.access import prepare
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend import http_server
 from lightserve.frontend.connections import ConnectionTable, connection_table
-from lightserve.frontend.http_server import FREE_CHUNKS, HttpProtocol
+from lightserve.frontend.http_requests import FREE_CHUNKS
+from lightserve.frontend.http_server import HttpProtocol
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.frontend_router import Submit, TokenDelta
 from lightserve.messages.supervision import NewApiKeys

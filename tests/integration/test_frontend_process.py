@@ -314,6 +314,50 @@ def test_what_is_not_http_is_answered_in_the_shape_of_errors(tmp_path: Path) -> 
     _serve(tmp_path, scenario)
 
 
+def test_empty_lines_before_a_request_are_passed_over(tmp_path: Path) -> None:
+    """RFC 9112 section 2.2: also those that some clients send behind a body, and in pieces."""
+    get = "GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+    async def scenario(running: Running) -> None:
+        client = await running.send(f"\r\n{get}")
+        await client.until(b"}")
+        for piece in ("\r", "\n\r", f"\n\n{get}\r\n\r\n{get}\r"):
+            client.writer.write(piece.encode())
+            await asyncio.sleep(0.05)
+        await client.until(b"}", 3)
+        assert client.data.count(b" 200 ") == client.data.count(b"HTTP/1.1") == 3
+        client.writer.write(b"\rGET / HTTP/1.1\r\nhost: localhost\r\n\r\n")  # no empty line
+        assert (await client.rest())[0] == 200
+        assert client.data.count(b"invalid_http") == 1
+
+    _serve(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/livez", "localhost", 200),
+        ("HTTP://localhost:80/livez?x=1", "another.example", 200),  # the target's counts
+        ("https://localhost/livez", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://localhost?x", "localhost", 200),
+        ("http://another.example/livez", "localhost", 421),
+        ("http://localhost@another.example/livez", "localhost", 404),
+        ("ftp://localhost/livez", "localhost", 404),
+        ("/http://localhost/livez", "localhost", 404),
+        ("http:///livez", "localhost", 404),
+    ],
+)
+def test_targets_with_a_host(tmp_path: Path, target: str, host: str, status: int) -> None:
+    """RFC 9112 section 3.2.2."""
+    request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+
+    async def scenario(running: Running) -> None:
+        assert (await (await running.send(request)).rest())[0] == status
+
+    _serve(tmp_path, scenario)
+
+
 def test_a_router_that_dies_and_comes_back(tmp_path: Path) -> None:
     async def scenario(running: Running) -> None:
         assert (await running.get("/readyz"))[0] == 503
