@@ -177,7 +177,7 @@ $(HAS_TEST): $(HAS_TORCH) pyproject.toml $(CORE) requirements/test.txt requireme
 
 $(HAS_CLIENTS): pyproject.toml requirements/clients.txt
 	@$(CHECK_PYTHON)
-	@echo "Installing what chat, the load client and kv-map need into $(CLIENTS), once: about 0.3 GB."
+	@echo "Installing what chat and the load client need into $(CLIENTS), once: about 0.3 GB."
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS_PIP) $(LOCKED) requirements/clients.txt
 	$(CLIENTS_PIP) $(ALONE) -e .

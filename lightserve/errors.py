@@ -9,7 +9,6 @@
     ├── GrammarError       a schema, pattern or grammar that cannot be enforced
     ├── ChatError          `lightserve chat` got no answer: exit code 1 and one line
     ├── LoadTestError      `lightserve bench` got no server or no file: exit code 1 and one line
-    ├── KVMapError         `lightserve kv-map` got or wrote no picture: exit code 1 and one line
     ├── DecisionLogError   a decision log that cannot be read or was changed: exit code 1, one line
     ├── BatchError         `lightserve batch` got no answer: exit code 1 and one line
     ├── StoreError         the batch store cannot be read or written: 503, or 507 if it is full
@@ -86,10 +85,6 @@ class ChatError(LightserveError):
 
 class LoadTestError(LightserveError):
     """A server that cannot be loaded, or a result file of a load test that cannot be used."""
-
-
-class KVMapError(LightserveError):
-    """A KV map that a server does not give, or a picture of it that cannot be written."""
 
 
 class BatchError(LightserveError):

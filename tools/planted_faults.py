@@ -188,7 +188,7 @@ ROUTER = [
         "router/kv/kv_map.py",
         "return _Use(rt, be & ~rt, saved & ~shared)",
         "return _Use(rt, be & ~rt, saved)",
-        "unit/kv_map/test_kv_map.py",
+        "unit/router/test_kv_map.py",
         "sim/test_core_prefixes.py",
     ),
     fault(

@@ -19,7 +19,6 @@ SUBCOMMANDS: Mapping[str, str] = {
     "chat": "Chat with a running server in the terminal.",
     "batch": "Have a server answer a file of requests as best-effort work.",
     "bench": "Load a server and report what its users would have seen.",
-    "kv-map": "Draw what every slot of a running server's KV pool is for.",
     "convert": "Make safetensors of a model that has pytorch_model*.bin alone.",
     "collect-env": "Print what a bug report needs to know of this machine.",
     "node-key": "Make the key of a server that runs on several machines.",

@@ -180,7 +180,7 @@ def operations_router(service: Service) -> APIRouter:
 
 
 # ----------------------------------------------------------------------
-# GET /debug/kv: what every slot of the KV pool is for, for operators and `lightserve kv-map`.
+# GET /debug/kv: what every slot of the KV pool is for, for operators and the dashboard.
 
 
 RUNS_PER_PIECE = 8192

@@ -16,7 +16,7 @@ from lightserve.loadtest.result import Run
 from lightserve.loadtest.statistics import QUANTILES
 from lightserve.loadtest.tables import TITLES
 
-# Real time and best effort as in pictures of the KV pool (`lightserve kv-map`).
+# Okabe and Ito's palette, which colour-blind people can tell apart.
 COLORS = {"rt": "#d55e00", "be": "#0072b2", "all": "#555555"}
 _CDF_FIELDS = (
     ("ttft_ms", "TTFT"),

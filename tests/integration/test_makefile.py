@@ -150,7 +150,6 @@ def _without_the_server(*arguments: str, question: str = "") -> subprocess.Compl
     ("arguments", "expected"),
     [
         (("lightserve", "chat", "--url", "http://127.0.0.1:1"), "lightserve: error: "),
-        (("lightserve", "kv-map", "http://127.0.0.1:1", "-o", "kv.png"), "lightserve: error: "),
         (("bench/load_test.py", "--url", "http://127.0.0.1:1", "--rate", "1"), "127.0.0.1:1"),
         (("lightserve", "bench", "--url", "http://127.0.0.1:1", "--rate", "1"), "127.0.0.1:1"),
     ],

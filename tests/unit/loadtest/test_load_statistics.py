@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lightserve.errors import ConfigError
-from lightserve.kv_map import COLOURS
 from lightserve.loadtest import plots
 from lightserve.loadtest.options import Targets
 from lightserve.loadtest.result import Record
@@ -26,7 +25,6 @@ from lightserve.loadtest.statistics import (
     summarize,
     weighted_quantile,
 )
-from lightserve.types import SlotKind
 
 ALL = Window(0.0, 10.0)
 
@@ -212,8 +210,3 @@ def test_labels_of_axes_do_not_overlap(lowest_ms: float, highest_ms: float) -> N
         assert len(boxes) >= 2, axis.get_xlabel()
         for left, right in itertools.pairwise(boxes):
             assert left.x1 + 2 < right.x0, [text.get_text() for _, text in labels]
-
-
-def test_classes_have_the_colours_of_the_kv_map() -> None:
-    for name, kind in (("rt", SlotKind.RT), ("be", SlotKind.BE)):
-        assert plots.COLORS[name] == "#{:02x}{:02x}{:02x}".format(*COLOURS[kind])
