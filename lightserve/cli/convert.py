@@ -18,10 +18,13 @@ def command(source: Path, target: Path) -> None:
     """Write the model of directory SOURCE, whose weights are pickles, to TARGET as safetensors.
 
     The pickles are opened by a process of its own, which takes plain tensors from them and nothing
-    else. TARGET must not be there yet.
+    else; those of a file must have at most four times its bytes. TARGET must not be there yet.
     """
-    program = [sys.executable, "-P", "-m", _PROGRAM, str(source.resolve()), str(target.resolve())]
+    python = [sys.executable, "-P", "-W", "ignore"]  # torch warns of types that are refused
+    program = [*python, "-m", _PROGRAM, str(source.absolute()), str(target.absolute())]
     code = subprocess.run(program, check=False).returncode
+    if code < 0:
+        click.echo(f"lightserve: error: {source}: signal {-code} ended its reader", err=True)
     if code:
         sys.exit(1)
     click.echo(f"{target}: written; lightserve serve --model {target}")

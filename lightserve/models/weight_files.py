@@ -105,13 +105,13 @@ def find_weights(path: Path) -> WeightFiles:
         if stands_for_file(path):
             packed = packed.resolve()  # what errors name
         else:
-            _check_confined(path, packed)
+            check_confined(path, packed)
         gguf = one_by_one(read_gguf(packed))
         file_of = dict.fromkeys(gguf.tensors, packed)
         return WeightFiles(packed, file_of, family_of(gguf).stored_names, gguf)
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if single.exists():
-        _check_confined(path, single)
+        check_confined(path, single)
         with _open(single) as shard:
             return WeightFiles(single, dict.fromkeys(shard.keys(), single))
     if not index.exists():
@@ -403,7 +403,7 @@ def check_digests(path: Path, files: WeightFiles, manifest: Path) -> None:
         file = path / name
         if not file.is_file():
             raise fields.error(name, f"names {file}, which is no file")
-        _check_confined(path, file)
+        check_confined(path, file)
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if found != digest:
@@ -467,12 +467,12 @@ def _shard_path(path: Path, weight_map: JsonFields, name: str, shard_name: str) 
     shard = path / pure
     if not shard.is_file():
         raise weight_map.error(name, f"names {shard_name!r}, which does not exist")
-    _check_confined(path, shard)
+    check_confined(path, shard)
     return shard
 
 
-def _check_confined(path: Path, file: Path) -> None:
-    """Refuse links that lead out of the model directory.
+def check_confined(path: Path, file: Path) -> None:
+    """Refuse links that lead out of the model directory, by ModelLoadError.
 
     In a hub cache the files are links from `snapshots/<revision>/` to the `blobs/` beside it,
     which belong to the model.
