@@ -2,8 +2,8 @@
 
 Short runs in virtual time, each with one number (or a few that hold up one rule) made to mean
 nothing, and beside them all as it is. `chance` is all as it is with other noise of step times: what
-two runs differ by that nothing was changed in. What is in the file of `--runs` is not
-run again; without it none are kept.
+two runs differ by that nothing was changed in. `echo` and `accelgen` are these policies instead.
+A run that is in the file of `--runs` is not made again; without it none are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,21 +73,26 @@ SCENES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "overload": lambda _folder, _seed: _chats(32.0, 60_000, USUAL) | {"duration_s": 45.0},
     "tight targets": lambda _folder, _seed: _chats(14.0, 60_000, Targets(0.4, 0.04, 0.16)),
     "unsteady": _unsteady,
-    "documents": lambda folder, seed: echo_load(folder, seed) | {"duration_s": 30.0},
+    "documents": lambda folder, seed: echo_load(folder, seed) | {"duration_s": 30.0, "margin_s": 1.0},
+    "near capacity": lambda _folder, _seed: (
+        _chats(20.0, 60_000, USUAL) | {"duration_s": 150.0, "margin_s": 30.0, "budget_tokens": 512}
+    ),
     "long prompts": lambda folder, seed: (
         accelgen_load(folder, seed)
         | {"capacity_tokens": 60_000, "duration_s": 60.0, "be": "closed:64"}
-        | {"be_lengths": "uniform:512-1024,32-128"}
+        | {"be_lengths": "uniform:512-1024,32-128", "margin_s": 1.0}
     ),
 }
 """What of `HybridConfig` each is."""
 EARLY_S, LATE_S = 5.0, 2.0
-"""At the start and at the end: not in the figures."""
+"""At the start and at the end, unless a scene's margin is longer: not in the figures."""
 
 MANY = 1e9
 NEUTRAL: dict[str, Mapping[str, float]] = {
     "(as it is)": {},
     "(chance)": {},
+    "(echo)": {},
+    "(accelgen)": {},
     # deadlines
     "FEASIBLE_FACTOR": {"FEASIBLE_FACTOR": 1.0},
     "LEAST_SHARE": {"LEAST_SHARE": 1.0},
@@ -108,6 +114,8 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "BUSY_SHARE": {"BUSY_SHARE": 0.0},
     "SHARE_PER_FREE": {"SHARE_PER_FREE": MANY},
     "BUSY_SHARE, SHARE_PER_FREE": {"BUSY_SHARE": 0.85},
+    "SHARE_PER_FREE of 4": {"SHARE_PER_FREE": 4.0},
+    "SHARE_PER_FREE of 8": {"SHARE_PER_FREE": 8.0},
     "all three: no share of the pool": {"MAX_SHARE": MANY, "BUSY_SHARE": MANY},
     "OVER_SHARE": {"OVER_SHARE": 0.0},
     "FADE": {"FADE": 1e-6},
@@ -189,13 +197,21 @@ class Figures(NamedTuple):
     """Of real-time requests."""
     rt_gap_ms: float
     """Mean time between two tokens of real-time requests."""
+    steps_per_s: float = math.nan
+    """Each takes the hardware's constant once."""
 
 
 def play(scene: str, row: str, seed: int) -> Figures:
     """Run a scene with a row's numbers."""
     with tempfile.TemporaryDirectory() as folder, neutral(NEUTRAL[row]):
-        options = SCENES[scene](Path(folder), seed) | {"margin_s": 1.0, "seed": seed}
-        options["budget_tokens"] = AUTO_BATCHED_TOKENS["cuda"]
+        options: dict[str, Any] = {
+            "budget_tokens": AUTO_BATCHED_TOKENS["cuda"],
+            "margin_s": 1.0,
+            "seed": seed,
+        }
+        options |= SCENES[scene](Path(folder), seed)
+        if row in ("(echo)", "(accelgen)"):
+            options["policy"] = row.strip("()")
         run = HybridRun(HybridConfig(**options))
         if row == "(chance)":
             run.worker._rng = np.random.default_rng(1000 + seed)
@@ -207,7 +223,8 @@ def play(scene: str, row: str, seed: int) -> Figures:
 def figures_of(run: HybridRun) -> Figures:
     """Return what a run came to."""
     stop_s = run.config.duration_s
-    start_s, end_s = EARLY_S, stop_s - LATE_S
+    margin_s = run.config.margin_s
+    start_s, end_s = max(EARLY_S, margin_s), stop_s - max(LATE_S, margin_s)
     in_time, gaps_s = [], []
     num_output = num_prompt = 0
     for key, outcome in run.simulation.outcomes.items():
@@ -228,6 +245,7 @@ def figures_of(run: HybridRun) -> Figures:
         (num_output + num_prompt) / seconds,
         run.core.counters[RequestClass.RT].num_evictions,
         1e3 * fmean(gaps_s),
+        run.worker.sums.num_steps / stop_s,
     )
 
 
@@ -260,7 +278,16 @@ def main() -> None:
             scene, row, seed, values = json.loads(line)
             known[scene, row, seed] = Figures(*values)
     for scene in args.scene or SCENES:
-        print_head("scene", "without", "in time %", "BE tokens/s", "BE work", "evictions", "gap ms")
+        print_head(
+            "scene",
+            "without",
+            "in time %",
+            "BE tokens/s",
+            "BE work",
+            "evictions",
+            "gap ms",
+            "steps/s",
+        )
         for row in args.row or NEUTRAL:
             for seed in range(args.seeds):
                 if (scene, row, seed) not in known:
