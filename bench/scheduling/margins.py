@@ -73,7 +73,9 @@ SCENES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "overload": lambda _folder, _seed: _chats(32.0, 60_000, USUAL) | {"duration_s": 45.0},
     "tight targets": lambda _folder, _seed: _chats(14.0, 60_000, Targets(0.4, 0.04, 0.16)),
     "unsteady": _unsteady,
-    "documents": lambda folder, seed: echo_load(folder, seed) | {"duration_s": 30.0, "margin_s": 1.0},
+    "documents": lambda folder, seed: (
+        echo_load(folder, seed) | {"duration_s": 30.0, "margin_s": 1.0}
+    ),
     "near capacity": lambda _folder, _seed: (
         _chats(20.0, 60_000, USUAL) | {"duration_s": 150.0, "margin_s": 30.0, "budget_tokens": 512}
     ),
