@@ -18,17 +18,11 @@ Pure. Where there is one account, as without keys, nothing is counted and nothin
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from lightserve.messages.frontend_router import Client, ErrorCode
 from lightserve.types import RequestClass
-
-if TYPE_CHECKING:
-    from lightserve.router.request import Request
-    from lightserve.router.step import PlannedStep
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Of a token of a prompt that is computed, and of one that is generated (section 5.1)."""
@@ -170,78 +164,6 @@ def share_of_queue(account: Account, bounds: QueueBounds, *, joining: int | None
     return Share(of_key, own)
 
 
-def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Request]:
-    """Yield requests so that each time the account goes first that has had least.
-
-    What was yielded before counts as had; of keys that have had as much the first one goes first.
-    Those of one account keep their order.
-
-    Args:
-        waiting: by account; read as far as needed.
-    """
-    if len(waiting) < 2:
-        yield from itertools.chain.from_iterable(waiting.values())
-        return
-    keys: dict[Account | None, _Turns] = {}
-    for account, requests in waiting.items():
-        key = None if account is None else account.key
-        if key not in keys:
-            keys[key] = _Turns(0.0 if key is None else key.served)
-        keys[key].add(0.0 if account is None else account.served, iter(requests))
-    of_keys = [(turns.had, number, turns) for number, turns in enumerate(keys.values())]
-    heapq.heapify(of_keys)
-    while of_keys:
-        _, number, turns = of_keys[0]
-        if (request := turns.next()) is None:
-            heapq.heappop(of_keys)
-            continue
-        heapq.heapreplace(of_keys, (turns.had, number, turns))
-        yield request
-
-
-class _Turns:
-    """The accounts behind a key, while requests are put in order."""
-
-    def __init__(self, had: float) -> None:
-        self.had = had
-        """What the key has had, what was put in order included."""
-        self._accounts: list[tuple[float, int, Iterator[Request]]] = []
-
-    def add(self, had: float, requests: Iterator[Request]) -> None:
-        """Add an account."""
-        heapq.heappush(self._accounts, (had, len(self._accounts), requests))
-
-    def next(self) -> Request | None:
-        """Return the next request; None: there are no more."""
-        while self._accounts:
-            had, number, requests = self._accounts[0]
-            if (request := next(requests, None)) is not None:
-                self.had += request.num_schedulable_tokens
-                had += request.num_schedulable_tokens
-                heapq.heapreplace(self._accounts, (had, number, requests))
-                return request
-            heapq.heappop(self._accounts)
-        return None
-
-
-def in_fair_order(requests: Iterable[Request]) -> list[Request]:
-    """Return requests as they come `in_turn`."""
-    waiting: dict[Account | None, list[Request]] = {}
-    for request in requests:
-        waiting.setdefault(request.account, []).append(request)
-    return list(in_turn(waiting))
-
-
-def has_had_less(request: Request, other: Request) -> bool:
-    """Return whether a request is of another account, which has had less."""
-    return request.account is not other.account and had_of(request) < had_of(other)
-
-
-def had_of(request: Request) -> tuple[float, float]:
-    """Return what a request's key and account have had."""
-    return (0.0, 0.0) if request.account is None else request.account.rank
-
-
 class _Used:
     """What was used within the last minute: all of a quota drains in one."""
 
@@ -296,6 +218,15 @@ class Budget:
         self.tokens.used = max(0.0, self.tokens.used - num_prompt_tokens)
 
 
+class Computed(NamedTuple):
+    """What a step computes for a request."""
+
+    account: Account | None
+    budget: Budget | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
 class Accounts:
     """All accounts and budgets; see the module."""
 
@@ -323,19 +254,12 @@ class Accounts:
             self._budgets[client.key] = Budget(now_s)
         return self._budgets[client.key]
 
-    def charge(self, step: PlannedStep) -> None:
+    def charge(self, computed: Iterable[Computed]) -> None:
         """Count what a step that is sent computes for each."""
         if not self._counts:
             return
-        decodes = ((request, 0, 1) for request in step.decodes.requests)
-        chunks = (
-            (request, num_tokens, num_samples)
-            for (request, num_tokens), num_samples in zip(
-                step.chunks, step.num_samples, strict=True
-            )
-        )
-        for request, num_prompt_tokens, num_output_tokens in itertools.chain(decodes, chunks):
-            if request.account is not None:
-                request.account.charge(num_prompt_tokens, num_output_tokens)
-            if request.budget is not None:
-                request.budget.tokens.used += num_output_tokens
+        for account, budget, num_prompt_tokens, num_output_tokens in computed:
+            if account is not None:
+                account.charge(num_prompt_tokens, num_output_tokens)
+            if budget is not None:
+                budget.tokens.used += num_output_tokens

@@ -29,14 +29,12 @@ from typing import NamedTuple
 from lightserve.router.accounts import (
     Account,
     QueueBounds,
-    in_fair_order,
-    in_turn,
     share_of_queue,
 )
 from lightserve.router.kv.prefix_node import common_len
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
-from lightserve.router.seats import NO_SEATS, Seats
+from lightserve.router.seats import NO_SEATS, Seats, in_fair_order, in_turn
 from lightserve.router.slo import CompletionLedger, LineDeadline, SharedDue
 from lightserve.types import BE, RT, RequestClass, RequestKey
 

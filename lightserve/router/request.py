@@ -28,15 +28,14 @@ from array import array
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lightserve.messages.common import Constraint, Int32Array, TokenLogprob
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
-from lightserve.router.kv.prefix_node import PrefixNode
-from lightserve.router.kv.prefix_tree import Hit, Lease
-from lightserve.router.request_table import RequestTable
+from lightserve.router.accounts import Account, Budget
+from lightserve.router.kv.prefix_node import Hit, Lease, PrefixNode
 from lightserve.router.slo import DeadlineTracker, TokenDeadlines
 from lightserve.types import (
     BE,
@@ -50,9 +49,6 @@ from lightserve.types import (
     RowId,
     SamplingParams,
 )
-
-if TYPE_CHECKING:
-    from lightserve.router.accounts import Account, Budget
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -201,9 +197,8 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.admission_limit = self.admission_limit or self.max_tokens
 
-    def enter(self, table: RequestTable, row: RowId) -> None:
-        """Put the progress into a row, where it then is; see `RequestTable`."""
-        cells = table.cells
+    def enter(self, cells: Mapping[str, array[Any]], row: RowId) -> None:
+        """Put the progress into a row of a table's columns, where it then is."""
         cells["next_position"][row] = self._next_position
         cells["num_prompt"][row] = self.num_prompt_tokens
         cells["num_output"][row] = len(self.output_token_ids)
@@ -218,7 +213,6 @@ class Request:
         cells["wants_logprobs"][row] = self.sampling.num_logprobs is not None
         self.row, self._place, self.cells = row, row, cells
         self._set_stop()
-        table.track(row, self.deadlines)
 
     def leave(self) -> None:
         """Take the progress back from the row; what is in flight is no more."""

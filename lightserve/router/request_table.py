@@ -16,11 +16,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lightserve.router.request import Request
 from lightserve.router.slo import (
     MAX_RESERVE_SHARE,
     CompletionLedger,
@@ -30,9 +31,6 @@ from lightserve.router.slo import (
     TokenDeadlines,
 )
 from lightserve.types import RT, RequestClass, RowId
-
-if TYPE_CHECKING:
-    from lightserve.router.request import Request
 
 Rows = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -197,7 +195,8 @@ class RequestTable:
         row = RowId(heapq.heappop(self._free))
         self._order[row] = self.requests[row] = request
         self.outputs[row] = request.output_token_ids
-        request.enter(self, row)
+        request.enter(self.cells, row)
+        self.track(row, request.deadlines)
         self.is_running[row] = True
         self.is_plain[row] = False
         self._rows = None

@@ -324,7 +324,7 @@ class Scheduler:
         self.burst_headroom_tokens = planned.headroom
         self._burst.note_time(now_s)
         plan = self._commit.book(planned, self._kv, now_s)
-        self._accounts.charge(planned)
+        self._accounts.charge(planned.computed())
         return plan
 
     # ---------------------------------------------------------------- results

@@ -17,8 +17,10 @@ Pure. Where there is one key, nothing is numbered and nothing is owed.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -122,6 +124,78 @@ class Seats:
 
 NO_SEATS = Seats()
 """Where requests are of one account, or accounts do not count."""
+
+
+def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Request]:
+    """Yield requests so that each time the account goes first that has had least.
+
+    What was yielded before counts as had; of keys that have had as much the first one goes first.
+    Those of one account keep their order.
+
+    Args:
+        waiting: by account; read as far as needed.
+    """
+    if len(waiting) < 2:
+        yield from itertools.chain.from_iterable(waiting.values())
+        return
+    keys: dict[Account | None, _Turns] = {}
+    for account, requests in waiting.items():
+        key = None if account is None else account.key
+        if key not in keys:
+            keys[key] = _Turns(0.0 if key is None else key.served)
+        keys[key].add(0.0 if account is None else account.served, iter(requests))
+    of_keys = [(turns.had, number, turns) for number, turns in enumerate(keys.values())]
+    heapq.heapify(of_keys)
+    while of_keys:
+        _, number, turns = of_keys[0]
+        if (request := turns.next()) is None:
+            heapq.heappop(of_keys)
+            continue
+        heapq.heapreplace(of_keys, (turns.had, number, turns))
+        yield request
+
+
+class _Turns:
+    """The accounts behind a key, while requests are put in order."""
+
+    def __init__(self, had: float) -> None:
+        self.had = had
+        """What the key has had, what was put in order included."""
+        self._accounts: list[tuple[float, int, Iterator[Request]]] = []
+
+    def add(self, had: float, requests: Iterator[Request]) -> None:
+        """Add an account."""
+        heapq.heappush(self._accounts, (had, len(self._accounts), requests))
+
+    def next(self) -> Request | None:
+        """Return the next request; None: there are no more."""
+        while self._accounts:
+            had, number, requests = self._accounts[0]
+            if (request := next(requests, None)) is not None:
+                self.had += request.num_schedulable_tokens
+                had += request.num_schedulable_tokens
+                heapq.heapreplace(self._accounts, (had, number, requests))
+                return request
+            heapq.heappop(self._accounts)
+        return None
+
+
+def in_fair_order(requests: Iterable[Request]) -> list[Request]:
+    """Return requests as they come `in_turn`."""
+    waiting: dict[Account | None, list[Request]] = {}
+    for request in requests:
+        waiting.setdefault(request.account, []).append(request)
+    return list(in_turn(waiting))
+
+
+def has_had_less(request: Request, other: Request) -> bool:
+    """Return whether a request is of another account, which has had less."""
+    return request.account is not other.account and had_of(request) < had_of(other)
+
+
+def had_of(request: Request) -> tuple[float, float]:
+    """Return what a request's key and account have had."""
+    return (0.0, 0.0) if request.account is None else request.account.rank
 
 
 def _key_of(request: Request) -> Account | None:

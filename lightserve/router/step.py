@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.cost.model import StepShape, chunk_pairs
+from lightserve.router.accounts import Computed
 from lightserve.router.request import Request
 from lightserve.router.request_table import Decodes, RequestTable, Rows
 from lightserve.types import RequestClass, StepId
@@ -294,6 +295,13 @@ class PlannedStep:
     def scheduled(self) -> list[Scheduled]:
         """Every request that advances, one by one: for logs and tests."""
         return list(each_scheduled([self.decodes, *self.chunks]))
+
+    def computed(self) -> Iterator[Computed]:
+        """Iterate over what it computes for each request."""
+        for request in self.decodes.requests:
+            yield Computed(request.account, request.budget, 0, 1)
+        for (request, num_tokens), num_samples in zip(self.chunks, self.num_samples, strict=True):
+            yield Computed(request.account, request.budget, num_tokens, num_samples)
 
     @property
     def all_samples(self) -> tuple[int, ...]:

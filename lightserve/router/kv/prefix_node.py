@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-
-if TYPE_CHECKING:
-    from lightserve.router.request import Request
 
 PrefixKey = str
 """What besides equal tokens two requests must have in common to share KV: the salt."""
@@ -41,8 +38,9 @@ class PrefixNode:
     """Those of the children that are resident."""
     awaited: dict[int, PrefixNode] = field(default_factory=dict)
     """Those of the children that requests are expected in."""
-    waiting: dict[Request, None] = field(default_factory=dict)
-    """Requests whose expected prefixes end here, those that may start in any order."""
+    waiting: dict[Hashable, None] = field(default_factory=dict)
+    """Requests whose expected prefixes end here, those that may start in any order; the tree hands
+    them back as it got them."""
     height: int = 1
     """Nodes on the longest path from here down."""
     heights: dict[int, int] = field(default_factory=dict)
@@ -92,6 +90,26 @@ class PrefixNode:
             and self.num_users == 0
             and not self.residents
         )
+
+
+class Hit(NamedTuple):
+    """How much of a prefix has KV."""
+
+    num_tokens: int
+    num_evictable: int
+    """Those of them that no request reads: holding them takes them out of what can be evicted."""
+    node: PrefixNode | None
+    """Where they end, perhaps in the middle; None: there are none."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A live request's hold on resident nodes, from the root to `node`."""
+
+    node: PrefixNode
+    num_tokens: int
+    """Length of the prefix that is held."""
+    is_real_time: bool
 
 
 EvictionOrder = Callable[[PrefixNode], tuple[float, ...]]
@@ -170,7 +188,7 @@ def awaited_residents(node: PrefixNode) -> Iterator[PrefixNode]:
     return (child for child in node.awaited.values() if child.slots is not None)
 
 
-def waiting_from(node: PrefixNode) -> Iterator[Request]:
+def waiting_from(node: PrefixNode) -> Iterator[Any]:
     """Iterate over the requests whose prompts are resident up to the end of a node."""
     ahead = [iter((node,))]
     while ahead:

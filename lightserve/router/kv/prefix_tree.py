@@ -24,9 +24,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Container, Hashable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +35,8 @@ from lightserve.router.kv.prefix_node import (
     MAX_DEPTH,
     NO_TOKENS,
     EvictionOrder,
+    Hit,
+    Lease,
     PrefixKey,
     PrefixNode,
     awaited_residents,
@@ -48,35 +49,12 @@ from lightserve.router.kv.prefix_node import (
     waiting_from,
 )
 
-if TYPE_CHECKING:
-    from lightserve.router.request import Request
-
 MAX_VISITS = 512
 """Resident nodes at which is looked for those that wait: bounds the time of an answer, and with it
 what sharing may be missed."""
 MAX_SPARE_NODES = 256
 """After so many an eviction gives up no more than it has to: each takes more than ten microseconds,
 and nodes may be as short as one token."""
-
-
-class Hit(NamedTuple):
-    """How much of a prefix has KV."""
-
-    num_tokens: int
-    num_evictable: int
-    """Those of them that no request reads: holding them takes them out of what can be evicted."""
-    node: PrefixNode | None
-    """Where they end, perhaps in the middle; None: there are none."""
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A live request's hold on resident nodes, from the root to `node`."""
-
-    node: PrefixNode
-    num_tokens: int
-    """Length of the prefix that is held."""
-    is_real_time: bool
 
 
 class PrefixTree:
@@ -262,7 +240,7 @@ class PrefixTree:
     # ---------------------------------------------------------------- waiting requests
 
     def expect(
-        self, key: PrefixKey, prompt: Int32Array, request: Request | None = None
+        self, key: PrefixKey, prompt: Int32Array, request: Hashable | None = None
     ) -> PrefixNode:
         """Count a waiting request as a future user of its prompt's prefixes.
 
@@ -284,7 +262,7 @@ class PrefixTree:
             end.waiting[request] = None
         return end
 
-    def forget(self, end: PrefixNode, request: Request | None = None) -> None:
+    def forget(self, end: PrefixNode, request: Hashable | None = None) -> None:
         """Take back the `expect` that returned this."""
         for node in path_of(end):
             node.num_expected -= 1
@@ -296,7 +274,7 @@ class PrefixTree:
             end.waiting.pop(request, None)
         self._tidy(end)
 
-    def waiting(self, key: PrefixKey) -> Iterator[tuple[int, Request]]:
+    def waiting(self, key: PrefixKey) -> Iterator[tuple[int, Any]]:
         """Iterate over requests whose prompts begin with resident tokens, and how many these are.
 
         Those that share most come first. Nothing may change meanwhile.

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lightserve.router.accounts import had_of, has_had_less
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
 from lightserve.router.queue import MAX_CANDIDATES, Turn
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, Rows
-from lightserve.router.seats import Seats
+from lightserve.router.seats import Seats, had_of, has_had_less
 from lightserve.router.step_cost import StepCost, StepGuard
 from lightserve.types import RT, RequestClass
 

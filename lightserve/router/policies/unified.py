@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightserve.router.accounts import Account, had_of, has_had_less, in_fair_order
+from lightserve.router.accounts import Account
 from lightserve.router.arrivals import Outlook
 from lightserve.router.policies.base import LOOK_AHEAD, Phase, in_turns, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
@@ -40,6 +40,7 @@ from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
 from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
+from lightserve.router.seats import had_of, has_had_less, in_fair_order
 from lightserve.router.step import Reason
 from lightserve.router.step_cost import StepShape
 from lightserve.types import BE, RT, RequestClass

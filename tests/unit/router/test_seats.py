@@ -10,11 +10,11 @@ from support.policy_scenes import make_request
 
 from lightserve.messages.frontend_router import Client
 from lightserve.messages.router_worker import StepPlan, plan_rows
-from lightserve.router.accounts import Account, Accounts, in_turn
+from lightserve.router.accounts import Account, Accounts
 from lightserve.router.events import FromFrontend
 from lightserve.router.policies.unified import UnifiedOptions
 from lightserve.router.request import Request
-from lightserve.router.seats import SEAT_KEPT_S, Seats
+from lightserve.router.seats import SEAT_KEPT_S, Seats, in_turn
 from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestClass
