@@ -1,4 +1,4 @@
-"""Attacks of one key on what others get of the engine: rows, memory, the time of its steps."""
+"""Attacks of one key on what others get: of the engine, of connections, of memory for bodies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Awaitable, Callable
 
-from bench.abuse.arena import Arena, Attack, Outcome, ask, post
+from bench.abuse.arena import Arena, Attack, Outcome, Setup, ask, post
 
 COMPLETIONS = "/v1/completions"
 FLOOD_S = 12.0
@@ -95,6 +95,23 @@ def long_prompts_of_batches(arena: Arena) -> Outcome:
     return _flood_of_prompts(arena, service_tier="flex")
 
 
+NUM_PLACES = 64
+NUM_OPENED = 80
+
+
+def many_streams(arena: Arena) -> Outcome:
+    """Ask for more answers at once than there may be connections of one address, by one key.
+
+    Behind a proxy that is every client's address.
+    """
+    request = arena.post(COMPLETIONS, _body(arena, [300] * 8, 8_000, stream=True))
+
+    async def flood() -> None:
+        await asyncio.gather(*(ask(arena.address, request) for _ in range(NUM_OPENED)))
+
+    return _waits_beside(arena, flood)
+
+
 _BOUND = f"another key's request of two tokens within {MAX_WAIT_S:g} s, three times"
 
 SHARES = [
@@ -124,6 +141,14 @@ SHARES = [
         long_prompts_of_batches,
         before="0.2 to 0.9 s",
         bound=_BOUND,
+        has_victim=False,
+    ),
+    Attack(
+        f"{NUM_OPENED} streams of one key, {NUM_PLACES} connections of one address",
+        many_streams,
+        before="429, three times",
+        bound=_BOUND,
+        setup=Setup(("--max-connections-per-ip", str(NUM_PLACES))),
         has_victim=False,
     ),
 ]

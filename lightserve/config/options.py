@@ -137,10 +137,15 @@ class FrontendOptions:
         low=1_048_576,
     )
     max_connections: int = option(
-        8192, "Open connections per frontend; a new one then ends the longest idle one.", low=1
+        8192,
+        "Open connections per frontend; a new one then ends an idle one. Requests in progress of"
+        " one API key have half of what others leave of them.",
+        low=1,
     )
     max_connections_per_ip: int = option(
-        4096, "Open connections of one client address per frontend; more are refused.", low=1
+        4096,
+        "Open connections of one client address per frontend, shared among keys in the same way.",
+        low=1,
     )
     sse_keepalive_s: float = option(
         15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05

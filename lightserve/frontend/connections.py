@@ -2,7 +2,11 @@
 
 A connection is idle while no request is in progress on it: before the first, between two, and
 while a head is still arriving. Holding many open is free for an attacker, so a full table never
-keeps a newcomer (a health probe, perhaps) out while an idle one can go: the one idle for longest.
+keeps a newcomer (a health probe, perhaps) out while an idle one can go: of the client with the most
+idle ones, the one idle for longest.
+
+Connections that are not idle stay, so a key has a share of them only (`ConnectionTable.request`).
+An address alone says little of whose they are: behind a proxy all have the same.
 
 Bodies that have not come to their end are held in memory, and bounded in sum: see `Held`.
 """
@@ -12,12 +16,15 @@ from __future__ import annotations
 import logging
 import resource
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
+from lightserve.frontend.errors import RequestFailed
 
 # ----------------------------------------------------------------------
 # Memory that is held for clients, bounded in sum: whose share is the largest makes room.
@@ -53,12 +60,20 @@ class Held(Generic[HolderT]):
         self._sums[owner] += num_bytes
         self.num_bytes += num_bytes
         gone = []
-        while self.num_bytes > self._max_bytes:
-            largest = max(self._sums, key=self._sums.__getitem__)
-            victim = next(iter(self._shares[largest]))
+        while self.num_bytes > self._max_bytes and (victim := self.first_to_go()) is not None:
             self.release(victim)
             gone.append(victim)
         return gone
+
+    def first_to_go(self) -> HolderT | None:
+        """Return whose turn it is to give something up; None: there are no holders."""
+        if not self._sums:
+            return None
+        largest = max(self._sums, key=self._sums.__getitem__)
+        return next(iter(self._shares[largest]))
+
+    def __contains__(self, holder: HolderT) -> bool:
+        return holder in self._owners
 
     def release(self, holder: HolderT) -> None:
         """Forget a holder; no effect on others than those that hold something."""
@@ -117,6 +132,34 @@ class ConnectionLimits:
         )
 
 
+class _Places:
+    """Places for connections: all of a frontend, or those that one address may have of them."""
+
+    def __init__(self, most: int, flag: str, why_full: str) -> None:
+        """`flag` is that of `most`, `why_full` the code of a refusal where there are so many."""
+        self.most = most
+        self.flag = flag
+        self.why_full = why_full
+        self.num_open = 0
+        self.idle: Held[Evictable] = Held(most)
+        """Each counts one, for its client."""
+        self.requests: Counter[str] = Counter()
+        """Of each key, in progress."""
+
+    def check_share(self, key: str) -> None:
+        """Raise RequestFailed (429) if a key has half of what others leave: one it may have."""
+        own = self.requests[key]
+        share = max(1, (self.most + own - self.requests.total()) // 2)
+        if own < share:
+            return
+        raise RequestFailed(
+            f"this API key may have {share} requests in progress on this server process now, half"
+            f" of what other keys leave of {self.flag} {self.most}; try again",
+            code="too_many_requests_of_key",
+            status=429,
+        )
+
+
 class ConnectionTable:
     """See the module."""
 
@@ -130,53 +173,85 @@ class ConnectionTable:
     ) -> None:
         self.limits = limits
         self.rejects = rejects
-        self._max_connections = max_connections
+        self._all = _Places(max_connections, "--max-connections", "too_many_connections")
         self._max_per_ip = max_connections_per_ip
+        self._per_ip: dict[str, _Places] = {}
+        """Of addresses that have any."""
         self._ips: dict[Evictable, str] = {}
-        self._num_per_ip: Counter[str] = Counter()
-        self._idle: OrderedDict[Evictable, None] = OrderedDict()
         self._bodies: Held[Evictable] = Held(limits.max_pending_body_bytes)
         """Those that have not come to their end."""
 
     @property
     def num_open(self) -> int:
         """Connections in the table."""
-        return len(self._ips)
+        return self._all.num_open
 
     def add(self, connection: Evictable, ip: str) -> str | None:
         """Take in a new connection; returns the reason if there is no place for it."""
-        if self._num_per_ip[ip] >= self._max_per_ip:
-            return self._count("too_many_connections_per_ip")
-        if len(self._ips) >= self._max_connections:
-            if not self._idle:
-                return self._count("too_many_connections")
-            oldest = next(iter(self._idle))
-            self.remove(oldest)
-            self._count("idle_connection_evicted")
-            oldest.evict()
+        for places in (self._of_ip(ip), self._all):
+            if places.num_open >= places.most and not self._evict_from(places):
+                return self._count(places.why_full)
         self._ips[connection] = ip
-        self._num_per_ip[ip] += 1
-        self._idle[connection] = None
+        for places in (self._per_ip.setdefault(ip, self._of_ip(ip)), self._all):
+            places.num_open += 1
+            places.idle.hold(connection, ip, 1)
         return None
+
+    def _of_ip(self, ip: str) -> _Places:
+        flag, why_full = "--max-connections-per-ip", "too_many_connections_per_ip"
+        return self._per_ip.get(ip) or _Places(self._max_per_ip, flag, why_full)
+
+    def _evict_from(self, places: _Places) -> bool:
+        """Close an idle connection; returns whether there was one."""
+        if (oldest := places.idle.first_to_go()) is None:
+            return False
+        self.remove(oldest)
+        self._count("idle_connection_evicted")
+        oldest.evict()
+        return True
 
     def remove(self, connection: Evictable) -> None:
         """Forget a connection; no effect if it is not in the table."""
-        ip = self._ips.pop(connection, None)
-        if ip is None:
+        self.mark_busy(connection)
+        if (ip := self._ips.pop(connection, None)) is None:
             return
-        self._idle.pop(connection, None)
-        self._num_per_ip[ip] -= 1
-        if not self._num_per_ip[ip]:
-            del self._num_per_ip[ip]
+        for places in (self._per_ip[ip], self._all):
+            places.num_open -= 1
+        if not self._per_ip[ip].num_open:
+            del self._per_ip[ip]
 
     def mark_busy(self, connection: Evictable) -> None:
         """Note that a request is in progress."""
-        self._idle.pop(connection, None)
+        if (ip := self._ips.get(connection)) is not None:
+            for places in (self._per_ip[ip], self._all):
+                places.idle.release(connection)
 
-    def mark_idle(self, connection: Evictable) -> None:
-        """Note that none is any more."""
-        if connection in self._ips:
-            self._idle[connection] = None
+    def mark_idle(self, connection: Evictable, owner: str) -> None:
+        """Note that none is any more; `owner` is the client of the last one, if there was one."""
+        if (ip := self._ips.get(connection)) is not None and connection not in self._all.idle:
+            for places in (self._per_ip[ip], self._all):
+                places.idle.hold(connection, owner or ip, 1)
+
+    @contextmanager
+    def request(self, key: str, ip: str) -> Iterator[None]:
+        """Count a request of a key, from its head to the end of its answer.
+
+        Raises:
+            RequestFailed: the key has half of what others leave of the connections of all
+                addresses, or of this one (429).
+        """
+        taken = [places for places in (self._per_ip.get(ip), self._all) if places is not None]
+        for places in taken:
+            places.check_share(key)
+        for places in taken:
+            places.requests[key] += 1
+        try:
+            yield
+        finally:
+            for places in taken:
+                places.requests[key] -= 1
+                if not places.requests[key]:
+                    del places.requests[key]
 
     @property
     def num_pending_body_bytes(self) -> int:
@@ -198,10 +273,7 @@ class ConnectionTable:
         if not self.rejects["no_open_files"]:
             log.error("no more files can be opened: see ulimit -n; connections have to wait")
         self._count("no_open_files")
-        if self._idle:
-            oldest = next(iter(self._idle))
-            self.remove(oldest)
-            oldest.evict()
+        self._evict_from(self._all)
 
     def _count(self, reason: str) -> str:
         self.rejects[reason] += 1

@@ -119,6 +119,7 @@ class HttpProtocol(H11Protocol):
     def __init__(self, table: ConnectionTable, **options: Any) -> None:
         super().__init__(**options)
         self.conn: RequestReader = RequestReader(table.limits)
+        self.scope: Any = {}  # of the last request
         self.is_cut_off = False
         self._table = table
         self._write_deadline: asyncio.TimerHandle | None = None
@@ -186,7 +187,7 @@ class HttpProtocol(H11Protocol):
         if not is_amid_head and state not in (h11.SEND_BODY, h11.ERROR):
             return False
         self._await(_Awaited.END)
-        self._table.mark_idle(self)
+        self._table.mark_idle(self, owner_of(self.scope))
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if self.cycle is not None and not self.cycle.response_complete:
@@ -233,27 +234,28 @@ class HttpProtocol(H11Protocol):
             return
         state, awaited = self.conn.their_state, self._awaited
         if state is h11.SEND_BODY:
-            self._table.mark_busy(self)
             is_answered = self.cycle is not None and self.cycle.response_complete
             wanted = _Awaited.REST if is_answered else _Awaited.BODY
             if awaited is not wanted:
                 self._await(wanted)
             self._num_body_bytes += num_new_bytes
             self._num_window_bytes += num_new_bytes
-            if wanted is _Awaited.BODY:
-                owner = owner_of(self.scope)  # type: ignore[arg-type]  # uvicorn's word for it
-                num_held = self._num_body_bytes
-                if is_upload(self.scope):  # type: ignore[arg-type]
-                    most = min(UPLOAD_BYTES_HELD, self._table.limits.max_pending_body_bytes // 2)
-                    num_held = min(num_held, most)
-                self._table.hold_body(self, owner, num_held)
+            if wanted is _Awaited.REST:
+                self._table.mark_idle(self, owner_of(self.scope))
+                return
+            self._table.mark_busy(self)
+            num_held = self._num_body_bytes
+            if is_upload(self.scope):
+                most = self._table.limits.max_pending_body_bytes // 2
+                num_held = min(num_held, UPLOAD_BYTES_HELD, most)
+            self._table.hold_body(self, owner_of(self.scope), num_held)
         elif state is h11.IDLE:
             if self.conn.trailing_data[0]:  # half a head that came behind a request
                 if awaited is not _Awaited.HEAD:
                     self._await(_Awaited.HEAD)
             elif awaited in (_Awaited.BODY, _Awaited.REST):
                 self._await(_Awaited.NOTHING)
-            self._table.mark_idle(self)
+            self._table.mark_idle(self, owner_of(self.scope))
         else:
             self._table.mark_busy(self)
             self._await(_Awaited.NOTHING)
@@ -285,8 +287,7 @@ class HttpProtocol(H11Protocol):
             self._patient.close_now()
             return
         if awaited is _Awaited.BODY:
-            is_file = is_upload(self.scope)  # type: ignore[arg-type]
-            timeout_s = UPLOAD_TIMEOUT_S if is_file else limits.body_timeout_s
+            timeout_s = UPLOAD_TIMEOUT_S if is_upload(self.scope) else limits.body_timeout_s
             left_s = self._awaited_since_s + timeout_s - self.loop.time()
             least = limits.min_body_bytes_per_s * self.rate_window_s
             if left_s > 0.001 and self._num_window_bytes >= least:

@@ -10,8 +10,8 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lightserve.batches.records import MAX_FILE_BYTES
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.errors import REFUSAL_KEY, error_response
+from lightserve.frontend.connections import ConnectionTable
+from lightserve.frontend.errors import REFUSAL_KEY, RequestFailed, error_response
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.service import Observation
 from lightserve.http_access import (
@@ -170,6 +171,11 @@ def access_to(template: str) -> Access:
     return ROUTE_ACCESS.get(template, Access.OPERATOR)
 
 
+def _is_open(scope: Scope) -> bool:
+    """Whether a request needs no key: it is answered at once, whatever else its key asks for."""
+    return access_to(scope[ROUTE_KEY]) is Access.OPEN and scope["method"] == "GET"
+
+
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 65_536
 """Of a form with a file in it."""
 
@@ -183,12 +189,14 @@ _AMBIGUOUS_LENGTH = "ambiguous_length"
 
 
 class Gate:
-    """Refuses what may not be asked, and too large heads (431) and bodies (413)."""
+    """Refuses what may not be asked, too large heads (431) and bodies (413), and of a key what is
+    too much at once (429)."""
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, keys: KeyRing, rejects: Counter[str]
+        self, app: ASGIApp, config: ServeConfig, keys: KeyRing, table: ConnectionTable
     ) -> None:
         self._app = app
+        self._table = table
         self._keys = keys if config.api_key_file else None
         self._checks_origin = config.is_loopback and self._keys is None
         names = [config.host, *config.allowed_hosts.split(",")]
@@ -196,7 +204,7 @@ class Gate:
         self._origins = config.origins
         self._max_header_bytes = config.max_header_bytes
         self._max_body_bytes = config.max_body_bytes
-        self._rejects = rejects
+        self._rejects = table.rejects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it; a body that grows too large ends in `receive`."""
@@ -212,23 +220,31 @@ class Gate:
                     raise _too_large(most)
             return message
 
-        try:
-            if self._checks_origin:
-                host = _only(_values(scope, b"host"))
-                self._check_host(host)
-                self._check_origin(scope, host)
-            scope[CALLER_KEY] = self._caller(scope)
-            if _CONTROL_CHARACTERS.search(scope["path"]):
-                raise InvalidRequest("a path must not have control characters", code="invalid_path")
-            self._check_head(scope)
-        except InvalidRequest as refusal:
-            self._rejects[refusal.code] += 1
-            response = error_response(refusal, scope)
-            if refusal.code == _AMBIGUOUS_LENGTH:
-                response.headers["connection"] = "close"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, limited_receive, send)
+        with ExitStack() as counted:
+            try:
+                self._check(scope)
+                if (caller := caller_of(scope)).name and not _is_open(scope):
+                    client = scope.get("client") or ("",)
+                    counted.enter_context(self._table.request(f"key {caller.name}", client[0]))
+            except (InvalidRequest, RequestFailed) as refusal:
+                self._rejects[refusal.code] += 1
+                response = error_response(refusal, scope)
+                if refusal.code == _AMBIGUOUS_LENGTH:
+                    response.headers["connection"] = "close"
+                await response(scope, receive, send)
+                return
+            await self._app(scope, limited_receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        """Note whose request it is. Raises InvalidRequest."""
+        if self._checks_origin:
+            host = _only(_values(scope, b"host"))
+            self._check_host(host)
+            self._check_origin(scope, host)
+        scope[CALLER_KEY] = self._caller(scope)
+        if _CONTROL_CHARACTERS.search(scope["path"]):
+            raise InvalidRequest("a path must not have control characters", code="invalid_path")
+        self._check_head(scope)
 
     def _caller(self, scope: Scope) -> Caller:
         key = None if self._keys is None else self._key(scope, self._keys)
@@ -245,7 +261,7 @@ class Gate:
         access = access_to(scope[ROUTE_KEY])
         given = _key_of(scope)
         key = find_key(ring.keys, given) if given else None
-        if access is Access.OPEN and scope["method"] == "GET":
+        if _is_open(scope):
             return key
         if key is None:
             raise InvalidRequest(

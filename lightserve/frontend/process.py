@@ -29,7 +29,7 @@ from lightserve.channels import AsyncLink, connect_async_link
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.admin import debug_router, operations_router, tokens_router
 from lightserve.frontend.anthropic.messages import messages_router
-from lightserve.frontend.connections import connection_table
+from lightserve.frontend.connections import ConnectionTable, connection_table
 from lightserve.frontend.dashboard import dashboard_router, picture_of
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
@@ -83,16 +83,23 @@ from lightserve.types import FrontendId
 OPENAPI_PATH = "/openapi.json"
 
 
-def create_app(service: Service, keys: KeyRing | None = None) -> ASGIApp:
+def create_app(
+    service: Service, keys: KeyRing | None = None, table: ConnectionTable | None = None
+) -> ASGIApp:
     """Return the application.
 
-    `keys` are those that are good (none: no request passes where keys are needed).
+    `keys` are those that are good (none: no request passes where keys are needed), `table` is that
+    of its connections (none: it gets an empty one).
+
+    Raises:
+        ConfigError: there is no table, and none can be made.
     """
     config = service.config
     keys = KeyRing([]) if keys is None else keys
+    table = connection_table(config, service.observation.rejects) if table is None else table
     routers = _routers(service)
     application = make_routes(service, routers)
-    app: ASGIApp = Gate(LoadReport(application, service), config, keys, service.observation.rejects)
+    app: ASGIApp = Gate(LoadReport(application, service), config, keys, table)
     if config.origins:
         app = CrossOrigin(app, config)
     routes = [*itertools.chain.from_iterable(r.routes for r in routers), *application.routes]
@@ -210,7 +217,7 @@ async def _serve(
     control = connect_control()
     service.observation.attach(control.send)
     with socket.socket(fileno=spec.listen_fd) as listener:
-        server = HttpServer(create_app(service, keys), table, tls)
+        server = HttpServer(create_app(service, keys, table), table, tls)
         frontend = Frontend(spec, service, control, server, keys)
         try:
             await frontend.serve(server.serve(sockets=[listener]))

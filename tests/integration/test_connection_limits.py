@@ -546,14 +546,99 @@ def test_a_crowd_beyond_the_limit_of_open_files(
 
 
 def test_one_address_has_its_own_cap(tmp_path: Path) -> None:
+    """Of its connections an idle one makes room; one that is served stays."""
+
     async def scenario(running: Running) -> None:
+        hub = await running.router_up()
         first, second = await running.send(""), await running.send("GET")
+        third = await running.post("/v1/completions", json.dumps(COMPLETION))
+        await eventually(lambda: len(hub.of(Submit)) == 1)
+        assert await _rest(first) == b""
+        fourth = await running.post("/v1/completions", json.dumps(COMPLETION))
+        await eventually(lambda: len(hub.of(Submit)) == 2)
+        assert await _rest(second) == b""
         assert await _error(await running.send(""), 429) == "too_many_connections_per_ip"
-        first.hang_up()
+        third.hang_up()
         await running.until_status("/livez", 200)
-        second.hang_up()
+        fourth.hang_up()
 
     _serve(tmp_path, scenario, max_connections_per_ip=2)
+
+
+KEYS = [ApiKey(name, digest_of(f"key of {name}".encode())) for name in ("alice", "bob")]
+
+
+async def _ask(running: Running, name: str) -> Client:
+    body = json.dumps(COMPLETION)
+    return await running.send(
+        f"{HEAD}authorization: Bearer key of {name}\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\n\r\n{body}"
+    )
+
+
+@pytest.mark.parametrize("flag", ["max_connections", "max_connections_per_ip"])
+def test_a_key_leaves_connections_of_its_address_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    """Half of what they leave; what ends by the client's leaving or an answer counts no more."""
+    tables = _tables(monkeypatch)
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up()
+        await running.control.orders.put(NewApiKeys(keys=KEYS))
+        await eventually(running.control.orders.empty)
+        alices = [await _ask(running, "alice") for _ in range(4)]
+        await eventually(lambda: len(hub.of(Submit)) == 4)
+        refused = await _ask(running, "alice")
+        assert await _error(refused, 429) == "too_many_requests_of_key"
+        wanted = "may have 4 requests in progress on this server process now, half of what other"
+        wanted += f" keys leave of --{flag.replace('_', '-')} 8"
+        assert wanted in refused.data.decode()
+        bobs = [await _ask(running, "bob") for _ in range(2)]
+        await eventually(lambda: len(hub.of(Submit)) == 6)
+        assert await _error(await _ask(running, "bob"), 429) == "too_many_requests_of_key"
+        assert (await running.get("/livez"))[0] == 200
+        alices[0].hang_up()
+        for delta in says([50, 2])(hub.of(Submit)[1]):
+            hub.say(TokenDelta(requests=[delta]))
+        assert (await alices[1].rest())[0] == 200
+        for client in (*alices[2:], *bobs):
+            client.hang_up()
+        await eventually(lambda: not tables[0]._all.requests)
+        alices = [await _ask(running, "alice") for _ in range(4)]
+        await eventually(lambda: len(hub.of(Submit)) == 10)
+        for client in alices:
+            client.hang_up()
+
+    _serve(tmp_path, scenario, api_key_file="keys", **{flag: 8})
+
+
+def test_idle_connections_of_who_has_most_make_room(tmp_path: Path) -> None:
+    """By the key of their last request: behind a proxy all have one address."""
+
+    async def scenario(running: Running) -> None:
+        await running.control.orders.put(NewApiKeys(keys=KEYS))
+        await eventually(running.control.orders.empty)
+
+        async def idle(name: str) -> Client:
+            client = await running.send(
+                f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+                f"authorization: Bearer key of {name}\r\n\r\n"
+            )
+            await client.until(b" 200 ")
+            return client
+
+        bob = await idle("bob")
+        alices = [await idle("alice") for _ in range(5)]
+        newcomers = [await running.send("") for _ in range(3)]
+        for client in alices[:3]:
+            await _rest(client)
+        bob.writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await bob.until(b" 200 ", 2)
+        for client in (bob, *alices[3:], *newcomers):
+            client.hang_up()
+
+    _serve(tmp_path, scenario, api_key_file="keys", max_connections_per_ip=6)
 
 
 def test_https_with_a_key_that_changes(tmp_path: Path) -> None:
@@ -596,14 +681,10 @@ def test_https_with_a_key_that_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "survivors"),
-    [
-        ({"max_connections": 20}, slice(-19, None)),  # one made room for the request
-        ({"max_connections": 40, "max_connections_per_ip": 20}, slice(20)),
-    ],
+    "limits", [{"max_connections": 20}, {"max_connections": 40, "max_connections_per_ip": 20}]
 )
 def test_tls_handshakes_that_do_not_come_stand_in_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], survivors: slice
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
 ) -> None:
     """From the first moment, so there are no more of them than of other connections."""
     files, context = _certificate(tmp_path)
@@ -611,21 +692,15 @@ def test_tls_handshakes_that_do_not_come_stand_in_the_table(
 
     async def scenario(running: Running) -> None:
         crowd = [await running.send("") for _ in range(60)]
-        ended = [client for client in crowd if client not in crowd[survivors]]
-        if "max_connections_per_ip" in limits:
-            for client in ended:
-                assert await _rest(client) == b""
-            crowd[0].hang_up()
-            await eventually(lambda: tables[0].num_open == 19)
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", running.port, ssl=context, server_hostname="localhost"
         )
         writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert b" 200 " in await reader.readline()
-        for client in ended:
+        for client in crowd[:-19]:  # one made room for the request
             assert await _rest(client) == b""
         assert tables[0].num_open == 20
-        for client in crowd[survivors]:
+        for client in crowd[-19:]:
             client.hang_up()
         await eventually(lambda: tables[0].num_open == 1)
         writer.transport.abort()
