@@ -284,9 +284,10 @@ class ConstraintChecker:
             try:
                 known = self._known.get(check.digest)  # from another sharer's, meanwhile
                 self._learn(check, known or await self._process.judge(check.constraint))
-            except RequestFailed as error:
-                if check.num_waiting:
-                    check.verdict.set_exception(error)
+            except Exception as error:  # others' checks go on, whatever this one has met
+                failure = error if isinstance(error, RequestFailed) else _broken(error)
+                if check.num_waiting and not check.verdict.done():
+                    check.verdict.set_exception(failure)
             finally:
                 del self._checks[check.key]
                 self._taken_s[sharer] += loop.time() - start_s
@@ -298,6 +299,12 @@ class ConstraintChecker:
         self._known[check.digest] = verdict
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
+
+
+def _broken(error: Exception) -> RequestFailed:
+    """Return what clients learn of an error that is none of their constraint's."""
+    log.error("the check of a constraint broke down", exc_info=error)
+    return RequestFailed("an internal error occurred", code="internal_error", status=500)
 
 
 def _end_patience(check: _Check) -> None:

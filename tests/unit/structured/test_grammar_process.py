@@ -19,8 +19,8 @@ import pytest
 from lightserve import grammar_process
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.structured_output import ConstraintChecker
-from lightserve.grammar_process import MAX_WORK_BYTES, environment
+from lightserve.frontend.structured_output import ConstraintChecker, GrammarProcess
+from lightserve.grammar_process import MAX_WORK_BYTES, Verdict, environment
 from lightserve.messages.common import (
     Constraint,
     GrammarConstraint,
@@ -223,6 +223,33 @@ def test_a_process_that_ends_takes_one_check_with_it(signum: int, status: int) -
         assert refused.value.status == status  # type: ignore[attr-defined]
         await behind
         assert [child.pid for child in children()] != [process.pid]
+        checker.close()
+
+    run(scenario())
+
+
+def test_an_error_that_is_no_refusal_ends_one_check_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a process that cannot be started; clients learn nothing of why."""
+    judge = GrammarProcess.judge
+
+    async def broken_judge(self: GrammarProcess, constraint: Constraint) -> Verdict:
+        if constraint == RegexConstraint(pattern="a"):
+            raise RuntimeError("/secret/path")
+        return await judge(self, constraint)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(GrammarProcess, "judge", broken_judge)
+        checker = ConstraintChecker()
+        broken, behind = (
+            asyncio.create_task(checker.check(RegexConstraint(pattern=text), param="field"))
+            for text in "ab"
+        )
+        with pytest.raises(RequestFailed, match=r"^an internal error occurred$") as failed:
+            await asyncio.wait_for(broken, 20.0)
+        assert failed.value.status == 500
+        assert await behind == RegexConstraint(pattern="b")
         checker.close()
 
     run(scenario())
