@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,8 +143,9 @@ def _timed(bench: Bench, kernels: TritonKernels, shapes: KernelShapes) -> tuple[
     return time.perf_counter() - start_s, found
 
 
-PROCESSES = 6
+PROCESSES = 12
 """Each compiles and has the device to itself for moments."""
+TYPES = (torch.bfloat16, torch.float32, torch.float16)
 REHEARSED_EVERY = 30
 """A rehearsal takes one case of so many of the small grid."""
 KERNEL_TEETH = AttentionCase("mixed", "scattered", (4, 2, 32), 24, torch.float32)
@@ -154,18 +155,17 @@ def kernels(bench: Bench) -> None:
     """Run the grid; a part of the small one in a rehearsal."""
     device = bench.machine.device
     cases = attention_cases(large=not bench.rehearse)
-    found = in_processes(cases[::REHEARSED_EVERY] if bench.rehearse else cases, str(device))
-    report = merged([found, *(dense(dtype, device) for dtype in LIMITS)])
-    for dtype, limit in LIMITS.items():
-        name = str(dtype).removeprefix("torch.")
-        worst = {
-            key.rpartition(" ")[0]: error
-            for key, error in sorted(report.worst.items())
-            if key.rpartition(" ")[2] == name
-        }
-        errors = ", ".join(f"{operation} {error:.2g}" for operation, error in worst.items())
-        is_right = all(error <= limit for error in worst.values())
-        bench.rows.claim(f"{name}, relative errors below {limit:g}", is_right, errors)
+    whole = GridReport()
+    chosen = cases[::REHEARSED_EVERY] if bench.rehearse else cases
+    # The types by their worth, each reported when it is done: a part that is ended keeps them.
+    for dtype, report in in_processes(chosen, device):
+        limit, errors = LIMITS[dtype], worst_of(report)
+        is_right = all(error <= limit for error in errors.values())
+        note = ", ".join(f"{operation} {error:.2g}" for operation, error in errors.items())
+        name = f"{str(dtype).removeprefix('torch.')}, relative errors below {limit:g}"
+        bench.rows.claim(name, is_right, f"{report.num_cases} comparisons: {note}")
+        whole = merged([whole, report])
+    report = whole
     note = "; ".join(report.failures[:3]).replace("|", "/")
     bench.rows.claim(f"{report.num_cases} comparisons", not report.failures, note)
     error = attention_error(WrongScale(), KERNEL_TEETH, device)
@@ -189,14 +189,28 @@ def dense(dtype: torch.dtype, device: torch.device) -> GridReport:
     return report
 
 
-def in_processes(cases: Sequence[AttentionCase], device: str) -> GridReport:
-    """Compare attention on a device in several processes."""
-    shares: dict[tuple[object, ...], list[AttentionCase]] = {}
-    for case in cases:
-        shares.setdefault((case.heads, case.dtype), []).append(case)
+def worst_of(report: GridReport) -> dict[str, float]:
+    """Return the largest error of each operation, of a report on one type."""
+    return {key.rpartition(" ")[0]: error for key, error in sorted(report.worst.items())}
+
+
+def in_processes(
+    cases: Sequence[AttentionCase], device: torch.device
+) -> Iterator[tuple[torch.dtype, GridReport]]:
+    """Yield what each type comes to, compared in several processes, which compile meanwhile."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, mp_context=spawn) as pool:
-        return merged(list(pool.map(attention, shares.values(), [device] * len(shares))))
+        found: dict[torch.dtype, list[Future[GridReport]]] = {}
+        for dtype in TYPES:
+            # Those of the same heads in one process: they share most of their kernels.
+            shares: dict[tuple[int, int, int], list[AttentionCase]] = {}
+            for case in cases:
+                if case.dtype == dtype:
+                    shares.setdefault(case.heads, []).append(case)
+            found[dtype] = [pool.submit(dense, dtype, device)]
+            found[dtype] += [pool.submit(attention, s, str(device)) for s in shares.values()]
+        for dtype, reports in found.items():
+            yield dtype, merged([report.result() for report in reports])
 
 
 def merged(reports: Sequence[GridReport]) -> GridReport:

@@ -33,6 +33,8 @@ STREAMS_PER_CLIENT = 32
 MIN_RATIO = 0.95
 MAX_SHORT_RATIO = 1.7
 SHORT_PROMPT, NUM_SHORT = 41, 30
+NAME = "Llama-3-8B shape"
+SHORT_NAME = f"{NAME}, {SHORT_PROMPT} tokens through HTTP, one token"
 BODY = {"temperature": 0.0, "ignore_eos": True}
 """So every answer has as many tokens as it may; min_tokens would change logits in each step."""
 
@@ -95,20 +97,24 @@ def through_http(bench: Bench) -> None:
         *("--max-num-batched-tokens", str(scale.budget)),
         *("--max-model-len", str(scale.max_model_len), "--log-level", "warning"),
     )
+    # Rows are written as they come: a part that is ended keeps them.
     with running_server([*flags, *scale.server]) as server:
         short_s = short_prompts(server, vocab_size=model.config.vocab_size)
-        served = {number: served_rate(server, scale, number) for number in scale.streams}
+        bench.rows.figure(SHORT_NAME, 1e3 * short_s, "ms")
+        served = {}
+        for number in scale.streams:
+            through = served[number] = served_rate(server, scale, number)
+            note = f"the worker was idle for {through.idle_pct:.3g} % of that time"
+            name = f"{NAME}, {number} streams: through HTTP"
+            bench.rows.figure(name, through.tokens_per_s, "tokens/s", note=note)
     runner = engine(model, bench.machine, scale)
-    _report_short(bench, runner, model, short_s)
     for number in scale.streams:
-        name = f"Llama-3-8B shape, {number} streams"
         alone = engine_rate(runner, model, scale, number)
-        bench.rows.figure(f"{name}: engine alone", alone, "tokens/s")
-        through = served[number]
-        note = f"the worker was idle for {through.idle_pct:.3g} % of that time"
-        bench.rows.figure(f"{name}: through HTTP", through.tokens_per_s, "tokens/s", note=note)
-        ratio = through.tokens_per_s / alone
-        bench.rows.figure(f"{name}: HTTP to engine", ratio, "x", at_least=MIN_RATIO)
+        bench.rows.figure(f"{NAME}, {number} streams: engine alone", alone, "tokens/s")
+        ratio = served[number].tokens_per_s / alone
+        name = f"{NAME}, {number} streams: HTTP to engine"
+        bench.rows.figure(name, ratio, "x", at_least=MIN_RATIO)
+    _report_short(bench, runner, model, short_s)
 
 
 def short_prompts(server: Server, *, vocab_size: int) -> float:
@@ -127,24 +133,17 @@ def short_prompts(server: Server, *, vocab_size: int) -> float:
 
 
 def _report_short(bench: Bench, runner: ModelRunner, model: RandomModel, short_s: float) -> None:
-    """Report a short prompt over HTTP beside the device's time of its pass."""
+    """Report a short prompt over HTTP by the device's time of its pass."""
     row = Sequences(1, SHORT_PROMPT + 1, vocab_size=model.config.vocab_size)
     plans = row.prefills(SHORT_PROMPT, budget=SHORT_PROMPT) * NUM_SHORT
     run_plans(runner, plans)
-    name = f"Llama-3-8B shape, {SHORT_PROMPT} tokens through HTTP, one token"
-    bench.rows.figure(name, 1e3 * short_s, "ms")
+    name = f"{SHORT_NAME}: to the pass on the device"
     busy_s = device_busy_s(bench, runner, plans)
     if busy_s is None:
-        bench.rows.skip(f"{name}: to the pass on the device", "nothing ran on a device")
+        bench.rows.skip(name, "nothing ran on a device")
         return
     note = f"the pass {1e3 * busy_s:.4g} ms"
-    bench.rows.figure(
-        f"{name}: to the pass on the device",
-        short_s / busy_s,
-        "x",
-        at_most=MAX_SHORT_RATIO,
-        note=note,
-    )
+    bench.rows.figure(name, short_s / busy_s, "x", at_most=MAX_SHORT_RATIO, note=note)
 
 
 class Served(NamedTuple):
