@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import lightserve
+from tools.planted_faults import read_faults
 from tools.structure import (
     MAX_MEMBERS,
     large_classes,
@@ -168,6 +169,13 @@ def test_the_house_only_gets_smaller() -> None:
     figures, ceilings = measure(ROOT) | measure_ways(ROOT), read_ceilings()["figures"]
     over = {name: figures[name] for name, most in ceilings.items() if figures[name] > most}
     assert over == {}
+
+
+def test_every_fault_that_is_planted_has_one_place() -> None:
+    """A file that is gone, or a row whose text stands in it no more, is an error as well."""
+    for each in read_faults():
+        assert (PACKAGE / each.path).read_text().count(each.right) == 1, each
+        assert all((ROOT / "tests" / name).exists() for name in each.tests), each
 
 
 def test_no_pattern_needs_what_older_pythons_get_wrong() -> None:
