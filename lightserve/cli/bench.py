@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from lightserve.cli.bench_options import SECTIONS, TRAFFIC_OPTIONS, bench_options, parse_nested
+from lightserve.cli.bench_options import (
+    ALL_OPTIONS,
+    MIXED_OPTIONS,
+    MIXED_SECTIONS,
+    SECTIONS,
+    TRAFFIC_OPTIONS,
+    bench_options,
+    parse_nested,
+)
 from lightserve.cli.options import SectionCommand, read_api_key
 from lightserve.errors import LoadTestError
 from lightserve.extras import missing_extra
@@ -40,6 +48,9 @@ Examples
   lightserve bench --rate 4 --targets ttft=400ms --be "concurrency=32 output-tokens=32:128"
   lightserve bench --documents 8 --questions 16 --document-tokens 2048 --rate 2
   lightserve bench --compare before.json after.json --plots plots
+  lightserve bench mixed --rate 2 --batch 64 --caps 2,8 --plot mixed.svg
+
+`lightserve bench mixed` is a benchmark of its own, chats beside a batch: it has its own --help.
 
 Without --concurrency it is an open loop: arrivals are fixed beforehand and never wait for the
 server, latencies count from the intended arrival, and every arrival (refused, failed, unfinished)
@@ -49,14 +60,30 @@ Exit codes: 0 when a request was completed in every run, 1 otherwise, 2 for wron
 """
 
 
+class _BenchCommand(SectionCommand):
+    """The command, and `mixed`, which stands in place of options."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Return the context of the command that the first argument asks for."""
+        if args[:1] == ["mixed"]:
+            return mixed.make_context("bench mixed", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
 @click.command(
     "bench",
-    cls=SectionCommand,
+    cls=_BenchCommand,
     sections=SECTIONS,
     help=HELP,
     context_settings={"max_content_width": 100},
 )
-@bench_options
+@bench_options(ALL_OPTIONS)
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 def command(files: tuple[Path, ...], **values: Any) -> int:
     """Run, compare or print the schema."""
@@ -83,7 +110,7 @@ def command(files: tuple[Path, ...], **values: Any) -> int:
 
 def _check_pictures(values: dict[str, Any]) -> None:
     """Find out before a run whether its pictures can be drawn after it. Raises ConfigError."""
-    if values["plot"] is not None or values["plots"] is not None:
+    if values["plot"] is not None or values.get("plots") is not None:
         from lightserve.sim.pictures import check_picture  # noqa: PLC0415 - an extra
 
         check_picture(values["plot"] or Path("timeline.png"), "--plot")
@@ -297,3 +324,113 @@ def _check(kind: ArrivalKind, values: dict[str, Any], *, has_times: bool) -> Non
         raise click.UsageError("--think-s is for closed loops")
     if values["burstiness"] != 1.0 and kind is not ArrivalKind.GAMMA:
         raise click.UsageError("--burstiness is for --arrivals gamma")
+
+
+MIXED_HELP = """Measure how chats fare beside a batch, on any OpenAI-compatible server.
+
+The same chats, by the same open loop, in several scenes: alone; beside a batch whose requests are
+all sent at once; beside it with a cap on how many go at once, for each of --caps; and beside it
+sent as the server's own best-effort class (--be-body). Printed are the latencies of the chats, and
+their ratios to alone, and how long the batch took. Chats arrive until the batch has ended, or the
+scene is longer than --limit-s. The defaults take at most five minutes.
+
+\b
+Examples
+  lightserve bench mixed --targets ttft=400ms,mtpot=200ms --plot mixed.svg
+  lightserve bench mixed --url http://127.0.0.1:8001 --be-body '{"priority": 1}'
+  lightserve bench mixed --url http://127.0.0.1:8080 --be-body '{}' --caps 1,2,4
+
+The first example is for lightserve, the second for vLLM with --scheduling-policy priority, the
+third for llama.cpp, which has no classes. With --output the result is a file that
+`lightserve bench --compare` reads.
+"""
+
+
+@click.command(
+    "mixed",
+    cls=SectionCommand,
+    sections=MIXED_SECTIONS,
+    help=MIXED_HELP,
+    context_settings={"max_content_width": 100},
+)
+@bench_options(MIXED_OPTIONS)
+def mixed(**values: Any) -> int:
+    """Run the scenes."""
+    _check_pictures(values)
+    try:
+        return _run_mixed(values)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise missing_extra(package, "bench") from error
+
+
+def _run_mixed(values: dict[str, Any]) -> int:
+    from rich.console import Console  # noqa: PLC0415 - an extra
+
+    from lightserve.loadtest.mixed import (  # noqa: PLC0415 - an extra
+        Mix,
+        check_scenes,
+        print_scenes,
+        scenes,
+    )
+    from lightserve.loadtest.session import run_to_end  # noqa: PLC0415 - an extra
+
+    console = Console(
+        width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL, stderr=values["json"]
+    )
+    for name in ("prompt_tokens", "output_tokens"):
+        LengthDistribution.parse(values[name])
+        LengthDistribution.parse(values[f"batch_{name}"])
+    if not values["duration_s"] <= values["limit_s"]:
+        raise click.UsageError(
+            f"--limit-s: at least --duration-s ({values['duration_s']:g}), not "
+            f"{values['limit_s']:g}"
+        )
+    options = _session_options(
+        values
+        | {"text_seed": None, "skip_first_s": 0.0, "skip_last_s": 0.0, "save_requests": False}
+    )
+    mix = Mix(
+        chats=Traffic(
+            prompt_tokens=values["prompt_tokens"],
+            output_tokens=values["output_tokens"],
+            arrivals=ArrivalKind.POISSON,
+            rate=values["rate"],
+            duration_s=values["duration_s"],
+            targets=Targets.parse(values["targets"] or ""),
+        ),
+        batch=Traffic(
+            request_class=BE,
+            prompt_tokens=values["batch_prompt_tokens"],
+            output_tokens=values["batch_output_tokens"],
+            arrivals=ArrivalKind.CLOSED,
+            num_requests=values["batch"],
+        ),
+        caps=sorted(set(values["caps"])),
+        class_body=options.server.be_body,
+        limit_s=values["limit_s"],
+    )
+    points = scenes(mix)
+    runs = run_to_end(options, points, lambda _: None)
+    check_scenes(runs)
+    if values["json"]:
+        click.echo(result.document(runs), nl=False)
+    elif runs:
+        print_scenes(console, runs)
+    if values["output"] is not None and runs:
+        result.save(values["output"], runs)
+        console.print(f"result: {values['output']}", highlight=False, soft_wrap=True)
+    if runs and values["plot"] is not None:
+        _draw_scenes(console, values["plot"], runs)
+    is_whole = len(runs) == len(points) and all(run.classes[RT].num_completed for run in runs)
+    return 0 if is_whole else 1
+
+
+def _draw_scenes(console: Console, path: Path, runs: list[Run]) -> None:
+    from lightserve.loadtest.plots import plot_scenes  # noqa: PLC0415 - an extra
+
+    try:
+        plot_scenes(path, runs)
+    except OSError as error:
+        raise LoadTestError(f"cannot write {path}: {error}") from error
+    console.print(f"plot: {path}", highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -380,11 +381,79 @@ SECTIONS = {
 """Titles of --help, by the first option of each."""
 
 
-def bench_options(function: FunctionT) -> FunctionT:
-    """Decorate a command with all options, in their order."""
-    params: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
-    params.extend(reversed(ALL_OPTIONS))  # click reverses them again
-    return function
+_OWN_OF_MIXED = [
+    _option("--rate", "Chats per second, by a Poisson process.", type=_POSITIVE, default=2.0),
+    _option("--prompt-tokens", "Of chats.", metavar="LENGTHS", default="256"),
+    _option("--output-tokens", "Of chats.", metavar="LENGTHS", default="64"),
+    _option(
+        "--duration-s",
+        "Chats alone arrive for so long.",
+        type=_POSITIVE,
+        default=30.0,
+    ),
+    _option("--batch", "Requests of the batch.", type=_COUNT, default=64, metavar="N"),
+    _option("--batch-prompt-tokens", "Of the batch.", metavar="LENGTHS", default="512"),
+    _option("--batch-output-tokens", "Of the batch.", metavar="LENGTHS", default="128"),
+    _option(
+        "--caps",
+        "Requests of the batch at once, a scene for each number.",
+        type=_Numbers(int),
+        default="2,8",
+    ),
+    _option(
+        "--limit-s",
+        "A scene with a batch sends nothing more after so long.",
+        type=_POSITIVE,
+        default=45.0,
+    ),
+]
+_CHANGED_IN_MIXED = {"be_body": "The batch as the server's own class; {} leaves that scene out."}
+_TAKEN_BY_MIXED = (
+    *("be_body", "targets", "send_targets", "warmup", "drain_s", "seed"),
+    *("output", "json", "quiet"),
+)
+
+
+def _mixed_options() -> list[click.Option]:
+    """Return the options of `bench mixed`: its own, and those it shares."""
+    by_name = {option.name: option for option in ALL_OPTIONS}
+    shared = [copy.copy(by_name[name]) for name in _TAKEN_BY_MIXED]
+    for option in shared:
+        option.help = _CHANGED_IN_MIXED.get(option.name or "", option.help)
+        if option.name == "drain_s":
+            option.default = 10.0
+        if option.name == "quiet":
+            option.help = "No progress bar."
+    plot = _option(
+        "--plot",
+        "Draw the scenes into this file: .png, .svg or .pdf.",
+        metavar="FILE",
+        type=click.Path(path_type=Path, dir_okay=False),
+    )
+    return [*SERVER_OPTIONS, *_OWN_OF_MIXED, *shared, plot]
+
+
+MIXED_OPTIONS = _mixed_options()
+MIXED_SECTIONS = {
+    "url": "Server",
+    "rate": "Chats and batch",
+    "be_body": "Class and targets",
+    "warmup": "Runs",
+    "output": "Output",
+    "help": "Help",
+}
+"""Titles of `bench mixed --help`."""
+
+
+def bench_options(options: Sequence[click.Option]) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator that gives a command these options, in their order."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        params: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
+        params.extend(reversed(options))  # click reverses them again
+        return function
+
+    return decorate
 
 
 def parse_nested(text: str, options: Sequence[click.Option], *, param_hint: str) -> dict[str, Any]:

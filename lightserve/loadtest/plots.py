@@ -73,6 +73,38 @@ def _plot_run(column: Sequence[Axes], run: Run) -> None:
     column[2].set_xlabel("seconds (counted between the grey lines)")
 
 
+def plot_scenes(path: Path, runs: list[Run]) -> None:
+    """Write the scenes of `bench mixed`: TTFT and ITL of chats, and how long the batch took.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    mpl.use("Agg")
+    figure = Figure(figsize=(13, 1.5 + 0.5 * len(runs)), layout="constrained")
+    columns = figure.subplots(1, 3, sharey=True)
+    rows = np.arange(len(runs))[::-1]
+    for axis, (field, title) in zip(columns, _OVER_TIME, strict=False):
+        for point, marker in (("p50", "o"), ("p90", "s"), ("p99", "D")):
+            values = [getattr(getattr(run.classes["rt"], field), point) for run in runs]
+            known = [np.nan if value is None else value for value in values]
+            axis.plot(known, rows, marker, color=COLORS["rt"], label=point, alpha=0.8)
+            axis.axvline(known[0], color="#999999", linewidth=0.8)
+        axis.set_xlim(left=0)
+        axis.set_xlabel(f"{title} of chats (lines: alone)")
+        axis.legend(fontsize="small")
+    batches = [run.classes.get("be") for run in runs]
+    spans = [0.0 if batch is None else batch.makespan_s or 0.0 for batch in batches]
+    whole = [batch is None or batch.num_completed == batch.num_arrivals for batch in batches]
+    bars = columns[2].barh(rows, spans, color=COLORS["be"])
+    for bar, is_whole in zip(bars, whole, strict=True):
+        bar.set_hatch("" if is_whole else "//")
+    columns[2].set_xlabel("seconds of the batch (hatched: not all completed)")
+    columns[0].set_yticks(rows, [run.label for run in runs])
+    for axis in columns:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
 def write_plots(directory: Path, runs: list[Run]) -> list[Path]:
     """Write all pictures that the runs allow; return their paths. Raises OSError."""
     mpl.use("Agg")

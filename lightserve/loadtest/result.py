@@ -73,6 +73,8 @@ class ClassSummary(msgspec.Struct, frozen=True, kw_only=True):
     output_lengths: Lengths
     cached_tokens_share: float | None
     """Cached prompt tokens / prompt tokens, where usage says."""
+    makespan_s: float | None = None
+    """From the first arrival to the last end; None without an arrival."""
 
 
 class ClientReport(msgspec.Struct, frozen=True):

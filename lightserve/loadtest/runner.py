@@ -81,12 +81,18 @@ class Runner:
         self._faults: list[BaseException] = []
         self._arrivals_end = asyncio.Event()
 
-    async def run(self, plans: Sequence[Plan]) -> RunOutcome:
-        """Send everything. Closed loops without an end of their own end with the other plans."""
+    async def run(self, plans: Sequence[Plan], *, ends_with_last: bool = False) -> RunOutcome:
+        """Send everything.
+
+        Closed loops without an end of their own end with the other plans; with `ends_with_last`
+        all plans end with the last one.
+        """
         gc.collect()
         gc.freeze()  # what is there already is not looked through again while times are taken
         cpu_before = _cpu_s()
         bounded = [plan.offsets_s is not None or plan.traffic.is_bounded for plan in plans]
+        if ends_with_last:
+            bounded[:-1] = [False] * (len(plans) - 1)
         loops = [self._start(self._arrive(source, plan)) for source, plan in enumerate(plans)]
         stopper = asyncio.ensure_future(self.stop.wait())
         ending = asyncio.gather(*(loop for loop, ends in zip(loops, bounded, strict=True) if ends))

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -80,6 +81,10 @@ class Point:
 
     label: str
     traffic: tuple[Traffic, ...]
+    be_body: dict[str, Any] | None = None
+    """Merged into best-effort bodies; None: what the session says."""
+    ends_with_last: bool = False
+    """Whether arrivals end as soon as the last traffic has ended."""
 
 
 async def run_session(
@@ -106,8 +111,12 @@ async def run_session(
         for point, point_plans in zip(points, plans, strict=True):
             if stop.is_set():
                 break
-            single = dataclasses.replace(options, server=server)
-            run = await _run_point(single, client, calibration, point, point_plans, stop=stop)
+            own = server
+            if point.be_body is not None:
+                own = msgspec.structs.replace(server, be_body=point.be_body)
+            single = dataclasses.replace(options, server=own)
+            async with _client(single, own) as sender:
+                run = await _run_point(single, sender, calibration, point, point_plans, stop=stop)
             runs.append(run)
             on_run(run)
     return runs
@@ -195,7 +204,7 @@ async def _run_point(
     with _progress_bars(point.label, plans, runner, is_shown=options.shows_progress):
         # The clock of a run starts when everything is ready to be sent.
         runner.now, started_at = clock(), wall_clock()
-        outcome = await runner.run(plans)
+        outcome = await runner.run(plans, ends_with_last=point.ends_with_last)
     if not outcome.records:
         raise LoadTestError("interrupted before the first arrival")
     return make_run(

@@ -176,6 +176,7 @@ def summarize(
             (each.record.wanted_output_tokens, each.record.output_tokens) for each in done
         ),
         cached_tokens_share=_cached_share(done),
+        makespan_s=_makespan_s([each.record for each in chosen]),
     )
 
 
@@ -259,6 +260,13 @@ def _lengths(pairs: Iterable[tuple[int, int | None]]) -> Lengths:
     wanted, actual = np.array(known, dtype=np.float64).T
     p50, p99 = np.quantile(np.abs(actual - wanted) / wanted * 100, [0.5, 0.99])
     return Lengths(_rounded(wanted.mean()), _rounded(actual.mean()), _rounded(p50), _rounded(p99))
+
+
+def _makespan_s(records: Sequence[Record]) -> float | None:
+    if not records:
+        return None
+    end_s = max(record.end_s or record.intended_s for record in records)
+    return _rounded(end_s - min(record.intended_s for record in records))
 
 
 def _cached_share(measures: Sequence[Measures]) -> float | None:

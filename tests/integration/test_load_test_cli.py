@@ -243,3 +243,56 @@ def test_help_names_every_section() -> None:
     for section in ("Server:", "What is sent:", "When it arrives:", "Classes and targets:",
                     "Runs:", "Output:"):  # fmt: skip
         assert section in text
+
+
+MIXED = (
+    *("mixed", "--rate=200", "--duration-s=0.5", "--output-tokens=3", "--prompt-tokens=20"),
+    *("--batch=6", "--batch-output-tokens=40", "--batch-prompt-tokens=30", "--warmup=0"),
+)
+
+
+def test_chats_beside_a_batch_in_every_scene(mock_url: str, tmp_path: Path) -> None:
+    output, picture = tmp_path / "mixed.json", tmp_path / "mixed.svg"
+    text = load_test(
+        *MIXED, f"--url={mock_url}", "--caps=3,1", f"--output={output}", f"--plot={picture}"
+    )
+    runs = result.load(output)
+    assert [run.label for run in runs] == ["alone", "unguarded", "cap 1", "cap 3", "own class"]
+    assert "the largest cap that keeps" in text or "no cap keeps" in text
+    assert "the server's own class" in text and picture.read_text().count("</svg>") == 1
+    for run in runs[1:]:
+        assert run.classes["be"].num_completed == 6 and run.classes["rt"].num_arrivals > 0
+        assert (run.server.be_body != {}) == (run.label == "own class")
+    took = {run.label: run.classes["be"].makespan_s or 0.0 for run in runs[1:]}
+    # Six answers of 40 ms one after the other: no machine does that faster.
+    assert took["cap 1"] >= 6 * 39 * 0.001
+    jsonschema_rs.validator_for(json.loads(load_test("--schema"))).validate(
+        json.loads(output.read_text())
+    )
+
+
+def test_a_batch_longer_than_the_scene_is_said(mock_url: str) -> None:
+    text = load_test(
+        *MIXED, f"--url={mock_url}", "--caps=1", "--batch-output-tokens=400", "--be-body={}",
+        "--limit-s=0.6", "--drain-s=0",
+    )  # fmt: skip
+    assert "own class" not in text and "/6" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--caps=0",), "--caps"),
+        (("--batch=0",), "--batch"),
+        (("--rate=0",), "--rate"),
+        (("--batch-prompt-tokens=x",), "not a length distribution"),
+        (("--limit-s=10",), "at least --duration-s (30), not 10"),
+        (("--be-body=1",), "--be-body"),
+        (("--targets=speed=1",), "not a target"),
+        (("--plot=x.docx",), "must end with"),
+        (("--concurrency=2",), "--concurrency"),
+    ],
+)
+def test_wrong_arguments_of_mixed(args: tuple[str, ...], message: str) -> None:
+    done = run_bench("mixed", *args, "--url=http://127.0.0.1:1")
+    assert done.returncode == 2 and message in done.stderr
