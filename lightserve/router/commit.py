@@ -19,7 +19,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
-from lightserve.router.admission.accepted_risk import AcceptedRisk
+from lightserve.router.admission.risk import AcceptedRisk
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN, PlanCopies
 from lightserve.router.pipeline import Pipeline

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from lightserve.config import ServeConfig
 from lightserve.router.admission import ADMISSION_RULES
-from lightserve.router.admission.accepted_risk import AcceptedRisk
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.classwise import ClasswiseAdmission
+from lightserve.router.admission.risk import AcceptedRisk
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used, task_aware

@@ -78,9 +78,8 @@ from lightserve.router.from_submit import check_batch_due, check_submit
 from lightserve.router.kept_lengths import LengthFile
 from lightserve.router.kv.block_events import AllBlocksCleared
 from lightserve.router.kv_publisher import KVPublisher
-from lightserve.router.metrics import RouterMetrics
+from lightserve.router.metrics import RecentSteps, RouterMetrics
 from lightserve.router.output_lengths import RememberedLengths
-from lightserve.router.recent_steps import RecentSteps
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FinishReason, FrontendId

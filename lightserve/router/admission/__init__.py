@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightserve.config import ServeConfig
-from lightserve.router.admission.accepted_risk import AcceptedRisk
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import (
     AggressiveAdmission,
@@ -13,7 +12,7 @@ from lightserve.router.admission.baselines import (
     EmaAdmission,
 )
 from lightserve.router.admission.past_future import PastFutureAdmission
-from lightserve.router.admission.risk import RiskAdmission
+from lightserve.router.admission.risk import AcceptedRisk, RiskAdmission
 from lightserve.router.output_lengths import OutputLengths
 
 AdmissionFactory = Callable[[ServeConfig, OutputLengths, AcceptedRisk, int], AdmissionRule]

@@ -1,7 +1,7 @@
 """Risk: admit so that the share of requests that memory is taken from is the one that is accepted.
 
 Our own rule, beyond Past-Future: many futures, of whose peaks a quantile decides instead of a flat
-reserve. Which one, is learnt from evictions (`accepted_risk`). The uniform numbers behind a
+reserve. Which one, is learnt from evictions (`AcceptedRisk`). The uniform numbers behind a
 request's futures are the same in every round (common random numbers) and stratified, so that
 decisions do not flicker and few futures suffice. Real-time and best-effort requests have quantiles
 of their own.
@@ -14,17 +14,17 @@ each future also draws how much longer or shorter all outputs get than the histo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import NormalDist
 
 import numpy as np
 
-from lightserve.router.admission.accepted_risk import AcceptedRisk
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, columns_of
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import LengthArray, OutputLengths, UniformArray
 from lightserve.router.request import Request
+from lightserve.types import RequestClass
 
 NUM_FUTURES = 64
 WAVES = 0.015
@@ -113,3 +113,63 @@ def _stratified(rng: np.random.Generator, num_futures: int) -> UniformArray:
     jitter = rng.random(strata.shape, dtype=np.float32)
     result: UniformArray = np.minimum((strata + jitter) / num_futures, _LARGEST)
     return result
+
+
+# The accepted risk, and how cautious forecasts have to be for it: learnt from evictions.
+#
+# The accepted risk is that of a request: the chance that memory is taken from it at some time of
+# its life. A forecast has no such number. It is asked again in every step while a request waits,
+# until it says yes; overflows come in waves; and a history is not the truth. So the quantile of the
+# peak that a forecast reckons with is no setting. It starts at the accepted risk and moves with
+# what is seen, as in adaptive conformal inference (Gibbs and Candès, 2021, section 2):
+#
+#     level <- level + LEVEL_STEP (evicted - accepted)     for each request, evicted = 0 or 1
+#
+# so that over many requests the share that is evicted is the accepted one, whatever the forecast is
+# wrong by: the sum of all moves is bounded by the range of the level. The level is in standard
+# deviations of a normal distribution, not a probability: the same move then means the same for
+# small risks and large ones, and there is a level for every caution (as in the quantile tracking of
+# Angelopoulos, Candès and Tibshirani, 2023, section 2.1).
+#
+# It only falls while requests of the class wait for memory to come: without these less caution buys
+# nothing, and a quiet night would leave none for the morning.
+
+LEVEL_STEP = 0.1
+"""By how much an eviction raises the level."""
+LEAST_LEVEL, MOST_LEVEL = -1.0, 6.0
+"""The level that accepting anything, and nothing, stands for; it stays in between."""
+
+
+class AcceptedRisk:
+    """The level of each class. Pure; O(1) per call."""
+
+    def __init__(self, accepted: Mapping[RequestClass, float]) -> None:
+        """`accepted` is the share of each class that may be evicted, 0 to 1."""
+        self._accepted = dict(accepted)
+        self._levels = {of: _level(share) for of, share in accepted.items()}
+
+    def level(self, request_class: RequestClass) -> float:
+        """Return the quantile of the peak to reckon with, in standard deviations."""
+        return self._levels[request_class]
+
+    def note_evicted(self, request_class: RequestClass) -> None:
+        """Learn that memory was taken from a request for the first time in its life."""
+        self._move(request_class, LEVEL_STEP)
+
+    def note_ended(self, request_class: RequestClass, *, others_wait: bool) -> None:
+        """Learn that a request that had started is no more, evicted or not.
+
+        `others_wait`: some of its class wait for memory to come.
+        """
+        if others_wait:
+            self._move(request_class, -LEVEL_STEP * self._accepted[request_class])
+
+    def _move(self, request_class: RequestClass, by: float) -> None:
+        level = self._levels[request_class] + by
+        self._levels[request_class] = min(MOST_LEVEL, max(LEAST_LEVEL, level))
+
+
+def _level(share: float) -> float:
+    if not 0.0 < share < 1.0:
+        return LEAST_LEVEL if share > 0.0 else MOST_LEVEL
+    return min(MOST_LEVEL, max(LEAST_LEVEL, NormalDist().inv_cdf(1.0 - share)))

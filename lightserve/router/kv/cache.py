@@ -26,11 +26,10 @@ import numpy as np
 
 from lightserve.messages.common import Int32Array
 from lightserve.router.kv.block_events import BlockEvent, BlockEvents
-from lightserve.router.kv.growing_rows import IndexArray
 from lightserve.router.kv.host import Checkpoints, PlanCopies
 from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.kv.slots import BlockSlotPool
+from lightserve.router.kv.slots import BlockSlotPool, IndexArray
 from lightserve.router.request import Request
 from lightserve.types import BE, RT
 

@@ -13,11 +13,17 @@ import pytest
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.admission import ADMISSION_RULES
-from lightserve.router.admission.accepted_risk import MOST_LEVEL, STEP, AcceptedRisk
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.past_future import PastFutureAdmission
-from lightserve.router.admission.risk import NUM_FUTURES, RiskAdmission, peak_at
+from lightserve.router.admission.risk import (
+    LEVEL_STEP,
+    MOST_LEVEL,
+    NUM_FUTURES,
+    AcceptedRisk,
+    RiskAdmission,
+    peak_at,
+)
 from lightserve.router.config import make_accepted_risk
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request, RequestState
@@ -273,7 +279,7 @@ def test_caution_is_given_up_only_where_that_buys_something_and_by_class() -> No
         risk.note_ended(RequestClass.RT, others_wait=False)
     assert risk.level(RequestClass.RT) == levels[RequestClass.RT]
     risk.note_evicted(RequestClass.RT)
-    assert risk.level(RequestClass.RT) == pytest.approx(levels[RequestClass.RT] + STEP)
+    assert risk.level(RequestClass.RT) == pytest.approx(levels[RequestClass.RT] + LEVEL_STEP)
     for _ in range(10):
         risk.note_ended(RequestClass.RT, others_wait=True)
     assert risk.level(RequestClass.RT) == pytest.approx(levels[RequestClass.RT])
