@@ -75,6 +75,8 @@ class HarmonyText:
         """Pass on what was held back; what is no message at all is content."""
         held, self._held = self._held, ""
         self._text(held)
+        if not self._arguments.getvalue().strip():
+            self._function = ""  # it breaks off before its arguments
         self._end_call()
         if self._emit is None and not self._has_channel:
             self._content(self._header.getvalue())

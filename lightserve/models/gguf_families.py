@@ -223,9 +223,15 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         raise gguf.error(key, f"must be below {num_layers}, got {num_more}")
     rope = rope_of(gguf, name, rotated, 10_000.0)
     if rope["rope_type"] == "yarn":
-        # A tenth of it is in the file, and both of config.json's numbers are the same.
-        scale = 10 * gguf.number(f"{name}.rope.scaling.yarn_log_multiplier")
-        rope |= {"mscale": scale, "mscale_all_dim": scale}
+        if (
+            rope.pop("attention_factor", None)
+            and gguf.number(key := f"{name}.rope.scaling.attn_factor") != 1.0
+        ):
+            raise gguf.error(key, "must be 1")
+        # A tenth of it is in the file, and both of config.json's numbers are the same. Without it
+        # llama.cpp scales cos and sin, and the scores once more.
+        scale = 10 * gguf.number(f"{name}.rope.scaling.yarn_log_multiplier", default=0.0)
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"mscale_all_dim": 1.0}
     return {
         "num_hidden_layers": num_layers - num_more,
         "q_lora_rank": gguf.integer(f"{name}.attention.q_lora_rank", default=0) or None,

@@ -39,6 +39,7 @@ from lightserve.models.gguf import GgufFile, read_gguf
 from lightserve.models.gguf_config import one_by_one
 from lightserve.models.gguf_model import unpack, unpacked_root
 from lightserve.models.gguf_rope import FREQUENCY_FACTORS
+from lightserve.models.layers.attention import frequencies
 from lightserve.models.layers.linear import LinearMethod
 from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.parallel import Part
@@ -296,6 +297,24 @@ def test_older_files_of_deepseek(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("multiplier", [None, 0.0])
+def test_deepseek_s_yarn_without_a_multiplier(multiplier: float | None, tmp_path: Path) -> None:
+    """As in llama.cpp: YaRN's own growth g on cos and sin, and g squared on all scores."""
+    _, file = converted("deepseek2", tmp_path)
+    gguf = read_gguf(file)
+    metadata = dict(gguf.metadata) | tiny_tokens(200)
+    del metadata[key := "deepseek2.rope.scaling.yarn_log_multiplier"]
+    metadata |= {} if multiplier is None else {key: multiplier}
+    (bare := tmp_path / "bare.gguf").write_bytes(gguf_bytes(metadata, tensors_of(gguf)))
+    config = load_model_config(unpack(bare))
+    found, head_dim = config.rope, metadata["deepseek2.attention.key_length_mla"]
+    assert isinstance(found, YarnRope) and found.attention_factor is None
+    lengths = {"max_position_embeddings": 256, "context_len": 256}
+    growth = frequencies(found, head_dim=8, **lengths).scale
+    assert growth == pytest.approx(0.1 * math.log(found.factor) + 1) and growth > 1
+    assert config.attention_scale == pytest.approx(growth**2 / math.sqrt(head_dim))
+
+
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 def test_exponents_that_are_no_number(tmp_path: Path) -> None:
     _, file = converted("gpt-oss-mxfp4", tmp_path)
@@ -340,6 +359,7 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("deepseek2", "deepseek2.nextn_predict_layers", 3, "must be below 3, got 3"),
         ("deepseek2", "deepseek2.rope.dimension_count", 32, "must be below 32, got 32"),
         ("deepseek2", "deepseek2.rope.scaling.yarn_log_multiplier", "no", "must be a number"),
+        ("deepseek2", "deepseek2.rope.scaling.attn_factor", 0.5, "must be 1"),
         ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
         ("glm4", "glm4.attention.key_length", 0, "length' must be at least 1, got 0"),
         ("phi2", "phi2.embedding_length", 3, "length' must be at least 4, got 3"),

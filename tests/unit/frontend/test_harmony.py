@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_router import frontend, says, sse_data
+from support.grids import choose, more_when_long
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
@@ -165,3 +167,55 @@ def test_calls_need_the_channels() -> None:
         ServeConfig(
             model=str(BUNDLED_MODEL_DIR), tool_call_parser="harmony", reasoning_parser="think"
         )
+
+
+WORDS = (
+    "<|",
+    "<|cal",
+    "|>",
+    "<",
+    "}",
+    "{",
+    '"',
+    "'",
+    "\\",
+    "\n",
+    " ",
+    "[",
+    "]",
+    ",",
+    "ö",
+    "🚪",
+    "null",
+)
+
+
+@more_when_long
+def test_random_calls_cut_everywhere() -> None:
+    """500 calls, whole and broken off, in the long form at every place: arguments are JSON, no text
+    of a message is lost.
+    """
+    chance = random.Random(5)
+
+    def value() -> Any:
+        text = "".join(chance.choices(WORDS, k=chance.randrange(9)))
+        return chance.choice([chance.randrange(-(10**20), 10**20), 1.5, None, text, [text], {}])
+
+    for _ in range(500):
+        said = {key: value() for key in chance.sample("abc", chance.randrange(4))}
+        ascii_only, indent = chance.random() < 0.5, chance.choice([None, 1])
+        body = json.dumps(said, ensure_ascii=ascii_only, indent=indent)
+        kind = chance.choice(["", " <|constrain|>json"])
+        call = f"<|channel|>commentary to=functions.add{kind}<|message|>{body}<|call|>"
+        whole = message_of(call, [])
+        assert whole == message_of(call, list(range(len(call))))
+        ((name, arguments),) = whole["calls"]
+        assert name == "add" and json.loads(arguments) == said and not whole["content"]
+        places = {chance.randrange(len(call)) for _ in range(12)}
+        for length in choose(sorted(places), range(len(call))):
+            broken = message_of(call[:length], [])
+            for _, arguments in broken.get("calls", ()):
+                assert json.loads(arguments) == said
+            text = call[:length].partition("<|message|>")[2]
+            is_head = length < call.index("<|message|>") + len("<|message|>")
+            assert is_head or broken.get("calls") or broken["content"] == text, call[:length]
