@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightserve.router.policies.base import Phase
+from lightserve.router.policies.baselines import in_queue_order
 from lightserve.router.policies.step_budget import StepBudget
 
 
@@ -20,7 +21,7 @@ class LongestWait:
 
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
-        waiting = sorted(step.in_queue_order(), key=lambda request: request.arrival_s)
+        waiting = sorted(in_queue_order(step), key=lambda request: request.arrival_s)
         running, table = step.running_of(), step.running.table
         is_in_flight = table.inflight_steps[running.decodes] > 0  # in the step before: no wait
         last_s = table.last_s[running.decodes]

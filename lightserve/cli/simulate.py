@@ -75,6 +75,8 @@ _SERVE_FIELDS = (
     "late_min_share",
     "be_min_share",
     "long_prompt_tokens",
+    "pace_ms",
+    "be_stretch",
     "without",
     "window",
 )

@@ -21,6 +21,7 @@ ADMISSION_OF_OPTION = {
 }
 """Options that belong to one admission rule."""
 _OF_PAPERS = ("accelgen", "bros", "echo")
+PACED_POLICIES = ("priority", "unified")
 POLICIES_OF_OPTION = {
     "burst_headroom_s": ("priority", "sjf", "unified", *_OF_PAPERS),
     "rt_kv_deviations": ("priority", "sjf", "unified", *_OF_PAPERS),
@@ -28,6 +29,8 @@ POLICIES_OF_OPTION = {
     "late_min_share": ("unified",),
     "be_min_share": ("unified",),
     "long_prompt_tokens": ("unified", "accelgen"),
+    "pace_ms": PACED_POLICIES,
+    "be_stretch": PACED_POLICIES,
     "without": ("accelgen", "round-robin"),
 }
 """Options that only policies with classes, or those with deadlines, have a use for."""
@@ -126,6 +129,22 @@ class SchedulingOptions:
         " progress at once (unified: one of each key), unless another is urgent; 0: no such rule.",
         low=0,
     )
+    pace_ms: float = option(
+        33.0,
+        "unified, priority: time between tokens of real-time requests without targets that"
+        " real-time prompts beside them keep, or twice the time of a step of the decodes alone if"
+        " that is more. No target: nothing is refused or counted by it. 0: prompts and best-effort"
+        " work take what they find.",
+        low=0.0,
+        high=60_000.0,
+    )
+    be_stretch: float = option(
+        1.5,
+        "unified, priority: beside such requests a step with best-effort work lasts so many times"
+        " what their decodes alone take, at most.",
+        low=1.0,
+        high=1000.0,
+    )
     without: str = option(
         "",
         "Parts to be left out, separated by commas; accelgen: batching, chunking, exclusive,"
@@ -204,6 +223,11 @@ class SchedulingOptions:
         by_default = "sharing" if self.policy in ("echo", "unified") else "arrival"
         return (by_default if self.be_order == "auto" else self.be_order) == "sharing"
 
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether steps leave real-time decodes without targets a pace."""
+        return self.policy in PACED_POLICIES and self.pace_ms > 0
+
     def max_tokens_of_step(self, device_type: str) -> int:
         """Return the largest token budget of a step where workers compute on "cpu" or "cuda".
 
@@ -231,6 +255,10 @@ class SchedulingOptions:
             raise ConfigError(
                 "--be-order sharing needs a policy that knows classes and has no order of its own,"
                 f" got --policy {self.policy!r}"
+            )
+        if self.pace_ms == 0 and self.be_stretch != SchedulingOptions.be_stretch:
+            raise ConfigError(
+                f"--be-stretch {self.be_stretch:g} needs a pace, got --pace-ms {self.pace_ms:g}"
             )
         for spec in dataclasses.fields(SchedulingOptions):
             if getattr(self, spec.name) != spec.default:

@@ -519,6 +519,7 @@ def _late(seconds: float, target_s: float | None) -> str:
 
 MEANINGS = {
     Reason.TIME: "no time (time)",
+    Reason.PACE: "the pace of others' tokens leaves no time (pace)",
     Reason.TOKENS: "the token budget is used up (tokens)",
     Reason.BYTES: "the plan has as much of newcomers as it may hold (bytes)",
     Reason.ROWS: "no row is free (rows)",

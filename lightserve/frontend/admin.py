@@ -81,7 +81,7 @@ def _answer(reason: str | None, details: dict[str, Any] | None = None) -> JSONRe
 
 def current_load(service: Service) -> dict[str, Any]:
     """Return the body of /load, about a second old. Raises RequestFailed without a router."""
-    status = service.router.status
+    status, config = service.router.status, service.config
     if status is None:
         raise not_ready()
     return {
@@ -91,6 +91,9 @@ def current_load(service: Service) -> dict[str, Any]:
         "num_in_flight": service.in_flight.count,
         "num_used_slots": status.num_used_slots,
         "num_kv_slots": status.num_kv_slots,
+        "pace": {"pace_ms": config.pace_ms, "be_stretch": config.be_stretch}
+        if config.keeps_pace
+        else None,
         "classes": {
             request_class.value: {
                 "num_waiting": load.num_waiting,

@@ -274,7 +274,7 @@ REQUESTS_SKIPPED = counter(
     "requests_skipped_total",
     Origin.ROUTER,
     "Times that a request was considered for a step and left out, by what kept it out: time,"
-    " tokens, bytes, rows, kv_now, kv_future, order, loading or blocked.",
+    " pace, tokens, bytes, rows, kv_now, kv_future, order, loading or blocked.",
     (*CLASS, "reason"),
 )
 REQUESTS_UNSEEN = counter(

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lightserve.config import ServeConfig
 from lightserve.types import RequestClass
 
 IntArray = npt.NDArray[np.int64]
@@ -32,7 +33,6 @@ FloatArray = npt.NDArray[np.float64]
 LengthArray = npt.NDArray[np.int32]
 UniformArray = npt.NDArray[np.float32]
 
-DEFAULT_WINDOW = 1000
 PRIOR_MOST = 1024
 """Longest output that is assumed on average where clients set no larger limit."""
 NUM_PRIOR_LENGTHS = 20
@@ -117,7 +117,7 @@ class _Row:
 class OutputLengths:
     """The output-length history. `record` what finished; `sample` what will be."""
 
-    def __init__(self, *, max_output_tokens: int, window: int = DEFAULT_WINDOW) -> None:
+    def __init__(self, *, max_output_tokens: int, window: int = ServeConfig.window) -> None:
         self._window = window
         self._pooled = _Window(window)
         self._by_key: OrderedDict[Hashable, _OfKey] = OrderedDict()

@@ -382,6 +382,14 @@ class RouterProcess:
             num_host_slots,
             first.max_num_batched_tokens,
         )
+        if (config := self._spec.config).keeps_pace:
+            log.info(
+                "real-time requests without targets keep %g ms a token beside prompts, or twice"
+                " their own step; beside best-effort work %g times their own step%s",
+                config.pace_ms,
+                config.be_stretch,
+                "" if first.step_cost else "; from the first steps on, as there is no profile",
+            )
         self._dispatch(
             WorkersReady(
                 num_kv_slots,

@@ -208,7 +208,9 @@ class Request:
         for name in ("inflight_tokens", "inflight_samples", "inflight_steps"):
             cells[name][row] = 0
         cells["frontend_id"][row], cells["request_id"][row] = self.key
+        slo = self.slo
         cells["is_rt"][row] = self.request_class is RT
+        cells["is_timed"][row] = (slo.tpot_ms, slo.mtpot_ms, slo.completion_s) != (None,) * 3
         cells["awaits_grammar"][row] = self.awaits_grammar
         cells["wants_logprobs"][row] = self.sampling.num_logprobs is not None
         self.row, self._place, self.cells = row, row, cells

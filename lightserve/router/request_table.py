@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lightserve.router.request import Request
 from lightserve.router.slo import (
     MAX_RESERVE_SHARE,
+    RESERVE_SHARE,
     CompletionLedger,
     DeadlineTracker,
     LineDeadline,
@@ -54,7 +55,7 @@ _COUNTS = (
     "arrival_number",
 )
 _TIMES = (
-    *("due_s", "by_mean_s", "last_s", "tpot_s", "mtpot_s", "soonest_s", "debt_s", "reserve_s"),
+    *("due_s", "by_mean_s", "last_s", "tpot_s", "mtpot_s", "soonest_s", "debt_s"),
     *("line_due_s", "num_expected"),
 )
 _FLAGS = (
@@ -63,6 +64,7 @@ _FLAGS = (
     "is_plain",
     "awaits_grammar",
     "has_deadlines",
+    "is_timed",
     "is_first_late",
     "wants_logprobs",
 )
@@ -115,7 +117,6 @@ class RequestTable:
     mtpot_s: FloatArray
     soonest_s: FloatArray
     debt_s: FloatArray
-    reserve_s: FloatArray
     line_due_s: FloatArray
     """When a line of a batch should have ended; inf: it is none."""
     num_expected: FloatArray
@@ -128,6 +129,8 @@ class RequestTable:
     it waits for no grammar, and no job's time depends on it."""
     awaits_grammar: BoolArray
     has_deadlines: BoolArray
+    is_timed: BoolArray
+    """Whether tokens after the first have a target, be it one that the policy looks at or not."""
     is_first_late: BoolArray
     wants_logprobs: BoolArray
 
@@ -351,7 +354,7 @@ class RequestTable:
             last_s = np.where(is_behind, start_s, last_s)
             num_before = num_kept + num_inflight
             reserve_s = np.minimum(
-                num_before * self.reserve_s[rows], MAX_RESERVE_SHARE * self.debt_s[rows]
+                num_before * (RESERVE_SHARE * tpot_s), MAX_RESERVE_SHARE * self.debt_s[rows]
             )
             lent_s = np.maximum(
                 np.where(is_behind, mean_s, by_mean_s) - reserve_s, last_s + soonest_s

@@ -119,7 +119,7 @@ class TokenDeadlines:
         cells["num_missed"][row] = self.kept.num_missed
         cells["tpot_s"][row], cells["mtpot_s"][row] = self._tpot_s, self._mtpot_s
         cells["soonest_s"][row] = min(self._mtpot_s, LEAST_SHARE * self._tpot_s)
-        cells["debt_s"][row], cells["reserve_s"][row] = self._most_debt_s, self._reserve_s
+        cells["debt_s"][row] = self._most_debt_s
 
     def load(self, cells: Mapping[str, array[Any]], row: int) -> None:
         """Take the state back from there."""

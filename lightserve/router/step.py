@@ -113,7 +113,7 @@ def nums_of_samples(parts: Sequence[Scheduled]) -> tuple[int, ...]:
 # Every request that was considered and left out has one reason, the first that was found; those
 # that were not looked at are one record per class: how many, and what ended the search.
 
-_CLASSES = tuple(RequestClass)
+ALL_CLASSES = tuple(RequestClass)
 
 
 class Reason(StrEnum):
@@ -121,6 +121,8 @@ class Reason(StrEnum):
 
     TIME = "time"
     """The step would take longer than its limit."""
+    PACE = "pace"
+    """The step would be longer than the pace of real-time decodes without targets allows."""
     TOKENS = "tokens"
     """The token budget of the step is used up."""
     BYTES = "bytes"
@@ -171,7 +173,7 @@ class LeftOut:
 
     def count(self) -> dict[RequestClass, Counter[Reason]]:
         """Return how many of each class have which reason."""
-        counts: dict[RequestClass, Counter[Reason]] = {of: Counter() for of in _CLASSES}
+        counts: dict[RequestClass, Counter[Reason]] = {of: Counter() for of in ALL_CLASSES}
         for request, reason in self.each():
             counts[request.request_class][reason] += 1
         return counts

@@ -42,6 +42,7 @@ def cost() -> StepCost:
 
 
 def due(request: Request, residual_ms: float) -> Request:
+    request.slo = SLO(ttft_ms=residual_ms, tpot_ms=residual_ms)
     request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_ms), 0.0)
     return request
 

@@ -97,7 +97,9 @@ def test_nothing_depends_on_the_process(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record(tmp_path_factory.mktemp("decisions") / "log.jsonl", "--policy", "priority")
+    """Return a log whose decisions are the same whatever targets its requests have."""
+    path = tmp_path_factory.mktemp("decisions") / "log.jsonl"
+    return record(path, "--policy", "priority", "--pace-ms", "0")
 
 
 Edit = Callable[[list[dict[str, Any]]], None]

@@ -104,6 +104,7 @@ class State:
         request.deadlines = TokenDeadlines(SLO(ttft_ms=in_ms), START_S)
         if request.row is not None:
             self.rows.track(request.row, request.deadlines)
+            self.rows.is_timed[request.row] = True
 
     def residual(self, request: Request) -> float:
         """Return the seconds from the start of the step to a request's deadline."""
@@ -239,6 +240,7 @@ def _set_deadlines(requests: Sequence[Request], rng: random.Random) -> None:
         alike = sorted(residuals[request] for request in fresh)
         residuals |= dict(zip(fresh, alike, strict=True))
     for request, residual_s in residuals.items():
+        request.slo = SLO(tpot_ms=residual_s * 1e3)
         request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_s * 1e3), START_S)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import is_class_path
 from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
 from lightserve.router.policies.accelgen import AccelGenPolicy
-from lightserve.router.policies.base import Policy
+from lightserve.router.policies.base import Pace, Policy
 from lightserve.router.policies.baselines import (
     ChunkedPolicy,
     FcfsPolicy,
@@ -32,7 +33,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "echo": EchoPolicy,
     "fcfs": FcfsPolicy,
     "mlfq": MlfqPolicy,
-    "priority": PriorityPolicy,
+    "priority": partial(PriorityPolicy, Pace()),
     "unified": UnifiedPolicy,
     "round-robin": RoundRobinPolicy,
     "sjf": SjfPolicy,
@@ -48,6 +49,7 @@ def make_policy(config: ServeConfig) -> Policy:
     """
     if is_class_path(config.policy):
         return _own_policy(config.policy)
+    pace = Pace(config.pace_ms / 1e3, config.be_stretch) if config.pace_ms > 0 else None
     if config.policy == "unified":
         return UnifiedPolicy(
             UnifiedOptions(
@@ -55,8 +57,11 @@ def make_policy(config: ServeConfig) -> Policy:
                 be_min_share=config.be_min_share,
                 best_first=config.be_by_sharing(),
                 long_prompt_tokens=config.long_prompt_tokens,
+                pace=pace,
             )
         )
+    if config.policy == "priority":
+        return PriorityPolicy(pace)
     if config.policy == "echo":
         return EchoPolicy(best_first=config.be_by_sharing())
     if config.policy == "accelgen":
@@ -75,12 +80,9 @@ def _own_policy(path: str) -> Policy:
         policy = getattr(importlib.import_module(module_name), name)()
     except Exception as error:
         raise ConfigError(f"--policy {path}: {type(error).__name__}: {error}") from error
-    missing = [member for member in _MEMBERS if not hasattr(policy, member)]
+    members = ("is_class_aware", "meets_deadlines", "phases")
+    missing = [member for member in members if not hasattr(policy, member)]
     if missing:
         raise ConfigError(f"--policy {path} is no policy: it has no {', '.join(missing)}")
     made: Policy = policy
     return made
-
-
-_MEMBERS = ("is_class_aware", "meets_deadlines", "phases")
-"""Of `Policy`."""

@@ -1,18 +1,22 @@
-"""What a policy is: in which order requests are tried for a step."""
+"""What a policy is: in which order requests are tried for a step; and the pace that steps leave."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
+import numpy as np
+
+from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare, is_tight
 from lightserve.router.queue import MAX_CANDIDATES, Turn
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, Rows
 from lightserve.router.seats import Seats, had_of, has_had_less
-from lightserve.router.step_cost import StepCost, StepGuard
+from lightserve.router.step import ALL_CLASSES, Reason
+from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.types import RT, RequestClass
 
 if TYPE_CHECKING:
@@ -104,9 +108,6 @@ class Waiting(Protocol):
         """Whether it should wait for a prefix that another is just computing."""
 
 
-ALL_CLASSES = tuple(RequestClass)
-
-
 class Phase(NamedTuple):
     """A group of requests to be tried for a step, in this order.
 
@@ -184,6 +185,16 @@ def heads_of_real_time(waiting: Waiting) -> list[Request]:
     return list(dict.fromkeys(r for head in heads for r in itertools.islice(head, MAX_CANDIDATES)))
 
 
+def leaves_waiting(step: StepBudget, request_class: RequestClass) -> bool:
+    """Return whether a request of a class could have started by now, and is left out."""
+    if step.skips.stopped_by.get(request_class) in (Reason.KV_NOW, Reason.BYTES):
+        return False
+    return any(
+        request not in step.started and request.num_schedulable_tokens > 0
+        for request in step.waiting.of(request_class)
+    )
+
+
 def one_by_one(
     step: StepBudget,
     requests: Iterable[Request],
@@ -205,6 +216,119 @@ def one_by_one(
             num_refused[of] += request not in step.started and request.num_schedulable_tokens > 0
         if step.has_run_out:
             return
+
+
+# How far others may slow real-time decodes that have no target: the pace.
+#
+# Without a limit a step with a long prompt lasts as long as its tokens take, and all streams beside
+# it stand still. So where real-time requests decode, the tokens of which have no target, a step
+# lasts, as predicted, with `decodes` for the time of its real-time decodes alone,
+#
+#     with real-time prompts     max(2 x decodes, pace) at most, the pace divided by the guard
+#     with best-effort work      be_stretch x decodes at most
+#
+# Twice the decodes, as a prompt would have no time at all where these take as long as the pace. The
+# first prompt of a step gets `MIN_CHUNK` tokens in any case, and best-effort work what is lent
+# without a pace in one step of `EVERY_BEST_EFFORT` in which nothing of it would fit. A stream whose
+# grammar has to see each token decodes in every other step: both together keep the pace.
+#
+# It is no target. Nothing is refused, counted or judged by it, and what has a target stands above
+# it: a prompt may take the time that deadlines leave while it would need more than half of its own
+# at the pace, together with the prompts that are due before it: less than half is tight. One that
+# is late already keeps the pace. While nothing is known of what steps take there is none.
+
+EVERY_BEST_EFFORT = 128
+"""So rare that the 99th percentile of gaps does not show it."""
+
+
+class Pace(NamedTuple):
+    """What `--pace-ms` and `--be-stretch` set."""
+
+    seconds: float = 0.033
+    be_stretch: float = 1.5
+
+
+class PaceLimits(NamedTuple):
+    """Most predicted seconds of a step; infinite: there is no limit."""
+
+    prompts_s: float = math.inf
+    """With real-time prompts."""
+    best_effort_s: float = math.inf
+    """With best-effort work."""
+
+
+def pace_limits(
+    pace: Pace, decodes_s: float, *, guard: float = 1.0, steps_per_token: int = 1
+) -> PaceLimits:
+    """Return the limits of a step.
+
+    Args:
+        pace: as set.
+        decodes_s: predicted time of its real-time decodes alone.
+        guard: factor on predicted times that makes it rare that they are exceeded.
+        steps_per_token: steps between two tokens of the slowest stream.
+    """
+    prompts_s = max(2.0 * decodes_s, pace.seconds / guard) / steps_per_token
+    return PaceLimits(prompts_s, pace.be_stretch * decodes_s)
+
+
+@dataclass(slots=True)
+class StepPace:
+    """The pace of one step that is being filled."""
+
+    limits: PaceLimits = field(default_factory=PaceLimits)
+    is_limit: bool = False
+    """Whether the limit that was asked for last is one of these."""
+    _may_be_exceeded: bool = False
+    """Whether prompts that can be in time do not keep it."""
+
+    def keep(self, pace: Pace, step: StepBudget, prompts: Iterable[Request]) -> None:
+        """Find the limits of a step; there are none without a stream that keeps a pace.
+
+        Such a stream has no target for its tokens, and decodes, in this step or (its grammar has to
+        see the token before it) in the next one.
+
+        Args:
+            pace: as set.
+            step: with its real-time decodes and nothing else.
+            prompts: those that may be tried next.
+        """
+        running, cost = step.running, step.limits.cost
+        table, rows = running.table, running.of(RT)
+        num_generated = table.num_output[rows] + table.inflight_samples[rows]
+        is_stream = (num_generated > 0) & (num_generated < table.max_tokens[rows])
+        is_stream &= ~table.is_timed[rows] & (running.schedulable[rows] <= 1)
+        streams = rows[is_stream]
+        if not len(streams) or not cost.is_known:
+            return
+        together = np.union1d(step.decode_rows, streams)
+        shape = StepShape().plus_decodes(len(together), int(table.next_position[together].sum()))
+        steps_per_token = 2 if table.awaits_grammar[streams].any() else 1
+        self.limits = pace_limits(
+            pace, cost.seconds(shape), guard=cost.guard, steps_per_token=steps_per_token
+        )
+        done_s, step_s = 0.0, self.limits.prompts_s
+        for request in sorted(prompts, key=step.residual):
+            if 0.0 < (due_s := step.residual(request)) < math.inf:
+                rest = request.num_schedulable_tokens
+                chunk = cost.tokens_within(shape, step_s, request.next_position + rest // 2, rest)
+                done_s += math.ceil(rest / max(1, chunk)) * step_s
+                self._may_be_exceeded |= is_tight(due_s - done_s, due_s)
+
+    def limit(self, limit_s: float, prompt: Request | None = None, due_s: float = 0.0) -> float:
+        """Return how long a step may take in which a prompt is, and note what limits it.
+
+        Args:
+            limit_s: the limit by all other rules; that of best-effort work is in it already.
+            prompt: None: none that keeps the pace.
+            due_s: seconds until its next token is due.
+        """
+        if limit_s > self.limits.prompts_s and prompt and prompt.request_class is RT:
+            may_exceed = self._may_be_exceeded and 0.0 < due_s < math.inf
+            if not (may_exceed or prompt.is_whole):
+                limit_s = self.limits.prompts_s
+        self.is_limit = limit_s < math.inf and limit_s in self.limits
+        return limit_s
 
 
 class Policy(Protocol):

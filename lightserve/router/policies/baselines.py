@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
-from lightserve.router.policies.base import Phase, in_turns
+from lightserve.router.policies.base import Pace, Phase, in_turns, leaves_waiting
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.queue import MAX_COUNTED
 from lightserve.router.request import WAITING, Request
+from lightserve.router.request_table import NO_ROWS
 from lightserve.types import BE, RT, RequestClass
 
 
@@ -18,6 +21,17 @@ class _ClassBlind:
 
     is_class_aware = False
     meets_deadlines = False
+
+
+def in_queue_order(step: StepBudget) -> Iterator[Request]:
+    """Yield requests that wait in the order of the queue, of a class as many as may start."""
+    seen: set[Request] = set()
+    for request in step.waiting if step.is_open(BE) else step.waiting.of(RT):
+        seen.add(request)
+        yield request
+        if not step.is_open(BE):  # not through all of these
+            yield from (r for r in step.waiting.of(RT) if r not in seen)
+            return
 
 
 class FcfsPolicy(_ClassBlind):
@@ -29,7 +43,7 @@ class FcfsPolicy(_ClassBlind):
 
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
-        yield Phase(newcomers=step.in_queue_order(), is_whole=True)
+        yield Phase(newcomers=in_queue_order(step), is_whole=True)
         if step.is_empty:
             yield step.running_of()
 
@@ -40,7 +54,7 @@ class ChunkedPolicy(_ClassBlind):
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
         yield step.running_of()
-        yield Phase(newcomers=step.in_queue_order())
+        yield Phase(newcomers=in_queue_order(step))
 
 
 class RoundRobinPolicy(_ClassBlind):
@@ -57,11 +71,13 @@ class RoundRobinPolicy(_ClassBlind):
         """See `Policy.phases`."""
         for request_class in (RT, BE) if step.limits.step_number % 2 == 0 else (BE, RT):
             yield step.running_of(request_class)._replace(is_whole=self._is_whole)
-            yield step.newcomers_of(request_class)._replace(is_whole=self._is_whole)
+            newcomers = step.waiting.of(request_class)
+            yield Phase(newcomers=newcomers, classes=(request_class,), is_whole=self._is_whole)
             if not step.is_empty:
                 return
 
 
+@dataclass
 class PriorityPolicy:
     """Real-time requests before best-effort ones, which get what those leave of a step.
 
@@ -70,14 +86,22 @@ class PriorityPolicy:
     best-effort one runs. Within a class keys take turns.
     """
 
-    is_class_aware = True
-    meets_deadlines = False
+    is_class_aware: ClassVar[bool] = True
+    meets_deadlines: ClassVar[bool] = False
+    pace: Pace | None = None
+    """Of real-time decodes without targets; None: there is none."""
 
     def phases(self, step: StepBudget) -> Iterator[Phase]:
         """See `Policy.phases`."""
-        yield from in_turns(step, step.running_of(RT), self.newcomers(step), RT)
-        if step.is_full or step.leaves_waiting(RT):
+        real_time = step.running_of(RT)
+        if self.pace is not None:
+            yield Phase(decodes=real_time.decodes, classes=())
+            step.pace.keep(self.pace, step, ())
+            real_time = real_time._replace(decodes=NO_ROWS)
+        yield from in_turns(step, real_time, self.newcomers(step), RT)
+        if step.is_full or leaves_waiting(step, RT):
             return
+        step.lend(step.pace.limits.best_effort_s)
         yield from in_turns(step, step.running_of(BE), step.waiting.of(BE), BE)
 
     def newcomers(self, step: StepBudget) -> Iterable[Request]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightserve.router.policies.base import Phase, heads_of_real_time
+from lightserve.router.policies.base import Phase, heads_of_real_time, leaves_waiting
 from lightserve.router.policies.batch_order import BatchOrder
 from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request
@@ -49,7 +49,7 @@ class EchoPolicy:
         prompts = sorted(online.prompts, key=_by_arrival)
         newcomers = sorted(heads_of_real_time(step.waiting), key=_by_arrival)
         yield Phase(prompts=prompts, newcomers=newcomers, classes=(RT,))
-        if step.has_run_out or step.leaves_waiting(RT):
+        if step.has_run_out or leaves_waiting(step, RT):
             return
         running = step.running_of(BE)
         is_kept = step.running.table.inflight_steps[running.decodes] > 0

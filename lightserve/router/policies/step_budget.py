@@ -11,17 +11,17 @@ import numpy as np
 
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.policies.base import (
-    ALL_CLASSES,
     LOOK_AHEAD,
     NO_LIMIT,
     Phase,
     StepLimits,
+    StepPace,
     Waiting,
 )
 from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, DueTimes, Rows, Running
-from lightserve.router.step import Loading, Reason, Scheduled, Skips
+from lightserve.router.step import ALL_CLASSES, Loading, Reason, Scheduled, Skips
 from lightserve.router.step_cost import StepShape
 from lightserve.types import BE, RT, RequestClass
 
@@ -71,6 +71,8 @@ class StepBudget:
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
+        self.pace = StepPace()
+        """Of real-time decodes that have no target."""
         self._meets_deadlines = meets_deadlines
         self._budget = limits.max_num_batched_tokens
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
@@ -122,7 +124,9 @@ class StepBudget:
 
     @property
     def full_of(self) -> Reason:
-        """What there is no more of once something did not fit: tokens or time."""
+        """What there is no more of once something did not fit: tokens, pace or time."""
+        if self.pace.is_limit and not self.is_full:
+            return Reason.PACE
         return Reason.TIME if self._meets_deadlines and not self.is_full else Reason.TOKENS
 
     @property
@@ -147,20 +151,6 @@ class StepBudget:
         self.skips.note_rows(blocked, Reason.BLOCKED)
         return Phase(decodes=decodes, prompts=prompts)
 
-    def newcomers_of(self, request_class: RequestClass) -> Phase:
-        """Return a phase of requests of a class that wait, in the order of the queue."""
-        return Phase(newcomers=self.waiting.of(request_class), classes=(request_class,))
-
-    def in_queue_order(self) -> Iterator[Request]:
-        """Yield requests that wait in the order of the queue, of a class as many as may start."""
-        seen: set[Request] = set()
-        for request in self.waiting if self.is_open(BE) else self.waiting.of(RT):
-            seen.add(request)
-            yield request
-            if not self.is_open(BE):  # not through all of these
-                yield from (r for r in self.waiting.of(RT) if r not in seen)
-                return
-
     def not_in_it(self, rows: Rows) -> Rows:
         """Return those rows of which nothing is in the step."""
         if self.is_empty or not len(rows):
@@ -170,15 +160,6 @@ class StepBudget:
         is_in[[r.row for r in self._chunks if r.row is not None]] = True
         others: Rows = rows[~is_in[rows]]
         return others
-
-    def leaves_waiting(self, request_class: RequestClass) -> bool:
-        """Whether a request of a class could have started by now, and is left out."""
-        if self.skips.stopped_by.get(request_class) in (Reason.KV_NOW, Reason.BYTES):
-            return False
-        return any(
-            request not in self.started and request.num_schedulable_tokens > 0
-            for request in self.waiting.of(request_class)
-        )
 
     def waits_for_memory(self, request_class: RequestClass) -> bool:
         """Whether memory ended the search for newcomers of a class."""
@@ -199,7 +180,18 @@ class StepBudget:
         """
         if len(rows) > self._budget and self._meets_deadlines:
             rows = self.due.in_order(rows)
-        return rows[: self._num_decodes_in_time(rows)]
+        rows = rows[: max(0, self._budget)]
+        positions, count = self._table.next_position[rows], len(rows)
+        if not count or self._has_time_for(count, int(positions.sum())):
+            return rows
+        contexts = np.cumsum(positions).tolist()
+        # Time only grows with each: as many as one by one would find it.
+        count = bisect.bisect_left(
+            range(1, count),
+            True,
+            key=lambda number: not self._has_time_for(number, contexts[number - 1]),
+        )
+        return rows[: max(count, int(self.is_empty))]  # an empty step takes one
 
     def refuses_to_start(self, request: Request) -> Reason | None:
         """Return why a request that waits may not start, memory aside; None if it may."""
@@ -214,15 +206,13 @@ class StepBudget:
 
     def is_open(self, request_class: RequestClass) -> bool:
         """Whether more newcomers of a class may be tried in this phase."""
-        if request_class not in self.closed and not self._has_row_for(request_class):
+        limits, is_real_time = self.limits, request_class is RT
+        num_rows = limits.num_yielding_rows if is_real_time else limits.num_owed_be_rows
+        has_row = num_rows + limits.num_free_rows > len(self.started)
+        has_row &= is_real_time or self._num_be_left > 0
+        if request_class not in self.closed and not has_row:
             self._close(request_class, Reason.ROWS)
         return request_class not in self.closed
-
-    def _has_row_for(self, request_class: RequestClass) -> bool:
-        num_free = self.limits.num_free_rows - len(self.started)
-        if request_class is RT:
-            return num_free + self.limits.num_yielding_rows > 0
-        return num_free + self.limits.num_owed_be_rows > 0 and self._num_be_left > 0
 
     def offer(self, request: Request, phase: Phase) -> Scheduled | Loading | Reason:
         """Return as much of a request as there is time and budget for, or what is short.
@@ -248,7 +238,8 @@ class StepBudget:
             return self._offer_loading(request)
         most = self._leaving_room(request, rest) if phase.leaves_room else rest
         num_tokens = self.num_tokens_in_time(request, most)
-        least = min(rest, MIN_CHUNK) if self._meets_deadlines else 1
+        is_small = self.pace.is_limit and request.request_class is BE
+        least = min(rest, MIN_CHUNK) if self._meets_deadlines and not is_small else 1
         if num_tokens <= 0 or (num_tokens < least and not self.is_empty):
             if can_go_beside and not self.is_full:
                 return self._offer_loading(request)
@@ -452,6 +443,7 @@ class StepBudget:
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         self._base_s = max(self.seconds, min(doubtless_s, self._limit_s))
         self._lent_until_s = until_s
+        self.pace.limit(self._predicted_limit_s)
 
     @contextmanager
     def in_any_case(self, seconds: float) -> Iterator[None]:
@@ -471,7 +463,8 @@ class StepBudget:
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
-        return self._predicted_limit_s - self._loads.seconds(num_loaded_by(request))
+        limit_s = self.pace.limit(self._predicted_limit_s, request, self.residual(request))
+        return limit_s - self._loads.seconds(num_loaded_by(request))
 
     @property
     def _predicted_limit_s(self) -> float:
@@ -484,22 +477,6 @@ class StepBudget:
 
     # ---------------------------------------------------------------- decodes
 
-    def _num_decodes_in_time(self, rows: Rows) -> int:
-        if self._budget <= 0 or not len(rows):
-            return 0
-        rows = rows[: self._budget]
-        positions, count = self._table.next_position[rows], len(rows)
-        if self._has_time_for(count, int(positions.sum())):
-            return count
-        contexts = np.cumsum(positions).tolist()
-        # Time only grows with each: as many as one by one would find it.
-        count = bisect.bisect_left(
-            range(1, count),
-            True,
-            key=lambda number: not self._has_time_for(number, contexts[number - 1]),
-        )
-        return max(count, int(self.is_empty))  # an empty step takes one
-
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
         """Whether the step keeps its limits with so many more decodes, contexts summed."""
         shape = self._shape.plus_decodes(num_decodes, context)
@@ -510,7 +487,10 @@ class StepBudget:
         rows = self.decode_rows
         due_s = self.due.of_rows(rows, self.due.residuals.lent if lent else self.due.residuals.due)
         has_output = self._table.num_output[rows] + self._table.inflight_samples[rows] > 0
-        late: Rows = rows[(due_s > residual_s) & has_output]
+        can_wait = (due_s > residual_s) & has_output
+        if lent and self.pace.limits.best_effort_s < math.inf:
+            can_wait &= due_s < math.inf
+        late: Rows = rows[can_wait]
         return late
 
     def would_be_in_time(self, request: Request, without: Rows) -> bool:
@@ -555,7 +535,15 @@ class StepBudget:
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
         in_time = self._cost.tokens_within(self._shape, limit_s, request.next_position, most)
-        return max(in_time, min(most, MIN_CHUNK)) if self.is_empty else in_time
+        least, start = min(most, MIN_CHUNK), request.next_position
+        if self.is_empty:
+            return max(in_time, least)
+        if self.pace.is_limit and request.request_class is RT and not self._chunks:  # it gets on
+            limit_s = self._predicted_limit_s - self._loads.seconds(num_loaded_by(request))
+            if limit_s < math.inf:
+                least = self._cost.tokens_within(self._shape, limit_s, start, least)
+            in_time = max(in_time, least)
+        return in_time
 
     def _leaving_room(self, request: Request, most: int) -> int:
         """Return how many of a prompt's tokens leave time to arrivals, if it is in time so.

@@ -28,13 +28,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lightserve.router.accounts import Account
 from lightserve.router.arrivals import Outlook
-from lightserve.router.policies.base import LOOK_AHEAD, Phase, in_turns, merged
+from lightserve.router.policies.base import (
+    EVERY_BEST_EFFORT,
+    LOOK_AHEAD,
+    Pace,
+    Phase,
+    in_turns,
+    merged,
+)
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
 from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
 from lightserve.router.queue import MAX_CANDIDATES
@@ -58,6 +65,8 @@ class UnifiedOptions:
     """Whether best-effort requests start by what they gain; otherwise as the queue has them."""
     long_prompt_tokens: int = 4096
     """AccelGen's bound of long prompts."""
+    pace: Pace | None = field(default_factory=Pace)
+    """Of real-time decodes without targets; None: there is none."""
 
 
 class UnifiedPolicy:
@@ -132,6 +141,10 @@ class _Order:
         if len(self._gave_way):
             yield Phase(gives_way=self._gave_way)
             step.limit_by_deadlines()
+        if self._options.pace is not None:
+            heads = itertools.islice(step.waiting.of(RT), MAX_CANDIDATES)
+            due = itertools.takewhile(lambda request: step.residual(request) < math.inf, heads)
+            step.pace.keep(self._options.pace, step, itertools.chain(self._prompts, due))
 
     def owed(self) -> Iterator[Phase]:
         """Yield what is missing from the share of best-effort requests, whatever the limit."""
@@ -186,14 +199,16 @@ class _Order:
             )
             return
         outlook = self._limits.outlook
-        until_s, ample = self._lent_until_s(), 0.0 if outlook.is_tight else ample_share(outlook)
+        pace_s = step.pace.limits.best_effort_s
+        lent_s = self._lent_until_s()
+        until_s, ample = min(lent_s, pace_s), 0.0 if outlook.is_tight else ample_share(outlook)
         step.lend(until_s)
         displaced = _displaced(step)
         if len(displaced):
             yield Phase(gives_way=displaced)
         if ample > 0 and len(self._best_effort):
             before_s = step.seconds
-            step.lend(max(until_s, before_s * (1.0 + DECODE_STRETCH * ample)))
+            step.lend(min(max(until_s, before_s * (1.0 + DECODE_STRETCH * ample)), pace_s))
             yield Phase(decodes=step.phase_of(self._best_effort).decodes, classes=())
             self.best_effort_s += step.seconds - before_s
             step.lend(until_s)
@@ -207,6 +222,10 @@ class _Order:
             step.lend(max(until_s, nearly_s), doubtless_s=nearly_s if step.is_padded else 0.0)
             yield from self._fill_with_best_effort(has_decodes=False)
             self.wants_more = True
+        is_rare = self._limits.step_number % EVERY_BEST_EFFORT == 0
+        if pace_s < lent_s and is_rare and self.best_effort_s == 0.0:
+            step.lend(lent_s)
+            yield from self._fill_with_best_effort()
         if len(displaced):
             yield Phase(decodes=displaced, classes=())
 
@@ -313,7 +332,11 @@ class _Order:
         in_time = [r for r in weighed if r not in hopeless]
         num_free = LATE_POOL_SHARE * self._limits.num_slots - self._num_held
         is_too_much = next(iter(step.waiting.late()), None) is not None
-        if not _fit_all(in_time, in_progress, step, num_free, self._freed_per_s()):
+        freed_per_s = 0.0  # of slots, by real-time requests, as recent steps were
+        if (average_step_s := self._limits.average_step_s) > 0:
+            num_decodes = int(self._table.is_rt[step.decode_rows].sum())
+            freed_per_s = num_decodes * self._limits.outlook.freed_per_decode / average_step_s
+        if not _fit_all(in_time, in_progress, step, num_free, freed_per_s):
             in_time.sort(key=lambda request: request.num_schedulable_tokens)
             is_too_much = True
         self._is_too_much = is_too_much
@@ -335,14 +358,6 @@ class _Order:
                 return found, itertools.chain([request], newcomers)
             found.append(request)
         return found, iter(())
-
-    def _freed_per_s(self) -> float:
-        """Return the slots that real-time requests give back in a second, by the recent steps."""
-        step, limits = self._step, self._limits
-        if limits.average_step_s <= 0:
-            return 0.0
-        num_decodes = int(self._table.is_rt[step.decode_rows].sum())
-        return num_decodes * limits.outlook.freed_per_decode / limits.average_step_s
 
     def _one_long_at_once(
         self, newcomers: Iterable[Request], in_progress: Iterable[Request]

@@ -182,6 +182,7 @@ def test_load_and_version() -> None:
                 "num_in_flight": 0,
                 "num_used_slots": 7,
                 "num_kv_slots": 80,
+                "pace": {"pace_ms": 33.0, "be_stretch": 1.5},
                 "classes": {
                     "rt": {"num_waiting": 1, "num_waiting_tokens": 20, "num_running": 3},
                     "be": {"num_waiting": 4, "num_waiting_tokens": 50, "num_running": 6},

@@ -20,6 +20,7 @@ AVERAGE_STEP_S = 0.02
 
 def decode(number: int, residual_ms: float, context: int = 10) -> Request:
     request = make_request(number, RT, prompt=context, output=2)
+    request.slo = SLO(tpot_ms=residual_ms)
     request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_ms), 0.0)
     return request
 

@@ -36,6 +36,7 @@ def cost() -> StepCost:
 
 def due(request: Request, residual_ms: float) -> Request:
     """Let a request's next token be due so long after the step starts."""
+    request.slo = SLO(ttft_ms=residual_ms, tpot_ms=residual_ms)
     request.deadlines = TokenDeadlines(SLO(ttft_ms=residual_ms), NOW_S)
     return request
 
@@ -113,7 +114,8 @@ def test_a_late_decode_does_not_shorten_the_step(cost: StepCost) -> None:
 def late_decode(number: int, late_ms: float, *, tpot_ms: float) -> Request:
     """Its last token has just come, and it is so far behind its mean that the next one is late."""
     request = make_request(number, output=5)
-    request.deadlines = TokenDeadlines(SLO(tpot_ms=tpot_ms, mtpot_ms=1000), NOW_S)
+    request.slo = SLO(tpot_ms=tpot_ms, mtpot_ms=1000)
+    request.deadlines = TokenDeadlines(request.slo, NOW_S)
     request.deadlines.on_tokens(1, NOW_S - 1)
     request.deadlines.on_tokens(1, NOW_S - late_ms / 1e3)
     assert request.deadlines.residual(NOW_S) < 0
