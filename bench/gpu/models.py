@@ -48,8 +48,8 @@ from lightserve.messages.router_worker import (
 from lightserve.models.base import Model, kv_layout
 from lightserve.models.config import CONFIG_FILE, ModelConfig, load_model_config
 from lightserve.models.context import ModelContext
+from lightserve.models.families import build_model
 from lightserve.models.layers.linear import UnquantizedMethod
-from lightserve.models.loader import MODELS
 from lightserve.models.parallel import Part, TensorParallel
 from lightserve.models.weight_files import EMBEDDING, expected_tensors
 from lightserve.types import RowId, SamplingParams, StepId
@@ -357,7 +357,7 @@ def load_random(
         method=UnquantizedMethod(kernels),
         context_len=context_len or config.max_position_embeddings,
     )
-    return MODELS[config.architecture](context)
+    return build_model(context)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """The decoder that Llama, Mistral and Qwen share: pre-norm attention and gated MLP.
 
-An architecture is a `DecoderModel` with another `DecoderLayer`, or the same one under another
-configuration; see `llama.py` and its neighbours.
+Architectures differ by their configuration, and a few by their `Family`; see `families.py`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,14 +50,12 @@ class DecoderLayer:
     The sum is kept apart as `residual`, so that each addition is fused with the norm after it.
     """
 
-    attention_type: ClassVar[type[Attention]] = SelfAttention
-
-    def __init__(self, context: ModelContext, layer: int) -> None:
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix = f"model.layers.{layer}"
         hidden_size = context.config.hidden_size
         self._layer = layer
         self._attention_norm = context.norm(f"{prefix}.input_layernorm", size=hidden_size)
-        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._mlp_norm = context.norm(f"{prefix}.post_attention_layernorm", size=hidden_size)
         self._mlp = feed_forward(context, layer)
 
@@ -92,10 +89,10 @@ class OutputNormLayer(DecoderLayer):
     `ModelConfig.layer_norms` names the four, in the order of their use.
     """
 
-    def __init__(self, context: ModelContext, layer: int) -> None:
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix, size = f"model.layers.{layer}", context.config.hidden_size
         self._layer = layer
-        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._mlp = feed_forward(context, layer)
         self._attention_norm, self._attention_output_norm, self._mlp_norm, self._mlp_output_norm = (
             context.norm(f"{prefix}.{name}", size=size) for name in context.config.layer_norms
@@ -111,10 +108,10 @@ class OutputNormLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """x = x + attention(norm(x)) + mlp(norm(x)), with one norm for both or one for each."""
 
-    def __init__(self, context: ModelContext, layer: int) -> None:
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix, config = f"model.layers.{layer}", context.config
         self._layer = layer
-        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._mlp = feed_forward(context, layer)
         norms = [
             context.norm(f"{prefix}.{name}", size=config.hidden_size) for name in config.layer_norms
@@ -133,12 +130,12 @@ class PostNormLayer(DecoderLayer):
     `ModelConfig.stored_names` makes that of the last layer: sums stay fused with their norms.
     """
 
-    def __init__(self, context: ModelContext, layer: int) -> None:
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         config = context.config
         prefix, size = f"model.layers.{layer}", config.hidden_size
         behind_attention, behind_mlp = config.layer_norms
         self._layer = layer
-        self._attention = self.attention_type(context, f"{prefix}.self_attn", layer=layer)
+        self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._attention_norm = context.norm(f"{prefix}.{behind_attention}", size=size)
         self._mlp = feed_forward(context, layer)
         if layer:
@@ -158,12 +155,20 @@ class PostNormLayer(DecoderLayer):
         return self._mlp(x), x
 
 
+class Family(NamedTuple):
+    """The parts of an architecture that its configuration does not describe."""
+
+    layer: type[DecoderLayer] = DecoderLayer
+    attention: type[Attention] = SelfAttention
+
+
+PLAIN = Family()
+
+
 class DecoderModel:
     """Embedding, layers, norm and LM head."""
 
-    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
-
-    def __init__(self, context: ModelContext) -> None:
+    def __init__(self, context: ModelContext, family: Family = PLAIN) -> None:
         config = context.config
         self.config = config
         self.context_len = context.context_len
@@ -182,10 +187,10 @@ class DecoderModel:
         self._positions: Tensor | None = None
         if config.position_offset is not None:
             self._positions = _positions(context, config.position_offset)
-        layer_type = self.layer_type
+        layer_type, attention = family
         if config.is_parallel or config.is_post_norm:
             layer_type = ParallelLayer if config.is_parallel else PostNormLayer
-        self._layers = [layer_type(context, layer) for layer in range(config.num_layers)]
+        self._layers = [layer_type(context, layer, attention) for layer in range(config.num_layers)]
         self._kinds = _kinds(config)
         self._norm = context.norm("model.norm", size=config.hidden_size)
         self._passes = Passes(context.kernels, context.tp, self._through_layers)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightserve.models.context import ModelContext
-from lightserve.models.decoder import DecoderLayer, DecoderModel
 from lightserve.models.layers.attention import AttentionInputs, NeighboursApart
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
@@ -165,21 +164,3 @@ class LatentAttention:
 
 def _features(heads: Part, size: int) -> Part:
     return Part(heads.start * size, heads.size * size)
-
-
-class DeepseekLayer(DecoderLayer):
-    """A layer with latent attention."""
-
-    attention_type = LatentAttention
-
-
-class DeepseekV2ForCausalLM(DecoderModel):
-    """DeepSeek-V2 and DeepSeek-V2-Lite."""
-
-    layer_type = DeepseekLayer
-
-
-class DeepseekV3ForCausalLM(DecoderModel):
-    """DeepSeek-V3 and DeepSeek-R1, without their layers for several tokens at once."""
-
-    layer_type = DeepseekLayer

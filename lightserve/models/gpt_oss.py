@@ -1,20 +1,18 @@
-"""gpt-oss: sinks in attention, and experts that a file has stacked in one tensor for each layer.
+"""gpt-oss: experts that a file has stacked in one tensor for each layer.
 
-All else is in the configuration (`gpt_oss_config`): windows by turns, YaRN, biases, clamped gates.
+All else is in the configuration (`gpt_oss_config`): sinks, windows by turns, YaRN, clamped gates.
 Source: gpt-oss-120b & gpt-oss-20b Model Card (OpenAI 2025), sections 2.1 to 2.3.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightserve.errors import ModelLoadError
-from lightserve.models.context import ModelContext
-from lightserve.models.decoder import DecoderModel
+from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import Stacked
 from lightserve.models.parallel import Part
 from lightserve.models.safetensors_reader import SafetensorsReader
@@ -27,15 +25,6 @@ _EXPERT = re.compile(
 )
 
 
-class GptOssForCausalLM(DecoderModel):
-    """The decoder with sinks."""
-
-    def __init__(self, context: ModelContext) -> None:
-        if isinstance(context.reader, SafetensorsReader):  # a GGUF file's experts are told apart
-            context = replace(context, reader=StackedExperts(context.reader, context))
-        super().__init__(context)
-
-
 class StackedExperts:
     """A reader that gives each expert's parts by names of their own: `experts.3.up_proj.weight`.
 
@@ -45,14 +34,14 @@ class StackedExperts:
     In MXFP4 outputs come before groups of inputs.
     """
 
-    def __init__(self, reader: SafetensorsReader, context: ModelContext) -> None:
-        moe = context.config.moe
+    def __init__(self, reader: SafetensorsReader, config: ModelConfig) -> None:
+        moe = config.moe
         assert moe is not None
         self.dtype, self.device = reader.dtype, reader.device
         self.has = reader.has
         self._reader = reader
         self._is_packed = moe.stacked is Stacked.MXFP4
-        hidden, inner = context.config.hidden_size, moe.intermediate_size
+        hidden, inner = config.hidden_size, moe.intermediate_size
         self._shapes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         self._last: tuple[str, int, Tensor] | None = None
         """The last tensor and expert: gates are read first, then ups."""

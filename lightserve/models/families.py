@@ -1,0 +1,178 @@
+"""The families of architectures: which layers a model is built from, beside its configuration.
+
+Most architectures are the decoder as it is: their biases, windows, rotary embeddings, experts and
+names of tensors are in their configuration.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightserve.kernels.interface import QKNorm
+from lightserve.models.architectures import Architecture
+from lightserve.models.base import KVTensors, Model
+from lightserve.models.context import ModelContext
+from lightserve.models.decoder import (
+    PLAIN,
+    DecoderLayer,
+    DecoderModel,
+    Family,
+    OutputNormLayer,
+)
+from lightserve.models.deepseek import LatentAttention
+from lightserve.models.encoder import EncoderModel
+from lightserve.models.layers.attention import Attention, AttentionInputs, SelfAttention
+from lightserve.models.layers.feed_forward import feed_forward
+from lightserve.models.layers.linear import read_vector
+from lightserve.models.parallel import Part, even_part, kv_head_part
+
+
+class HeadNormAttention(SelfAttention):
+    """Self-attention with one norm for all query heads and one for all key heads."""
+
+    def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
+        """See `SelfAttention.qk_norm`."""
+        config, reader = context.config, context.reader
+        if not config.qk_norm:
+            return None
+        q_weight, k_weight = (
+            read_vector(
+                reader, f"{prefix}.{name}_norm.weight", config.head_dim, offset=config.norm_offset
+            )
+            for name in "qk"
+        )
+        return QKNorm(q_weight, k_weight, config.rms_norm_eps)
+
+
+class GrowingQueries(SelfAttention):
+    """Attention whose scores get sharper with the query's position."""
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        super().__init__(context, prefix, layer=layer)
+        self._growth: Tensor | None = None
+        """Of each position that is served, [positions, 1, 1]."""
+        if (growth := context.config.query_growth) is not None:
+            lengths = torch.arange(context.context_len).div(growth.length, rounding_mode="floor")
+            factors = 1.0 + growth.beta * torch.log(1.0 + lengths)
+            reader = context.reader
+            self._growth = factors.to(reader.device, reader.dtype)[:, None, None]
+
+    def grown(self, q: Tensor, positions: Tensor) -> Tensor:
+        """See `SelfAttention.grown`."""
+        return q if self._growth is None else q * self._growth.index_select(0, positions)
+
+
+class _SplitNorm:
+    """An RMS norm over features of which each rank has some."""
+
+    def __init__(self, context: ModelContext, name: str, part: Part, num_features: int) -> None:
+        """`part`: this rank's features; with fewer KV heads than ranks several have the same."""
+        self._weight = torch.empty(
+            part.size, dtype=context.reader.dtype, device=context.reader.device
+        )
+        context.reader.read_into(self._weight, f"{name}.weight", rows=part)
+        self._tp, self._kernels = context.tp, context.kernels
+        self._eps = context.config.rms_norm_eps
+        self._num_counted = part.size * context.tp.size
+        """As many as the ranks' sums have together, some of them several times."""
+        assert self._num_counted % num_features == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised x [T, this rank's features]."""
+        if self._tp.size == 1:
+            return self._kernels.rms_norm(x.contiguous(), self._weight, self._eps)
+        wide = x.float()
+        total = self._tp.all_reduce(wide.square().sum(dim=-1, keepdim=True))
+        wide = wide * torch.rsqrt(total / self._num_counted + self._eps)
+        return (wide * self._weight.float()).to(x.dtype)
+
+
+class WholeNormAttention(SelfAttention):
+    """Self-attention with a norm over all query heads and one over all key heads."""
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        super().__init__(context, prefix, layer=layer)
+        config, tp = context.config, context.tp
+        heads = {
+            "q": (even_part(config.num_heads, tp), config.num_heads),
+            "k": (kv_head_part(config.num_kv_heads, tp), config.num_kv_heads),
+        }
+        self._q_norm, self._k_norm = (
+            _SplitNorm(
+                context,
+                f"{prefix}.{name}_norm",
+                Part(part.start * config.head_dim, part.size * config.head_dim),
+                total * config.head_dim,
+            )
+            for name, (part, total) in heads.items()
+        )
+
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """See `SelfAttention.normalised`."""
+        # Written back, they lie beside the values as elsewhere: the native core asks for it.
+        return q.copy_(self._q_norm(q)), k.copy_(self._k_norm(k))
+
+
+class GraniteLayer(DecoderLayer):
+    """Granite: a layer that adds its outputs times a factor."""
+
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
+        super().__init__(context, layer, attention)
+        self._multiplier = context.config.residual_multiplier
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        added = self._attention.project(heads) * self._multiplier
+        x, residual = self._mlp.behind(self._mlp_norm, added, residual)
+        return x * self._multiplier, residual
+
+
+class Olmo2Layer(DecoderLayer):
+    """OLMo 2: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
+
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
+        prefix, size = f"model.layers.{layer}", context.config.hidden_size
+        self._layer = layer
+        self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
+        self._attention_norm = context.norm(f"{prefix}.post_attention_layernorm", size=size)
+        self._mlp_norm = context.norm(f"{prefix}.post_feedforward_layernorm", size=size)
+        self._mlp = feed_forward(context, layer)
+
+    def attend(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.attend`."""
+        x = x if residual is None else x + residual
+        return self._attention.mix(x, inputs, kv.k[self._layer], kv.v[self._layer]), x
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        residual = residual + self._attention_norm(self._attention.project(heads))
+        return self._mlp_norm(self._mlp(residual)), residual
+
+
+FAMILIES: dict[Architecture, Family] = {
+    Architecture.MINISTRAL3: Family(attention=GrowingQueries),
+    Architecture.QWEN3: Family(attention=HeadNormAttention),
+    Architecture.QWEN3_MOE: Family(attention=HeadNormAttention),
+    Architecture.GLM4_MOE: Family(attention=HeadNormAttention),
+    Architecture.GRANITE: Family(layer=GraniteLayer),
+    Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
+    Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),
+    Architecture.OLMOE: Family(attention=WholeNormAttention),
+    Architecture.GLM4: Family(layer=OutputNormLayer),
+    Architecture.GEMMA2: Family(layer=OutputNormLayer),
+    Architecture.GEMMA3: Family(layer=OutputNormLayer, attention=HeadNormAttention),
+    Architecture.DEEPSEEK_V2: Family(attention=LatentAttention),
+    Architecture.DEEPSEEK_V3: Family(attention=LatentAttention),
+}
+"""The architectures with layers of their own; all others are `PLAIN`."""
+
+
+def build_model(context: ModelContext) -> Model:
+    """Build this rank's part of a model, and read its weights."""
+    config = context.config
+    if config.is_encoder:
+        return EncoderModel(context)
+    return DecoderModel(context, FAMILIES.get(config.architecture, PLAIN))
