@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -141,7 +141,7 @@ def compile_matcher(constraint: Constraint, vocabulary: LLTokenizer) -> LLMatche
         GrammarError: too large, not valid, not supported, beyond the limits, or nothing fits it.
     """
     check_size(constraint)
-    for schema in _constraint_schemas(constraint, {}):
+    for schema, _, _ in _constraint_schemas(constraint):
         _check_properties(schema)
     try:
         matcher = LLMatcher(vocabulary, _source(constraint), log_level=0, limits=_limits())
@@ -191,13 +191,56 @@ def lark_of_gbnf(grammar: str) -> str:
 
 def _source(constraint: Constraint) -> str:
     """Return the constraint in llguidance's own form. Raises ValueError for what is not JSON."""
+    text = _without_annotations(constraint)
     if isinstance(constraint, JsonSchemaConstraint):
         return LLMatcher.grammar_from_json_schema(
-            constraint.schema, overrides={"whitespace_pattern": WHITESPACE}
+            text, overrides={"whitespace_pattern": WHITESPACE}
         )
     if isinstance(constraint, RegexConstraint):
-        return LLMatcher.grammar_from_regex(constraint.pattern)
-    return LLMatcher.grammar_from_lark(constraint.grammar)
+        return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_lark(text)
+
+
+FORMATS = frozenset(
+    {
+        *("date", "time", "date-time", "duration", "uuid", "uri"),
+        *("email", "hostname", "ipv4", "ipv6"),
+    }
+)
+"""Of strings in JSON schemas, as llguidance enforces them. It refuses most others, which are
+annotations, as JSON Schema has it (2020-12, Validation, section 7.2.1)."""
+
+
+def _without_annotations(constraint: Constraint) -> str:
+    """Return the text of a constraint, its schemas without formats that are not enforced."""
+    text = text_of(constraint)
+    if '"format"' not in text:
+        return text
+    parts, done = list[str](), 0
+    for schema, start, end in _constraint_schemas(constraint):
+        with suppress(RecursionError):
+            if (enforced := _enforced(schema)) != schema:
+                parts += (text[done:start], as_written(enforced))
+                done = end
+    return "".join(parts) + text[done:]
+
+
+def _enforced(schema: Any, *, is_map: bool = False) -> Any:
+    """Return a schema without formats that are not enforced. Raises RecursionError.
+
+    `is_map`: it is an object of schemas by name.
+    """
+    if isinstance(schema, list):
+        return [_enforced(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if is_map or key not in ("const", "enum", "format"):
+            kept[key] = _enforced(value, is_map=not is_map and key in _MAPS)
+        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+            kept[key] = value
+    return kept
 
 
 def check_size(constraint: Constraint) -> None:
@@ -241,28 +284,60 @@ def is_rounded(text: str) -> bool:
         return True
 
 
-def check_digits(constraint: Constraint, rounded: Mapping[float, str]) -> None:
-    """Raise GrammarError for numbers in schemas that would not be enforced as they were written.
+def number_of(text: str) -> float:
+    """Return a number in JSON with a fraction or an exponent, with its text if it is rounded."""
+    return RoundedNumber(text) if is_rounded(text) else float(text)
 
-    `rounded`: the text of those that a request's parser has rounded, by their values.
+
+def as_written(value: Any) -> str:
+    """Return parsed JSON as text, with every digit of numbers of `number_of`.
+
+    Raises:
+        RecursionError: it is nested too deeply.
     """
-    if not rounded and _LONG_NUMBER.search(text_of(constraint)) is None:
-        return
-    for schema in _constraint_schemas(constraint, rounded):
-        _check_properties(schema)
+    return _write(value) if _has_rounded(value) else _plain_json(value)
+
+
+_plain_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, RoundedNumber):
+        return value.text
+    if isinstance(value, dict):
+        pairs = (f"{_plain_json(key)}: {_write(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_write, value)) + "]"
+    return _plain_json(value)
+
+
+def _has_rounded(value: Any) -> bool:
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, RoundedNumber):
+            return True
+        if isinstance(inner, dict | list):
+            waiting.extend(inner.values() if isinstance(inner, dict) else inner)
+    return False
+
+
+def check_digits(constraint: Constraint) -> None:
+    """Raise GrammarError for numbers in schemas that would not be enforced as they are written."""
+    if _LONG_NUMBER.search(text_of(constraint)) is not None:
+        for schema, _, _ in _constraint_schemas(constraint):
+            _check_properties(schema)
 
 
 # 16 digits, a point among them or not, or an exponent of three.
 _LONG_NUMBER = re.compile(r"[0-9.]{16}|[eE]-[0-9]{3}")
 
 
-def _constraint_schemas(constraint: Constraint, rounded: Mapping[float, str]) -> Iterator[Any]:
-    """Yield its JSON schemas; llguidance says what is wrong with those that are no JSON."""
-
-    def number(text: str) -> float:
-        text = rounded.get(float(text), text)
-        return RoundedNumber(text) if is_rounded(text) else float(text)
-
+def _constraint_schemas(constraint: Constraint) -> Iterator[tuple[Any, int, int]]:
+    """Yield its JSON schemas, and where each begins and ends; llguidance says what is wrong with
+    those that are no JSON.
+    """
     text, starts = text_of(constraint), [0]
     if isinstance(constraint, RegexConstraint):
         return
@@ -270,7 +345,8 @@ def _constraint_schemas(constraint: Constraint, rounded: Mapping[float, str]) ->
         starts = [found.end() for found in re.finditer(r"%json\s*", text)]
     for start in starts:
         with suppress(ValueError, RecursionError):
-            yield json.JSONDecoder(parse_float=number).raw_decode(text, start)[0]
+            schema, end = json.JSONDecoder(parse_float=number_of).raw_decode(text, start)
+            yield schema, start, end
 
 
 def _check_properties(schema: Any) -> None:

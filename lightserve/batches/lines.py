@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Callable
@@ -56,7 +57,8 @@ _BODY = msgspec.json.Decoder(_Body)
 
 
 class LineCheck:
-    """Checks the lines of an input file as it is read; blank ones are passed over.
+    """Checks the lines of an input file as it is read; blank ones and a byte order mark are passed
+    over.
 
     It keeps a digest of each custom_id and no more: the lines are for the caller to write.
     Each method raises InvalidRequest: a line is none of a batch for `endpoint`; the first such is
@@ -98,6 +100,8 @@ class LineCheck:
 
     def _add(self, line: bytes) -> None:
         number = self._number
+        start = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+        line = line[start:]
         if len(line) > MAX_LINE_BYTES:
             raise _refusal(
                 number,
@@ -117,7 +121,7 @@ class LineCheck:
                 code="duplicate_custom_id",
             )
         self._seen[digest] = number
-        self._lines.append(NewLine(custom_id, self._position, len(line), max_tokens))
+        self._lines.append(NewLine(custom_id, self._position + start, len(line), max_tokens))
 
 
 def body_of(line: bytes) -> bytes:

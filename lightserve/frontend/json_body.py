@@ -9,10 +9,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -22,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, overloaded
-from lightserve.structured import is_rounded
+from lightserve.structured import number_of
 
 # ----------------------------------------------------------------------
 # Strict JSON from bytes that a stranger wrote.
@@ -54,33 +53,18 @@ class _StrictJsonError(ValueError):
     """JSON that Python's parser would take."""
 
 
-rounded_numbers: ContextVar[Mapping[float, str]] = ContextVar("rounded_numbers")
-"""Numbers in the body of a task's request of which a float64 does not keep every digit: as they
-were written, by their values. `BodyReader` sets it; schemas that are enforced must not have them.
-"""
-
-
-def parse_json(
-    body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH, rounded: dict[float, str] | None = None
-) -> Any:
-    """Parse strict JSON; add numbers that are rounded to `rounded`. Raises InvalidRequest.
+def parse_json(body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH) -> Any:
+    """Parse strict JSON; numbers are as `number_of` has them. Raises InvalidRequest.
 
     Takes about a quarter of a second for 4 MiB at worst, nearly all of it in Python code, so that
     other threads get their turns.
     """
-
-    def number(text: str) -> float:
-        value = _finite_float(text)
-        if rounded is not None and is_rounded(text):
-            rounded[value] = text
-        return value
-
     try:
         _check_shape(body, max_depth)
         return json.loads(
             body.decode("utf-8"),
             parse_constant=_refuse_constant,
-            parse_float=number,
+            parse_float=_finite_float,
             parse_int=_integer,
             object_pairs_hook=_unique_keys,
         )
@@ -155,7 +139,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _finite_float(text: str) -> float:
-    value = float(text)
+    value = number_of(text)
     if not math.isfinite(value):
         raise _StrictJsonError("a number is too large")
     return value
@@ -252,7 +236,7 @@ class StrictModel(pydantic.BaseModel):
 
 def _whole(value: Any) -> Any:
     """Return a number without a fraction as an integer, as which JSON Schema knows it."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 Integer = Annotated[int, pydantic.BeforeValidator(_whole)]
@@ -315,11 +299,7 @@ class BodyReader:
 
     async def _parse(self, body: bytes, model: type[ModelT]) -> tuple[ModelT, int]:
         """Do the same; return how much memory that takes, too."""
-        rounded: dict[float, str] = {}
-        rounded_numbers.set(rounded)
-        parse = functools.partial(
-            parse_model, body, model, max_depth=self._max_depth, rounded=rounded
-        )
+        parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
         if len(body) <= INLINE_BYTES:
             return parse()
         return await self._backlog.in_thread(self._threads, parse, len(body))
@@ -341,21 +321,14 @@ def _check_content_type(given: list[str]) -> None:
         )
 
 
-def parse_model(
-    body: bytes,
-    model: type[ModelT],
-    *,
-    max_depth: int,
-    rounded: dict[float, str] | None = None,
-) -> tuple[ModelT, int]:
-    """Return a body as a `model`, and how many bytes that takes; add to `rounded` as `parse_json`
-    does.
+def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> tuple[ModelT, int]:
+    """Return a body as a `model`, and how many bytes that takes.
 
     Raises:
         InvalidRequest: not strict JSON, or not what the model wants.
     """
-    value = parse_json(body, max_depth=max_depth, rounded=rounded)
-    return validated(value, model), memory_of(value) + memory_of(rounded or {})
+    value = parse_json(body, max_depth=max_depth)
+    return validated(value, model), memory_of(value)
 
 
 def validated(value: Any, model: type[ModelT]) -> ModelT:

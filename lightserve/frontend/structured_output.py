@@ -27,7 +27,6 @@ from lightserve.frontend.json_body import (
     OTHERWISE,
     StrictModel,
     count_values,
-    rounded_numbers,
 )
 from lightserve.grammar_process import (
     COMMAND,
@@ -44,7 +43,14 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured import MAX_SCHEMA_BYTES, check_digits, check_size, closed, unforced
+from lightserve.structured import (
+    MAX_SCHEMA_BYTES,
+    as_written,
+    check_digits,
+    check_size,
+    closed,
+    unforced,
+)
 
 log = logging.getLogger(__name__)
 
@@ -401,7 +407,7 @@ ConstraintSpec = tuple[Constraint, str]
 
 def json_constraint(schema: Any) -> JsonSchemaConstraint:
     """Return the constraint of a JSON schema, as a value or as text."""
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    text = schema if isinstance(schema, str) else as_written(schema)
     return JsonSchemaConstraint(schema=text)
 
 
@@ -518,9 +524,9 @@ async def resolve_constraint(
             f"{param} needs a model with an end-of-sequence token, which this one has not",
             param=param,
         )
-    try:  # while numbers are as they were written: closing reads them anew
+    try:  # while numbers are as they were written: closing rounds them
         check_size(constraint)
-        check_digits(constraint, rounded_numbers.get({}))
+        check_digits(constraint)
     except GrammarError as error:
         raise _refusal(param, str(error)) from None
     if closes and isinstance(constraint, JsonSchemaConstraint):

@@ -19,7 +19,7 @@ from lightserve.frontend.json_body import StrictModel, by_type, only_type, show,
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
 from lightserve.frontend.openai.common import Key, NoEffect, NoEffectModel
 from lightserve.frontend.openai.messages import CacheControl
-from lightserve.frontend.openai.tools import MAX_TOOLS, FunctionName
+from lightserve.frontend.openai.tools import FunctionName
 from lightserve.frontend.request_options import (
     MAX_STOP_STRINGS,
     MaxTokens,
@@ -56,7 +56,7 @@ Id = Annotated[str, Field(min_length=1, max_length=256)]
 class TextBlock(NoEffectModel):
     """A piece of text."""
 
-    no_effect: ClassVar[NoEffect] = {"citations": ([],)}
+    no_effect: ClassVar[NoEffect] = {"citations": ([],), "parsed_output": None}
 
     type: Literal["text"]
     text: str
@@ -183,7 +183,7 @@ class ToolFields(NoEffectModel):
 
     type: Literal["custom"] | None = None
     name: FunctionName
-    description: Annotated[str, Field(max_length=16384)] | None = None
+    description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl | None = None
@@ -249,7 +249,7 @@ class CountTokensRequest(StrictModel):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolFields], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoiceFields | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputFields | None = None

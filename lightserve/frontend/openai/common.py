@@ -71,8 +71,8 @@ from lightserve.frontend.structured_output import (
 from lightserve.messages.common import Constraint, TokenSegment, pack_int32
 from lightserve.types import RequestClass, SamplingParams
 
-NoEffect = Mapping[str, tuple[Any, ...]]
-"""Names of fields, and their values besides null that change nothing."""
+NoEffect = Mapping[str, tuple[Any, ...] | None]
+"""Names of fields, and their values besides null that change nothing; None: every value."""
 
 _COMMON: NoEffect = {
     # vLLM's. Special tokens are never part of an answer's text.
@@ -112,6 +112,7 @@ MESSAGE_NO_EFFECT: NoEffect = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
+    "parsed": None,
 }
 
 
@@ -126,7 +127,10 @@ class NoEffectModel(StrictModel):
     ) -> dict[str, Any]:
         """Return the model's JSON schema, the fields of the table included."""
         schema = handler(core_schema)
-        fields = {name: {"enum": [*values, None]} for name, values in cls.no_effect.items()}
+        fields = {
+            name: {} if values is None else {"enum": [*values, None]}
+            for name, values in cls.no_effect.items()
+        }
         handler.resolve_ref_schema(schema).setdefault("properties", {}).update(fields)
         return schema
 
@@ -140,8 +144,12 @@ class NoEffectModel(StrictModel):
         return {key: value for key, value in body.items() if key not in cls.no_effect}
 
 
-def _check(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value is None or any(type(v) is type(value) and v == value for v in allowed):
+def _check(field: str, value: Any, allowed: tuple[Any, ...] | None) -> None:
+    if (
+        value is None
+        or allowed is None
+        or any(type(v) is type(value) and v == value for v in allowed)
+    ):
         return
     shown = " or ".join(json.dumps(accepted) for accepted in (*allowed, None))
     context = {"field": field, "complaint": f"is not supported yet except as {shown}"}

@@ -11,7 +11,7 @@ from lightserve.frontend.completion import TextDelta
 from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.common import MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import OutputParser
-from lightserve.frontend.openai.tools import MAX_TOOLS, ToolCall
+from lightserve.frontend.openai.tools import ToolCall
 from lightserve.tokenization.conversation import JOINT, ChatMessage, Place
 
 
@@ -106,7 +106,7 @@ class Message(NoEffectModel):
     content: Annotated[
         str | None, BeforeValidator(_text_of, json_schema_input_type=_Content | None)
     ] = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

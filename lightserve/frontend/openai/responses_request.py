@@ -28,7 +28,7 @@ from lightserve.frontend.json_body import (
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
 from lightserve.frontend.openai.common import NoEffect, NoEffectModel, RequestFields, StoredId
-from lightserve.frontend.openai.tools import MAX_TOOLS, FunctionName, ToolFunction
+from lightserve.frontend.openai.tools import FunctionName, ToolFunction
 from lightserve.frontend.request_options import MaxTokens
 from lightserve.frontend.structured_output import Schema
 
@@ -59,7 +59,7 @@ class ItemFields(NoEffectModel):
 class InputTextPart(NoEffectModel):
     """A text in an item."""
 
-    no_effect: ClassVar[NoEffect] = {"annotations": ([],), "logprobs": ([],)}
+    no_effect: ClassVar[NoEffect] = {"annotations": ([],), "logprobs": ([],), "parsed": None}
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -107,7 +107,12 @@ class MessageItem(ItemFields):
 class CallItem(ItemFields):
     """A call by the assistant."""
 
-    no_effect: ClassVar[NoEffect] = {"namespace": (), "caller": ({"type": "direct"},)}
+    no_effect: ClassVar[NoEffect] = {
+        "namespace": (),
+        "caller": ({"type": "direct"},),
+        "async": (False,),
+        "parsed_arguments": None,
+    }
 
     type: Literal["function_call"]
     call_id: Id
@@ -225,7 +230,7 @@ class ResponsesRequest(RequestFields):
     ]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag(OTHERWISE)]

@@ -278,7 +278,7 @@ def _echoed(service: Service, body: ResponsesRequest, chat: ChatRequest) -> dict
     form = (
         {"type": "text"}
         if text is None or text.format is None
-        else text.format.model_dump(by_alias=True, exclude_none=True)
+        else text.format.model_dump(mode="json", by_alias=True, exclude_none=True)
     )
     choice = body.tool_choice
     return {
@@ -298,7 +298,7 @@ def _echoed(service: Service, body: ResponsesRequest, chat: ChatRequest) -> dict
         "tool_choice": "auto"
         if choice is None
         else (choice if isinstance(choice, str) else choice.model_dump()),
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump(mode="json") for tool in body.tools or ()],
         "top_p": defaults.top_p if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, Tag
@@ -13,22 +13,23 @@ from pydantic import AfterValidator, Field, Tag
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
+from lightserve.frontend.openai.common import NoEffect, NoEffectModel
 from lightserve.frontend.structured_output import ConstraintSpec, check_num_values
 from lightserve.messages.common import GrammarConstraint
 from lightserve.model_formats import CALL_FORMATS, NONE
-from lightserve.structured import MAX_GRAMMAR_BYTES, WHITESPACE, closed
+from lightserve.structured import MAX_GRAMMAR_BYTES, WHITESPACE, as_written, closed
 
-MAX_TOOLS = 128
 MAX_CALLS = 16
 """Calls of one answer where calls are required."""
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+"""As long as Anthropic's; OpenAI's have at most 64 characters."""
 
 
 class ToolFunction(StrictModel):
     """`tools[].function`; arguments are as `parameters` has them where a call is required."""
 
     name: FunctionName
-    description: Annotated[str, Field(max_length=16384)] | None = None
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -59,15 +60,19 @@ class NamedTool(StrictModel):
     function: NamedFunction
 
 
-class CalledFunction(StrictModel):
+class CalledFunction(NoEffectModel):
     """`messages[].tool_calls[].function`."""
+
+    no_effect: ClassVar[NoEffect] = {"parsed_arguments": None}
 
     name: FunctionName
     arguments: str
 
 
-class ToolCall(StrictModel):
+class ToolCall(NoEffectModel):
     """`messages[].tool_calls[]`."""
+
+    no_effect: ClassVar[NoEffect] = {"index": None}
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"]
@@ -86,7 +91,7 @@ def _bounded(tools: list[Tool]) -> list[Tool]:
 
 Tools = Annotated[
     list[Tool],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
+    Field(fail_fast=True),
     AfterValidator(_bounded),
 ]
 ToolChoice = Annotated[
@@ -190,7 +195,7 @@ def _grammar_of_calls(
         before = _quoted(f"{written.before}{name}{written.between}")
         after = _quoted(written.after) if written.after else ""
         lines.append(f"call_{number}: {before} arguments_{number} {after}")
-        lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        lines.append(f"arguments_{number}: %json {as_written(schema)}")
     return GrammarConstraint(grammar="\n".join(lines))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 from pathlib import Path
@@ -89,6 +90,22 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, bad: Any, said: str) -> N
         check(tmp_path, jsonl([GOOD, bad]))
     assert said in error.value.message
     assert error.value.status == 400 and error.value.param == "input_file_id"
+
+
+@pytest.mark.parametrize("before", [b"", b"\n", b" "])
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, before: bytes) -> None:
+    """At the beginning alone: elsewhere it is no JSON. `check` holds the spans against the file."""
+    data = codecs.BOM_UTF8 + before + jsonl([line("a"), line("b")])
+    assert [each.custom_id for each in check(tmp_path, data)] == ["a", "b"]
+    with pytest.raises(InvalidRequest, match="at least one line, got 0"):
+        check(tmp_path, codecs.BOM_UTF8 + before)
+    line_check = LineCheck(ENDPOINT, lambda name: None)
+    found = [found for byte in data for found in line_check.add(bytes([byte]))]
+    for each, name in zip(found + line_check.finish(), "ab", strict=True):
+        span = data[each.position : each.position + each.num_bytes]
+        assert json.loads(span)["custom_id"] == name
+    with pytest.raises(InvalidRequest, match=r"line 2 .* not valid JSON"):
+        check(tmp_path, jsonl([line("a")]) + b"\n" + codecs.BOM_UTF8 + jsonl([line("b")]))
 
 
 def test_a_file_has_at_least_one_line_and_not_too_many(tmp_path: Path) -> None:

@@ -477,7 +477,7 @@ BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
         (
             "tool_choice",
             {"type": "function", "function": {"name": "a b"}},
-            'tool_choice.function.name must match ^[A-Za-z0-9_.-]{1,64}$, got "a b"',
+            'tool_choice.function.name must match ^[A-Za-z0-9_.-]{1,128}$, got "a b"',
         ),
         (
             "structured_outputs",

@@ -20,7 +20,7 @@ from lightserve.messages.common import (
     JsonSchemaConstraint,
     RegexConstraint,
 )
-from lightserve.structured import byte_vocabulary, compile_matcher, lark_of_gbnf, unforced
+from lightserve.structured import FORMATS, byte_vocabulary, compile_matcher, lark_of_gbnf, unforced
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -161,6 +161,122 @@ def test_numbers_that_lose_digits_are_refused(schema: str, key: str, number: str
 
     for closes in (True, False):
         asyncio.run(scenario(closes))
+
+
+PRICE = "0.10000000000000000555"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        f'"temperature":{PRICE}',
+        f'"chat_template_kwargs":null,"top_p":{PRICE},"logit_bias":{{"5":{PRICE}}}',
+        f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"const":{PRICE}}}}}}}],'
+        '"tool_choice":"none"',
+    ],
+)
+def test_a_number_in_another_place_says_nothing_about_a_schema(fields: str) -> None:
+    """0.1 is enforced beside one that is read as 0.1 and has more digits, in any order; of a schema
+    itself, too, where it enforces nothing.
+    """
+    schema = f'{{"enum":[0.1],"default":{PRICE}}}'
+    named = (
+        f'"response_format":{{"type":"json_schema","json_schema":{{"name":"x","schema":{schema}}}}}'
+    )
+    user = json.dumps(BODIES["/v1/chat/completions"])[:-1]
+
+    async def scenario() -> None:
+        async with frontend(says([5, 2]), tool_call_parser="hermes") as setup:
+            for body in (f"{user},{fields},{named}}}", f"{user},{named},{fields}}}"):
+                response = await setup.http.post(
+                    "/v1/chat/completions",
+                    content=body,
+                    headers={"content-type": "application/json"},
+                )
+                assert response.status_code == 200, response.text
+                constraint = setup.router.submits[-1].constraint
+                assert isinstance(constraint, JsonSchemaConstraint)
+                matcher = compile_matcher(constraint, byte_vocabulary())
+                assert matcher.validate_tokens([*b"0.1"]) == 3
+
+    asyncio.run(scenario())
+
+
+VALID = {
+    "date": "2024-02-29",
+    "time": "10:00:00Z",
+    "date-time": "2024-02-29T10:00:00Z",
+    "duration": "P1D",
+    "uuid": "123e4567-e89b-12d3-a456-426614174000",
+    "uri": "https://example.com/a",
+    "email": "a@example.com",
+    "hostname": "example.com",
+    "ipv4": "127.0.0.1",
+    "ipv6": "2001:db8::1",
+}
+
+
+def fits(constraint: Constraint, value: Any) -> bool:
+    data = json.dumps(value, ensure_ascii=False).encode()
+    matcher = compile_matcher(constraint, byte_vocabulary())
+    return (
+        matcher.validate_tokens([*data]) == len(data)
+        and matcher.consume_tokens([*data])
+        and (matcher.is_accepting())
+    )
+
+
+def test_formats_are_enforced_or_annotations() -> None:
+    """Those of `FORMATS` choose, every other one changes nothing, wherever a schema has it."""
+    assert VALID.keys() == FORMATS
+    for name, text in VALID.items():
+        constraint = JsonSchemaConstraint(schema=json.dumps({"type": "string", "format": name}))
+        assert fits(constraint, text) and not fits(constraint, "§ no")
+    secret = {"type": "string", "format": "password"}
+    cases: list[tuple[Any, Any, Any]] = [
+        *(({"format": name}, "§ any", None) for name in ("password", "binary", "path", "color")),
+        ({"format": "regex", "type": "string", "maxLength": 3}, "abc", "abcd"),
+        ({"anyOf": [secret, {"type": "null"}]}, "x", 1),
+        ({"items": {"$ref": "#/$defs/s"}, "$defs": {"s": secret}, "type": "array"}, ["x"], [1]),
+        ({"type": "object", "properties": {"format": secret}}, {"format": "x"}, {"format": 1}),
+        ({"type": "object", "properties": {"const": secret}}, {"const": "x"}, {"const": 1}),
+        ({"components": {"a": secret}, "$ref": "#/components/a"}, "x", 1),
+        # Values are no schemas.
+        ({"const": {"format": "password"}}, {"format": "password"}, {}),
+        ({"enum": [{"format": "password"}]}, {"format": "password"}, {}),
+        # Of others than strings it says nothing.
+        ({"type": "integer", "format": "int64"}, 5, "5"),
+    ]
+    for schema, good, bad in cases:
+        text = json.dumps(schema)
+        for constraint in (
+            JsonSchemaConstraint(schema=text),
+            GrammarConstraint(grammar=f'start: %json {text} | "<" other\nother: %json {text}'),
+        ):
+            assert fits(constraint, good), schema
+            assert bad is None or not fits(constraint, bad), schema
+
+
+def test_a_format_that_is_an_annotation_is_taken_on_every_route() -> None:
+    schema = {"type": "object", "properties": {"key": {"type": "string", "format": "password"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    fields: list[dict[str, Any]] = [
+        schema_format(schema),
+        outputs(json=json.dumps(schema)),
+        {"tools": [tool], "tool_choice": "required"},
+    ]
+
+    async def scenario() -> None:
+        for closes in (False, True):
+            async with frontend(
+                says([5, 2]), tool_call_parser="hermes", closed_schemas=closes
+            ) as setup:
+                chat = "/v1/chat/completions"
+                for given in fields:
+                    response = await setup.post(chat, {**BODIES[chat], **given})
+                    assert response.status_code == 200, response.text
+
+    asyncio.run(scenario())
 
 
 def test_numbers_that_keep_their_digits_are_enforced() -> None:
