@@ -34,6 +34,8 @@ from lightserve.messages.supervision import (
     SupervisorMessage,
 )
 
+log = logging.getLogger(__name__)
+
 ControlLink = Link[ChildMessage, SupervisorMessage]
 AsyncControlLink = AsyncLink[ChildMessage, SupervisorMessage]
 Runner = Callable[[ChildSpec], int]
@@ -47,8 +49,6 @@ _LAST_WORDS_S = 5.0
 _MAX_REASON_CHARS = 4096
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-
-log = logging.getLogger(__name__)
 
 
 def main(runners: Mapping[Role, Runner] | None = None) -> NoReturn:

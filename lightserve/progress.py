@@ -17,11 +17,11 @@ import click
 
 from lightserve.logs import prints_text
 
+log = logging.getLogger(__name__)
+
 LOG_INTERVAL_S = 10.0
 """Between two log lines."""
 _LABEL_LENGTH = 24
-
-log = logging.getLogger(__name__)
 
 Advance = Callable[[int], None]
 """Takes what has been done since the last call, in the units of the total."""

@@ -29,9 +29,9 @@ from lightserve.errors import StartupError, StoreError, StoreUnusable
 if TYPE_CHECKING:
     from lightserve.batches.objects import Objects
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 IDLE_S = 1.0

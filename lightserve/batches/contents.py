@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from lightserve.batches.access import Store
     from lightserve.batches.objects import Objects
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 MAX_SPAN_BYTES = 8 * OBJECT_BYTES
 """Lines that follow one another are read at once, up to so many bytes."""
 
-log = logging.getLogger(__name__)
 Lines = dict[tuple[int, int], bytes]
 """What lines say, by batch and number."""
 

@@ -26,6 +26,8 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.frontend.errors import RequestFailed
 
+log = logging.getLogger(__name__)
+
 # ----------------------------------------------------------------------
 # Memory that is held for clients, bounded in sum: whose share is the largest makes room.
 #
@@ -93,9 +95,6 @@ later, and what it closes for them is closed in yet another."""
 MIN_CONNECTIONS = 16
 _RESERVED_FDS = 32
 """For what is still to be opened and is no client: links, queries, what libraries read."""
-
-
-log = logging.getLogger(__name__)
 
 
 class Evictable(Protocol):

@@ -37,6 +37,8 @@ from lightserve.logs import request_id
 from lightserve.messages.frontend_router import NO_CLIENT, Client
 from lightserve.metrics.recording import OTHER
 
+log = logging.getLogger(__name__)
+
 # ----------------------------------------------------------------------
 # Who may ask what: API keys on every path and method, Host and Origin where there are none.
 #
@@ -444,8 +446,6 @@ QUIET_ROUTES = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 _HEADER = b"x-request-id"
 _HARMLESS_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-
-log = logging.getLogger(__name__)
 
 
 class RequestLog:

@@ -71,6 +71,8 @@ from lightserve.metrics.turns import TurnClock, TurnSelector
 from lightserve.tls import server_context
 from lightserve.types import FrontendId
 
+log = logging.getLogger(__name__)
+
 # ----------------------------------------------------------------------
 # The ASGI application: routes, what stands before them, and exceptions that become responses.
 #
@@ -176,8 +178,6 @@ async def _on_bug(request: Request, _error: Exception) -> Response:
     failure = RequestFailed("an internal error occurred", code="internal_error", status=500)
     return error_response(failure, request.scope)
 
-
-log = logging.getLogger(__name__)
 
 Control = AsyncLink[ChildMessage, SupervisorMessage]
 

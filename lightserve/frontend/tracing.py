@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from lightserve.frontend.request_options import ServiceLevel
     from lightserve.frontend.router_client import RouterClient
 
+log = logging.getLogger(__name__)
+
 Value = str | bool | int | float | list[str]
 
 MAX_QUEUED_SPANS = 2048
@@ -60,8 +62,6 @@ MAX_EVENTS = 256
 
 _TEXT_ROUTES = frozenset({"/", "/generate", "/generate_stream", "/v1/completions"})
 _HEADERS = (b"traceparent", b"tracestate")
-
-log = logging.getLogger(__name__)
 
 
 class SpanQueue(SpanProcessor):

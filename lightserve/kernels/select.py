@@ -17,6 +17,8 @@ from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.progress import progress
 
+log = logging.getLogger(__name__)
+
 # Fits kernels to the GPU before it serves: `--kernel-tuning`.
 
 
@@ -51,8 +53,6 @@ def tune_kernels(
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """What the kernels have been compiled and tried with; pyproject.toml asks for the same."""
-
-log = logging.getLogger(__name__)
 
 
 def make_kernels(

@@ -17,11 +17,11 @@ import msgspec
 from lightserve.cost.profile import cache_dir, hash_of_model, write_whole
 from lightserve.router.output_lengths import OutputLengths, RememberedLengths
 
+log = logging.getLogger(__name__)
+
 _VERSION = 1
 SAVE_INTERVAL_S = 10.0
 _MAX_BYTES = 4 << 20
-
-log = logging.getLogger(__name__)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -60,6 +60,8 @@ from lightserve.supervisor.nodes import Nodes, url_of
 from lightserve.supervisor.spawn import Child, RouterBoot, Spawner, SpecWriter, num_frontends
 from lightserve.types import FrontendId
 
+log = logging.getLogger(__name__)
+
 # How many restarts are too many.
 
 
@@ -88,8 +90,6 @@ LATE_CHECK_S = 1.0
 MAX_LATENESS_S = 1.0
 """A supervisor later than this was stopped itself (Ctrl-Z, a frozen container), and perhaps its
 children with it: their silence proves nothing."""
-
-log = logging.getLogger(__name__)
 
 
 class Phase(Enum):

@@ -45,6 +45,8 @@ from lightserve.supervisor.startup import (
 )
 from lightserve.tls import server_context
 
+log = logging.getLogger(__name__)
+
 # SIGTERM, SIGINT and SIGHUP: first as exceptions, then as events of the loop.
 
 
@@ -118,8 +120,6 @@ class StopSignals:
             return
         raise Stopped(signum)
 
-
-log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 5.0
 """Milliseconds, unless the machine is very busy; a reason is worth it."""

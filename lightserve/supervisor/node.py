@@ -38,14 +38,14 @@ from lightserve.messages.supervision import (
 from lightserve.supervisor.nodes import master_address, terms_of
 from lightserve.supervisor.spawn import Child, ControlHub, RouterBoot, RunDir, Spawner, SpecWriter
 
+log = logging.getLogger(__name__)
+
 NODE_READY_PREFIX = "lightserve: ready as node "
 """What is printed when the workers of a node are ready for the first time."""
 _MAX_QUEUED = 4
 """Reports: each says all, so that old ones are worth nothing."""
 _LAST_WORDS_S = 5.0
 _LINGER_S = 1.0
-
-log = logging.getLogger(__name__)
 
 
 class Signals(Protocol):

@@ -32,14 +32,14 @@ from lightserve.messages.nodes import (
 from lightserve.models.config import load_model_config
 from lightserve.models.weight_files import check_weights
 
+log = logging.getLogger(__name__)
+
 QUIET_S = 3.0
 """A node that was heard of within this time is no other that has the same rank."""
 _MAX_QUEUED = 16
 """Messages to a node: each says all, so that old ones are worth nothing."""
 _MODEL = "model"
 """Stands among the options for the files that --model has."""
-
-log = logging.getLogger(__name__)
 
 
 def terms_of(config: ServeConfig) -> dict[str, str]:

@@ -27,6 +27,8 @@ from lightserve.errors import ChannelFull, StartupError
 from lightserve.http_access import ApiKey
 from lightserve.messages.supervision import ChildMessage, ChildSpec, Role, SupervisorMessage
 
+log = logging.getLogger(__name__)
+
 # The private directory (0700) in which the sockets of one server lie.
 #
 # Each holds a locked file while its server lives. A server killed by SIGKILL leaves its directory
@@ -232,8 +234,6 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "lightserve.child")
 """-P: whatever lies in the working directory must not be imported."""
-
-log = logging.getLogger(__name__)
 
 ControlHub = Hub[SupervisorMessage, ChildMessage]
 

@@ -29,6 +29,8 @@ from lightserve.models.weight_files import check_digests, check_weights
 from lightserve.supervisor.spawn import num_frontends
 from lightserve.tokenization.description import find_tokenizer
 
+log = logging.getLogger(__name__)
+
 # What `lightserve serve` prints when it is ready: commands that work as printed.
 
 READY_PREFIX = "lightserve: ready on "
@@ -124,8 +126,6 @@ client = OpenAI(base_url={url + "/v1"!r}{key_argument})
 """
     return f"{READY_PREFIX}{url} (model {model_name})\n\n{curl}\n\n{client}{snippet}\n"
 
-
-log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]

@@ -21,6 +21,8 @@ from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.tokenization.sentencepiece_file import describe_sentencepiece, read_sentencepiece
 from lightserve.tokenization.tiktoken_file import describe_tiktoken, is_tiktoken
 
+log = logging.getLogger(__name__)
+
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -101,8 +103,6 @@ def _from_config(config: JsonFields) -> dict[int, dict[str, Any]]:
 
 
 # Tokens that the files beside a tokenizer add or name.
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from lightserve.worker.matchers import (
 from lightserve.worker.sampling.interface import RowMasks
 from lightserve.worker.tables import Upload
 
+log = logging.getLogger(__name__)
+
 COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.matchers")
 START_TIMEOUT_S = 60.0
 """For the first answer of a process, which reads the vocabulary before it."""
@@ -51,8 +53,6 @@ ANSWER_TIMEOUT_S = 20.0
 MAX_GUILTY = 256
 MAX_REPAIRS = 3
 """Processes that may end in one step before all of its constrained rows fail."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,8 @@ from lightserve.models.config import load_model_config
 from lightserve.models.weight_files import expected_tensors
 from lightserve.worker.memory import usable_cores
 
+log = logging.getLogger(__name__)
+
 WEIGHTS_PER_THREAD = 8_000_000
 """Parameters that are worth a thread: with fewer, a step of decodes gains about a tenth."""
 WINDOW_S = 0.25
@@ -49,8 +51,6 @@ _ADDS = 0.5
 """… and for one that there is not yet."""
 _TAKES = 0.3
 """For those that stay when some are taken away."""
-
-log = logging.getLogger(__name__)
 
 
 class CpuTimes(NamedTuple):

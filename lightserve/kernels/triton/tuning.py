@@ -55,6 +55,8 @@ from lightserve.kernels.triton.products import (
 )
 from lightserve.kernels.triton.products import candidates as candidates_of_product
 
+log = logging.getLogger(__name__)
+
 # Measured configurations of kernels, kept beside the profiles of step times (versioned JSON).
 #
 # One file per GPU model, Triton version and version of the kernels. One that cannot be read or is
@@ -158,8 +160,6 @@ Timer = Callable[[Call], float]
 Config = PrefillConfig | DecodeConfig
 Scene = tuple[tuple[int, int], ...]
 """(new tokens, context) of each row."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
