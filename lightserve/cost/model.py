@@ -12,8 +12,8 @@ waits for are added (BROS takes the maximum, which is right where they overlap).
 
 No coefficient is negative, so time is monotone in every part of a shape.
 
-Where workers pad steps with chunks to some sizes, as they have recorded graphs of these alone, the
-new tokens of such a step are those of its size: up to the next size tokens cost their attention.
+Where workers pad steps to some sizes, as they have recorded graphs of these alone, the new tokens
+of such a step are those of its size: up to the next size tokens cost their attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 
 # What of a step its time depends on, as an accumulator.
 
@@ -91,12 +91,6 @@ def chunk_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
-def padded(num_new: int, sizes: Sequence[int]) -> int:
-    """Return the tokens that a step with chunks computes for so many, the padding among them."""
-    place = bisect.bisect_left(sizes, num_new)
-    return sizes[place] if place < len(sizes) else num_new
-
-
 FIXED_SHARE = 0.125
 """Part of a step's time that may be what every step takes, however few its tokens."""
 
@@ -106,8 +100,8 @@ class StepModel:
     """Predicts, in O(1)."""
 
     coefficients: StepCoefficients
-    sizes: tuple[int, ...] = ()
-    """Rising numbers of new tokens to the next of which steps with chunks are padded."""
+    sizes: GraphSizes = NO_SIZES
+    """To which steps are padded."""
 
     @property
     def worthwhile_s(self) -> float:
@@ -118,9 +112,8 @@ class StepModel:
 
     def seconds(self, shape: StepShape, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return the seconds of a step that waits for copies of so many tokens."""
-        c, num_new = self.coefficients, shape.num_new
-        if shape.num_chunks:
-            num_new = padded(num_new, self.sizes)
+        c = self.coefficients
+        num_new = self.sizes.padded(shape.num_new, has_chunks=shape.num_chunks > 0)
         step_s = self._seconds(shape, num_new)
         return step_s + c.per_saved_token_s * num_saved + c.per_loaded_token_s * num_loaded
 
@@ -142,7 +135,7 @@ class StepModel:
         c, num_decodes = self.coefficients, shape.num_decodes
         return (
             c.floor_s
-            + c.per_new_s * max(0.0, num_decodes - c.knee)
+            + c.per_new_s * max(0.0, self.sizes.padded(num_decodes, has_chunks=False) - c.knee)
             + c.per_decode_s * num_decodes
             + c.per_decode_context_s * shape.decode_context
         )
@@ -151,8 +144,7 @@ class StepModel:
         """Return what `seconds` says of the rows that compute more, alone."""
         c = self.coefficients
         num_new = shape.num_new - shape.num_decodes
-        if shape.num_chunks:
-            num_new = padded(num_new, self.sizes)
+        num_new = self.sizes.padded(num_new, has_chunks=shape.num_chunks > 0)
         return (
             c.floor_s
             + c.per_new_s * max(0.0, num_new - c.knee)
@@ -165,9 +157,10 @@ class StepModel:
         """Return `seconds`, `seconds_of_decodes` and `seconds_of_chunks`, the same to the bit."""
         c = self.coefficients
         num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context = shape
-        of_chunks = num_new - num_decodes
-        if self.sizes and num_chunks:
-            num_new, of_chunks = padded(num_new, self.sizes), padded(of_chunks, self.sizes)
+        has_chunks, of_chunks = num_chunks > 0, num_new - num_decodes
+        num_new = self.sizes.padded(num_new, has_chunks=has_chunks)
+        of_chunks = self.sizes.padded(of_chunks, has_chunks=has_chunks)
+        of_decodes = self.sizes.padded(num_decodes, has_chunks=False)
         floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
         decodes_s = c.per_decode_s * num_decodes
         chunks_s = c.per_chunk_s * num_chunks
@@ -175,7 +168,7 @@ class StepModel:
         chunk_context_s = c.per_chunk_context_s * chunk_context
         pairs_s = c.per_chunk_pair_s * chunk_pairs
         whole_s = floor_s + per_new_s * max(0.0, num_new - knee) + decodes_s + chunks_s
-        of_decodes_s = floor_s + per_new_s * max(0.0, num_decodes - knee) + decodes_s
+        of_decodes_s = floor_s + per_new_s * max(0.0, of_decodes - knee) + decodes_s
         of_chunks_s = floor_s + per_new_s * max(0.0, of_chunks - knee) + chunks_s
         return (
             whole_s + decode_context_s + chunk_context_s + pairs_s,
@@ -207,11 +200,12 @@ class StepModel:
             _root(c.per_chunk_pair_s, per_token_s, limit_s - below_s),
             _root(c.per_chunk_pair_s, per_token_s + c.per_new_s, limit_s - beyond_s),
         )
-        if not self.sizes or count < 1 or before + count >= self.sizes[-1] + 1:
+        sizes = self.sizes.mixed
+        if not sizes or count < 1 or before + count >= sizes[-1] + 1:
             return count
         # Padding makes no step shorter, so it is this size or one below it.
-        for place in range(bisect.bisect_left(self.sizes, before + int(count)), -1, -1):
-            size, below = self.sizes[place], self.sizes[place - 1] if place else 0
+        for place in range(bisect.bisect_left(sizes, before + int(count)), -1, -1):
+            size, below = sizes[place], sizes[place - 1] if place else 0
             size_s = below_s + c.per_new_s * max(0.0, size - c.knee)
             room = _root(c.per_chunk_pair_s, per_token_s, limit_s - size_s)
             count = min(float(size - before), room)
@@ -262,7 +256,10 @@ class FitError(NamedTuple):
 
 
 def fit(
-    samples: Sequence[StepSample], *, sizes: Sequence[int] = (), num_knees: int = NUM_KNEES
+    samples: Sequence[StepSample],
+    *,
+    sizes: GraphSizes = NO_SIZES,
+    num_knees: int = NUM_KNEES,
 ) -> StepCoefficients:
     """Return the coefficients that fit at least one sample best, none of them negative.
 
@@ -272,7 +269,7 @@ def fit(
     instead of its square (Huber), as steps are slow when the machine has other work.
     """
     seconds = np.array([sample.seconds for sample in samples])
-    computed = [padded(x.num_new, sizes) if x.num_chunks else x.num_new for x, _ in samples]
+    computed = [sizes.padded(x.num_new, has_chunks=x.num_chunks > 0) for x, _ in samples]
     num_new = np.array(computed, dtype=np.float64)
     best: tuple[float, float, FloatArray] | None = None
     for knee in knee_grid(num_new, num_knees):
@@ -298,13 +295,13 @@ def errors(model: StepModel, samples: Sequence[StepSample]) -> FitError:
 
 
 def held_out_errors(
-    samples: Sequence[StepSample], num_folds: int = 4, *, sizes: Sequence[int] = ()
+    samples: Sequence[StepSample], num_folds: int = 4, *, sizes: GraphSizes = NO_SIZES
 ) -> FitError:
     """Return the errors on samples of models that were fitted to the others."""
     off: list[float] = []
     for fold in range(num_folds):
         others = [sample for index, sample in enumerate(samples) if index % num_folds != fold]
-        model = StepModel(fit(others, sizes=sizes), tuple(sizes))
+        model = StepModel(fit(others, sizes=sizes), sizes)
         off += [abs(model.seconds(s.shape) / s.seconds - 1.0) for s in samples[fold::num_folds]]
     return FitError(float(np.median(off)), float(np.quantile(off, 0.95)))
 

@@ -17,7 +17,7 @@ import msgspec
 
 from lightserve.config import ServeConfig
 from lightserve.cost.model import StepModel, StepShape
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import GraphSizes, StepCoefficients
 
 SCHEMA_VERSION = 2
 MAX_MEDIAN_ERROR = 0.35
@@ -84,7 +84,13 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crowding: float = 0.0
     """Share of the cores needed that other processes had meanwhile, 0 where that is unknown."""
     mixed_sizes: tuple[int, ...] = ()
-    """To which the worker padded steps, see `WorkerHello`: the coefficients are of padded steps."""
+    """To which the worker padded steps, see `GraphSizes`: the coefficients are of padded steps."""
+    decode_sizes: tuple[int, ...] = ()
+
+    @property
+    def graph_sizes(self) -> GraphSizes:
+        """To which the worker padded steps."""
+        return GraphSizes(self.decode_sizes, self.mixed_sizes)
 
     @property
     def noise(self) -> str:
@@ -155,7 +161,7 @@ def read_profile(path: Path) -> StepProfile:
 
 def slowness(profile: StepProfile, than: StepProfile) -> float:
     """Return how many times as long a profile says that steps take, the geometric mean of some."""
-    new, old = (StepModel(one.coefficients, one.mixed_sizes) for one in (profile, than))
+    new, old = (StepModel(one.coefficients, one.graph_sizes) for one in (profile, than))
     ratios = []
     for rows in _REFERENCE_STEPS:
         shape = StepShape()

@@ -24,7 +24,7 @@ from lightserve.config import ServeConfig
 from lightserve.config.options import MemoryOptions
 from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, BatchDue, Finish, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import (
@@ -96,6 +96,12 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     overlaps_copies: bool = False
     max_num_batched_tokens: int | None = None
     mixed_sizes: tuple[int, ...] = ()
+    decode_sizes: tuple[int, ...] = ()
+
+    @property
+    def graph_sizes(self) -> GraphSizes:
+        """To which they pad steps."""
+        return GraphSizes(self.decode_sizes, self.mixed_sizes)
 
 
 class StepTimesWereMeasured(Record, frozen=True, tag="step_times"):
@@ -297,7 +303,8 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
                 step_cost=event.step_cost,
                 overlaps_copies=event.overlaps_copies,
                 max_num_batched_tokens=event.max_num_batched_tokens,
-                mixed_sizes=event.mixed_sizes,
+                mixed_sizes=event.graph_sizes.mixed,
+                decode_sizes=event.graph_sizes.decodes,
             )
         case StepTimesKnown(step_cost, max_num_batched_tokens):
             return StepTimesWereMeasured(
@@ -320,7 +327,7 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
                 record.step_cost,
                 record.overlaps_copies,
                 record.max_num_batched_tokens,
-                record.mixed_sizes,
+                record.graph_sizes,
             )
         case StepTimesWereMeasured():
             return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)

@@ -28,7 +28,8 @@ class MostTokens(NamedTuple):
     num_tokens: int
     """New tokens of all rows."""
     few_tokens: int
-    """New tokens of all rows that have at most `FEW_TOKENS`."""
+    """New tokens of rows that are attended as decodes are: where rows of at most `FEW_TOKENS` have
+    more, those of one new token alone are. At least as many as rows."""
 
 
 @dataclass(frozen=True, eq=False)

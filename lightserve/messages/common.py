@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -66,7 +67,33 @@ class StepCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copied back; 0: not measured."""
 
 
-PROTOCOL_VERSION = 15
+class GraphSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers of new tokens to the next of which workers pad steps that run as recorded graphs.
+
+    They rise; a step beyond the last one is not padded.
+    """
+
+    decodes: tuple[int, ...] = ()
+    """Of steps whose rows have one new token each; those of other steps serve larger ones."""
+    mixed: tuple[int, ...] = ()
+    """Of steps with a row of more."""
+
+    def padded(self, num_new: int, *, has_chunks: bool) -> int:
+        """Return the tokens that a step computes for so many, the padding among them."""
+        size = None if has_chunks else size_within(self.decodes, num_new)
+        return size or size_within(self.mixed, num_new) or num_new
+
+
+NO_SIZES = GraphSizes()
+
+
+def size_within(sizes: Sequence[int], number: int) -> int | None:
+    """Return the smallest of some rising sizes that has room; None: there is none, or no use."""
+    place = bisect.bisect_left(sizes, number)
+    return sizes[place] if number and place < len(sizes) else None
+
+
+PROTOCOL_VERSION = 16
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024

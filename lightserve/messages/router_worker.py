@@ -28,8 +28,10 @@ import numpy.typing as npt
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import (
+    NO_SIZES,
     Constraint,
     DeviceFacts,
+    GraphSizes,
     Int32Array,
     Message,
     PromptSegment,
@@ -62,9 +64,8 @@ class WorkerHello(Message, frozen=True):
     overlaps_copies: bool = False
     """Whether `ahead_saves` and `ahead_loads` run beside the forward pass of their plan, as on a
     GPU; otherwise between the steps."""
-    mixed_sizes: tuple[int, ...] = ()
-    """Rising numbers of new tokens: a step with a row of several new tokens runs padded to the
-    next of them; a larger one is not padded. Empty: none is."""
+    graph_sizes: GraphSizes = NO_SIZES
+    """To which its steps are padded."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.messages.common import (
+    NO_SIZES,
+    GraphSizes,
     Int32Array,
     StepCoefficients,
     TokenLogprob,
@@ -57,7 +59,7 @@ class WorkersReady:
     """See `WorkerHello`."""
     max_num_batched_tokens: int | None = None
     """Of a step; None: as configured."""
-    mixed_sizes: tuple[int, ...] = ()
+    graph_sizes: GraphSizes = NO_SIZES
     """See `WorkerHello`."""
 
 

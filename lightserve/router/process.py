@@ -397,7 +397,7 @@ class RouterProcess:
                 first.step_cost,
                 first.overlaps_copies,
                 first.max_num_batched_tokens,
-                first.mixed_sizes,
+                first.graph_sizes,
             )
         )
         device = self._group.hellos[0].device

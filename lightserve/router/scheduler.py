@@ -265,7 +265,7 @@ class Scheduler:
 
     def _start_workers(self, ready: WorkersReady, deltas: DeltaBatch) -> None:
         assert len(self._rows) == 0, "the group before was not reported as gone"
-        self._pipeline.cost.use_workers(ready.step_cost, ready.mixed_sizes)
+        self._pipeline.cost.use_workers(ready.step_cost, ready.graph_sizes)
         self._pipeline.overlaps_copies = ready.overlaps_copies
         self._pipeline.max_num_batched_tokens = (
             ready.max_num_batched_tokens or self._config.max_num_batched_tokens

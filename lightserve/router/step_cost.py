@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lightserve.cost.model import StepModel, StepSample, StepShape, fit, padded
-from lightserve.messages.common import StepCoefficients
+from lightserve.cost.model import StepModel, StepSample, StepShape, fit
+from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 
 # What copying KV between the pool and the host costs, learnt while serving.
 #
@@ -161,7 +161,7 @@ class StepCost:
 
     error_s: float = 0.0
     _model: StepModel | None = None
-    _sizes: tuple[int, ...] = ()
+    _sizes: GraphSizes = NO_SIZES
     """To which the workers pad steps, see `StepModel`."""
     _is_profiled: bool = False
     _samples: dict[int, deque[StepSample]] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class StepCost:
         """Return 1 + k sigma of observed over predicted time."""
         return 1.0 + GUARD_DEVIATIONS * math.sqrt(self._ratio(kind).variance)
 
-    def use_workers(self, coefficients: StepCoefficients | None, sizes: tuple[int, ...]) -> None:
+    def use_workers(self, coefficients: StepCoefficients | None, sizes: GraphSizes) -> None:
         """Start with fresh workers that pad steps to `sizes`; coefficients None: not measured."""
         self._sizes = sizes
         if coefficients is not None:
@@ -250,8 +250,13 @@ class StepCost:
         return self._ratio(kind_of(shape)).mean * self._model.work(shape)
 
     def num_padding(self, shape: StepShape) -> int:
-        """Return how many tokens the workers compute in a step beside those of its shape."""
-        return padded(shape.num_new, self._sizes) - shape.num_new if shape.num_chunks else 0
+        """Return how many tokens the workers compute in a step beside those of its shape.
+
+        0 of decodes alone: with a chunk in it the step would be padded as others are.
+        """
+        if not shape.num_chunks:
+            return 0
+        return self._sizes.padded(shape.num_new, has_chunks=True) - shape.num_new
 
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return what copies add by the profile; 0: it has not measured any."""

@@ -132,7 +132,7 @@ def read_rows(path: Path) -> tuple[list[Row], Hardware | None]:
             recording.step_cost,
             kv_bytes_per_token=0,
             server_budget=budget,
-            mixed_sizes=recording.workers.mixed_sizes,
+            graph_sizes=recording.workers.graph_sizes,
         )
         return sorted(rows), hardware
     if first.startswith(b"{"):

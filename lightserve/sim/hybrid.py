@@ -239,7 +239,7 @@ class HybridRun:
             router_time=config.router_times or router_seconds,
             step_cost=profile,
             overlaps_copies=config.hardware.overlaps_copies,
-            mixed_sizes=config.hardware.mixed_sizes,
+            graph_sizes=config.hardware.graph_sizes,
         )
         self._events = [
             event

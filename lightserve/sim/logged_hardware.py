@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.cost.model import StepModel, StepShape
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 from lightserve.sim.virtual_gpus import ProfiledHardware
 
 NEIGHBOURS = 12
@@ -44,7 +44,7 @@ class LoggedHardware(ProfiledHardware):
         samples: Sequence[LoggedStep],
         *,
         overlaps_copies: bool,
-        mixed_sizes: tuple[int, ...] = (),
+        graph_sizes: GraphSizes = NO_SIZES,
         speed: float = 1.0,
         clock: Callable[[], float],
     ) -> None:
@@ -53,11 +53,11 @@ class LoggedHardware(ProfiledHardware):
             step_cost,
             kv_bytes_per_token=0,
             overlaps_copies=overlaps_copies,
-            mixed_sizes=mixed_sizes,
+            graph_sizes=graph_sizes,
         )
         self._speed = speed
         self._clock = clock
-        model = StepModel(step_cost, mixed_sizes)
+        model = StepModel(step_cost, graph_sizes)
         model_s = np.array([model.seconds(each.shape) for each in samples])
         exec_s = np.array([each.exec_s for each in samples])
         padded = np.pad(exec_s / model_s, NEIGHBOURS, mode="edge")

@@ -21,6 +21,8 @@ import numpy as np
 from lightserve.decisions.records import CoreCalls
 from lightserve.errors import ConfigError
 from lightserve.messages.common import (
+    NO_SIZES,
+    GraphSizes,
     StepCoefficients,
     TokenLogprob,
     unpack_int32,
@@ -228,7 +230,7 @@ class Simulation:
         num_host_slots: int = 0,
         step_cost: StepCoefficients | None = None,
         overlaps_copies: bool = False,
-        mixed_sizes: tuple[int, ...] = (),
+        graph_sizes: GraphSizes = NO_SIZES,
         frontend: Frontend | None = None,
         hears_tokens: bool = True,
         router_time_factor: float = 0.0,
@@ -244,7 +246,7 @@ class Simulation:
             num_host_slots: of that on the host.
             step_cost: what the workers' hello says of their steps.
             overlaps_copies: and of copies.
-            mixed_sizes: and of padding.
+            graph_sizes: and of padding.
             frontend: answers news.
             hears_tokens: whether it is told of single tokens, too, which are most of all news.
             router_time_factor: times `router_time` that the router is busy with each plan, which
@@ -272,7 +274,7 @@ class Simulation:
         self._wake_s = -1.0
         """When the core last wished to be asked: once is enough."""
         ready = WorkersReady(
-            num_slots, num_host_slots, step_cost, overlaps_copies, mixed_sizes=mixed_sizes
+            num_slots, num_host_slots, step_cost, overlaps_copies, graph_sizes=graph_sizes
         )
         core.on_message(ready, 0.0)
 

@@ -36,7 +36,7 @@ from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.cost.profile import read_profile, tokens_of_step
 from lightserve.errors import ConfigError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 from lightserve.sim.worker import Hardware, VirtualHardware
 
 BYTES = 2
@@ -140,7 +140,7 @@ class ProfiledHardware:
     spread: float = 0.0
     """What the profile was off by, on shapes that it was not fitted to."""
     server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
-    mixed_sizes: tuple[int, ...] = ()
+    graph_sizes: GraphSizes = NO_SIZES
 
     @classmethod
     def read(cls, path: Path, *, flag: str = "--hardware") -> Self:
@@ -157,7 +157,7 @@ class ProfiledHardware:
             overlaps_copies=profile.key.device_type != "cpu",
             spread=spread,
             server_budget=budget,
-            mixed_sizes=profile.mixed_sizes,
+            graph_sizes=profile.graph_sizes,
         )
 
     @property
@@ -172,7 +172,7 @@ class ProfiledHardware:
 
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""
-        step_s = StepModel(self.formula, self.mixed_sizes).seconds(shape)
+        step_s = StepModel(self.formula, self.graph_sizes).seconds(shape)
         return self.per_step_s + (max(self.launch_s, step_s) if shape.num_chunks else step_s)
 
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
@@ -202,18 +202,21 @@ H200_LLAMA_8B = ProfiledHardware(
     overlaps_copies=True,
     spread=0.035,
     server_budget=AUTO_BATCHED_TOKENS["cuda"],
-    mixed_sizes=(16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024),
+    graph_sizes=GraphSizes(
+        mixed=(16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+    ),
 )
 """Fitted to 1,625 steps of a server there, off by 2.5 % in the median and by 9 % in the 95th
 percentile, and to 22 steps that were timed alone (docs/results/gpu.md). A graph of 448 tokens takes
-longer than one of 512, and is left out, as workers do."""
+longer than one of 512, and is left out, as workers do. Decodes alone were fitted by their number,
+so that they have no sizes here."""
 H200_LAUNCH_S, H200_LAUNCH_SPREAD = 20.3e-3, 0.26
 """Of a step with a chunk there, kernel by kernel: 14 to 25 ms were seen, at least 0.44 ms for each
 of 32 layers. Within that they are chosen so that chats are in time as often as they were."""
 MEASURED = {
     "h200-llama-8b": H200_LLAMA_8B,
     "h200-llama-8b-eager": dataclasses.replace(
-        H200_LLAMA_8B, mixed_sizes=(), launch_s=H200_LAUNCH_S, spread=H200_LAUNCH_SPREAD
+        H200_LLAMA_8B, graph_sizes=NO_SIZES, launch_s=H200_LAUNCH_S, spread=H200_LAUNCH_SPREAD
     ),
 }
 

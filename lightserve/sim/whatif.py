@@ -36,7 +36,7 @@ from lightserve.decisions.records import (
 )
 from lightserve.decisions.replaying import DecisionLogReader, make_core_of
 from lightserve.errors import ConfigError, DecisionLogError, ProtocolError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import NO_SIZES, StepCoefficients
 from lightserve.messages.frontend_router import Abort, RequestDelta, Submit
 from lightserve.messages.router_worker import StepResult
 from lightserve.router.config import make_scheduler_config
@@ -196,7 +196,7 @@ class Recording:
             self.step_cost,
             self.steps,
             overlaps_copies=self.workers.overlaps_copies,
-            mixed_sizes=self.workers.mixed_sizes,
+            graph_sizes=self.workers.graph_sizes,
             speed=settings.speed,
             clock=lambda: simulation.now_s,
         )
@@ -226,7 +226,7 @@ class Recording:
             num_host_slots=self.workers.num_host_slots,
             step_cost=known_cost,
             overlaps_copies=hardware.overlaps_copies,
-            mixed_sizes=hardware.mixed_sizes,
+            graph_sizes=hardware.graph_sizes,
             frontend=traffic.on_news,
             hears_tokens=False,
             router_time_factor=1.0,
@@ -512,7 +512,7 @@ class _Taker:
     def fitted(self) -> StepCoefficients:
         """Return the formula of these workers' steps; copies cost what their profile says."""
         chosen = self.steps[:: max(1, len(self.steps) // MAX_SAMPLES)]
-        sizes = self.workers.mixed_sizes if self.workers is not None else ()
+        sizes = self.workers.graph_sizes if self.workers is not None else NO_SIZES
         cost = fit([StepSample(each.shape, each.exec_s) for each in chosen], sizes=sizes)
         if self.step_cost is None:
             return cost

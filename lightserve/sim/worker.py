@@ -18,6 +18,8 @@ import numpy.typing as npt
 from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepShape
 from lightserve.messages.common import (
+    NO_SIZES,
+    GraphSizes,
     Int32Array,
     StepCoefficients,
     TokenLogprob,
@@ -437,7 +439,7 @@ class Hardware(Protocol):
         """What the router is told of it; None: it learns from the steps."""
 
     @property
-    def mixed_sizes(self) -> tuple[int, ...]:
+    def graph_sizes(self) -> GraphSizes:
         """See `WorkerHello`."""
 
     @property
@@ -484,7 +486,7 @@ class VirtualHardware:
     """Of a copy, on the device: into one piece, or out of it; 0: it is part of the copy."""
 
     step_cost = None
-    mixed_sizes = ()
+    graph_sizes = NO_SIZES
     server_budget = AUTO_BATCHED_TOKENS["cuda"]
 
     def seconds(

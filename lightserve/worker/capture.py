@@ -13,6 +13,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.check_pair import LIMITS
 from lightserve.kernels.interface import Kernels
+from lightserve.messages.common import NO_SIZES, GraphSizes
 from lightserve.models.base import KVTensors, Model
 from lightserve.models.parallel import TensorParallel
 from lightserve.progress import Advance, progress
@@ -28,15 +29,6 @@ from lightserve.worker.mixed_graphs import MAX_TOKENS, MixedGraphs, kept_sizes, 
 from lightserve.worker.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
-
-
-class GraphSizes(NamedTuple):
-    """What passes are recorded for, rising."""
-
-    decodes: tuple[int, ...] = ()
-    """Rows of steps of decodes alone."""
-    mixed: tuple[int, ...] = ()
-    """New tokens of other steps."""
 
 
 def graph_sizes(
@@ -58,7 +50,7 @@ def graph_sizes(
                 f" got {got}"
             )
     if not can_capture or config.cuda_graphs == "off":
-        return GraphSizes()
+        return NO_SIZES
     most = config.cuda_graph_max_tokens
     if most < 0:
         most = min(MAX_TOKENS, config.max_tokens_of_step(device.type))

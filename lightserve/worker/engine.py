@@ -25,6 +25,7 @@ from lightserve.kernels.interface import (
 )
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.self_check import check_int8_kv, check_kernels, check_quantized
+from lightserve.messages.common import GraphSizes
 from lightserve.messages.router_worker import StepPlan
 from lightserve.model_formats import choose_formats
 from lightserve.models.base import KVLayout, Model, kernel_shapes, kv_layout
@@ -44,7 +45,7 @@ from lightserve.models.weight_files import quantised_as
 from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.description import tokenizer_file
 from lightserve.tokenization.tokenizer import Tokenizer
-from lightserve.worker.capture import GraphSizes, capture_graphs, graph_sizes, make_graphs
+from lightserve.worker.capture import capture_graphs, graph_sizes, make_graphs
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import device_of_rank, make_queue
 from lightserve.worker.graphs import DecodeTables, estimated_graph_bytes

@@ -30,6 +30,7 @@ from torch import Tensor
 from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch, UnknownValues
 from lightserve.logs import one_line
+from lightserve.messages.common import size_within
 from lightserve.models.base import KVTensors, Model, logits_dtype
 from lightserve.progress import Advance
 
@@ -236,6 +237,8 @@ class DecodeGraphs:
         self._num_rows = 0
         """Rows of the last step; what is behind them is padding."""
         self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        hidden_size, dtype = model.config.hidden_size, pool.k[0].dtype
+        self._hidden = torch.empty(largest, hidden_size, dtype=dtype, device=device)
         self._logits: Tensor | None = None
         if has_logits:
             shape = (largest, model.config.vocab_size)
@@ -313,12 +316,12 @@ class DecodeGraphs:
     @property
     def static_bytes(self) -> int:
         """Memory of the tensors that are there before anything is recorded."""
-        tensors = (self._rows, self._positions, self._offsets, self._logits)
+        tensors = (self._rows, self._positions, self._offsets, self._hidden, self._logits)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def covers(self, num_rows: int) -> bool:
-        """Whether a step of so many decodes, every one of which samples, has a graph."""
-        return 0 < num_rows <= self._sizes[-1]
+        """Whether a step of so many rows, each of one new token, has a graph."""
+        return size_within(self._sizes, num_rows) is not None
 
     def logits(self, rows: Tensor, positions: Tensor) -> Tensor | None:
         """Run a step that `covers` is true for.
@@ -331,10 +334,22 @@ class DecodeGraphs:
             logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
             the next call overwrites them, behind what has been launched until then.
         """
-        num_rows = len(rows)
+        self._replay(rows, positions)
+        return None if self._logits is None else self._logits[: len(rows)]
+
+    def hidden(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Run a step as `logits` does, and return the hidden states [L, hidden_size] on all ranks.
+
+        They are the graph's own, too.
+        """
+        self._replay(rows, positions)
+        return self._hidden[: len(rows)]
+
+    def _replay(self, rows: Tensor, positions: Tensor) -> None:
         self._set(rows, positions)
-        self._replays[next(size for size in self._sizes if size >= num_rows)]()
-        return None if self._logits is None else self._logits[:num_rows]
+        size = size_within(self._sizes, len(rows))
+        assert size is not None, "`covers` says which steps have a graph"
+        self._replays[size]()
 
     def _set(self, rows: Tensor, positions: Tensor) -> None:
         """Put a step's rows where passes read them, and padding behind."""
@@ -363,6 +378,7 @@ class DecodeGraphs:
         )
         input_ids = tables.token_ids[rows, positions].long()
         hidden = self._model.hidden(input_ids, batch, self._pool, None)
+        self._hidden[:size].copy_(hidden)
         self._model.logits(hidden, None if self._logits is None else self._logits[:size])
 
 

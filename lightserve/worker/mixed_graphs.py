@@ -17,7 +17,6 @@ launched one by one while the graph runs.
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,13 +27,13 @@ from torch import Tensor
 
 from lightserve.errors import StartupError
 from lightserve.kernels.interface import (
-    FEW_TOKENS,
     MAX_FEW_TOKENS,
     AttentionBatch,
     MostTokens,
     UnknownValues,
 )
 from lightserve.logs import one_line
+from lightserve.messages.common import size_within
 from lightserve.models.base import KVTensors, Model
 from lightserve.progress import Advance
 from lightserve.worker.graphs import DecodeTables, GraphRecorder
@@ -159,12 +158,7 @@ class MixedGraphs:
 
     def size_of(self, q_lens: Sequence[int]) -> int | None:
         """Return the tokens of the graph that a step of such rows runs as; None: there is none."""
-        num_tokens = sum(q_lens)
-        if not 0 < num_tokens <= self._sizes[-1] or len(q_lens) > self._max_rows:
-            return None
-        size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
-        few = sum(q_len for q_len in q_lens if q_len <= FEW_TOKENS)
-        return size if few <= min(size, MAX_FEW_TOKENS) else None
+        return size_within(self._sizes, sum(q_lens)) if len(q_lens) <= self._max_rows else None
 
     def hidden(
         self, size: int, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]
@@ -304,7 +298,7 @@ class MixedGraphs:
             host_rows=UnknownValues("host_rows", num_rows),
             host_q_lens=UnknownValues("host_q_lens", num_rows),
             host_context_lens=UnknownValues("host_context_lens", num_rows),
-            most=MostTokens(size, min(size, MAX_FEW_TOKENS)),
+            most=MostTokens(size, min(size, max(MAX_FEW_TOKENS, self._max_rows))),
         )
         input_ids = tables.token_ids.view(-1).index_select(0, places).long()
         return self._model.hidden(input_ids, batch, self._pool, None)

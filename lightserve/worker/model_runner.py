@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.messages.common import Int32Array, TokenLogprob, pack_int32
+from lightserve.messages.common import GraphSizes, Int32Array, TokenLogprob, pack_int32
 from lightserve.messages.router_worker import (
     NO_TOKEN,
     RowError,
@@ -312,9 +312,12 @@ class ModelRunner:
         return self._host_pool.overlaps_copies
 
     @property
-    def mixed_sizes(self) -> tuple[int, ...]:
-        """Rising numbers of new tokens to which steps with chunks are padded; empty: none are."""
-        return () if self._mixed is None else self._mixed.sizes
+    def graph_sizes(self) -> GraphSizes:
+        """To which steps are padded."""
+        return GraphSizes(
+            () if self._graphs is None else self._graphs.sizes,
+            () if self._mixed is None else self._mixed.sizes,
+        )
 
     @property
     def context_len(self) -> int:
@@ -469,7 +472,10 @@ class ModelRunner:
 
     def _hidden(self, inputs: StepInputs) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
-        mixed, wanted = self._mixed, inputs.tensors.logit_rows
+        graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
+        if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.host_rows)):
+            tensors = inputs.tensors
+            return graphs.hidden(tensors.rows, tensors.positions).index_select(0, wanted)
         size = None if mixed is None else mixed.size_of(inputs.host_q_lens)
         if mixed is not None and size is not None:
             rows = inputs.host_rows, inputs.host_q_lens, inputs.host_context_lens

@@ -110,7 +110,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
     )
     runner = build_runner(spec.config, tp=tp, incarnation=spec.incarnation)
     is_first_rank = spec.index == 0
-    profile = stored_profile(spec.config, runner.mixed_sizes) if is_first_rank else None
+    profile = stored_profile(spec.config, runner.graph_sizes) if is_first_rank else None
     step_cost = None if profile is None else profile.coefficients
     if runner.device.type == "cpu":
         keep_freed_memory()  # what loading has freed went back
@@ -136,7 +136,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             step_cost=step_cost,
             device=facts_of(spec.config, runner.device),
             overlaps_copies=runner.overlaps_copies,
-            mixed_sizes=runner.mixed_sizes,
+            graph_sizes=runner.graph_sizes,
             max_num_batched_tokens=tokens_of_step(spec.config, runner.device.type, step_cost),
         )
     )

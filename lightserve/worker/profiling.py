@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from lightserve.cost.model import (
     StepShape,
     fit,
     held_out_errors,
-    padded,
 )
 from lightserve.cost.profile import (
     SCHEMA_VERSION,
@@ -37,7 +36,7 @@ from lightserve.cost.profile import (
     save_profile,
 )
 from lightserve.errors import ConfigError
-from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
+from lightserve.messages.common import NO_SIZES, GraphSizes, Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
     KVCopies,
@@ -85,8 +84,8 @@ class ShapeLimits:
     max_tokens: int
     context_len: int
     num_slots: int
-    mixed_sizes: tuple[int, ...] = ()
-    """See `ModelRunner`."""
+    graph_sizes: GraphSizes = NO_SIZES
+    """To which steps are padded."""
 
 
 def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
@@ -96,7 +95,7 @@ def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
         config.max_tokens_of_step(runner.device.type),
         runner.context_len,
         runner.num_kv_slots,
-        runner.mixed_sizes,
+        runner.graph_sizes,
     )
 
 
@@ -123,7 +122,8 @@ def random_steps(limits: ShapeLimits, seed: int) -> Iterator[list[Row]]:
         room = min(limits.max_tokens - len(rows), limits.context_len - 1, limits.num_slots - 1)
         if kind != 0 and room > 1 and len(rows) < limits.max_rows:
             count = min(room, log_uniform(2, room))
-            count = min(room, padded(len(rows) + count, limits.mixed_sizes) - len(rows))
+            size = limits.graph_sizes.padded(len(rows) + count, has_chunks=True)
+            count = min(room, size - len(rows))
             most = min(limits.context_len - 1, limits.num_slots - 1) - count
             start = log_uniform(1, most) - 1 if most > 0 else 0
             rows.append((min(start, max(0, most)), count))
@@ -315,7 +315,7 @@ class _Measuring:
         num_slots = _smallest(tp, runner.num_kv_slots)
         num_on_host = _smallest(tp, runner.num_host_slots)
         limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
-        self._sizes = runner.mixed_sizes
+        self._sizes = runner.graph_sizes
         self._steps = random_steps(limits, seed=0)
         self._copy_s = self._timer.copy_seconds(min(num_slots, num_on_host))
         self._load = LoadWatch(config)
@@ -364,16 +364,17 @@ class _Measuring:
             num_samples=len(self.samples),
             median_error=held_out.median,
             p95_error=held_out.p95,
-            mixed_sizes=self._sizes,
+            mixed_sizes=self._sizes.mixed,
+            decode_sizes=self._sizes.decodes,
             crowding=self._load.crowding(),
         )
 
 
-def stored_profile(config: ServeConfig, sizes: Sequence[int] = ()) -> StepProfile | None:
+def stored_profile(config: ServeConfig, sizes: GraphSizes = NO_SIZES) -> StepProfile | None:
     """Return the profile that --profile names, or the one that an earlier start has kept.
 
-    `sizes` are those of `ModelRunner.mixed_sizes`: whether there are any depends on the start, and
-    steps with prompts take several times as long without.
+    `sizes` are the runner's: whether steps with prompts have any depends on the start, and these
+    take several times as long without.
 
     Raises:
         ConfigError: the file that --profile names does not serve.
@@ -384,7 +385,7 @@ def stored_profile(config: ServeConfig, sizes: Sequence[int] = ()) -> StepProfil
     is_auto = config.profile == "auto"
     path = cached_path(key) if is_auto else Path(config.profile)
     profile = load_profile(path, key)
-    if profile is not None and bool(profile.mixed_sizes) != bool(sizes):
+    if profile is not None and bool(profile.mixed_sizes) != bool(sizes.mixed):
         how = "as CUDA graphs" if profile.mixed_sizes else "kernel by kernel"
         log.warning("profile %s is ignored: it ran steps with prompts %s", path, how)
         profile = None

@@ -89,12 +89,15 @@ class StepInputs:
     host_context_lens: Sequence[int]
 
     @property
+    def is_decode(self) -> bool:
+        """Whether every row has one new token."""
+        return len(self.host_rows) == len(self.tensors.positions)
+
+    @property
     def is_plain_decode(self) -> bool:
-        """Whether every row has one new token and samples the next one, and nothing else."""
-        num_rows, tensors = len(self.host_rows), self.tensors
-        return (
-            num_rows == len(self.sampled_rows) == len(tensors.positions) == len(tensors.logit_rows)
-        )
+        """Whether that is so, and every row samples the next token and wants nothing else."""
+        num_rows = len(self.host_rows)
+        return self.is_decode and num_rows == len(self.sampled_rows) == len(self.tensors.logit_rows)
 
 
 class SequenceTable:

@@ -30,7 +30,7 @@ from lightserve.cost.profile import (
     save_profile,
 )
 from lightserve.errors import ConfigError, StartupError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.models.parallel import SingleRank
 from lightserve.worker import profiling
 from lightserve.worker.engine import build_runner
@@ -77,7 +77,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "limits",
     [
         ShapeLimits(256, 512, 4096, 100_000),
-        ShapeLimits(256, 512, 4096, 100_000, (16, 64, 256)),
+        ShapeLimits(256, 512, 4096, 100_000, GraphSizes(mixed=(16, 64, 256))),
         ShapeLimits(1, 1, 4096, 64),
         ShapeLimits(1, 512, 128, 64),
         ShapeLimits(64, 64, 16, 24),
@@ -93,9 +93,9 @@ def test_steps_are_such_as_a_router_plans(limits: ShapeLimits) -> None:
             assert start >= 0 and count >= 1
             assert start + count <= limits.context_len - 1
             assert start + count <= limits.num_slots
-        if limits.mixed_sizes and any(count > 1 for _, count in rows):
+        if limits.graph_sizes.mixed and any(count > 1 for _, count in rows):
             num_new = sum(count for _, count in rows)
-            assert num_new in limits.mixed_sizes or num_new > limits.mixed_sizes[-1]
+            assert num_new in limits.graph_sizes.mixed or num_new > limits.graph_sizes.mixed[-1]
     assert steps == list(itertools.islice(random_steps(limits, seed=3), 300)), "every rank alike"
     if limits.max_rows > 1 and limits.max_tokens > 2:
         shapes = [shape_of_rows(rows) for rows in steps]
@@ -196,7 +196,7 @@ def test_what_the_first_start_has_measured_is_there_at_the_second(
     )
     assert stored_profile(given) == first
     with pytest.raises(ConfigError, match=r"is no profile of this .* CUDA graphs"):
-        stored_profile(given, (16, 32))
+        stored_profile(given, GraphSizes(mixed=(16, 32)))
 
 
 @pytest.mark.usefixtures("cache")
@@ -218,7 +218,7 @@ def test_a_profile_of_steps_with_prompts_that_ran_otherwise_is_measured_anew(
         SCHEMA_VERSION, "0", "name", key, coefficients, 1, 9, 0.0, 0.0, mixed_sizes=then
     )
     save_profile(kept, cached_path(key))
-    assert stored_profile(config, now) == (kept if serves else None)
+    assert stored_profile(config, GraphSizes(mixed=now)) == (kept if serves else None)
     assert ("ran steps with prompts" in caplog.text) != serves
 
 

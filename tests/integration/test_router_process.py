@@ -16,6 +16,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.messages.common import (
     PROTOCOL_VERSION,
+    GraphSizes,
     StepCoefficients,
     TokenLogprob,
     TokenSegment,
@@ -368,7 +369,7 @@ def test_only_the_first_rank_of_the_workers_of_now_tells_what_steps_take() -> No
 def test_the_sizes_to_which_workers_pad_steps_come_with_their_hello() -> None:
     scene = make_scene()
     per_token = StepCoefficients(0.0, 0.0, 1.0, *[0.0] * 7)
-    scene.worker().send(scene.hello(step_cost=per_token, mixed_sizes=(16, 32)))
+    scene.worker().send(scene.hello(step_cost=per_token, graph_sizes=GraphSizes(mixed=(16, 32))))
     scene.turn()
     cost = scene.process.core._pipeline.cost
     num_tokens = (2, 16, 17, 33)

@@ -300,14 +300,20 @@ def test_a_long_context_beside_others_is_cut_alone() -> None:
     assert tokens == [4096, *range(4097, 4097 + 64)]
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("num_rows", [MAX_FEW_TOKENS // FEW_TOKENS, 256])
-def test_room_for_parts_does_not_grow_with_rows_of_a_few_tokens(num_rows: int) -> None:
+def test_room_for_parts_does_not_grow_with_rows_of_a_few_tokens(
+    num_rows: int, is_recorded: bool
+) -> None:
     """More than are kept free for are chunks, which share one room; decodes stay what they are."""
     decodes = work_of([(1, 5000)] * 3)
     room = len(decodes.parts.lse) // 3  # of a token
-    work = work_of([(FEW_TOKENS, 5000)] * num_rows + [(1, 5000)] * 3)
+    most = MostTokens(3000, MAX_FEW_TOKENS) if is_recorded else None
+    work = work_of([(FEW_TOKENS, 5000)] * num_rows + [(1, 5000)] * 3, most=most)
     num_decodes, num_chunks, _ = work.totals.tolist()
-    assert len(work.parts.lse) <= MAX_FEW_TOKENS * room
+    assert num_decodes <= len(work.decodes) and num_chunks <= len(work.chunks)
+    of_chunks = 1.2 if is_recorded else 1  # beside the room of as many tokens as may be few
+    assert len(work.parts.lse) <= of_chunks * MAX_FEW_TOKENS * room
     is_few = num_rows * FEW_TOKENS <= MAX_FEW_TOKENS
     assert num_chunks == (0 if is_few else num_rows)
     of_last = [item[1:] for item in work.decodes[:num_decodes].tolist() if item[0] > num_rows]

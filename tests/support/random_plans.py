@@ -56,13 +56,21 @@ class PlanMaker:
     """Draws plans; it never needs a result."""
 
     def __init__(
-        self, seed: int, *, max_seqs: int, num_slots: int, max_len: int, vocab_size: int
+        self,
+        seed: int,
+        *,
+        max_seqs: int,
+        num_slots: int,
+        max_len: int,
+        vocab_size: int,
+        max_chunk: int = 19,
     ) -> None:
         self._rng = np.random.default_rng(seed)
         self._free_rows = [RowId(row) for row in range(max_seqs)]
         self._free_slots = self._rng.permutation(num_slots).tolist()
         self._live: list[_Sequence] = []
         self._max_len, self._vocab_size = max_len, vocab_size
+        self._max_chunk = max_chunk
         assert num_slots >= max_seqs * max_len
 
     def plans(self, count: int) -> Iterator[StepPlan]:
@@ -124,7 +132,7 @@ class PlanMaker:
     def _advance(self, sequence: _Sequence) -> PlanRow:
         start = len(sequence.slots)
         rest = sequence.num_prompt - start
-        count = 1 if rest <= 0 else min(rest, int(self._rng.integers(1, 20)))
+        count = 1 if rest <= 0 else min(rest, int(self._rng.integers(1, self._max_chunk + 1)))
         sequence.slots += [self._free_slots.pop() for _ in range(count)]
         output = OutputKind.SAMPLE if start + count >= sequence.num_prompt else OutputKind.NONE
         if rest > 0 and sequence.wants_prompt:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, AttentionBatch
+from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, AttentionBatch, MostTokens
 from lightserve.kernels.triton.configs import (
     AttentionConfigs,
     AttentionShape,
@@ -160,6 +160,24 @@ def _list_chunks(
         tl.store(unit + 2, token * 0 + splits, mask=mask)
 
 
+@triton.jit
+def _q_lens(cu_seqlens_ptr, rows, exists):
+    """Return the new tokens of rows, 0 of those that are not there."""
+    ends = tl.load(cu_seqlens_ptr + rows + 1, mask=exists, other=0)
+    return ends - tl.load(cu_seqlens_ptr + rows, mask=exists, other=0)
+
+
+@triton.jit
+def _num_few(cu_seqlens_ptr, num_rows, most_few, BLOCK_R: tl.constexpr):
+    """Return the new tokens of all rows that have at most `most_few`."""
+    count = num_rows * 0
+    for start in range(0, num_rows, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        q_lens = _q_lens(cu_seqlens_ptr, rows, rows < num_rows)
+        count += tl.sum(tl.where(q_lens <= most_few, q_lens, 0), axis=0)
+    return count
+
+
 # fmt: off
 @triton.jit(
     do_not_specialize=["first_chunk_part", "most_few"],
@@ -171,17 +189,23 @@ def _plan_kernel(
     SPLIT_LEN: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
     HAS_CHUNKS: tl.constexpr, TOKENS: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     CHUNK_SPLIT_LEN: tl.constexpr, CHUNK_BLOCK_N: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, BLOCK_R: tl.constexpr, FEW_ROOM: tl.constexpr,
 ):
     # fmt: on
     """List the items of one row per program, behind those of the rows before it.
 
     The last program writes the totals: int32 [3], decode items, chunk items, merged tokens.
+    FEW_ROOM: 0, or new tokens that there is room for of rows with at most `most_few`: where they
+    have more, rows of several tokens are chunks.
     """
     own, num_rows = tl.program_id(0), tl.num_programs(0)
     own_start = tl.load(cu_seqlens_ptr + own)
     q_len = tl.load(cu_seqlens_ptr + own + 1) - own_start
     context_len = tl.load(context_lens_ptr + own)
+
+    if FEW_ROOM > 0:
+        num_few = _num_few(cu_seqlens_ptr, num_rows, most_few, BLOCK_R)
+        most_few = tl.where(num_few > FEW_ROOM, 1, most_few)
 
     least = CHUNK_SPLIT_LEN  # positions that are worth a program
     if HAS_CHUNKS and CHUNK_SPLITS > 1:
@@ -189,8 +213,7 @@ def _plan_kernel(
         for start in range(0, num_rows, BLOCK_R):
             others = start + tl.arange(0, BLOCK_R)
             exists = others < num_rows
-            q_lens = tl.load(cu_seqlens_ptr + others + 1, mask=exists, other=0)
-            q_lens -= tl.load(cu_seqlens_ptr + others, mask=exists, other=0)
+            q_lens = _q_lens(cu_seqlens_ptr, others, exists)
             lens = tl.load(context_lens_ptr + others, mask=exists, other=1)
             blocks, mean = _walked(q_lens, lens, window, most_few, HAS_WINDOW, TOKENS)
             walked += tl.sum(blocks.to(tl.int64) * mean, axis=0)
@@ -203,8 +226,7 @@ def _plan_kernel(
         others = start + tl.arange(0, BLOCK_R)
         exists = others < num_rows
         is_before = others < own
-        q_lens = tl.load(cu_seqlens_ptr + others + 1, mask=exists, other=0)
-        q_lens -= tl.load(cu_seqlens_ptr + others, mask=exists, other=0)
+        q_lens = _q_lens(cu_seqlens_ptr, others, exists)
         lens = tl.load(context_lens_ptr + others, mask=exists, other=1)
         few = tl.where(q_lens <= most_few, q_lens, 0)
         _, parts, _ = _decode_parts(few, lens, window, HAS_WINDOW, SPLITS, SPLIT_LEN, BLOCK_N)
@@ -361,6 +383,7 @@ def _plan(
         NUM_KV_HEADS=shape.num_kv_heads,
         NUM_PROGRAMS=num_programs,
         BLOCK_R=min(_ROWS_AT_ONCE, next_power_of_2(max(16, len(batch.req_to_slot)))),
+        FEW_ROOM=0 if batch.most is None else _few_room(batch.most),
         enable_fp_fusion=True,
     )
     return work
@@ -381,6 +404,7 @@ def _most_few(batch: AttentionBatch) -> int:
 
     Every token of such a row has room for all parts that the longest context may have. Where there
     are more of them than is kept free for, rows of several tokens are chunks, whose parts are few.
+    Of a recorded pass the kernel finds that out, see `_few_room`.
     """
     if batch.most is not None:
         return FEW_TOKENS
@@ -389,12 +413,18 @@ def _most_few(batch: AttentionBatch) -> int:
     return FEW_TOKENS if num_few <= max(MAX_FEW_TOKENS, len(batch.req_to_slot)) else 1
 
 
+def _few_room(most: MostTokens) -> int:
+    """Return the new tokens of rows of few that a recorded pass has room for; 0: for all."""
+    return most.few_tokens if most.few_tokens < most.num_tokens else 0
+
+
 def _most(batch: AttentionBatch, together: int, tokens: int, most_few: int) -> _Most:
     """Return the numbers of a pass whose chunks are computed in blocks of `tokens`."""
     if batch.most is not None:
-        # A chunk has a token more than few, and each may end with a block that is not full.
+        # Each chunk may end with a block that is not full. It has a token more than few, or two.
         num_tokens, few = batch.most.num_tokens, batch.most.few_tokens
-        chunks = min(len(batch.rows), num_tokens // (FEW_TOKENS + 1))
+        shortest = 2 if _few_room(batch.most) else FEW_TOKENS + 1
+        chunks = min(len(batch.rows), num_tokens // shortest)
         blocks = (num_tokens - chunks) // tokens + chunks
         return _Most(few, few, num_tokens if chunks else 0, blocks)
     q_lens = np.array(batch.host_q_lens)

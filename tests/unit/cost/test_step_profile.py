@@ -24,7 +24,7 @@ from lightserve.cost.profile import (
     save_profile,
     slowness,
 )
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 from lightserve.router.step_cost import StepCost
 
 COEFFICIENTS = StepCoefficients(
@@ -40,8 +40,8 @@ COEFFICIENTS = StepCoefficients(
     per_loaded_token_s=22e-6,
 )
 MODEL = StepModel(COEFFICIENTS)
-SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 1024)
-"""To which the steps with chunks of a GPU's workers may be padded."""
+SIZES = GraphSizes((1, 2, 4, 8, 16), (16, 32, 64, 128, 192, 256, 384, 512, 1024))
+"""To which the steps of a GPU's workers may be padded."""
 ROWS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 400)), max_size=10)
 
 
@@ -140,14 +140,14 @@ def test_time_grows_with_every_part_of_a_shape(
     start=st.integers(0, 4000),
     num_tokens=st.integers(2, 500),
     ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
-    sizes=st.sampled_from([(), SIZES]),
+    sizes=st.sampled_from([NO_SIZES, SIZES]),
 )
 def test_corrected_time_grows_with_every_row(
     rows: list[tuple[int, int]],
     start: int,
     num_tokens: int,
     ratios: tuple[float, ...],
-    sizes: tuple[int, ...],
+    sizes: GraphSizes,
 ) -> None:
     cost = corrected(ratios, sizes)
     shape = shape_of(rows)
@@ -167,7 +167,7 @@ def test_corrected_time_grows_with_every_row(
     most=st.integers(0, 3000),
     ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
 )
-@pytest.mark.parametrize("sizes", [(), SIZES])
+@pytest.mark.parametrize("sizes", [NO_SIZES, SIZES])
 def test_the_budget_fits_and_one_more_does_not(
     rows: list[tuple[int, int]],
     limit_s: float,
@@ -175,7 +175,7 @@ def test_the_budget_fits_and_one_more_does_not(
     most: int,
     ratios: tuple[float, ...],
     *,
-    sizes: tuple[int, ...],
+    sizes: GraphSizes,
 ) -> None:
     cost, shape = corrected(ratios, sizes), shape_of(rows)
     count = cost.tokens_within(shape, limit_s, start, most)
@@ -188,7 +188,7 @@ def test_the_budget_fits_and_one_more_does_not(
         assert cost.seconds(shape.plus(start, 2)) > limit_s
 
 
-def corrected(ratios: tuple[float, ...], sizes: tuple[int, ...] = ()) -> StepCost:
+def corrected(ratios: tuple[float, ...], sizes: GraphSizes = NO_SIZES) -> StepCost:
     """Return a model whose kinds of steps take so many times as long as profiled."""
     cost, kinds = StepCost(), ([(9, 1)], [(9, 1), (9, 2)], [(9, 2)])
     cost.use_workers(COEFFICIENTS, sizes)
@@ -197,7 +197,19 @@ def corrected(ratios: tuple[float, ...], sizes: tuple[int, ...] = ()) -> StepCos
     return cost
 
 
-# Workers that pad steps with chunks to some sizes.
+# Workers that pad steps to some sizes.
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "computed"), [(1, 1), (3, 4), (16, 16), (17, 32), (1024, 1024), (1025, 1025)]
+)
+def test_decodes_are_padded_to_their_own_sizes(num_rows: int, computed: int) -> None:
+    """Beyond the last of them to those of other steps, and beyond these to none."""
+    coefficients = StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0)
+    model, shape = StepModel(coefficients, SIZES), StepShape().plus_decodes(num_rows, 9)
+    expected_s = StepModel(coefficients).seconds(shape._replace(num_new=computed))
+    assert model.seconds(shape) == model.seconds_of_decodes(shape) == expected_s
+    assert model.seconds_of_parts(shape)[:2] == (expected_s, expected_s)
 
 
 @given(rows=ROWS, start=st.integers(0, 4000), num_tokens=st.integers(2, 500))
@@ -206,11 +218,9 @@ def test_a_step_with_a_chunk_takes_what_its_size_takes(
 ) -> None:
     """All but the attention of its rows."""
     shape = shape_of(rows).plus(start, num_tokens)
-    above = [size for size in SIZES if size >= shape.num_new]
+    above = [size for size in SIZES.mixed if size >= shape.num_new]
     whole = shape._replace(num_new=above[0]) if above else shape
     assert StepModel(COEFFICIENTS, SIZES).seconds(shape) == MODEL.seconds(whole)
-    decodes = shape.decodes
-    assert StepModel(COEFFICIENTS, SIZES).seconds(decodes) == MODEL.seconds(decodes)
 
 
 def test_what_a_shape_adds_to_a_large_step_is_not_padded() -> None:
@@ -236,7 +246,7 @@ def test_steps_of_sizes_are_fitted_as_such(is_told: bool) -> None:
     """Teeth: a line through the steps of the sizes is off by much more."""
     padding = StepModel(COEFFICIENTS, SIZES)
     samples = samples_of(padding, 300, noise=0.02)
-    sizes = SIZES if is_told else ()
+    sizes = SIZES if is_told else NO_SIZES
     error = held_out_errors(samples, sizes=sizes)
     assert (error.median < 0.03 and error.p95 < 0.07) == is_told
 
@@ -245,7 +255,7 @@ def test_steps_of_sizes_are_fitted_as_such(is_told: bool) -> None:
 def test_sizes_are_learnt_while_serving_and_doubts_with_them(is_told: bool) -> None:
     """A router without a profile: its guard shrinks as its steps are no riddle."""
     padding, cost = StepModel(COEFFICIENTS, SIZES), StepCost()
-    cost.use_workers(None, SIZES if is_told else ())
+    cost.use_workers(None, SIZES if is_told else NO_SIZES)
     for shape, seconds in samples_of(padding, 600, noise=0.02):
         cost.observe(shape, seconds)
     samples = samples_of(padding, 300, noise=0.02, seed=1)
@@ -254,8 +264,10 @@ def test_sizes_are_learnt_while_serving_and_doubts_with_them(is_told: bool) -> N
     assert (cost.guard < 1.25) == is_told
 
 
-def test_a_step_without_chunks_has_no_padding_in_any_of_its_times() -> None:
-    model = StepModel(StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0), (16, 32))
+@pytest.mark.parametrize("decodes", [(), (2, 4, 8)])
+def test_the_times_of_a_steps_parts_are_padded_alike(decodes: tuple[int, ...]) -> None:
+    coefficients = StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0)
+    model = StepModel(coefficients, GraphSizes(decodes, (16, 32)))
     for rows in ([(200, 1)] * 3, [(200, 1)] * 3 + [(0, 5)]):
         shape = shape_of(rows)
         apart = (model.seconds(shape), model.seconds_of_decodes(shape))
@@ -267,7 +279,7 @@ def test_new_workers_may_pad_otherwise() -> None:
     cost, shape = StepCost(), StepShape().plus(0, 130)
     cost.use_workers(COEFFICIENTS, SIZES)
     assert cost.seconds(shape) == MODEL.seconds(shape._replace(num_new=192))
-    cost.use_workers(None, ())
+    cost.use_workers(None, NO_SIZES)
     assert cost.seconds(shape) == MODEL.seconds(shape)
 
 

@@ -10,7 +10,7 @@ from support.policy_scenes import BE, Admitting, Queue, filled, make_request, ru
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.policies import make_policy
 from lightserve.router.policies.base import (
     EVERY_BEST_EFFORT,
@@ -249,7 +249,7 @@ def test_other_policies_are_as_published(policy: str) -> None:
 def test_padded_steps_keep_it_too() -> None:
     """Workers fill steps up to 256 or 512 tokens: 256 take 30.6 ms, and 257 as long as 512."""
     cost = cost_of()
-    cost.use_workers(None, (256, 512))
+    cost.use_workers(None, GraphSizes(mixed=(256, 512)))
     step = play([stream(0)], [make_request(1, prompt=5000)], cost=cost)
     assert shares(step) == {0: 1, 1: 255}
 

@@ -12,7 +12,7 @@ from lightserve.config import ServeConfig
 from lightserve.cost.profile import tokens_of_step
 from lightserve.decisions.records import event_of, input_of
 from lightserve.errors import ConfigError
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend, StepTimesKnown, WorkersGone, WorkersReady
 from lightserve.router.scheduler import Scheduler
@@ -81,7 +81,7 @@ class _Runner:
     """What a profile asks a runner for."""
 
     context_len, num_kv_slots = 10_000, 20_000
-    mixed_sizes = (64, 512)
+    graph_sizes = GraphSizes(mixed=(64, 512))
 
     def __init__(self, device_type: str) -> None:
         self.device = torch.device(device_type)
@@ -91,7 +91,7 @@ class _Runner:
 def test_steps_are_profiled_up_to_the_budget(device_type: str, expected: int) -> None:
     limits = limits_of(_Runner(device_type), ServeConfig())  # type: ignore[arg-type]
     assert limits.max_tokens == expected
-    assert limits.mixed_sizes == (64, 512)
+    assert limits.graph_sizes == _Runner.graph_sizes
 
 
 def first_chunk(core: Scheduler) -> int:

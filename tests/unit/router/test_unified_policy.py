@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
-from lightserve.messages.common import StepCoefficients
+from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.arrivals import IDLE_LIMIT_S, NO_OUTLOOK, Outlook
 from lightserve.router.policies.base import StepLimits
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
@@ -272,7 +272,7 @@ def test_best_effort_has_what_workers_pad_a_step_with(num_prompt: int) -> None:
     running = holding([decode(number, 40) for number in range(9)])
     waiting = [due(make_request(10, prompt=num_prompt), 400), make_request(20, BE, prompt=1000)]
     for sizes in ((), (64, 128, 256)):
-        cost.use_workers(coefficients, sizes)
+        cost.use_workers(coefficients, GraphSizes(mixed=sizes))
         for factor in (0.3, 1.7) * 24:
             shape = StepShape().plus_decodes(9, 9).plus(0, num_prompt)
             cost.observe(shape, factor * cost.seconds(shape))
@@ -286,7 +286,9 @@ def test_best_effort_has_what_workers_pad_a_step_with(num_prompt: int) -> None:
 def test_padding_is_no_reason_to_be_late() -> None:
     """A chunk costs 1 % of the step; a token is due before that."""
     cost = StepCost()
-    cost.use_workers(StepCoefficients(1e-2, 0.0, 1e-4, 0.0, 2e-4, 0.0, 0.0, 0.0), (64, 128))
+    cost.use_workers(
+        StepCoefficients(1e-2, 0.0, 1e-4, 0.0, 2e-4, 0.0, 0.0, 0.0), GraphSizes(mixed=(64, 128))
+    )
     waiting = [due(make_request(10, prompt=80), 400), make_request(20, BE, prompt=1000)]
     step_s = cost.seconds(StepShape().plus(10, 1).plus(0, 80))
     for room_s, num_tokens in ((1e-6, 0), (3e-4, 128 - 81)):

@@ -184,7 +184,7 @@ def test_an_estimate_from_two_sizes() -> None:
     assert recorder.num_recorded == NUM_ESTIMATED < len(SIZES)
     graphs = ours.graphs(recorder)
     assert sum(graphs.capture()) == len(SIZES) * 2**20
-    assert graphs.static_bytes == MAX_SEQS * (2 * 8 + 4 + 200 * 4) + 4
+    assert graphs.static_bytes == MAX_SEQS * (2 * 8 + 4 + (64 + 200) * 4) + 4
     assert estimated == len(SIZES) * 2**20 + graphs.static_bytes
     one = ours.graphs(recorder, sizes=(1,)).static_bytes + 2**20
     assert estimated_graph_bytes(lambda s: ours.graphs(recorder, sizes=s), (1,)) == one

@@ -19,9 +19,10 @@ from lightserve.cli.profile import FIELDS
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.messages.common import GraphSizes
 from lightserve.models.parallel import SingleRank
 from lightserve.worker import capture
-from lightserve.worker.capture import GraphSizes, capture_graphs, graph_sizes
+from lightserve.worker.capture import capture_graphs, graph_sizes
 from lightserve.worker.graphs import (
     NUM_WARM_UPS,
     CudaGraphRecorder,

@@ -19,7 +19,6 @@ from lightserve.errors import StartupError
 from lightserve.kernels.interface import FEW_TOKENS
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker.mixed_graphs import (
-    MAX_FEW_TOKENS,
     MixedGraphs,
     kept_sizes,
     mixed_ladder,
@@ -121,14 +120,18 @@ def test_steps_that_have_no_graph() -> None:
     assert graphs.size_of([1] * (MAX_SEQS + 1)) is None, "more rows than the tables have"
 
 
-def test_rows_of_few_tokens_are_bounded() -> None:
-    ours = scene()
-    graphs = MixedGraphs(ours.model, ours.pool, ours.tables, sizes=(2048,), recorder=TapeRecorder())
-    graphs._max_rows = 1000
-    rows = MAX_FEW_TOKENS // FEW_TOKENS
-    assert graphs.size_of([FEW_TOKENS] * rows) == 2048
-    assert graphs.size_of([FEW_TOKENS] * (rows + 1)) is None
-    assert graphs.size_of([FEW_TOKENS + 1] * (rows + 1)) == 2048
+@torch.inference_mode()
+def test_more_rows_of_few_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several tokens are chunks then, as in a step that is launched kernel by kernel."""
+    monkeypatch.setattr("lightserve.worker.mixed_graphs.MAX_FEW_TOKENS", 12)
+    ours, reference = scene(TritonKernels()), scene()
+    graphs = recorded(ours, RerunRecorder(), (64,))
+    for q_lens in ([1, 2, 9], [1, 2, 9, 1], [FEW_TOKENS] * 6, [1, 20, 9, 3, 1]):
+        rows, ends = list(range(len(q_lens))), [20 + 2 * index for index in range(len(q_lens))]
+        assert graphs.size_of(q_lens) == 64
+        found = graphs.hidden(64, rows, q_lens, ends)[: sum(q_lens)]
+        wanted = reference.hidden(rows, list(zip(q_lens, ends, strict=True)))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

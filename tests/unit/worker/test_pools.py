@@ -15,13 +15,12 @@ from torch._subclasses import FakeTensorMode
 
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
-from lightserve.messages.common import pack_int32
+from lightserve.messages.common import GraphSizes, pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.models.parallel import SingleRank
 from lightserve.types import StepId
 from lightserve.worker import capture, engine, staged_host_pool
-from lightserve.worker.capture import GraphSizes
 from lightserve.worker.device import make_queue
 from lightserve.worker.engine import build_runner
 from lightserve.worker.host_pool import DirectHostPool

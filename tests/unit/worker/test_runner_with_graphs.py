@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from support.random_plans import PlanMaker
 from support.tensor_kernels import TensorKernels
 from torch import Tensor
 
+from lightserve.cost.model import StepShape
+from lightserve.messages.common import GraphSizes
 from lightserve.messages.router_worker import (
     OutputKind,
     StepPlan,
@@ -48,14 +51,6 @@ class ExactKernels(TensorKernels):
         )
 
 
-class CountingGraphs(DecodeGraphs):
-    sizes_run: list[int]
-
-    def logits(self, rows: Tensor, positions: Tensor) -> Tensor | None:
-        self.sizes_run.append(len(rows))
-        return super().logits(rows, positions)
-
-
 def make_runner() -> tuple[ModelRunner, Any, KVPool]:
     model = random_model(ExactKernels(), CONFIG, context_len=MAX_LEN)
     pool = KVPool(layout_of(CONFIG), NUM_SLOTS, torch.device("cpu"))
@@ -72,9 +67,14 @@ def make_runner() -> tuple[ModelRunner, Any, KVPool]:
     return runner, model, pool
 
 
-def plans(seed: int) -> list[StepPlan]:
+def plans(seed: int, **changes: int) -> list[StepPlan]:
     maker = PlanMaker(
-        seed, max_seqs=MAX_SEQS, num_slots=NUM_SLOTS, max_len=MAX_LEN, vocab_size=CONFIG.vocab_size
+        seed,
+        max_seqs=MAX_SEQS,
+        num_slots=NUM_SLOTS,
+        max_len=MAX_LEN,
+        vocab_size=CONFIG.vocab_size,
+        **changes,
     )
     return list(maker.plans(NUM_STEPS))
 
@@ -92,23 +92,30 @@ def run(runner: ModelRunner, steps: list[StepPlan]) -> list[StepResult]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "has_mixed"),
-    long_but(itertools.product(range(12), [True, False]), [(0, True), (1, True), (2, False)]),
+    ("seed", "has_mixed", "max_chunk"),
+    long_but(
+        itertools.product(range(12), [True, False], [19, 1]),
+        [(0, True, 19), (1, True, 1), (2, False, 19)],
+    ),
 )
-def test_the_same_tokens(seed: int, has_mixed: bool) -> None:
-    steps = plans(seed)
+def test_the_same_tokens(seed: int, has_mixed: bool, max_chunk: int) -> None:
+    """And each step runs as the graph of the size that the router takes it for."""
+    steps = plans(seed, max_chunk=max_chunk)
     eager, *_ = make_runner()
     expected = run(eager, steps)
     runner, model, pool = make_runner()
     recorder = TapeRecorder()
-    graphs = CountingGraphs(
+    graphs = DecodeGraphs(
         model, pool, runner.tables, sizes=SIZES, recorder=recorder, has_logits=True
     )
-    graphs.sizes_run = []
     graphs.capture()
     mixed = MixedGraphs(model, pool, runner.tables, sizes=(16, 32), recorder=recorder)
     mixed.capture()
     runner.use_graphs(graphs, mixed if has_mixed else None)
+    replayed: list[int] = []
+    for recording in (graphs, mixed):
+        for size, replay in recording._replays.items():
+            recording._replays[size] = _noting(replayed, size, replay)
     found = run(runner, steps)
     num_tokens = 0
     for plan, *results in zip(steps, expected, found, strict=True):
@@ -124,12 +131,34 @@ def test_the_same_tokens(seed: int, has_mixed: bool) -> None:
                     wanted.top_token_ids,
                     pytest.approx(wanted.logprob, abs=1e-5),
                 )
-    rows = [plan_rows(plan) for plan in steps]
-    decodes = [len(one) for one in rows if all(_is_plain(row) for row in one)]
-    assert graphs.sizes_run == [count for count in decodes if count <= SIZES[-1]]
-    assert len(graphs.sizes_run) > NUM_STEPS // 5 and num_tokens > 2 * NUM_STEPS
-    assert len(set(graphs.sizes_run)) >= 5
+    assert num_tokens > 2 * NUM_STEPS
+    num_others = _assert_charged(steps, runner.graph_sizes, replayed)
+    # With prompts by one token: rows that do not draw the next one are among the decodes.
+    assert num_others > NUM_STEPS // 5 or max_chunk > 1
 
 
-def _is_plain(row: Any) -> bool:
-    return row.num_tokens == 1 and bool(row.output & OutputKind.SAMPLE)
+def _noting(noted: list[int], size: int, replay: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        noted.append(size)
+        replay()
+
+    return run
+
+
+def _assert_charged(steps: list[StepPlan], sizes: GraphSizes, replayed: list[int]) -> int:
+    """Return how many steps have rows of one token that do not all draw the next one."""
+    charged, num_others = [], 0
+    for plan in steps:
+        shape, rows = StepShape(), plan_rows(plan)
+        for row in rows:
+            shape = shape.plus(row.start_position, row.num_tokens)
+        samples = all(bool(row.output & OutputKind.SAMPLE) for row in rows)
+        num_others += shape.num_chunks == 0 and not samples
+        size = sizes.padded(shape.num_new, has_chunks=shape.num_chunks > 0)
+        ladder_of = sizes.mixed if shape.num_chunks else sizes.decodes + sizes.mixed
+        if size in ladder_of:
+            charged.append(size)
+        else:
+            assert size == shape.num_new > max(ladder_of, default=0)
+    assert replayed == charged and len(set(charged) & set(SIZES)) >= 4
+    return num_others
