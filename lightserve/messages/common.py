@@ -74,12 +74,15 @@ class GraphSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     decodes: tuple[int, ...] = ()
-    """Of steps whose rows have one new token each; those of other steps serve larger ones."""
+    """Of steps whose rows have one new token each; those of other steps serve larger ones. Empty:
+    these steps are not padded, or it is unknown how."""
     mixed: tuple[int, ...] = ()
     """Of steps with a row of more."""
 
     def padded(self, num_new: int, *, has_chunks: bool) -> int:
         """Return the tokens that a step computes for so many, the padding among them."""
+        if not has_chunks and not self.decodes:
+            return num_new
         size = None if has_chunks else size_within(self.decodes, num_new)
         return size or size_within(self.mixed, num_new) or num_new
 

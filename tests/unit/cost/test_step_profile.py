@@ -210,6 +210,8 @@ def test_decodes_are_padded_to_their_own_sizes(num_rows: int, computed: int) -> 
     expected_s = StepModel(coefficients).seconds(shape._replace(num_new=computed))
     assert model.seconds(shape) == model.seconds_of_decodes(shape) == expected_s
     assert model.seconds_of_parts(shape)[:2] == (expected_s, expected_s)
+    unknown = StepModel(coefficients, GraphSizes(mixed=SIZES.mixed))
+    assert unknown.seconds(shape) == StepModel(coefficients).seconds(shape)
 
 
 @given(rows=ROWS, start=st.integers(0, 4000), num_tokens=st.integers(2, 500))
