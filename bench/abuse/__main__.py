@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.abuse import bodies, connections, constraints, files, requests, shares
+from bench.abuse import alone, bodies, connections, constraints, files, requests, shares
 from bench.abuse.arena import (
+    GRAMMARS,
     Arena,
     Attack,
     Outcome,
@@ -43,6 +44,7 @@ SUBJECTS: Mapping[str, Sequence[Attack]] = {
     "prefixes": requests.PREFIXES,
     "router_load": requests.ROUTER_LOAD,
     "shares": shares.SHARES,
+    "alone": alone.ALONE,
 }
 """What there is without an attack comes first."""
 PARTS: Mapping[str, Callable[[], bool]] = {
@@ -56,7 +58,7 @@ PARTS: Mapping[str, Callable[[], bool]] = {
 MAX_TURN_S = 0.1
 MAX_LIVEZ_MS = 100.0
 LOOPS = ("frontend", "router")
-SHOWN_MEMORY = ("frontend", "router", "worker")
+SHOWN_MEMORY = ("frontend", "router", "worker", "batches", GRAMMARS)
 
 
 @dataclass
@@ -197,6 +199,8 @@ def _times(times_ms: Sequence[float], num_failed: int) -> str:
 
 
 def _memory(seen: Seen, role: str) -> str:
+    if not any(name.startswith(role) for name in seen.peak_mib):
+        return "-"
     moments = [
         sum(mib for name, mib in at.items() if name.startswith(role))
         for at in (seen.first_mib, seen.peak_mib, seen.last_mib)

@@ -260,12 +260,16 @@ class Observer:
             if now_s >= self._rescan_s:
                 self._rescan_s = now_s + 1.0
                 parent = psutil.Process(self._pid)
-                self._processes = {child.name(): child for child in parent.children()}
-                self._processes["supervisor"] = parent
-        memory = {}
-        for name, process in self._processes.items():
+                children = parent.children(recursive=True)
+                # One of a role is in the place of another perhaps, or beside it, as compilers are.
+                self._processes = {f"{child.name()}/{child.pid}": child for child in children}
+                self._processes["supervisor/"] = parent
+        memory: dict[str, float] = {}
+        for key, process in self._processes.items():
+            name = key.partition("/")[0]
             with contextlib.suppress(psutil.Error):
-                memory[name] = round(process.memory_info().rss / 2**20, 2)
+                mib = memory.get(name, 0.0) + process.memory_info().rss / 2**20
+                memory[name] = round(mib, 2)
         return memory
 
 

@@ -176,6 +176,43 @@ def unread_results(arena: Arena) -> Outcome:
     return Outcome(figures, met=grown <= MAX_GROWN_MIB and num_read > size)
 
 
+NUM_REFUSED_LINES, NUM_SMALL_LINES = 4, 20
+MAX_KEPT_BYTES = 2 * 2**20
+OTHERS_WITHIN_S = 60.0
+
+
+def refused_lines(arena: Arena) -> Outcome:
+    """Have a batch of lines whose answers are larger than all that may be kept: always a 429."""
+    small = {"model": arena.model, "prompt": [300, 301], "max_tokens": 2}
+    large = {**small, "max_tokens": 900, "ignore_eos": True, "n": 8, "logprobs": 20}
+
+    def make(body: dict[str, Any], count: int, *, admin: bool) -> Any:
+        line = {"method": "POST", "url": "/v1/completions", "body": body}
+        lines = [json.dumps({"custom_id": str(n), **line}) for n in range(count)]
+        file = _body(arena.ask(_upload(arena, "\n".join(lines).encode(), admin=admin)))
+        wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        wanted["input_file_id"] = file["id"]
+        return _body(arena.ask(arena.post("/v1/batches", wanted, admin=admin)))
+
+    status = arena.ask(arena.post("/v1/completions", large)).status
+    refused = make(large, NUM_REFUSED_LINES, admin=False)
+    time.sleep(5.0)
+    start_s, batch = time.monotonic(), make(small, NUM_SMALL_LINES, admin=True)
+    while batch["status"] == "in_progress" and time.monotonic() < start_s + OTHERS_WITHIN_S:
+        time.sleep(0.5)
+        batch = _body(arena.ask(arena.get(f"/v1/batches/{batch['id']}", admin=True)))
+    seconds, counts = time.monotonic() - start_s, batch["request_counts"]
+    of_refused = _body(arena.ask(arena.get(f"/v1/batches/{refused['id']}")))["request_counts"]
+    arena.ask(arena.post(f"/v1/batches/{refused['id']}/cancel", {}))
+    figures = (
+        f"{counts['completed']} of {NUM_SMALL_LINES} lines of another key after {seconds:.1f} s,"
+        f" {of_refused['completed']} of the large ones; one of them alone: {status}"
+    )
+    is_met = (counts["completed"], of_refused["completed"]) == (NUM_SMALL_LINES, 0)
+    is_met = is_met and status == 429
+    return Outcome(figures, met=is_met)
+
+
 STORE = Setup(has_store=True)
 FILES = [
     Attack(
@@ -205,5 +242,13 @@ FILES = [
         before="frontend +3,153 MiB",
         bound=f"+{MAX_GROWN_MIB} MiB",
         setup=STORE,
+    ),
+    Attack(
+        f"a batch of {NUM_REFUSED_LINES} lines that always get a 429",
+        refused_lines,
+        before="tried for ever, and all lines of other keys waited",
+        bound=f"another key's lines done in {OTHERS_WITHIN_S:.0f} s",
+        setup=Setup(("--max-kept-answer-bytes", str(MAX_KEPT_BYTES)), has_store=True),
+        has_victim=False,
     ),
 ]

@@ -34,7 +34,7 @@ class RequestFailed(LightserveError):
     """
 
     is_queue_full = False
-    """With 429: whether the router takes no more now, whatever a request says."""
+    """With 429: whether no more is taken now, whatever a request says."""
 
     def __init__(
         self, message: str, *, code: str, status: int, retry_after_s: float = RETRY_AFTER_S
@@ -60,19 +60,22 @@ def draining() -> RequestFailed:
     return RequestFailed("the server is shutting down", code="shutting_down", status=503)
 
 
-def overloaded(retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
+_MANY_WAIT = "too many requests are waiting; try again"
+
+
+def overloaded(message: str = _MANY_WAIT, *, retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
     """Return the refusal when a queue is full."""
     return RequestFailed(
-        "too many requests are waiting; try again",
+        message,
         code="overloaded",
         status=429,
         retry_after_s=retry_after_s,
     )
 
 
-def queue_full(retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
-    """Return the same where the router's queue, or that to the router, is the full one."""
-    failure = overloaded(retry_after_s)
+def queue_full(message: str = _MANY_WAIT, *, retry_after_s: float = RETRY_AFTER_S) -> RequestFailed:
+    """Return the same where it says nothing of the request: the next one would be refused, too."""
+    failure = overloaded(message, retry_after_s=retry_after_s)
     failure.is_queue_full = True
     return failure
 

@@ -459,7 +459,7 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, HEAD as GET, then count and log."""
-        start_s, method = time.monotonic(), scope["method"]
+        start_s, method, outer_scope = time.monotonic(), scope["method"], scope
         if method == "HEAD":  # the connection leaves the body out
             scope = {**scope, "method": "GET"}
         scope[ARRIVAL_KEY] = start_s
@@ -472,6 +472,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                outer_scope[CALLER_KEY] = caller_of(scope)  # of HEAD, the connection has another
                 headers = [*message.get("headers", ()), (_HEADER, current.encode())]
                 message = {**message, "headers": headers}
             await send(message)

@@ -18,7 +18,7 @@ from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
 from lightserve.frontend.connections import Held
-from lightserve.frontend.errors import RequestFailed, draining, overloaded
+from lightserve.frontend.errors import RequestFailed, draining, overloaded, queue_full
 from lightserve.frontend.harmony import MARKS
 from lightserve.frontend.json_body import BodyReader, show
 from lightserve.frontend.prompts import PromptEncoder
@@ -274,7 +274,12 @@ class InFlight:
         is_too_much = own_bytes + num_bytes > (self._max_bytes - others) // 2
         has_no_room = self.num_bytes + num_bytes > self._max_bytes
         if (is_too_much and own_count) or (has_no_room and self.count):
-            raise overloaded()
+            raise queue_full(
+                f"the bodies of requests in progress may take {self._max_bytes} bytes"
+                f" ({flag_name('max_held_body_bytes')}), and those of a client half of what others"
+                f" leave: now {(self._max_bytes - others) // 2}, of which {own_bytes} are taken and"
+                f" this one needs {num_bytes}; try again"
+            )
         self._add(owner, 1, num_bytes)
         self._idle.clear()
         try:

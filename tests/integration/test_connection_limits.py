@@ -613,7 +613,8 @@ def test_a_key_leaves_connections_of_its_address_to_others(
     _serve(tmp_path, scenario, api_key_file="keys", **{flag: 8})
 
 
-def test_idle_connections_of_who_has_most_make_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_idle_connections_of_who_has_most_make_room(tmp_path: Path, method: str) -> None:
     """By the key of their last request: behind a proxy all have one address."""
 
     async def scenario(running: Running) -> None:
@@ -622,7 +623,7 @@ def test_idle_connections_of_who_has_most_make_room(tmp_path: Path) -> None:
 
         async def idle(name: str) -> Client:
             client = await running.send(
-                f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
+                f"{method} /v1/models HTTP/1.1\r\nhost: localhost\r\n"
                 f"authorization: Bearer key of {name}\r\n\r\n"
             )
             await client.until(b" 200 ")

@@ -338,6 +338,12 @@ def test_bodies_in_flight_are_bounded_in_sum() -> None:
             await setup.router.submitted(2)
             refused = await setup.post("/v1/completions", body(500))
             assert refused.status_code == 429 and "retry-after" in refused.headers
+            most, size = 2 * of_two + 10_000, setup.service.in_flight.num_bytes // 2
+            assert refused.json()["error"]["message"] == (
+                f"the bodies of requests in progress may take {most} bytes (--max-held-body-bytes),"
+                f" and those of a client half of what others leave: now {most // 2}, of which"
+                f" {2 * size} are taken and this one needs {size}; try again"
+            )
             waiting.append(asyncio.create_task(setup.post("/v1/completions", body(3))))
             await setup.router.submitted(3)
             for submit in setup.router.submits:
@@ -363,6 +369,7 @@ def test_bodies_of_one_client_leave_room_for_those_of_others() -> None:
             with pytest.raises(RequestFailed) as raised, in_flight.admitted(owner, 4 * MIB):
                 pass
             assert raised.value.status == 429
+            assert raised.value.is_queue_full, "it says nothing of the request: a batch's waits"
         with in_flight.admitted("key of small requests", 1000):
             assert in_flight.count == 16
     assert (in_flight.num_bytes, in_flight.count) == (0, 0)
