@@ -177,14 +177,14 @@ def unread_results(arena: Arena) -> Outcome:
 
 
 NUM_REFUSED_LINES, NUM_SMALL_LINES = 4, 20
-MAX_KEPT_BYTES = 2 * 2**20
+MAX_KEPT_BYTES = 2**20
 OTHERS_WITHIN_S = 60.0
 
 
 def refused_lines(arena: Arena) -> Outcome:
     """Have a batch of lines whose answers are larger than all that may be kept: always a 429."""
     small = {"model": arena.model, "prompt": [300, 301], "max_tokens": 2}
-    large = {**small, "max_tokens": 900, "ignore_eos": True, "n": 8, "logprobs": 20}
+    large = {**small, "max_tokens": 1000, "ignore_eos": True, "n": 16, "logprobs": 20}
 
     def make(body: dict[str, Any], count: int, *, admin: bool) -> Any:
         line = {"method": "POST", "url": "/v1/completions", "body": body}

@@ -122,7 +122,7 @@ def from_router(
     """Return what a client is told about an error of the router; numbers as in `RequestDelta`."""
     match error:
         case ErrorCode.QUEUE_FULL:
-            return queue_full(retry_after_s)
+            return queue_full(retry_after_s=retry_after_s)
         case ErrorCode.REQUEST_QUOTA:
             return _over_quota(f"{client.requests_per_minute} requests", retry_after_s)
         case ErrorCode.TOKEN_QUOTA:
