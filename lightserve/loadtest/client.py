@@ -121,7 +121,17 @@ def api_base(url: str) -> str:
 class StreamClient:
     """An open HTTP client; use it as an async context manager."""
 
-    def __init__(self, server: ServerOptions, *, api_key: str | None, ca_file: str | None) -> None:
+    def __init__(
+        self,
+        server: ServerOptions,
+        *,
+        api_key: str | None,
+        ca_file: str | None,
+        reuses_connections: bool = True,
+    ) -> None:
+        self.num_connections = 0
+        """Opened so far."""
+        self._reuses_connections = reuses_connections
         self._server = server
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -134,12 +144,17 @@ class StreamClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
+        reuses = self._reuses_connections
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(self._count_connection)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,  # as many as there are requests in flight: an open loop never waits
-                keepalive_timeout=_KEEP_ALIVE_S,
+                force_close=not reuses,
+                keepalive_timeout=_KEEP_ALIVE_S if reuses else None,
                 ssl=_ssl_context(self._ca_file),
             ),
+            trace_configs=[trace],
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=_LINE_BYTES,
@@ -155,6 +170,9 @@ class StreamClient:
         traceback: TracebackType | None,
     ) -> None:
         await self._open_session.close()
+
+    async def _count_connection(self, *_: object) -> None:
+        self.num_connections += 1
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

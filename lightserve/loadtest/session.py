@@ -28,6 +28,7 @@ from rich.progress import (
 )
 
 from lightserve.errors import ConfigError, LoadTestError
+from lightserve.loadtest import result
 from lightserve.loadtest.client import StreamClient, clock
 from lightserve.loadtest.options import (
     BE,
@@ -106,6 +107,8 @@ async def run_session(
             server = msgspec.structs.replace(server, model=await _find_model(client, server.url))
     runs: list[Run] = []
     async with _client(options, server) as client:
+        keeps = await keeps_connections(client)
+    async with _client(options, server, reuses_connections=keeps) as client:
         calibration = await calibrate_client(client)
         await _warm_up(client, calibration, options.num_warmup)
         for point, point_plans in zip(points, plans, strict=True):
@@ -115,7 +118,7 @@ async def run_session(
             if point.be_body is not None:
                 own = msgspec.structs.replace(server, be_body=point.be_body)
             single = dataclasses.replace(options, server=own)
-            async with _client(single, own) as sender:
+            async with _client(single, own, reuses_connections=keeps) as sender:
                 run = await _run_point(single, sender, calibration, point, point_plans, stop=stop)
             runs.append(run)
             on_run(run)
@@ -141,8 +144,15 @@ def make_plans(traffic: Sequence[Traffic], seed: int) -> list[Plan]:
     return plans
 
 
-def _client(options: SessionOptions, server: ServerOptions) -> StreamClient:
-    return StreamClient(server, api_key=options.api_key, ca_file=options.ca_file)
+def _client(
+    options: SessionOptions, server: ServerOptions, *, reuses_connections: bool = True
+) -> StreamClient:
+    return StreamClient(
+        server,
+        api_key=options.api_key,
+        ca_file=options.ca_file,
+        reuses_connections=reuses_connections,
+    )
 
 
 async def _find_model(client: StreamClient, url: str) -> str:
@@ -161,14 +171,35 @@ async def _single(client: StreamClient, text: str, max_tokens: int) -> Record:
     return record
 
 
+def _check(record: Record) -> Record:
+    if record.error is not None:
+        raise LoadTestError(f"a test request failed: {record.error}: {record.error_detail}")
+    return record
+
+
+async def keeps_connections(client: StreamClient) -> bool:
+    """Return whether a second request went out on the connection of the first.
+
+    Some servers close a connection after each answer that streams and announce the opposite: a
+    request that a client sends on it fails, or not, as the two race. The first request also shows
+    whether the server answers at all.
+
+    Raises:
+        LoadTestError: it does not.
+    """
+    _check(await _single(client, "hello", 1))
+    second = await _single(client, "hello", 1)
+    if second.error == result.DISCONNECTED:
+        return False
+    _check(second)
+    return client.num_connections == 1
+
+
 async def calibrate_client(client: StreamClient) -> Calibration:
-    """Calibrate; the first request also shows whether the server answers at all."""
+    """Calibrate. Raises LoadTestError where a request fails."""
 
     async def count_tokens(text: str) -> int | None:
-        record = await _single(client, text, 1)
-        if record.error is not None:
-            raise LoadTestError(f"a test request failed: {record.error}: {record.error_detail}")
-        return record.prompt_tokens
+        return _check(await _single(client, text, 1)).prompt_tokens
 
     if await count_tokens("hello") is None:
         return UNCALIBRATED

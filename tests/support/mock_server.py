@@ -37,6 +37,8 @@ class Behaviour:
     ending: str = "whole"
     """whole, torn (no end), reset (connection dropped), error (event), malformed (event)."""
     has_usage: bool = True
+    closes_silently: bool = False
+    """Whether a connection is closed after each answer, which announces that it is kept."""
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Received:
     headers: dict[str, str]
     """By lower-case name."""
     arrived_s: float
+    peer: tuple[str, int]
+    """Address of the client's end of the connection."""
     event_times_s: list[float] = field(default_factory=list)
 
 
@@ -111,7 +115,9 @@ class MockServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         arrived_s = time.monotonic()
         headers = {name.lower(): value for name, value in request.headers.items()}
-        received = Received(msgspec.json.decode(await request.read()), headers, arrived_s)
+        assert request.transport is not None
+        peer = request.transport.get_extra_info("peername")
+        received = Received(msgspec.json.decode(await request.read()), headers, arrived_s, peer)
         self.received.append(received)
         if self.behaviour.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.behaviour.status)
@@ -122,6 +128,9 @@ class MockServer:
             started_s = arrived_s if self.behaviour.num_slots is None else time.monotonic()
             with contextlib.suppress(ConnectionError):  # the client has left
                 await self._stream(request, response, received, started_s)
+        if self.behaviour.closes_silently and (transport := request.transport) is not None:
+            await response.write_eof()
+            transport.close()
         return response
 
     async def _stream(

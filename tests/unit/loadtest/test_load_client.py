@@ -16,7 +16,14 @@ from lightserve.loadtest.client import EventLines, StreamClient, api_base, clock
 from lightserve.loadtest.options import ArrivalKind, ServerOptions, Targets, Traffic
 from lightserve.loadtest.result import Record, Run
 from lightserve.loadtest.runner import Runner, RunOutcome, RunSettings
-from lightserve.loadtest.session import counting_window, make_plans, make_run
+from lightserve.loadtest.session import (
+    Point,
+    SessionOptions,
+    counting_window,
+    make_plans,
+    make_run,
+    run_session,
+)
 from lightserve.loadtest.workload import UNCALIBRATED, PromptMaker
 
 Meanwhile = Callable[[MockServer, Runner], Coroutine[Any, Any, None]]
@@ -279,3 +286,31 @@ def test_events_are_the_same_however_the_network_cuts_them(cuts: list[int]) -> N
 )
 def test_urls(url: str, base: str) -> None:
     assert api_base(url) == base
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_server_that_closes_connections_silently_gets_one_for_each_request(closes: bool) -> None:
+    async def session() -> tuple[Run, MockServer]:
+        async with MockServer(Behaviour(closes_silently=closes)) as server:
+            options = SessionOptions(
+                server=ServerOptions(url=server.url, model=""),
+                api_key=None,
+                ca_file=None,
+                seed=0,
+                text_seed=0,
+                num_warmup=2,
+                skip_first_s=0.0,
+                skip_last_s=0.0,
+                drain_s=30.0,
+                saves_requests=False,
+                shows_progress=False,
+            )
+            traffic = Traffic(arrivals=ArrivalKind.CLOSED, concurrency=2, num_requests=40)
+            (run,) = await run_session(options, [Point("x", (traffic,))], lambda _: None)
+            return run, server
+
+    made, server = asyncio.run(asyncio.wait_for(session(), 60))
+    assert made.classes["rt"].num_completed == 40 and made.client.is_calibrated
+    peers = [received.peer for received in server.received]
+    # Kept: one for the first two requests, one for calibration and warm-up, two of the run.
+    assert len(set(peers)) == len(peers) if closes else len(set(peers)) <= 1 + 1 + 2
