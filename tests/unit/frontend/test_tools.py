@@ -209,10 +209,11 @@ def test_tools_are_bounded_by_the_body_alone(
     """300 of them with names of 128 characters and a description of 20,000, and 200 calls."""
     path = tmp_path / "template.jinja"
     path.write_text(
-        "{% for t in tools %}{{ t.function.name if loop.last }} "
-        "{{ t.function.description | length if loop.last }} {% endfor %}{{ tools | length }}="
+        "{% for t in tools or [] %}{% if loop.first or loop.last %}{{ t.function.name }} "
+        "{% set d = t.function.description or '' %}{{ d[:9] }}{{ d | length }} "
+        "{{ t.function.parameters }}{% endif %}{% endfor %}{{ (tools or []) | length }}="
         "{% for m in messages %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function }}{% endfor %}{% endfor %}"
     )
     names = [f"{n:a>128}" for n in range(300)]
     described: list[dict[str, Any]] = [
@@ -240,7 +241,7 @@ def test_tools_are_bounded_by_the_body_alone(
             response = await setup.post(route, {**body, "tools": tools})
             assert response.status_code == 200, response.text
             prompt = tokenizer.decode(setup.router.prompt_of(-1))
-            assert f"{names[0]} 20000 300=" in prompt
+            assert f"{names[0]} ddddddddd20000 " in prompt and "300=" in prompt
             assert route != "/v1/chat/completions" or "<199>" in prompt
             wrong = json.loads(json.dumps(tools).replace(names[7], names[7] + "a"))
             error = (await setup.post(route, {**body, "tools": wrong})).json()["error"]
