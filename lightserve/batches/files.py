@@ -22,6 +22,9 @@ PAGE_BYTES = 256 * 1024
 LONG_PAGE_BYTES = 4 * 1024 * 1024
 """Of a line that is longer than a page: databases read all of it for each part."""
 
+SLICE_ROWS, SLICE_BYTES = 1000, 4 * 1024 * 1024
+"""The most that is deleted, or given an error, in one transaction: others wait for its end."""
+
 _COLUMNS = "number, id, purpose, filename, num_bytes, created_s, expires_s, batch, has_errors, kept"
 _IN_USE = "SELECT 1 FROM batches WHERE input_file = files.number AND status = 'in_progress'"
 
@@ -56,16 +59,58 @@ def no_file(file_id: str) -> InvalidRequest:
 
 
 def check_quota(database: Database, key_name: str, quota: int, *, param: str | None) -> None:
-    """Check in a transaction that a key may have stored what it has. Raises InvalidRequest."""
-    used = database.value("SELECT num_bytes FROM stored WHERE key_name = ?", key_name)
+    """Check in a transaction that a key may have stored what it has: names, rows and results of
+    batches in progress count as well. Raises InvalidRequest."""
+    used = database.value(
+        "SELECT coalesce((SELECT num_bytes FROM stored WHERE key_name = ?), 0) + coalesce("
+        "(SELECT sum(row_bytes + output_bytes + error_bytes) FROM batches"
+        " WHERE key_name = ? AND status IN ('preparing', 'in_progress')), 0)",
+        *(key_name, key_name),
+    )
     if used > quota:
         raise InvalidRequest(
-            f"files and responses of one key must have at most {quota} bytes in all"
+            f"files, batches and responses of one key must have at most {quota} bytes in all"
             f" (--batch-max-stored-bytes), got {used}",
             param=param,
             code="storage_quota_exceeded",
             status=413,
         )
+
+
+def clear(database: Database, table: str, owner: int, state: str = "") -> None:
+    """Delete the lines of a batch that are in a state, or the chunks of a file, which nothing
+    speaks of once the transaction is over: some of them now, the others by `Files.sweep`."""
+    first = _clear_some(database, table, owner, state, 0)
+    if first is not None:
+        database.write(
+            "INSERT INTO leftovers (name, owner, state, first) VALUES (?, ?, ?, ?)",
+            *(table, owner, state, first),
+        )
+
+
+def _clear_some(database: Database, table: str, owner: int, state: str, first: int) -> int | None:
+    """Delete a slice of rows from a number on; return where the next begins, None: all are gone."""
+    size, which = "length(data)", "file = ?"
+    values: tuple[object, ...] = (owner,)
+    if table == "lines":
+        size, which, values = (
+            "coalesce(length(result), 0)",
+            "batch = ? AND state = ?",
+            (owner, state),
+        )
+    rows = database.rows(
+        f"SELECT number, {size} FROM {table} WHERE {which} AND number >= ? ORDER BY number LIMIT ?",
+        *(*values, first, SLICE_ROWS),
+    )
+    sums = itertools.accumulate(num_bytes for _, num_bytes in rows)
+    num_taken = max(1, sum(total <= SLICE_BYTES for total in sums))
+    if rows:
+        following: int = rows[:num_taken][-1][0] + 1
+        database.write(
+            f"DELETE FROM {table} WHERE {which} AND number >= ? AND number < ?",
+            *(*values, first, following),
+        )
+    return following if len(rows) == SLICE_ROWS or num_taken < len(rows) else None
 
 
 class Files:
@@ -211,16 +256,18 @@ class Files:
     def _read_results(self, file: FileRecord, cursor: Cursor) -> tuple[bytes, Cursor | None] | None:
         state = "error" if file.has_errors else "done"
         with self._db.snapshot():
+            kept = "SELECT kept FROM files WHERE number = ? AND is_whole"
+            if (place := self._db.value(kept, file.number)) == "objects":
+                return None
+            if place is None:  # its rows may be gone in part
+                raise no_file(file.id)
             rows = self._db.rows(
                 "SELECT number, length(result) + 1 FROM lines WHERE batch = ? AND number >= ?"
                 " AND state = ? ORDER BY number LIMIT ?",
                 *(file.batch, cursor.part, state, PAGE_LINES),
             )
             if not rows:
-                kept = self._db.value("SELECT kept FROM files WHERE number = ?", file.number)
-                if kept != "objects":
-                    raise no_file(file.id)
-                return None
+                raise no_file(file.id)
             number, num_bytes = rows[0]
             if num_bytes > PAGE_BYTES:
                 data = self._part_of(file, number, cursor.offset)
@@ -250,7 +297,7 @@ class Files:
         return data if len(data) == LONG_PAGE_BYTES else data + b"\n"
 
     def read_span(self, number: int, position: int, num_bytes: int) -> bytes:
-        """Return a stretch of an uploaded file; no more of it is read."""
+        """Return a stretch of an uploaded file, and read no more of it; nothing: it is deleted."""
         end, pieces = position + num_bytes, []
         for chunk in range(position // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1):
             begins = chunk * CHUNK_BYTES
@@ -259,7 +306,9 @@ class Files:
                 "SELECT substr(data, ?, ?) FROM chunks WHERE file = ? AND number = ?",
                 *(start + 1, stop - start, number, chunk),
             )
-            pieces.append(piece or b"")
+            if piece is None:
+                return b""
+            pieces.append(piece)
         return b"".join(pieces)
 
     # ------------------------------------------------------------------ the end
@@ -326,8 +375,22 @@ class Files:
         )[0]
         if batch is not None:
             state = "error" if has_errors else "done"
-            self._db.write("DELETE FROM lines WHERE batch = ? AND state = ?", batch, state)
-        self._db.write("DELETE FROM chunks WHERE file = ?", number)
+            clear(self._db, "lines", batch, state)
+        clear(self._db, "chunks", number)
+
+    def sweep(self) -> bool:
+        """Delete some rows that nothing speaks of any more; return whether there were any."""
+        found = "SELECT number, name, owner, state, first FROM leftovers ORDER BY number LIMIT 1"
+        if self._db.row(found) is None:
+            return False
+        with self._db.transaction():
+            for number, *rows in self._db.rows(found):
+                first = _clear_some(self._db, *rows)
+                if first is None:
+                    self._db.write("DELETE FROM leftovers WHERE number = ?", number)
+                else:
+                    self._db.write("UPDATE leftovers SET first = ? WHERE number = ?", first, number)
+        return True
 
     def forget(self, number: int) -> None:
         """Delete the row of a file, of which nothing else is left."""

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from lightserve.batches.database import Database
-from lightserve.batches.endings import CRASHED, EXPIRED, Endings
-from lightserve.batches.files import Files
+from lightserve.batches.endings import CRASHED, Endings
+from lightserve.batches.files import Files, check_quota, clear
 from lightserve.batches.forecast import Forecasts
 from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, Leasing
 from lightserve.batches.records import (
@@ -39,6 +39,7 @@ from lightserve.batches.records import (
     Status,
 )
 from lightserve.batches.responses import Responses
+from lightserve.batches.schema import LINE_BYTES
 from lightserve.errors import InvalidRequest
 
 _COLUMNS = (
@@ -48,6 +49,7 @@ _COLUMNS = (
 _NAMES = _COLUMNS.replace(",", "").replace('"', "").split()
 _IS_SEEN = "response IS NULL AND status != 'preparing'"
 """By clients, as a batch."""
+_IS_OPEN = "status IN ('preparing', 'in_progress')"
 PREPARING_S = 3600
 """A batch that is not ready after so long is given up: its frontend has died."""
 RETRY_AFTER_S = 60.0
@@ -83,7 +85,8 @@ class Jobs:
         """Begin a batch; return its number. Clients and owners do not see it until `create`.
 
         Raises:
-            InvalidRequest: there is no such file, or the key has too many batches in progress.
+            InvalidRequest: there is no such file, or the key has too many batches in progress or
+                too much stored.
         """
         with self._db.transaction():
             self._db.check_space()
@@ -97,18 +100,19 @@ class Jobs:
                 *(file.id, new.window, int(now_s), int(now_s) + PREPARING_S, new.metadata),
                 *(new.output_ttl_s, new.request_digest),
             )
+            self._check_quota(new)
             return number
 
     def add_lines(self, new: NewBatch, number: int, lines: Sequence[NewLine], first: int) -> None:
         """Add lines that have been checked, the first of which has this number in the batch.
 
         Raises:
-            InvalidRequest: the key has too many lines without a result (429), or the batch was
-                given up meanwhile (408).
+            InvalidRequest: the key has too many lines without a result (429) or too much stored
+                (413), or the batch was given up meanwhile (408).
         """
         with self._db.transaction(is_shared=True):
             self._db.check_space()
-            self._check_lines(new.key_name, first + len(lines), new.max_lines)
+            self._check_lines(new.key_name, first + len(lines), new.max_lines, but=number)
             self._check_preparing(number)
             self._db.write_many(
                 "INSERT INTO lines (batch, number, custom_id, position, num_bytes, state)"
@@ -118,6 +122,17 @@ class Jobs:
                     for index, line in enumerate(lines)
                 ),
             )
+            row_bytes = sum(LINE_BYTES + len(line.custom_id.encode()) for line in lines)
+            self._db.write(
+                "UPDATE batches SET num_lines = num_lines + ?, row_bytes = row_bytes + ?"
+                " WHERE number = ?",
+                *(len(lines), row_bytes, number),
+            )
+            self._check_quota(new)
+
+    def _check_quota(self, new: NewBatch) -> None:
+        if new.max_bytes:
+            check_quota(self._db, new.key_name, new.max_bytes, param="input_file_id")
 
     def create(self, new: NewBatch, number: int, lines: LineSums, now_s: float) -> BatchRecord:
         """Have a batch be there, all of whose lines were added; or return the one that is there
@@ -134,8 +149,8 @@ class Jobs:
                 return known
             self._db.check_space()
             self._files.get(new.key_name, new.input_file_id, now_s)
-            self.check_active(new.key_name)
-            self._check_lines(new.key_name, lines.num_lines, new.max_lines)
+            self.check_active(new.key_name, but=number)
+            self._check_lines(new.key_name, lines.num_lines, new.max_lines, but=number)
             self._check_preparing(number)
             self._db.write(
                 "UPDATE batches SET status = 'in_progress', created_s = ?, expires_s = ?,"
@@ -156,7 +171,7 @@ class Jobs:
     def _drop(self, number: int) -> None:
         gone = "DELETE FROM batches WHERE number = ? AND status = 'preparing'"
         if self._db.write(gone, number):
-            self._db.write("DELETE FROM lines WHERE batch = ?", number)
+            clear(self._db, "lines", number, "queued")
 
     def _check_preparing(self, number: int) -> None:
         """Raise InvalidRequest (408) unless a batch is being prepared."""
@@ -202,15 +217,18 @@ class Jobs:
             )
         return self._records([row[1:]], now_s)[0]
 
-    def check_active(self, key_name: str) -> None:
-        """Check that a key may have one more batch. Raises InvalidRequest (429)."""
-        self._check_count(key_name, "IS NULL", MAX_ACTIVE_BATCHES, "batches in progress")
+    def check_active(self, key_name: str, *, but: int = 0) -> None:
+        """Check that a key may have one more batch beside others than `but`, those that are being
+        prepared included. Raises InvalidRequest (429)."""
+        self._check_count(key_name, "IS NULL", MAX_ACTIVE_BATCHES, "batches in progress", but)
 
-    def _check_count(self, key_name: str, response: str, most: int, what: str) -> None:
+    def _check_count(
+        self, key_name: str, response: str, most: int, what: str, but: int = 0
+    ) -> None:
         num_active = self._db.value(
-            "SELECT count(*) FROM batches WHERE key_name = ? AND status = 'in_progress'"
-            f" AND response {response}",
-            key_name,
+            f"SELECT count(*) FROM batches WHERE key_name = ? AND {_IS_OPEN}"
+            f" AND response {response} AND number != ?",
+            *(key_name, but),
         )
         if num_active >= most:
             raise InvalidRequest(
@@ -220,14 +238,14 @@ class Jobs:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _check_lines(self, key_name: str, num_new: int, most: int) -> None:
-        """Check a key's quota of lines. Raises InvalidRequest (429)."""
+    def _check_lines(self, key_name: str, num_new: int, most: int, *, but: int = 0) -> None:
+        """Check a key's quota of lines, but for those of a batch. Raises InvalidRequest (429)."""
         if not most:
             return
         num_left = self._db.value(
             "SELECT coalesce(sum(num_lines - num_done - num_failed), 0) FROM batches"
-            " WHERE key_name = ? AND status = 'in_progress'",
-            key_name,
+            f" WHERE key_name = ? AND {_IS_OPEN} AND number != ?",
+            *(key_name, but),
         )
         if num_left + num_new > most:
             raise InvalidRequest(
@@ -311,10 +329,10 @@ class Jobs:
             batch = self._db.value(
                 "INSERT INTO batches (id, key_name, endpoint, input_file, input_file_id,"
                 ' "window", status, created_s, expires_s, output_ttl_s, request_digest, num_lines,'
-                " num_bytes, response) VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?, 0, '', 1,"
-                " ?, ?) RETURNING number",
+                " num_bytes, row_bytes, response) VALUES (?, ?, ?, 0, '', '', 'in_progress', ?, ?,"
+                " 0, '', 1, ?, ?, ?) RETURNING number",
                 *(new.id, new.key_name, RESPONSES, int(now_s), int(now_s) + window_s),
-                *(len(new.request), response),
+                *(len(new.request), LINE_BYTES, response),
             )
             self._db.write("UPDATE responses SET batch = ? WHERE number = ?", batch, response)
             self._db.write(
@@ -322,6 +340,7 @@ class Jobs:
                 " VALUES (?, 0, '', 0, ?, 'queued')",
                 *(batch, len(new.request)),
             )
+            check_quota(self._db, new.key_name, quota, param="store")
             self._db.notify()
 
     def cancel_response(self, key_name: str, response_id: str, now_s: float) -> bytes:
@@ -344,7 +363,7 @@ class Jobs:
             InvalidRequest: the key has none of this id (404).
         """
         with self._db.transaction():
-            batch = self._db.value("SELECT batch FROM responses WHERE id = ?", response_id)
+            batch = self._responses.batch(key_name, response_id)
             self._responses.remove(key_name, response_id, now_s)
             if batch is not None:
                 self._endings.cancel(batch, now_s)
@@ -459,7 +478,9 @@ class Jobs:
                 num_late += not changed
                 if changed and outcome.result is not None:
                     tokens = outcome.prompt_tokens, outcome.output_tokens
-                    news = not outcome.is_error, outcome.is_error, outcome.num_bytes, *tokens
+                    size, is_error = len(outcome.result) + 1, outcome.is_error
+                    sizes = size * (not is_error), size * is_error
+                    news = not is_error, is_error, outcome.num_bytes, *tokens, *sizes
                     before = sums.get(outcome.batch, (0,) * len(news))
                     sums[outcome.batch] = [a + b for a, b in zip(before, news, strict=True)]
             over: list[tuple[str, int]] = []
@@ -467,7 +488,8 @@ class Jobs:
                 key_name, num_left = self._db.rows(
                     "UPDATE batches SET num_done = num_done + ?, num_failed = num_failed + ?,"
                     " done_bytes = done_bytes + ?, prompt_tokens = prompt_tokens + ?,"
-                    " output_tokens = output_tokens + ? WHERE number = ?"
+                    " output_tokens = output_tokens + ?, output_bytes = output_bytes + ?,"
+                    " error_bytes = error_bytes + ? WHERE number = ?"
                     " RETURNING key_name, num_lines - num_done - num_failed",
                     *(*found, batch),
                 )[0]
@@ -477,17 +499,9 @@ class Jobs:
                 self._endings.end(batch, "completed", now_s)
         return num_late
 
-    def expire(self, now_s: float) -> int:
-        """End batches whose window is over; return how many."""
-        found = "SELECT number FROM batches WHERE status = 'in_progress' AND expires_s <= ?"
-        if self._db.row(found, now_s) is None:
-            return 0
-        with self._db.transaction():
-            over = self._db.rows(found, now_s)
-            for (number,) in over:
-                self._endings.fail(number, EXPIRED)
-                self._endings.end(number, "expired", now_s)
-        return len(over)
+    def expire(self, now_s: float, *, quota: int = 2**62) -> int:
+        """Go on with the end of a batch that is to be run no more; see `Endings.fail_some`."""
+        return self._endings.fail_some(now_s, quota)
 
     def purge(self, now_s: float) -> int:
         """Forget some batches that were over so long ago that no file of theirs is left, or were
@@ -508,7 +522,9 @@ class Jobs:
         """Return what there is still to be worked on. Raises LeaseLost."""
         with self._db.snapshot():
             self._check_epoch(owner, epoch)
-            batches = self._db.rows("SELECT number FROM batches WHERE status = 'in_progress'")
+            batches = self._db.rows(
+                "SELECT number FROM batches WHERE status = 'in_progress' AND failing IS NULL"
+            )
             lines = self._db.rows(
                 "SELECT batch, number FROM lines WHERE state = 'leased' AND owner = ?"
                 " AND epoch = ?",

@@ -32,7 +32,7 @@ _BATCHES = (
     " num_lines, num_done + num_failed, num_bytes, done_bytes, prompt_tokens, output_tokens,"
     " limit_tokens, EXISTS (SELECT 1 FROM lines WHERE batch = batches.number"
     " AND state = 'queued') FROM batches WHERE status = 'in_progress' AND expires_s > ?"
-    " ORDER BY expires_s, number"
+    " AND failing IS NULL ORDER BY expires_s, number"
 )
 
 

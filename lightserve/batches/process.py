@@ -69,6 +69,7 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
         store,
         InnerRoutes(service),
         max_in_flight=spec.config.batch_max_in_flight,
+        quota=spec.config.batch_max_stored_bytes,
         owner=spec.batch_owner if is_postgres(location) else OWNER,
     )
     loop = asyncio.get_running_loop()

@@ -189,6 +189,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is made though its window is too short."""
     max_lines: int = 0
     """That its key may have in all without a result; 0: any."""
+    max_bytes: int = 0
+    """That its key may have stored in all; 0: any."""
     request_digest: str
     """Of all that the request said: the same key may not come with another request."""
 

@@ -134,8 +134,8 @@ class Responses:
             response = self._column("response", key_name, response_id, now_s)
             is_running = self._db.value(
                 "SELECT lines.state = 'leased' FROM responses JOIN lines"
-                " ON lines.batch = responses.batch WHERE id = ?",
-                response_id,
+                f" ON lines.batch = responses.batch WHERE {_IS_THERE}",
+                *(response_id, key_name, now_s),
             )
         return _with(response, {"status": b'"in_progress"'}) if is_running else response
 
@@ -151,7 +151,14 @@ class Responses:
                 "response_id must be of a response that was asked for with background: true",
                 param="response_id",
             )
-        batch: int | None = self._db.value("SELECT batch FROM responses WHERE id = ?", response_id)
+        return self.batch(key_name, response_id)
+
+    def batch(self, key_name: str, response_id: str) -> int | None:
+        """Return the number of the batch that is to answer a response of a key; None: there is
+        none."""
+        batch: int | None = self._db.value(
+            "SELECT batch FROM responses WHERE id = ? AND key_name = ?", response_id, key_name
+        )
         return batch
 
     def finish(self, number: int, result: bytes | None) -> None:

@@ -25,7 +25,6 @@ import msgspec
 from lightserve.batches.access import Store, StoreThread
 from lightserve.batches.contents import Lines
 from lightserve.batches.forecast import Costs, Tokens
-from lightserve.batches.jobs import Held
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import (
     MAX_WINDOW_S,
@@ -52,6 +51,8 @@ GATHER_S = 0.05
 LEAST_MOVE_S, MOVE_SHARE = 0.5, 0.02
 """When lines are due is said again where it is off by more than this, or than this share of the
 time until then."""
+MAX_SLICES = 16
+"""Of what is deleted and ended, until the runner looks at other things again."""
 MAX_LEASED_BYTES = 64 * 1024 * 1024
 MAX_ATTEMPTS = 2
 MAX_REFUSALS = 10
@@ -136,9 +137,11 @@ class Runner:
         engine: Engine,
         *,
         max_in_flight: int,
+        quota: int = 2**62,
         owner: str = OWNER,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`quota`: bytes that a key may have stored in all."""
         self.listening = asyncio.Event()
         """Set once it works."""
         self.should_exit = False
@@ -146,6 +149,7 @@ class Runner:
         self._store = store
         self._engine = engine
         self._max_in_flight = max_in_flight
+        self._quota = quota
         self._owner = owner
         self._clock = clock
         self._epoch = 0
@@ -288,14 +292,17 @@ class Runner:
             log.error("files wait: %s", error)
 
     async def _look(self) -> None:
-        """End batches whose window is over; give up lines that have ended, or are others' now."""
-        now_s, epoch = self._clock(), self._epoch
+        """End batches whose window is over or whose key has no room, and delete what is left over;
+        give up lines that have ended, or are others' now."""
+        now_s, epoch, quota = self._clock(), self._epoch, self._quota
 
-        def look(store: Store) -> Held:
-            store.jobs.expire(now_s)
-            return store.jobs.held(self._owner, epoch)
+        def end_some(store: Store) -> int:
+            return store.jobs.expire(now_s, quota=quota) + store.files.sweep()
 
-        held = await self._store.run(look)
+        for _ in range(MAX_SLICES):
+            if not await self._store.run(end_some):
+                break
+        held = await self._store.run(lambda store: store.jobs.held(self._owner, epoch))
         for (batch, number), task in list(self._tasks.items()):
             if (batch, number) not in held.lines:
                 task.cancel()

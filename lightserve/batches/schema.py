@@ -156,6 +156,49 @@ CREATE INDEX files_by_touch ON files (touched_s) WHERE NOT is_whole;
 """By which `purge` finds what is over. It asks with whole seconds: PostgreSQL looks up no fraction
 in an index of whole numbers."""
 
+LINE_BYTES = 512
+"""What a line is counted with beside its custom_id: the row, and the error that may come of it."""
+FILE_BYTES, RESPONSE_BYTES, BATCH_BYTES = 512, 512, 1024
+"""What other rows are counted with, beside contents, names and metadata."""
+_CHARGES = {
+    "files": f"{{0}}.num_bytes + octet_length({{0}}.filename) + {FILE_BYTES}",
+    "responses": f"{{0}}.num_bytes + {RESPONSE_BYTES}",
+    "batches": f"coalesce(octet_length({{0}}.metadata), 0) + {BATCH_BYTES}",
+}
+"""What a row of each table is counted with, in bytes."""
+_CHANGING = {"files": "num_bytes, filename", "responses": "num_bytes"}
+_COUNTED = (
+    f"""
+ALTER TABLE batches ADD COLUMN row_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN output_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN error_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN failing TEXT;
+UPDATE batches SET row_bytes = (SELECT coalesce(sum({LINE_BYTES} + octet_length(custom_id)), 0)
+        FROM lines WHERE batch = batches.number),
+    output_bytes = (SELECT coalesce(sum(length(result) + 1), 0)
+        FROM lines WHERE batch = batches.number AND state = 'done'),
+    error_bytes = (SELECT coalesce(sum(length(result) + 1), 0)
+        FROM lines WHERE batch = batches.number AND state = 'error')
+    WHERE status IN ('preparing', 'in_progress');
+CREATE INDEX batches_open ON batches (key_name) WHERE status IN ('preparing', 'in_progress');
+CREATE TABLE leftovers (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    owner INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    first INTEGER NOT NULL
+);
+DELETE FROM stored;
+INSERT INTO stored SELECT key_name, sum(charge) FROM ("""
+    + " UNION ALL ".join(
+        f"SELECT key_name, {charge.format(table)} AS charge FROM {table}"
+        for table, charge in _CHARGES.items()
+    )
+    + ") AS charges GROUP BY key_name;\n"
+)
+"""How much a batch in progress has in lines' rows, which `stored` does not count, and in results;
+why its lines fail without being run; rows that are to be deleted."""
+
 _SQLITE_TRIGGERS = "".join(
     f"""
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
@@ -172,6 +215,28 @@ END;
 """
     for table in ("files", "responses")
 )
+_SQLITE_CHARGES = "".join(
+    f"DROP TRIGGER {table}_{event};\n"
+    for table in ("files", "responses")
+    for event in ("added", "changed", "deleted")
+) + "".join(
+    f"""
+CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT OR IGNORE INTO stored VALUES (NEW.key_name, 0);
+    UPDATE stored SET num_bytes = num_bytes + {charge.format("NEW")}
+    WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_changed AFTER UPDATE OF {_CHANGING.get(table, "metadata")} ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes + {charge.format("NEW")} - ({charge.format("OLD")})
+    WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes - ({charge.format("OLD")})
+    WHERE key_name = OLD.key_name;
+END;
+"""
+    for table, charge in _CHARGES.items()
+)
 _POSTGRES_TRIGGERS = """
 CREATE FUNCTION note_stored() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -187,9 +252,31 @@ $$;
     " FOR EACH ROW EXECUTE FUNCTION note_stored();\n"
     for table in ("files", "responses")
 )
+_POSTGRES_CHARGES = """
+DROP TRIGGER files_stored ON files;
+DROP TRIGGER responses_stored ON responses;
+DROP FUNCTION note_stored();
+""" + "".join(
+    f"""
+CREATE FUNCTION note_{table}() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO stored VALUES (
+        coalesce(NEW.key_name, OLD.key_name),
+        CASE WHEN TG_OP = 'DELETE' THEN 0 ELSE {charge.format("NEW")} END
+        - CASE WHEN TG_OP = 'INSERT' THEN 0 ELSE {charge.format("OLD")} END
+    ) ON CONFLICT (key_name) DO UPDATE SET num_bytes = stored.num_bytes + excluded.num_bytes;
+    RETURN NULL;
+END;
+$$;
+CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE
+    OF {_CHANGING.get(table, "metadata")} ON {table}
+    FOR EACH ROW EXECUTE FUNCTION note_{table}();
+"""
+    for table, charge in _CHARGES.items()
+)
 
 _LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS, _ENDS)
-VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER)
+VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER, _COUNTED + _SQLITE_CHARGES)
 """What makes each version of SQLite's schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)
 _POSTGRES_WORDS = (
@@ -203,10 +290,11 @@ _POSTGRES_WORDS = (
 def postgres_versions() -> list[str]:
     """Return the same for PostgreSQL."""
     versions = []
-    for statements in (_FIRST, _RESPONSES, *_LATER):
+    for statements in (_FIRST, _RESPONSES, *_LATER, _COUNTED):
         text = statements
         for word, other in _POSTGRES_WORDS:
             text = text.replace(word, other)
         versions.append(text)
     versions[1] += _POSTGRES_TRIGGERS
+    versions[-1] += _POSTGRES_CHARGES
     return versions

@@ -186,7 +186,7 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     )
     batch_max_stored_bytes: int = option(
         10_000_000_000,
-        "Most bytes of files and responses that are kept for one API key; more get a 413.",
+        "Most bytes of files, batches and responses that are kept for one API key; more get a 413.",
         low=1,
     )
     batch_min_free_bytes: int = option(

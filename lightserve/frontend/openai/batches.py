@@ -152,7 +152,8 @@ def batches_router(service: Service) -> APIRouter:
     async def create_batch(request: Request) -> JSONResponse:
         """Have every line of a file answered within a window of time."""
         body = await service.bodies.read(request, BatchRequest)
-        new = _new_batch(body, caller_of(request.scope), _idempotency_key(request))
+        max_bytes = service.config.batch_max_stored_bytes
+        new = _new_batch(body, caller_of(request.scope), _idempotency_key(request), max_bytes)
 
         def find(store: Store) -> BatchRecord | FileRecord:
             now_s = time.time()
@@ -249,13 +250,16 @@ async def _add_lines(service: Service, file: FileRecord, new: NewBatch, number: 
     return sums
 
 
-def _new_batch(body: BatchRequest, caller: Caller, idempotency_key: str | None) -> NewBatch:
+def _new_batch(
+    body: BatchRequest, caller: Caller, idempotency_key: str | None, max_bytes: int
+) -> NewBatch:
     said: dict[str, Any] = body.model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     expiry = body.output_expires_after
     return NewBatch(
         key_name=caller.name,
         max_lines=caller.quota.batch_lines,
+        max_bytes=max_bytes,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         window=body.completion_window,

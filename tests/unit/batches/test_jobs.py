@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,12 @@ from support.batch_store import (
     new_batch,
     open_store,
     pieces_of,
+    place,
     upload,
 )
 
 from lightserve.batches.access import Store
-from lightserve.batches.files import LONG_PAGE_BYTES, Files
+from lightserve.batches.files import LONG_PAGE_BYTES, START, Cursor, Files, check_quota
 from lightserve.batches.jobs import PREPARING_S
 from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, SUSPECT_CRASHES
 from lightserve.batches.lines import result_line
@@ -45,10 +47,19 @@ from lightserve.batches.records import (
     CHUNK_BYTES,
     MAX_ACTIVE_BATCHES,
     MAX_TTL_S,
+    BatchRecord,
     LeasedLine,
     LeaseLost,
     LineSums,
     Outcome,
+)
+from lightserve.batches.schema import (
+    _POSTGRES_TRIGGERS,
+    _SQLITE_TRIGGERS,
+    BATCH_BYTES,
+    FILE_BYTES,
+    LINE_BYTES,
+    SCHEMA_VERSION,
 )
 from lightserve.errors import InvalidRequest
 
@@ -330,6 +341,239 @@ def test_a_key_has_so_many_batches_at_once_and_no_more(tmp_path: Path) -> None:
         create(store, new_batch(file), [], NOW_S)
 
 
+def test_batches_that_are_being_prepared_count_and_so_do_their_lines(tmp_path: Path) -> None:
+    """Else a hundred of them at once, each with all lines of the quota, are made."""
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line(f"r{number}") for number in range(6)]))
+        lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+        new = new_batch(file, max_lines=10)
+        first, second = (store.jobs.prepare(new, NOW_S) for _ in range(2))
+        store.jobs.add_lines(new, first, lines[:3], 0)
+        store.jobs.add_lines(new, first, lines[3:], 3)
+        with pytest.raises(InvalidRequest, match="got 6 beside 6") as error:
+            store.jobs.add_lines(new, second, lines, 0)
+        assert error.value.code == "batch_lines_exceeded"
+        for _ in range(MAX_ACTIVE_BATCHES - 2):
+            store.jobs.prepare(new, NOW_S)
+        with pytest.raises(InvalidRequest, match="one more than 100"):
+            store.jobs.prepare(new, NOW_S)
+        sums = LineSums()
+        sums.add(lines)
+        assert store.jobs.create(new, first, sums, NOW_S).num_lines == 6  # it does not count twice
+        store.jobs.drop(second)
+        store.jobs.prepare(new, NOW_S)
+
+
+def used(store: Store) -> int:
+    """What a key's quota says that it has stored."""
+    with pytest.raises(InvalidRequest) as error:
+        check_quota(store.database, KEY, -1, param=None)
+    return int(error.value.message.rpartition(" ")[2])
+
+
+def test_names_metadata_rows_and_results_in_progress_count(tmp_path: Path) -> None:
+    """As they come and as they go; a batch that is over counts with its files."""
+    with open_store(tmp_path) as store:
+        file = upload(store, data := jsonl([line("é" * 9), line("b")]))
+        before = len(data) + len("in.jsonl") + FILE_BYTES
+        assert used(store) == before
+        lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+        batch = create(store, new_batch(file, metadata='{"a":"b"}'), lines, NOW_S)
+        before += BATCH_BYTES + 9
+        assert used(store) == before + 2 * LINE_BYTES + 19
+        epoch = store.jobs.begin("north", NOW_S)
+        first, second = lease(store, "north", epoch)
+        results = [done(first, "x" * 1000), done(second, "y", is_error=True)]
+        sizes = [len(each.result or b"") + 1 for each in results]
+        store.jobs.settle("north", epoch, results[:1], NOW_S)
+        assert used(store) == before + 2 * LINE_BYTES + 19 + sizes[0]
+        store.jobs.settle("north", epoch, results[1:], NOW_S)
+        names = sum(len(f"{batch.id}_{each}.jsonl") for each in ("output", "error"))
+        assert used(store) == before + sum(sizes) + names + 2 * FILE_BYTES
+        over = store.jobs.get(KEY, batch.id, NOW_S)
+        for file_id in (file.id, over.output_file_id, over.error_file_id):
+            store.files.delete(KEY, str(file_id), NOW_S)
+        assert used(store) == BATCH_BYTES + 9
+        assert store.jobs.purge(NOW_S + MAX_TTL_S) == 1
+        assert used(store) == 0
+
+
+def test_a_batch_whose_rows_have_no_room_is_not_made(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        file = upload(store, jsonl([line(f"r{number}") for number in range(9)]))
+        lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+        most = used(store) + BATCH_BYTES + 9 * (LINE_BYTES + 2)
+        for quota, metadata in ((most - 1, None), (most, "{}"), (most - 9 * LINE_BYTES, "x" * 40)):
+            with pytest.raises(InvalidRequest) as error:
+                create(store, new_batch(file, max_bytes=quota, metadata=metadata), lines, NOW_S)
+            assert (error.value.status, error.value.code) == (413, "storage_quota_exceeded")
+            store.database.write("DELETE FROM batches")
+        assert create(store, new_batch(file, max_bytes=most), lines, NOW_S).num_lines == 9
+
+
+def test_a_batch_whose_results_take_all_room_ends_with_what_it_has(tmp_path: Path) -> None:
+    """Its further lines are not run; another key's batch goes on."""
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 5)
+        quota = used(store) + 1000
+        epoch = store.jobs.begin("north", NOW_S)
+        held = lease(store, "north", epoch, n=3)
+        assert store.jobs.expire(NOW_S, quota=quota) == 0
+        store.jobs.settle("north", epoch, [done(held[0], "x" * 2000)], NOW_S)
+        theirs = upload(store, jsonl([line("theirs")]), key="bob")
+        lines = check_lines(store.files, theirs, ENDPOINT, lambda name: None)
+        create(store, new_batch(theirs, key_name="bob"), lines, NOW_S)
+        assert store.jobs.expire(NOW_S, quota=quota) == 1
+        assert store.jobs.expire(NOW_S, quota=quota) == 0
+        assert store.jobs.settle("north", epoch, [done(each) for each in held[1:]], NOW_S) == 2
+        assert [each.custom_id for each in lease(store, "north", epoch)] == ["theirs"]
+        over = store.jobs.get(KEY, batch.id, NOW_S)
+        assert (over.status, over.num_done, over.num_failed) == ("completed", 1, 4)
+        assert [each["custom_id"] for each in content(store, over.output_file_id)] == ["r0"]
+        errors = content(store, over.error_file_id)
+        assert [each["custom_id"] for each in errors] == ["r1", "r2", "r3", "r4"]
+        assert {each["error"]["code"] for each in errors} == {"storage_quota_exceeded"}
+
+
+class Transactions:
+    """Counts the rows that each transaction of a store writes."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        database = store.database
+        begin, write, write_many = database.transaction, database.write, database.write_many
+
+        @contextmanager
+        def transaction(*, is_shared: bool = False) -> Iterator[None]:
+            self.sizes.append(0)
+            with begin(is_shared=is_shared):
+                yield
+
+        def counted(sql: str, *values: object) -> int:
+            self.sizes[-1] += (num_rows := write(sql, *values))
+            return num_rows
+
+        def counted_many(sql: str, rows: Iterator[tuple[object, ...]]) -> None:
+            all_rows = list(rows)
+            self.sizes[-1] += len(all_rows)
+            write_many(sql, iter(all_rows))
+
+        monkeypatch.setattr(database, "transaction", transaction)
+        monkeypatch.setattr(database, "write", counted)
+        monkeypatch.setattr(database, "write_many", counted_many)
+
+
+def _fill(store: Store, num_lines: int, *, num_done: int = 0) -> BatchRecord:
+    """A batch of which the first lines have results, in no time."""
+    batch = make_batch(store, num_lines)
+    epoch = store.jobs.begin("north", NOW_S)
+    outcomes = [
+        done(each)
+        for each in store.jobs.lease(
+            *("north", epoch, NOW_S), lease_s=30.0, max_lines=max(1, num_done), max_bytes=10**9
+        )
+    ]
+    store.jobs.settle("north", epoch, outcomes[:num_done], NOW_S)
+    return batch
+
+
+@pytest.mark.parametrize("how", ["drop", "cancel", "expire", "results", "input"])
+def test_no_end_of_many_rows_is_one_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Others write in between; clients see the end at once, and after a crash it goes on."""
+    monkeypatch.setattr("lightserve.batches.files.SLICE_ROWS", 100)
+    monkeypatch.setattr("lightserve.batches.endings.SLICE_ROWS", 100)
+    num_lines = 950
+    with open_store(tmp_path) as store:
+        if how == "drop":
+            file = upload(store, jsonl([line(f"r{number}") for number in range(num_lines)]))
+            lines = check_lines(store.files, file, ENDPOINT, lambda name: None)
+            number = store.jobs.prepare(new := new_batch(file), NOW_S)
+            store.jobs.add_lines(new, number, lines, 0)
+        elif how == "input":
+            monkeypatch.setattr("lightserve.batches.files.SLICE_BYTES", 2 * CHUNK_BYTES)
+            file = upload(store, b"x" * 9 * CHUNK_BYTES)
+        else:
+            num_done = {"cancel": 1, "expire": 1, "results": num_lines}[how]
+            batch = _fill(store, num_lines, num_done=num_done)
+        seen = Transactions(store, monkeypatch)
+        if how == "drop":
+            store.jobs.drop(number)
+        elif how == "cancel":
+            assert store.jobs.cancel(KEY, batch.id, NOW_S).status == "cancelled"
+        elif how == "expire":
+            assert store.jobs.expire(NOW_S + DAY_S) == 1
+            assert store.jobs.held("north", 1).batches == frozenset()
+            assert lease(store, "north", 1) == []
+        else:
+            results_id = None if how == "input" else store.jobs.get(KEY, batch.id, NOW_S)
+            file_id = file.id if results_id is None else str(results_id.output_file_id)
+            record = store.files.get(KEY, file_id, NOW_S)
+            store.files.delete(KEY, file_id, NOW_S)
+            for cursor in (START, Cursor(500, 10**4)):  # nothing that is half gone is read
+                with pytest.raises(InvalidRequest, match="there is no file"):
+                    store.files.read(record, cursor)
+        assert len(seen.sizes) == (2 if how == "expire" else 1)  # a lease, beside the end
+        other = Store(place(tmp_path))  # the process died
+        others = Transactions(other, monkeypatch)
+        while other.jobs.expire(NOW_S + DAY_S) + other.files.sweep():
+            pass
+        assert max(seen.sizes + others.sizes) <= 110
+        assert len(others.sizes) >= (9 if how != "input" else 4)
+        left = dict(other.database.rows("SELECT state, count(*) FROM lines GROUP BY state"))
+        assert left == {"cancel": {"done": 1}, "expire": {"done": 1, "error": 949}}.get(how, {})
+        for table in ("leftovers",) + ("chunks",) * (how == "input"):
+            assert other.database.value(f"SELECT count(*) FROM {table}") == 0
+        if how == "expire":
+            over = other.jobs.get(KEY, batch.id, NOW_S)
+            assert (over.status, over.num_done, over.num_failed) == ("expired", 1, 949)
+            assert len(content(other, over.error_file_id)) == 949
+        other.database.close()
+
+
+def test_a_store_of_the_version_before_counts_what_a_new_one_does(
+    tmp_path: Path, both_stores: str
+) -> None:
+    with open_store(tmp_path) as store:
+        batch = make_batch(store, 3, metadata='{"a":"b"}')
+        epoch = store.jobs.begin("north", NOW_S)
+        held = lease(store, "north", epoch)
+        store.jobs.settle("north", epoch, [done(held[0]), done(held[1], is_error=True)], NOW_S)
+        columns = "row_bytes, output_bytes, error_bytes"
+        found = used(store), store.database.rows(f"SELECT {columns} FROM batches")
+        # Taken back to what it was before.
+        database = store.database
+        for table in ("files", "responses", "batches"):
+            if both_stores == "sqlite":
+                for event in ("added", "changed", "deleted"):
+                    database.write(f"DROP TRIGGER {table}_{event}")
+            else:
+                database.write(f"DROP FUNCTION note_{table} CASCADE")
+        database.write("DROP TABLE leftovers")
+        database.write("DROP INDEX batches_open")
+        for column in (*columns.split(", "), "failing"):
+            database.write(f"ALTER TABLE batches DROP COLUMN {column}")
+        database.write("UPDATE stored SET num_bytes = 7")
+        if both_stores == "sqlite":
+            for statement in apsw_statements(_SQLITE_TRIGGERS):
+                database.write(statement)
+            database.write(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+        else:
+            database.write(_POSTGRES_TRIGGERS)
+            database.write("UPDATE store SET version = ?", SCHEMA_VERSION - 1)
+    with open_store(tmp_path) as store:
+        assert (used(store), store.database.rows(f"SELECT {columns} FROM batches")) == found
+        store.jobs.cancel(KEY, batch.id, NOW_S)
+        store.files.delete(KEY, batch.input_file_id, NOW_S)
+        assert used(store) < found[0]
+
+
+def apsw_statements(text: str) -> list[str]:
+    """The statements that make triggers, one by one."""
+    return [f"{each}END;" for each in text.split("END;") if each.strip()]
+
+
 def test_files_belong_to_their_key_and_end_with_their_time(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         file = upload(store, jsonl([line("a")]))
@@ -360,12 +604,12 @@ def test_a_file_is_read_to_its_end_and_no_further(tmp_path: Path, size: int) -> 
 
 def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        number = store.files.begin(KEY, NOW_S)
-        store.files.append(number, 0, b"x" * 10, NOW_S, quota=100)
+        number, quota = store.files.begin(KEY, NOW_S), FILE_BYTES + 100
+        store.files.append(number, 0, b"x" * 10, NOW_S, quota=quota)
         assert store.files.page(KEY, NOW_S, limit=9) == ([], False)
         with pytest.raises(InvalidRequest) as error:
-            store.files.append(number, 1, b"x" * 91, NOW_S, quota=100)
-        assert error.value.status == 413 and "got 101" in error.value.message
+            store.files.append(number, 1, b"x" * 91, NOW_S, quota=quota)
+        assert error.value.status == 413 and f"got {quota + 1}" in error.value.message
         assert store.files.purge(NOW_S + 3599) == (0, [])
         assert store.files.purge(NOW_S + 3600) == (1, [])
         assert store.database.value("SELECT count(*) FROM files") == 0

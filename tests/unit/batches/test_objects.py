@@ -16,6 +16,7 @@ from support.batch_store import (
     DAY_S,
     ENDPOINT,
     KEY,
+    QUOTA,
     client_of,
     jsonl,
     line,
@@ -32,6 +33,7 @@ from lightserve.batches.access import StoreThread, prepare
 from lightserve.batches.contents import Contents
 from lightserve.batches.objects import Objects
 from lightserve.batches.records import OBJECT_BYTES
+from lightserve.batches.schema import BATCH_BYTES
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError, StoreError
 
@@ -138,7 +140,8 @@ def test_a_batch_from_its_file_to_its_results(tmp_path: Path, place_of_files: Pl
             assert await count(setup, "files") == 0
             stored = "SELECT num_bytes FROM stored"
             assert setup.service.store is not None
-            assert await setup.service.store.run(lambda s: s.database.value(stored)) == 0
+            kept = await setup.service.store.run(lambda s: s.database.value(stored))
+            assert kept == BATCH_BYTES  # what says that there was one
 
     run(scenario)
 
@@ -232,11 +235,11 @@ def test_what_is_given_up_cannot_become_whole(tmp_path: Path, place_of_files: Pl
     """Nor be added to: its objects may be gone already."""
     with open_store(tmp_path) as store:
         number = store.files.begin(KEY, 0.0, in_objects=True)
-        file_id = store.files.append(number, 0, b"x", 0.0, quota=9)
+        file_id = store.files.append(number, 0, b"x", 0.0, quota=QUOTA)
         (_, [doomed]) = store.files.purge(3600.0)
         assert (doomed.id, doomed.num_bytes) == (file_id, 1)
         for call in (
-            lambda: store.files.append(number, 1, b"x", 3600.0, quota=9),
+            lambda: store.files.append(number, 1, b"x", 3600.0, quota=QUOTA),
             lambda: store.files.finish(number, "batch", "f", 3600.0, ttl_s=None),
         ):
             with pytest.raises(Exception, match="did not arrive in time"):

@@ -32,7 +32,7 @@ from lightserve.batches import runner
 from lightserve.batches.access import Store, listen, prepare
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import LeasedLine, Outcome
-from lightserve.batches.schema import SCHEMA_VERSION
+from lightserve.batches.schema import FILE_BYTES, SCHEMA_VERSION
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, InvalidRequest, StartupError, StoreError
 
@@ -402,7 +402,7 @@ def test_values_are_what_was_written(tmp_path: Path) -> None:
         assert total == len(data) and isinstance(total, int)
         with psycopg.connect(place(tmp_path)) as connection:
             (found,) = connection.execute("SELECT num_bytes FROM lightserve.stored").fetchall()
-        assert found == (len(data),)
+        assert found == (len(data) + len("in.jsonl") + FILE_BYTES,)
 
 
 def test_a_database_without_space_is_full(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from lightserve.batches.records import LeasedLine, LineSums, NewResponse, Outcom
 from lightserve.batches.sqlite import SqliteDatabase
 from lightserve.errors import StoreError
 
-TABLES = ("files", "chunks", "batches", "lines", "responses", "stored", "owners")
+TABLES = ("files", "chunks", "batches", "lines", "responses", "stored", "owners", "leftovers")
 State = dict[str, list[Any]]
 
 

@@ -24,7 +24,7 @@ from support.batch_store import (
 
 from lightserve.batches.access import Store, location_of, prepare
 from lightserve.batches.records import LeasedLine, Outcome
-from lightserve.batches.schema import SCHEMA_VERSION, VERSIONS
+from lightserve.batches.schema import FILE_BYTES, SCHEMA_VERSION, VERSIONS
 from lightserve.batches.sqlite import DATABASE, LOCK
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError, StoreError, StoreUnusable
@@ -112,7 +112,7 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
     with open_store(tmp_path) as store:
         assert store.files.get("alice", file.id, NOW_S) == file
         stored = store.database.rows("SELECT * FROM stored")
-        assert stored == [("alice", file.num_bytes)]
+        assert stored == [("alice", file.num_bytes + len("in.jsonl") + FILE_BYTES)]
         store.files.delete("alice", file.id, NOW_S)
         assert store.database.rows("SELECT * FROM stored") == [("alice", 0)]
 

@@ -20,6 +20,7 @@ from support.fake_router import eventually
 
 from lightserve.batches.access import location_of, prepare
 from lightserve.batches.records import NewResponse
+from lightserve.batches.schema import RESPONSE_BYTES
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.middleware import KeyRing
@@ -301,7 +302,8 @@ def test_a_response_whose_window_is_over_has_failed(tmp_path: Path) -> None:
         assert found["status"] == "failed" and "expired" in found["error"]["message"]
         assert store.database.value("SELECT count(*) FROM lines") == 0
         used = store.database.value("SELECT num_bytes FROM stored")
-        assert used == len(new.input) + len(json.dumps(found, separators=(",", ":")))
+        said = json.dumps(found, separators=(",", ":"))
+        assert used == len(new.input) + len(said) + RESPONSE_BYTES
 
 
 def new_response(name: str, **changes: Any) -> NewResponse:
@@ -326,7 +328,7 @@ def test_responses_end_with_their_time(tmp_path: Path) -> None:
             store.responses.conversation("alice", "late", NOW_S + 100, max_bytes=99)
         assert store.responses.purge(NOW_S + 99) == 0
         assert [store.responses.purge(NOW_S + 100) for _ in range(3)] == [64, 6, 0]
-        num_bytes = len(late.input) + len(late.response)
+        num_bytes = len(late.input) + len(late.response) + RESPONSE_BYTES
         assert store.database.rows("SELECT * FROM stored") == [("alice", num_bytes)]
 
 
