@@ -145,9 +145,8 @@ def main() -> NoReturn:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Have more memory than so many bytes refused, and no image of it written to a disk."""
+    """Have more memory than so many bytes refused."""
     _lower(resource.RLIMIT_AS, num_bytes)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_cpu() -> None:

@@ -144,8 +144,7 @@ def serve(
         ConfigError, ModelLoadError, StartupError: the server cannot start, or gave up.
     """
     setup_logging("supervisor", config.log_level, config.log_format)
-    # A core dump would hold keys and prompts; children inherit that there is none.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    _forbid_core_dumps()
     with StopSignals(reloads=bool(config.api_key_file) and config.node_rank == 0) as signals:
         try:
             if config.node_rank:
@@ -156,6 +155,16 @@ def serve(
             return _serve(config, origins, command, new_fleet, signals)
         except Stopped as stop:
             return _exit_code_before_ready(stop.signum)
+
+
+def _forbid_core_dumps() -> None:
+    """Have none written of this process and of its children: they hold keys and prompts.
+
+    With a limit of 1 byte the kernel gives none to a program that collects them either; one of 0
+    is for files alone.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (1 if most else 0, most))
 
 
 def _serve_node(

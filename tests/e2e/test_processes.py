@@ -72,6 +72,12 @@ def test_the_process_tree_is_the_one_drawn(server: LiveServer) -> None:
     assert all(role == name for role, name in names.items()), names
 
 
+def test_no_core_dump_is_written_of_any_process(server: LiveServer) -> None:
+    """With 1 the kernel gives none to programs that collect them, whatever the files' limit is."""
+    limits = {role: process.rlimit(psutil.RLIMIT_CORE) for role, process in server.tree().items()}
+    assert {soft for soft, hard in limits.values()} == {1 if limits["supervisor"][1] else 0}, limits
+
+
 @pytest.mark.parametrize("role", LIGHT)
 def test_light_processes_stay_light(server: LiveServer, role: str) -> None:
     process = server.tree()[role]
