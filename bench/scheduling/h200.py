@@ -3,6 +3,7 @@
     python -m bench.scheduling.h200 policies    10 to 60 chats a second under four policies
     python -m bench.scheduling.h200 eager       steps with chunks launched kernel by kernel
     python -m bench.scheduling.h200 oracle      the chats of a recorded run, and what can be in time
+    python -m bench.scheduling.h200 pace        streams without targets beside long prompts
 
 Chats of 53 to 1,127 prompt and 80 output tokens come by a Poisson process, their first token due in
 150 ms and the others 20 ms apart in the mean; 256 best-effort streams of the same prompts and 200
@@ -13,13 +14,18 @@ The oracle knows all arrivals and lengths. It decodes as slowly as the targets a
 prompts whenever it likes, one after the other and without padding, and gives up those that make
 most others late (`paper_bounds.oracle_schedule`). It has no steps that a prompt would wait for, and
 no best-effort work: so it is optimistic where few are given up, whose decodes count all the same.
+
+The streams of `pace` run there and on a CPU with a small model, with `--pace-ms 0` and by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import compress
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -30,9 +36,11 @@ import numpy as np
 from bench.scheduling.paper_bounds import Prompt, oracle_schedule
 from bench.table import print_head, print_row
 from lightserve.cost.model import StepModel, StepShape, chunk_pairs
+from lightserve.messages.common import StepCoefficients
 from lightserve.sim import HybridConfig, HybridReport, Targets, run_hybrid
+from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import Trace, read_trace
-from lightserve.sim.virtual_gpus import H200_LLAMA_8B, MEASURED
+from lightserve.sim.virtual_gpus import H200_LLAMA_8B, MEASURED, ProfiledHardware
 
 CHATS = Path(__file__).parents[1] / "traces/h200_chats.csv.gz"
 TARGETS = Targets(ttft_s=0.15, tpot_s=0.02, mtpot_s=0.08)
@@ -180,7 +188,134 @@ def show_oracle(processes: int, seeds: int) -> None:
         )
 
 
-PARTS = {"policies": show_policies, "eager": show_eager, "oracle": show_oracle}
+SMALL_CPU = ProfiledHardware(
+    StepCoefficients(
+        *(5.6e-3, 0.0, 3.6e-4, 1e-4, 5e-4, 2e-7, 0.0, 1e-7),
+    ),
+    kv_bytes_per_token=16_384,
+    spread=0.05,
+)
+"""A Llama of hidden size 512 and 8 layers on two cores, rounded: 160 tokens a second alone, 0.37 s
+for 512 tokens of a prompt of 7,000."""
+BESIDE_S = 1.0
+"""Streams are alone for so long."""
+
+
+class Mix(NamedTuple):
+    """Streams, and prompts that come while they run."""
+
+    hardware: str
+    """"cpu" or "h200"."""
+    num_streams: int
+    num_prompts: int
+    prompt_tokens: int
+    prompt_class: str = "rt"
+
+
+MIXES = (
+    *(Mix("cpu", 1, 2, 7000), Mix("cpu", 1, 1, 1000), Mix("cpu", 4, 2, 3000)),
+    *(Mix("cpu", 8, 4, 7000), Mix("cpu", 16, 2, 7000), Mix("cpu", 1, 2, 7000, "be")),
+    *(Mix("h200", 1, 2, 64_000), Mix("h200", 1, 1, 8000), Mix("h200", 16, 2, 32_000)),
+    *(Mix("h200", 64, 4, 16_000), Mix("h200", 200, 2, 64_000), Mix("h200", 16, 2, 16_000, "be")),
+)
+
+
+class Kept(NamedTuple):
+    """What came of a mix."""
+
+    alone_per_s: float
+    """Tokens of a stream in a second before the prompts came, the slowest's."""
+    beside_per_s: float
+    """The same until the last of them had a token."""
+    gaps_ms: tuple[float, float, float]
+    """Of all streams beside them: median, 99th percentile, largest."""
+    prompts_s: float
+    """Until then."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether each stream had half of its pace, or thirty tokens a second."""
+        return self.beside_per_s >= min(0.5 * self.alone_per_s, 30.0)
+
+
+def play(mix: Mix, *, policy: str = "unified", seed: int = 0, **options: float | str) -> Kept:
+    """Run a mix, with these options of the server."""
+    hardware = SMALL_CPU if mix.hardware == "cpu" else H200_LLAMA_8B
+    head, prompt = "t,prompt_tokens,output_tokens\n", f"{BESIDE_S},{mix.prompt_tokens},2\n"
+    streams, prompts = "0,32,20000\n" * mix.num_streams, prompt * mix.num_prompts
+    with tempfile.TemporaryDirectory() as directory:
+        path, be_path = Path(directory) / "rt.csv", Path(directory) / "be.csv"
+        is_be = mix.prompt_class == "be"
+        path.write_text(head + streams + ("" if is_be else prompts))
+        be_path.write_text(f"{head}0,32,1\n{prompts}")  # times count from the first row
+        config = HybridConfig(
+            rt=str(path),
+            rt_max_tokens=None,
+            be=str(be_path) if is_be else None,
+            duration_s=600.0,
+            margin_s=0.0,
+            capacity_tokens=5_000_000,
+            budget_tokens=hardware.server_budget if mix.hardware == "cpu" else 8192,
+            policy=policy,
+            hardware=hardware,
+            targets=Targets(),
+            serve_options={"max_num_seqs": 256, **options},
+            seed=seed,
+        )
+        run = HybridRun(config)
+    first_s: list[float] = []
+    with contextlib.closing(run):
+        until_s = BESIDE_S
+        while len(first_s) < mix.num_prompts:
+            until_s += 0.5
+            run.advance(until_s)
+            outcomes = list(run.simulation.outcomes.values())
+            late = [each for each in outcomes if each.arrival_s >= BESIDE_S]
+            first_s = [each.token_times_s[0] for each in late if each.token_times_s]
+    end_s = max(first_s)
+    is_stream = [each.arrival_s < BESIDE_S and len(each.token_times_s) > 1 for each in outcomes]
+    times = [np.array(each.token_times_s) for each in compress(outcomes, is_stream)]
+    beside = [each[(each >= BESIDE_S) & (each <= end_s)] for each in times]
+    gaps_ms = 1e3 * np.concatenate(
+        [np.diff(each, prepend=BESIDE_S, append=end_s) for each in beside]
+    )
+    before = [each[each < BESIDE_S] for each in times]
+    return Kept(
+        min((len(each) - 1) / (each[-1] - each[0]) for each in before),
+        min(len(each) for each in beside) / (end_s - BESIDE_S),
+        (float(np.median(gaps_ms)), float(np.percentile(gaps_ms, 99)), float(gaps_ms.max())),
+        end_s - BESIDE_S,
+    )
+
+
+def show_pace(processes: int, seeds: int) -> None:
+    """Print what streams keep with a pace and without, and what it costs the prompts."""
+    del processes, seeds  # a run takes a second, and differs little
+    heads = ("tokens/s", "gaps p50, p99, most (ms)", "prompts done (s)")
+    print_head(
+        "hardware", "streams", "prompts", "alone, tokens/s", *(f"{h}: 0, 33 ms" for h in heads)
+    )
+    for mix in MIXES:
+        without, paced = play(mix, pace_ms=0.0), play(mix)
+        pair = (without, paced)
+        print_row(
+            mix.hardware,
+            mix.num_streams,
+            f"{mix.num_prompts} of {mix.prompt_tokens:,} ({mix.prompt_class})",
+            f"{paced.alone_per_s:.0f}",
+            ", ".join(f"{kept.beside_per_s:.1f}" for kept in pair)
+            + (" kept" if paced.keeps else ""),
+            "; ".join("/".join(f"{gap:.0f}" for gap in kept.gaps_ms) for kept in pair),
+            ", ".join(f"{kept.prompts_s:.1f}" for kept in pair),
+        )
+
+
+PARTS = {
+    "policies": show_policies,
+    "eager": show_eager,
+    "oracle": show_oracle,
+    "pace": show_pace,
+}
 
 
 def main() -> None:
