@@ -34,6 +34,7 @@ from lightserve.loadtest.tables import number
 HOST = "127.0.0.1"
 PEER_PORT = 8721
 READY_S = 180.0
+PROFILE_S = 60.0
 FORCED = ("--force-lengths", "--body", '{"temperature": 0}', "--quiet")
 MAX_LEN = 4096
 NUM_SLOTS = 16
@@ -97,6 +98,17 @@ def llama(binary: str, gguf: str, log: IO[str]) -> Iterator[str]:
         yield url
 
 
+def wait_for_profile(log: Path) -> None:
+    """Wait until lightserve has measured its step times, if it does: a few idle seconds."""
+    until_s = time.monotonic() + PROFILE_S
+    while time.monotonic() < until_s:
+        text = log.read_text()
+        if "measuring step times" not in text or "profiled:" in text:
+            return
+        time.sleep(0.5)
+    raise SystemExit(f"lightserve measures step times for longer than {PROFILE_S:g} s; see {log}")
+
+
 def measure(url: str, output: Path, args: Sequence[str], be_body: str | None) -> list[Run]:
     """Run all scenes; keep the result in `output`."""
     own = () if be_body is None else ("--be-body", be_body)
@@ -119,7 +131,8 @@ def show(name: str, runs: Sequence[Run]) -> None:
     for run in runs:
         chats, batch = run.classes[RT], run.classes.get(BE)
         took_s = makespan_s(run)
-        unfinished = "" if batch is None else f"{batch.num_completed} of {batch.num_arrivals} done"
+        count = run.traffic[-1].num_requests
+        unfinished = "" if batch is None else f"{batch.num_completed} of {count} done"
         print_row(
             name,
             run.label,
@@ -169,6 +182,7 @@ def main() -> None:
 
     flags = ["--model", args.model]
     with (keep / "lightserve.log").open("w") as log, running_server(flags, log=log) as server:
+        wait_for_profile(Path(log.name))
         one("lightserve", server.url, None)
     if args.vllm is not None:
         with (keep / "vllm.log").open("w") as log, vllm(args.vllm, args.model, log) as url:
