@@ -5,6 +5,9 @@
 
 What stands on `analysis` is reasoning, a message to a function that is offered is a call of it, and
 all else is content. The prompt ends with `<|start|>assistant`, or within a message.
+
+A model may spell a mark in ordinary tokens, too, and the text does not tell which. In a string of a
+call's arguments a mark is text; elsewhere it counts, but no text behind it is lost.
 """
 
 from __future__ import annotations
@@ -24,6 +27,20 @@ OPENING = f"{START}assistant"
 
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
+_QUOTE = re.compile(r'\\.?|"', re.DOTALL)
+_BEFORE_HEADER = re.compile(r"(?:<\|(?:end|call|return)\|>)?\s*(?:<\|(?:start|channel)\|>|\Z)")
+_HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "json", "code", "to=")
+
+
+def _is_header(text: str) -> bool:
+    """Whether a text between messages is a header, which may break off, and nothing else."""
+    *words, last = _MARK.sub(" ", text).split() or [""]
+    return (
+        _BEFORE_HEADER.match(text) is not None
+        and all(word in _HEADER_WORDS or word.startswith("to=") for word in words)
+        and (last.startswith("to=") or any(word.startswith(last) for word in _HEADER_WORDS))
+    )
+
 
 Emit = Callable[[str], None]
 
@@ -47,15 +64,18 @@ class HarmonyText:
         self._names = names
         self._reasoning, self._content, self._call = reasoning, content, call
         self._header = io.StringIO()
-        """Of the message that begins."""
-        self._has_channel = False
+        """Of the message that begins, with its marks."""
         self._emit: Emit | None = content if is_inside else None
         """For the text of a message; None: it has not begun."""
+        self._last = content
+        """For what turns out to be no header: the message before it goes on."""
         self._held = ""
         """What may be the beginning of a mark."""
         self._function = ""
         """Of the call that has begun."""
         self._arguments = io.StringIO()
+        self._in_string = self._is_escaped = False
+        """Where the arguments are."""
 
     def push(self, text: str) -> None:
         """Take in text."""
@@ -78,8 +98,8 @@ class HarmonyText:
         if not self._arguments.getvalue().strip():
             self._function = ""  # it breaks off before its arguments
         self._end_call()
-        if self._emit is None and not self._has_channel:
-            self._content(self._header.getvalue())
+        if self._emit is None:
+            self._drop_header()
 
     def _text(self, text: str) -> None:
         if self._emit is None:
@@ -97,26 +117,40 @@ class HarmonyText:
             self._content(text)
 
     def _mark(self, mark: str) -> None:
-        self._end_call()
-        if mark == MESSAGE:
+        if self._emit is None and mark == MESSAGE:
             self._begin(self._header.getvalue())
-        elif mark == CONSTRAIN:
-            self._text(" ")
-        elif mark == CHANNEL and self._emit is None:
-            self._has_channel = True
-            self._text(" ")
+        elif self._emit is None and mark in (CHANNEL, CONSTRAIN):
+            self._header.write(mark)
+        elif self._emit is None:
+            self._drop_header()
+            self._header.write(mark)
+        elif self._in_string or mark in (MESSAGE, CONSTRAIN):
+            self._emit(mark)  # spelled in ordinary tokens
         else:
-            self._header, self._emit, self._has_channel = io.StringIO(), None, True
+            self._last = self._content if self._function else self._emit
+            self._end_call()
+            self._header, self._emit = io.StringIO(), None
+            self._header.write(mark)
+
+    def _drop_header(self) -> None:
+        """Drop a header without a message; text that is none goes on with the message before it."""
+        text, self._header = self._header.getvalue(), io.StringIO()
+        if text and not _is_header(text):
+            self._last(text)
 
     def _begin(self, header: str) -> None:
         """Begin the text of a message by what stands before it: role, recipient and channel."""
+        self._in_string = self._is_escaped = False
         function = _FUNCTION.search(header)
         if function is not None and function[1] in self._names:
             self._function, self._emit = function[1], self._write_argument
-        elif "analysis" in header.split():
+        elif "analysis" in _MARK.sub(" ", header).split():
             self._emit = self._reasoning
         else:
             self._emit = self._content
 
     def _write_argument(self, text: str) -> None:
         self._arguments.write(text)
+        found = _QUOTE.findall("\\" * self._is_escaped + text)
+        self._in_string ^= found.count('"') % 2 == 1
+        self._is_escaped = found[-1:] == ["\\"]

@@ -56,6 +56,33 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
         {"content": None, "calls": [("add", "{}")]},
     ),
     ("<|channel|>ana", {"content": ""}),
+    # Marks that are spelled in ordinary tokens: in a string of arguments they are text, elsewhere
+    # what is no header goes on with the message before it.
+    *(
+        (
+            f"{ANALYSIS}<|channel|>commentary to=functions.add json<|message|>"
+            f'{{"a": "x{mark} \\\\"}}<|call|>',
+            {
+                "reasoning_content": "Hm, <b>.",
+                "content": None,
+                "calls": [("add", f'{{"a": "x{mark} \\\\"}}')],
+            },
+        )
+        for mark in MARKS
+    ),
+    *((f"<|channel|>final<|message|>a {mark} b", {"content": f"a {mark} b"}) for mark in MARKS),
+    (
+        "<|channel|>analysis<|message|>a<|end|> b<|end|><|start|>assistant"
+        "<|channel|>final<|message|>c",
+        {"reasoning_content": "a<|end|> b", "content": "c"},
+    ),
+    (f"{CALL} more", {"content": "<|call|> more", "calls": [("add", '{"a": 1}')]}),
+    (
+        '<|channel|>commentary to=functions.add<|message|>{"a": "x<|call|> y',
+        {"content": '{"a": "x<|call|> y'},
+    ),
+    ("Yes.<|end|>", {"content": "Yes."}),
+    ("<|channel|>final<|message|>a<|end|><|start|>assis", {"content": "a"}),
 ]
 TOOL = {"type": "function", "function": {"name": "add"}}
 TEMPLATE = """\
@@ -170,6 +197,7 @@ def test_calls_need_the_channels() -> None:
 
 
 WORDS = (
+    *MARKS,
     "<|",
     "<|cal",
     "|>",
@@ -192,8 +220,8 @@ WORDS = (
 
 @more_when_long
 def test_random_calls_cut_everywhere() -> None:
-    """500 calls, whole and broken off, in the long form at every place: arguments are JSON, no text
-    of a message is lost.
+    """500 calls with marks in their strings, whole and broken off, in the long form at every place:
+    arguments are JSON, no text of a message is lost.
     """
     chance = random.Random(5)
 
