@@ -7,20 +7,23 @@ function. Its standard output is what it found, its last line.
 from __future__ import annotations
 
 import contextlib
-import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from bench.abuse.arena import Arena, Attack, Outcome
 
 MiB = 2**20
 PATIENCE_S = 120.0
+_PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 class Ended(NamedTuple):
@@ -33,6 +36,19 @@ class Ended(NamedTuple):
     seconds: float
 
 
+def _peaks_mib(pid: int) -> Iterator[float]:
+    """Yield the most that a process has taken, and each that it has started."""
+    yield 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            # Not what `wait4` says: that counts what this process had when it started the other.
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                if match := _PEAK.search(status):
+                    yield int(match[1]) / 1024
+
+
 def _run(*command: str) -> Ended:
     """Run a program of this project to its end, for `PATIENCE_S` at most."""
     start_s = time.monotonic()
@@ -40,14 +56,12 @@ def _run(*command: str) -> Ended:
         process = subprocess.Popen(
             [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=output, stderr=error
         )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # It is not waited for: its usage is that of the call that does so.
-            while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
-                if time.monotonic() > start_s + PATIENCE_S:
-                    process.kill()
-                time.sleep(0.02)
-        process.returncode = os.waitstatus_to_exitcode(ended[1])
-        peak_mib = ended[2].ru_maxrss / 1024
+        peak_mib = 0.0
+        while process.poll() is None:
+            peak_mib = max(peak_mib, *_peaks_mib(process.pid))
+            if time.monotonic() > start_s + PATIENCE_S:
+                process.kill()
+            time.sleep(0.01)
         for file in (output, error):
             file.seek(0)
         seconds = time.monotonic() - start_s
@@ -97,8 +111,6 @@ MAX_UNREAD_MIB = 160
 def publish_to_stopped() -> None:
     """Publish long events to a subscriber that is stopped; say how much this process grew."""
     import select  # noqa: PLC0415 - for the child alone
-
-    import psutil  # noqa: PLC0415
 
     from lightserve.router.kv.block_events import AllBlocksCleared, BlockRemoved  # noqa: PLC0415
     from lightserve.router.kv_publisher import KVPublisher  # noqa: PLC0415
