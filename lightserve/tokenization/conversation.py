@@ -91,6 +91,8 @@ class Need(Enum):
     ARGUMENTS = "the arguments of tool_calls"
     CONTENT_BESIDE_CALL = "content beside tool_calls"
     TOOL = "tools"
+    """Without a message of the system."""
+    SYSTEM_TOOL = "tools beside a message of the system"
     TOOLS = "more than one tool"
 
 
@@ -190,8 +192,9 @@ def needs_of(conversation: Conversation) -> Iterator[tuple[Need, str]]:
     for number, message in enumerate(messages):
         for need in _needs_of(message, number, roles, last_user):
             yield need, f"messages[{number}]"
+    first = Need.SYSTEM_TOOL if roles[:1] == ["system"] else Need.TOOL
     for number in range(len(conversation.tools or ())):
-        yield (Need.TOOLS if number else Need.TOOL), f"tools[{number}]"
+        yield (Need.TOOLS if number else first), f"tools[{number}]"
 
 
 def _needs_of(

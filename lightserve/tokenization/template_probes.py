@@ -163,7 +163,9 @@ def find_forms(render: Render, variables: Collection[str], *, has_tools: bool) -
     forms = _find_calls(prober, replace(forms, texts=_find_texts(prober, forms)))
     left_out: set[Need] = set()
     for probe in _probes(has_tools=has_tools):
-        if (seen := prober.see(probe, forms)) is not None:
+        seen = prober.see(probe, forms)
+        # Where not even the first tool comes out, the second says nothing of its own.
+        if seen is not None and (not probe.is_of_two or _TOOL in seen.text.casefold()):
             left_out |= seen.left_out
     return replace(forms, left_out=frozenset(left_out))
 
@@ -191,9 +193,9 @@ def _probes(*, has_tools: bool) -> Iterator[_Probe]:
     for word in (_RESULT, _OTHER_RESULT):
         yield _Probe({Need.RESULTS: word}, both)
     if has_tools:
-        yield _Probe({Need.TOOL: _TOOL}, _TURNS[2:])
-        yield _Probe({Need.TOOL: _TOOL}, [system, _TURNS[2]])
-        yield _Probe({Need.TOOL: _TOOL, Need.TOOLS: _OTHER_TOOL}, _TURNS[2:], is_of_two=True)
+        for need, messages in ((Need.TOOL, _TURNS[2:]), (Need.SYSTEM_TOOL, [system, _TURNS[2]])):
+            yield _Probe({need: _TOOL}, messages)
+            yield _Probe({Need.TOOLS: _OTHER_TOOL}, messages, is_of_two=True)
 
 
 def _find_texts(prober: _Prober, forms: Forms) -> dict[str, Texts]:

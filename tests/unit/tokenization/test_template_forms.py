@@ -228,6 +228,36 @@ def test_tools_that_are_not_shown_are_refused() -> None:
     assert "tools" not in _template(smol).option_names
 
 
+SYSTEM_TOOLS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'system' %}"
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% endif %}{% endfor %}"
+)
+NO_SYSTEM_TOOLS = (
+    "{% if messages[0].role != 'system' %}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% endif %}"
+    + TURNS
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "refused", "words"),
+    [
+        (SYSTEM_TOOLS, [SYSTEM, HI], [HI], "tools"),
+        (NO_SYSTEM_TOOLS, [HI], [SYSTEM, HI], "tools beside a message of the system"),
+    ],
+    ids=["beside-system-alone", "without-system-alone"],
+)
+def test_tools_may_be_shown_with_or_without_a_message_of_the_system_alone(
+    text: str, shown: list[ChatMessage], refused: list[ChatMessage], words: str
+) -> None:
+    other = {**TOOL, "function": {**TOOL["function"], "name": "second"}}
+    for tools in ([TOOL], [TOOL, other]):
+        theirs = [{"role": m.role, "content": m.content} for m in shown]
+        assert _shown(text, *shown, tools=tools) == _theirs(text, *theirs, tools=tools)
+        with pytest.raises(InvalidRequest) as caught:
+            _shown(text, *refused, tools=tools)
+        assert caught.value.message.endswith(f"leaves out {words}")
+
+
 def test_calls_may_be_shown_beside_tools_alone() -> None:
     text = "{% if tools %}{{ tools | tojson }}" + PLAIN + "{% else %}" + TURNS + "{% endif %}"
     assert "<book" in _shown(text, HI, NOTHING, tools=[TOOL])
