@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -164,8 +165,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # What waits for a thread: bounded in number and in size, refused beyond.
 
 
-MAX_ITEMS = 4096
-"""As many requests as may wait in the router by default: a burst that fits there gets there."""
+MAX_ITEMS = 8192
+"""Twice as many requests as may wait in the router by default: half of it is one key's, and a burst
+that fits there gets there."""
 MAX_SIZE = 64 * 1024 * 1024
 """Characters of texts or bytes of bodies, of all together."""
 
@@ -173,26 +175,50 @@ MAX_SIZE = 64 * 1024 * 1024
 T = TypeVar("T")
 
 
+WHOSE: ContextVar[str] = ContextVar("whose", default="")
+"""The key that what is done now is for; empty: without keys, and for lines of batches."""
+
+
 class Backlog:
-    """Counts who waits; one that is alone may be of any size, as that has limits of its own."""
+    """Counts who waits; one that is alone may be of any size, as that has limits of its own.
+
+    A key may have half of what others leave, in number and in size, and one item in any case.
+    """
 
     def __init__(self, *, max_items: int = MAX_ITEMS, max_size: int = MAX_SIZE) -> None:
         self._max_items, self._max_size = max_items, max_size
         self._num_items = self._size = 0
+        self._shares: dict[str, tuple[int, int]] = {}
+        """Number and size of what each key has."""
 
     @contextmanager
     def admitted(self, size: int) -> Iterator[None]:
         """Count one more of this size while the context is open. Raises RequestFailed (429)."""
         is_too_large = self._num_items > 0 and self._size + size > self._max_size
-        if self._num_items >= self._max_items or is_too_large:
+        whose = WHOSE.get()
+        if self._num_items >= self._max_items or is_too_large or self._is_too_much(whose, size):
             raise overloaded()
-        self._num_items += 1
-        self._size += size
+        self._add(whose, 1, size)
         try:
             yield
         finally:
-            self._num_items -= 1
-            self._size -= size
+            self._add(whose, -1, -size)
+
+    def _is_too_much(self, whose: str, size: int) -> bool:
+        """Whether a key would have more than its share."""
+        num_own, own_size = self._shares.get(whose, (0, 0))
+        if not whose or not num_own:
+            return False
+        most_items = (self._max_items - (self._num_items - num_own)) // 2
+        most_size = (self._max_size - (self._size - own_size)) // 2
+        return num_own + 1 > most_items or own_size + size > most_size
+
+    def _add(self, whose: str, count: int, size: int) -> None:
+        self._num_items += count
+        self._size += size
+        num_own, own_size = self._shares.pop(whose, (0, 0))
+        if num_own + count:
+            self._shares[whose] = num_own + count, own_size + size
 
     async def in_thread(self, threads: ThreadPoolExecutor, work: Callable[[], T], size: int) -> T:
         """Do work of this size in one of the threads. Raises RequestFailed (429).

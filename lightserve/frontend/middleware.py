@@ -23,7 +23,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.connections import ConnectionTable
 from lightserve.frontend.errors import REFUSAL_KEY, RequestFailed, error_response
-from lightserve.frontend.json_body import UNKNOWN_PARAMETER
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER, WHOSE
 from lightserve.frontend.service import Observation
 from lightserve.http_access import (
     NO_QUOTA,
@@ -226,6 +226,7 @@ class Gate:
             try:
                 self._check(scope)
                 if (caller := caller_of(scope)).name and not _is_open(scope):
+                    WHOSE.set(f"key {caller.name}")
                     client = scope.get("client") or ("",)
                     counted.enter_context(self._table.request(f"key {caller.name}", client[0]))
             except (InvalidRequest, RequestFailed) as refusal:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend import json_body, structured_output
 from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.json_body import MAX_ITEMS, Backlog
+from lightserve.frontend.json_body import MAX_ITEMS, WHOSE, Backlog
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.prompts import BYTES_PER_ID
 from lightserve.frontend.service import InFlight, Seats
@@ -51,6 +52,32 @@ def test_number_and_size_are_bounded() -> None:
                 pass
     with backlog.admitted(11):  # alone
         pass
+
+
+def test_a_key_leaves_half_of_the_rest_to_others() -> None:
+    """One that sends more than the threads can take does not use up the places of others."""
+    backlog = Backlog(max_items=8, max_size=80)
+    of_key = {"": copy_context(), "a": copy_context(), "b": copy_context()}
+    for key, context in of_key.items():
+        context.run(WHOSE.set, key)
+
+    def is_let_in(key: str, size: int) -> bool:
+        try:
+            of_key[key].run(held.enter_context, backlog.admitted(size))
+        except RequestFailed:
+            return False
+        return True
+
+    for _ in range(2):  # what has left counts no more
+        with ExitStack() as held:
+            assert [is_let_in("a", 1) for _ in range(5)] == [True] * 4 + [False]
+            assert [is_let_in("b", 1) for _ in range(3)] == [True] * 2 + [False]
+            assert is_let_in("", 1)
+        with ExitStack() as held:
+            assert [is_let_in("a", 15) for _ in range(3)] == [True, True, False]
+            assert [is_let_in("b", 30), is_let_in("b", 1)] == [True, False]
+        with ExitStack() as held:
+            assert [is_let_in("a", 79), is_let_in("a", 1), is_let_in("b", 1)] == [True, False, True]
 
 
 def test_work_that_is_given_up_keeps_nothing_alive() -> None:
