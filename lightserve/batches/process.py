@@ -10,7 +10,8 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from lightserve.batches.access import listen, location_of
 from lightserve.batches.forecast import Costs
 from lightserve.batches.lines import body_of
 from lightserve.batches.records import LeasedLine
-from lightserve.batches.runner import OWNER, Answer, Runner
+from lightserve.batches.runner import OWNER, Answer, Room, Runner
 from lightserve.config.fields import is_postgres
 from lightserve.frontend.errors import REFUSAL_KEY, ErrorDetail, RequestFailed, error_body
 from lightserve.frontend.middleware import ARRIVAL_KEY, CALLER_KEY, Caller, KeyRing
@@ -67,9 +68,10 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
     store = service.observation.open_store(spec.config)
     runner = Runner(
         store,
-        InnerRoutes(service),
+        InnerRoutes(service, room := Room()),
         max_in_flight=spec.config.batch_max_in_flight,
         quota=spec.config.batch_max_stored_bytes,
+        room=room,
         owner=spec.batch_owner if is_postgres(location) else OWNER,
     )
     loop = asyncio.get_running_loop()
@@ -89,8 +91,10 @@ async def _serve(spec: ChildSpec, connect_control: Callable[[], Control]) -> int
 class InnerRoutes:
     """Answers lines by the routes of a frontend."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, room: Room) -> None:
+        """`room`: the runner's."""
         self._service = service
+        self._room = room
         self._app: ASGIApp = make_routes(
             service,
             [
@@ -124,7 +128,7 @@ class InnerRoutes:
         token = request_id.set(line.id)
         try:
             body = body_of(line.line)
-            call = _Call(body)
+            call = _Call(body, partial(self._room.take, (line.batch, line.number)))
             scope = _scope(line, len(body), due_in_s)
             await self._app(scope, call.receive, call.send)
         except Exception:
@@ -186,7 +190,9 @@ def _is_queue_full(scope: Scope) -> bool:
 class _Call:
     """A request to the routes: its body at once, its answer as a whole."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, take: Callable[[int], Awaitable[None]]) -> None:
+        """`take` waits until so many more bytes may be held."""
+        self._take = take
         self.status = 0
         self.retry_after_s = 0.0
         self.answer = bytearray()
@@ -206,7 +212,9 @@ class _Call:
             headers = dict(message.get("headers", ()))
             self.retry_after_s = float(headers.get(b"retry-after", b"0"))
         else:
-            self.answer += message.get("body", b"")
+            part = message.get("body", b"")
+            await self._take(len(part))
+            self.answer += part
 
 
 def _note_counts(service: Service, runner: Runner) -> None:

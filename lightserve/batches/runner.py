@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,8 @@ time until then."""
 MAX_SLICES = 16
 """Of what is deleted and ended, until the runner looks at other things again."""
 MAX_LEASED_BYTES = 64 * 1024 * 1024
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Of answers that have come, in part or as a whole, and are not written yet; see `Room`."""
 MAX_ATTEMPTS = 2
 MAX_REFUSALS = 10
 """Times that a line gets a 429 that is not the router's: then that is its result."""
@@ -86,6 +89,50 @@ class Answer:
     """With 503: whether workers died with it."""
     is_own_refusal: bool = False
     """With 429: whether it is not the router that takes no more, but perhaps for what it says."""
+
+
+class Room:
+    """Bounds the bytes of answers that are held, from their first part until they are written.
+
+    A part that goes beyond waits where it comes from: until others are written, or, where all that
+    are held have yet to come to their ends, until it is of the one that began first.
+    """
+
+    def __init__(self, max_bytes: int = MAX_ANSWER_BYTES) -> None:
+        self.num_bytes = self.most_bytes = 0
+        """Held now, and at any time."""
+        self._max_bytes = max_bytes
+        self._held: Counter[tuple[int, int]] = Counter()
+        """By batch and number of lines."""
+        self._coming: dict[tuple[int, int], None] = {}
+        """Those that have begun and not ended, in order."""
+        self._ended: set[tuple[int, int]] = set()
+        self._news = asyncio.Event()
+
+    async def take(self, place: tuple[int, int], num_bytes: int) -> None:
+        """Wait until so many more bytes of an answer may be held."""
+        self._coming.setdefault(place)
+        while self.num_bytes + num_bytes > self._max_bytes and (
+            self._ended or next(iter(self._coming)) != place
+        ):
+            self._news.clear()
+            await self._news.wait()
+        self._held[place] += num_bytes
+        self.num_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+
+    def end(self, place: tuple[int, int]) -> None:
+        """Note that an answer is there as a whole: it is going to be written."""
+        self._coming.pop(place, None)
+        if place in self._held:
+            self._ended.add(place)
+        self._news.set()
+
+    def release(self, place: tuple[int, int]) -> None:
+        """Note that an answer is held no more."""
+        self.num_bytes -= self._held.pop(place, 0)
+        self._ended.discard(place)
+        self.end(place)
 
 
 @dataclass
@@ -138,10 +185,11 @@ class Runner:
         *,
         max_in_flight: int,
         quota: int = 2**62,
+        room: Room | None = None,
         owner: str = OWNER,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`quota`: bytes that a key may have stored in all."""
+        """`quota`: bytes that a key may have stored in all; `room`: of the engine's answers."""
         self.listening = asyncio.Event()
         """Set once it works."""
         self.should_exit = False
@@ -150,6 +198,7 @@ class Runner:
         self._engine = engine
         self._max_in_flight = max_in_flight
         self._quota = quota
+        self._room = room or Room()
         self._owner = owner
         self._clock = clock
         self._epoch = 0
@@ -398,9 +447,13 @@ class Runner:
         if not outcomes:
             return
         now_s, epoch = self._clock(), self._epoch
-        num_late = await self._store.run(
-            lambda store: store.jobs.settle(self._owner, epoch, outcomes, now_s)
-        )
+        try:
+            num_late = await self._store.run(
+                lambda store: store.jobs.settle(self._owner, epoch, outcomes, now_s)
+            )
+        finally:
+            for outcome in outcomes:
+                self._room.release((outcome.batch, outcome.number))
         self.counts.num_late += num_late
 
     async def _give_up(self) -> None:
@@ -409,6 +462,8 @@ class Runner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in self._outcomes:
+            self._room.release((outcome.batch, outcome.number))
         self._outcomes.clear()
 
     # ------------------------------------------------------------------ lines
@@ -416,6 +471,8 @@ class Runner:
     def _forget(self, place: tuple[int, int], line: LeasedLine, task: asyncio.Task[None]) -> None:
         if self._tasks.get(place) is task:
             del self._tasks[place]
+        if task.cancelled():
+            self._room.release(place)
         self._num_bytes -= line.num_bytes
         self._wake.set()
 
@@ -439,6 +496,7 @@ class Runner:
     async def _run(self, line: LeasedLine, texts: asyncio.Future[Lines]) -> None:
         """Have a line answered, and note what became of it."""
         answer = await self._answer(line, texts)
+        self._room.end((line.batch, line.number))
         is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES
         if answer.is_own_refusal:
             if line.attempt + 1 < MAX_REFUSALS:

@@ -25,7 +25,7 @@ from lightserve.batches.records import (
     NewBatch,
     NewLine,
 )
-from lightserve.batches.runner import Runner
+from lightserve.batches.runner import Room, Runner
 from lightserve.errors import InvalidRequest
 from support.fake_router import Setup, frontend, says
 from support.postgres import PostgresServer
@@ -166,7 +166,8 @@ async def working(setup: Setup, **options: Any) -> AsyncIterator[Runner]:
     """The batches process's own part, in this one, with the frontend's router."""
     config = setup.service.config
     store = StoreThread(config.batch_store, file_store=config.file_store)
-    runner = Runner(store, InnerRoutes(setup.service), **{"max_in_flight": 4, **options})
+    options = {"max_in_flight": 4, "room": Room(), **options}
+    runner = Runner(store, InnerRoutes(setup.service, options["room"]), **options)
     task = asyncio.create_task(runner.serve())
     try:
         yield runner

@@ -15,6 +15,7 @@ from support.running_frontend import running_frontend
 from lightserve.batches.access import prepare
 from lightserve.batches.process import _note_counts
 from lightserve.batches.records import CHUNK_BYTES
+from lightserve.batches.runner import Room
 from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.metrics.catalogue import (
     BATCH_FORECAST_RATIO,
@@ -134,5 +135,69 @@ def test_a_line_that_is_refused_for_what_it_says_ends_and_holds_up_no_other(
             result = json.loads(text)
             assert result["custom_id"] == "large"
             assert result["response"]["status_code"] == 429
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_answers_that_come_at_once_are_held_within_a_bound(
+    tmp_path: Path, *, is_bounded: bool
+) -> None:
+    """However many lines are in flight, and whatever an answer has; all of them come."""
+    num_lines, most = 16, 2**19
+
+    def answer(submit: Submit) -> list[RequestDelta]:
+        tokens = [300] * submit.max_tokens
+        logprobs = made_logprobs(20, 1) * len(tokens)
+        return [RequestDelta(submit.request_id, tokens, FinishReason.LENGTH, logprobs=logprobs)]
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer=answer) as setup:
+            client = client_of(setup)
+            body = {"max_tokens": 900, "logprobs": 20, "ignore_eos": True}
+            lines = [line(f"r{n}", body=body) for n in range(num_lines)]
+            file = await client.files.create(file=("x", jsonl(lines)), purpose="batch")
+            room = Room(most if is_bounded else 2**40)
+            async with working(setup, max_in_flight=num_lines, room=room) as runner:
+                batch = await client.batches.create(
+                    input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
+                )
+                runner.wake()
+                for _ in range(1000):
+                    batch = await client.batches.retrieve(batch.id)
+                    if batch.status == "completed":
+                        break
+                    await asyncio.sleep(0.02)
+                assert batch.request_counts.completed == num_lines
+                await eventually(lambda: room.num_bytes == 0)
+            size = len((await client.files.content(batch.output_file_id)).read()) // num_lines
+            if is_bounded:  # and one that would not have fitted comes to its end
+                assert room.most_bytes <= most + size
+            else:
+                assert room.most_bytes > 2 * (most + size)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_held_of_answers_that_are_given_up_is_free_again() -> None:
+    async def scenario() -> None:
+        room = Room(10)
+        await room.take((1, 0), 9)
+        await room.take((1, 0), 9)  # the first goes on
+        waiting = asyncio.create_task(room.take((1, 1), 1))
+        await asyncio.sleep(0)
+        assert not waiting.done() and room.num_bytes == 18
+        room.end((1, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()  # the first of those to come now, but one is to be written
+        room.release((1, 0))
+        await waiting
+        assert room.num_bytes == 1
+        late = asyncio.create_task(room.take((1, 2), 10))
+        await asyncio.sleep(0)
+        assert not late.done()
+        room.release((1, 1))
+        await late
+        assert (room.num_bytes, room.most_bytes) == (10, 18)
 
     asyncio.run(scenario())
