@@ -153,7 +153,7 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "queue.MAX_CANDIDATES": {"queue.MAX_CANDIDATES": 8},
     # memory
     "WAVES": {"WAVES": 0.0},
-    "STEP": {"STEP": 0.0},
+    "LEVEL_STEP": {"LEVEL_STEP": 0.0},
     "_MIN_HISTORY": {"_MIN_HISTORY": 1},
     "PRIOR_MOST": {"PRIOR_MOST": MANY},
     "NUM_PRIOR_LENGTHS": {"NUM_PRIOR_LENGTHS": 1},

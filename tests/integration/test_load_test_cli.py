@@ -272,11 +272,13 @@ def test_chats_beside_a_batch_in_every_scene(mock_url: str, tmp_path: Path) -> N
 
 
 def test_a_batch_longer_than_the_scene_is_said(mock_url: str) -> None:
-    text = load_test(
+    done = run_bench(
         *MIXED, f"--url={mock_url}", "--caps=1", "--batch-output-tokens=400", "--be-body={}",
         "--limit-s=0.6", "--drain-s=0",
     )  # fmt: skip
-    assert "own class" not in text and "/6" in text
+    # 1: on a busy machine a chat may be cut off as well.
+    assert done.returncode in (0, 1) and not done.stderr
+    assert "own class" not in done.stdout and "/6" in done.stdout
 
 
 @pytest.mark.parametrize(
