@@ -57,7 +57,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True):
     tpot_ms: float | None = None
     """Mean time per output token after the first."""
     mtpot_ms: float | None = None
-    """Largest gap between two tokens; at least `tpot_ms`."""
+    """Largest gap between two tokens; at least `tpot_ms`, and not None beside it (`largest_gap`)."""
     completion_s: float | None = None
     """From its arrival to its last token."""
 
@@ -69,6 +69,15 @@ MAX_PRIORITY = 1000
 
 MTPOT_FACTOR = 4.0
 """Target of the largest gap, in targets of the mean, where it is not given."""
+
+
+def largest_gap(mean: float | None, largest: float | None) -> float | None:
+    """Return the target of the largest gap, of `largest` and of the mean, in the unit of these.
+
+    The one rule of the server, the load client and the simulator: what is given, else MTPOT_FACTOR
+    times the mean; without either there is none.
+    """
+    return MTPOT_FACTOR * mean if largest is None and mean is not None else largest
 
 
 class SlotKind(IntEnum):

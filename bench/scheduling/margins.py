@@ -237,7 +237,7 @@ def figures_of(run: HybridRun) -> Figures:
             if times and start_s <= times[0] < end_s:
                 num_prompt += clients.num_prompt_tokens[key.request_id]
         elif start_s <= outcome.arrival_s < end_s:
-            targets = clients.targets[key.request_id] or run.config.targets
+            targets = (clients.targets[key.request_id] or run.config.targets).counted()
             in_time.append(_is_in_time(outcome.arrival_s, times, targets, stop_s))
             gaps_s += np.diff(times).tolist()
     seconds = end_s - start_s

@@ -241,7 +241,8 @@ CLASS_OPTIONS = [
     _option(
         "--targets",
         "What a good request keeps: ttft, tpot, mtpot (largest gap), e2el, normalized "
-        "(e2el per output token), as in ttft=400ms,mtpot=1.5s.",
+        "(e2el per output token), as in ttft=400ms,mtpot=1.5s. mtpot is four times tpot where it "
+        "is not given, as in a server of lightserve.",
         metavar="NAME=TIME,...",
     ),
     _option(

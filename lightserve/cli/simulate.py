@@ -155,7 +155,8 @@ _OPTIONS = (
         default=200.0,
         type=_SLO_MS,
         show_default=True,
-        help="Target of real-time requests: largest gap between tokens; 0 sets none.",
+        help="Target of real-time requests: largest gap between tokens; 0 takes four times"
+        " --tpot-slo-ms, as a server does.",
     ),
     click.option(
         "--tpot-slo-ms",

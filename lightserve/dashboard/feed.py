@@ -18,6 +18,7 @@ import lightserve
 from lightserve.config import ServeConfig
 from lightserve.metrics import catalogue as of
 from lightserve.metrics.recording import Kind
+from lightserve.types import largest_gap
 
 MAX_VIEWERS = 8
 """Of a port."""
@@ -54,7 +55,7 @@ def greeting(config: ServeConfig) -> dict[str, Any]:
     """Return the data of `hello`."""
     targets = {
         "ttft_s": config.ttft_slo_ms / 1e3,
-        "mtpot_s": (config.mtpot_slo_ms or 4 * config.tpot_slo_ms) / 1e3,
+        "mtpot_s": (largest_gap(config.tpot_slo_ms, config.mtpot_slo_ms or None) or 0.0) / 1e3,
     }
     histograms = [family for family in FAMILIES if family.kind is Kind.HISTOGRAM]
     return {

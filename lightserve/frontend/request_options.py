@@ -31,12 +31,12 @@ from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_ids, read_optional
 from lightserve.types import (
     MAX_PRIORITY,
-    MTPOT_FACTOR,
     NO_SLO,
     SLO,
     RequestClass,
     RequestId,
     SamplingParams,
+    largest_gap,
 )
 
 log = logging.getLogger(__name__)
@@ -422,8 +422,9 @@ def _from_body(slo: SLOFields | None, param_prefix: str) -> dict[str, _Asked]:
 
 def server_slo(config: ServeConfig) -> SLO:
     """Return what the server promises real-time requests that bring no targets of their own."""
-    mtpot_ms = config.mtpot_slo_ms or MTPOT_FACTOR * config.tpot_slo_ms
-    return SLO(config.ttft_slo_ms or None, config.tpot_slo_ms or None, mtpot_ms or None)
+    tpot_ms = config.tpot_slo_ms or None
+    mtpot_ms = largest_gap(tpot_ms, config.mtpot_slo_ms or None)
+    return SLO(config.ttft_slo_ms or None, tpot_ms, mtpot_ms)
 
 
 def _from_headers(headers: Headers) -> dict[str, _Asked]:
@@ -548,9 +549,7 @@ def _with_defaults(
     if request_class is RequestClass.BE or own.completion_s is not None:
         return own
     server = server_slo(config)
-    mtpot_ms = own.mtpot_ms
-    if mtpot_ms is None:
-        mtpot_ms = server.mtpot_ms if own.tpot_ms is None else MTPOT_FACTOR * own.tpot_ms
+    mtpot_ms = largest_gap(own.tpot_ms, own.mtpot_ms) or server.mtpot_ms
     return SLO(own.ttft_ms or server.ttft_ms, own.tpot_ms or server.tpot_ms, mtpot_ms)
 
 

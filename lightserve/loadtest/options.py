@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from lightserve.errors import ConfigError
-from lightserve.types import SLO
+from lightserve.types import SLO, largest_gap
 
 
 class ArrivalKind(StrEnum):
@@ -43,6 +43,8 @@ class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
     def parse(cls, text: str) -> Targets:
         """Parse `ttft=400ms,mtpot=1.5s`; a number without a unit is in ms.
 
+        The largest gap is `largest_gap`, as the server has it.
+
         Raises:
             ConfigError: an unknown name, or not a positive time.
         """
@@ -56,13 +58,16 @@ class Targets(msgspec.Struct, frozen=True, omit_defaults=True):
             limits[name] = float(match[2]) * _UNIT_MS[match[3]]
         if any(limit <= 0 for limit in limits.values()):
             raise ConfigError(f"targets are above 0: {text!r}")
-        return cls(**limits)
+        targets = cls(**limits)
+        mtpot_ms = largest_gap(targets.tpot_ms, targets.mtpot_ms)
+        return msgspec.structs.replace(targets, mtpot_ms=mtpot_ms)
 
     @classmethod
     def of(cls, slo: SLO) -> Targets:
         """Return what a row of a trace has."""
         e2el_ms = None if slo.completion_s is None else 1e3 * slo.completion_s
-        return cls(slo.ttft_ms, slo.tpot_ms, slo.mtpot_ms, e2el_ms)
+        mtpot_ms = largest_gap(slo.tpot_ms, slo.mtpot_ms)
+        return cls(slo.ttft_ms, slo.tpot_ms, mtpot_ms, e2el_ms)
 
     def items(self) -> list[tuple[str, float]]:
         """Return the limits that are set, such as ("ttft_ms", 400.0)."""

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightserve.loadtest.result import ERROR_KINDS, ClassSummary, Run, Spread
+from lightserve.types import MTPOT_FACTOR, largest_gap
 
 TITLES = {"rt": "real time", "be": "best effort", "all": "together"}
 LATENCIES = (
@@ -132,6 +133,9 @@ def _notes(run: Run, *, has_several: bool) -> list[str]:
         if summary.cached_tokens_share is not None:
             parts.append(f"{percent(summary.cached_tokens_share)} of prompt tokens cached")
         parts.append(f"tokens counted by {summary.tokens_are_counted_by}")
+        targets = summary.targets
+        if targets.tpot_ms and targets.mtpot_ms == largest_gap(targets.tpot_ms, None):
+            parts.append(f"largest gap due in {MTPOT_FACTOR:g} x tpot, as lightserve counts it")
         notes.append(f"{TITLES[name]}: " + ", ".join(parts))
     if has_several:
         per_event = max(summary.tokens_per_event or 1.0 for summary in run.classes.values())

@@ -115,8 +115,8 @@ SLO_REQUESTS = counter(
     "slo_requests_total",
     Origin.FRONTEND,
     "Ended requests by whether they met a target they had (ttft, tpot, mtpot, completion, or all"
-    " of those), their own or else the server's; whatever was refused or did not finish has missed"
-    " it.",
+    " of those), their own or else the server's, mtpot four times tpot unless given; whatever was"
+    " refused or did not finish has missed it.",
     ("request_class", "target", "outcome"),
 )
 GOODPUT_REQUESTS = counter(

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from lightserve.types import MTPOT_FACTOR, SLO
+from lightserve.types import SLO
 
 FEASIBLE_FACTOR = 1.2
 """A raised target, in predicted times on an idle server."""
@@ -105,8 +105,7 @@ class TokenDeadlines:
         assert slo.completion_s is None, "a CompletionLedger keeps it"
         self.kept = Kept()
         self._tpot_s = _seconds(slo.tpot_ms)
-        mtpot_ms = slo.mtpot_ms
-        self._mtpot_s = self._tpot_s * MTPOT_FACTOR if mtpot_ms is None else mtpot_ms / 1e3
+        self._mtpot_s = _seconds(slo.mtpot_ms)
         self._last_s = arrival_s
         self._deadline_s = self._by_mean_s = arrival_s + _seconds(slo.ttft_ms)
         self._most_debt_s = max(0.0, self._mtpot_s - self._tpot_s) if slo.tpot_ms else 0.0

@@ -17,7 +17,7 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedCore
 from lightserve.sim.worker import Hardware, RunLengths, VirtualHardware, WorkSums
-from lightserve.types import SLO, RequestClass
+from lightserve.types import SLO, RequestClass, largest_gap
 
 # What the requests of one class came to: attainment of targets, goodput, throughput.
 #
@@ -46,9 +46,14 @@ class Targets(NamedTuple):
         )
         return cls(ttft, tpot, mtpot, slo.completion_s)
 
+    def counted(self) -> Targets:
+        """Return those that are judged: the largest gap is `largest_gap`, as a server has it."""
+        return self._replace(mtpot_s=largest_gap(self.tpot_s, self.mtpot_s))
+
     def slo(self) -> SLO:
-        """Return them as requests carry them."""
-        ttft, tpot, mtpot = (None if target is None else 1e3 * target for target in self[:3])
+        """Return them as a server has them."""
+        times = self.counted()[:3]
+        ttft, tpot, mtpot = (None if target is None else 1e3 * target for target in times)
         return SLO(ttft, tpot, mtpot, self.completion_s)
 
 
@@ -134,7 +139,7 @@ def class_report(
 ) -> ClassReport:
     """Return what these requests, all of one class, came to."""
     counted = [request for request in requests if window.has(request.arrival_s)]
-    wanted = [targets if request.targets is None else request.targets for request in counted]
+    wanted = [(request.targets or targets).counted() for request in counted]
     met = [_targets_met(request, own) for request, own in zip(counted, wanted, strict=True)]
     good = [request for request, kept in zip(counted, met, strict=True) if all(kept)]
     finished = [r for r in requests if r.is_finished and window.has(r.token_times_s[-1])]
@@ -185,7 +190,7 @@ class _Met(NamedTuple):
 
 def is_in_time(request: Seen) -> bool:
     """Return whether a request with targets of its own finished and kept them all."""
-    return all(_targets_met(request, request.targets or Targets()))
+    return all(_targets_met(request, (request.targets or Targets()).counted()))
 
 
 def _targets_met(request: Seen, targets: Targets) -> _Met:

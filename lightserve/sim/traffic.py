@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,7 +33,14 @@ from lightserve.errors import ConfigError
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.sim.worker import EOS_TOKEN_ID
-from lightserve.types import NO_SLO, SLO, RequestClass, RequestId, SamplingParams
+from lightserve.types import (
+    NO_SLO,
+    SLO,
+    RequestClass,
+    RequestId,
+    SamplingParams,
+    largest_gap,
+)
 
 # Request lengths for the simulator: the papers' synthetic distributions and trace files.
 #
@@ -245,7 +253,8 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
 
 
 def _slo_of(row: Mapping[str, str]) -> SLO:
-    return SLO(*(float(text) if (text := row.get(name)) else None for name in _SLO_COLUMNS))
+    slo = SLO(*(float(text) if (text := row.get(name)) else None for name in _SLO_COLUMNS))
+    return msgspec.structs.replace(slo, mtpot_ms=largest_gap(slo.tpot_ms, slo.mtpot_ms))
 
 
 def _fields(slo: SLO) -> list[float | None]:

@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from lightserve import sim as simulated
+from lightserve.config import ServeConfig
+from lightserve.dashboard.feed import greeting
 from lightserve.errors import ConfigError
+from lightserve.frontend.request_options import server_slo
 from lightserve.loadtest import plots
 from lightserve.loadtest.options import Targets
 from lightserve.loadtest.result import Record
@@ -25,6 +29,10 @@ from lightserve.loadtest.statistics import (
     summarize,
     weighted_quantile,
 )
+from lightserve.metrics.recording import Recorder
+from lightserve.metrics.requests import FrontendMetrics
+from lightserve.sim.report import Seen, is_in_time
+from lightserve.types import SLO, FinishReason, RequestClass
 
 ALL = Window(0.0, 10.0)
 
@@ -47,6 +55,27 @@ def record(
     made.error = error
     made.error_detail = f"detail of {error}"
     return made
+
+
+@pytest.mark.parametrize(("longest_s", "is_met"), [(0.39, True), (0.41, False)])
+def test_one_stall_is_judged_alike_by_all(longest_s: float, is_met: bool) -> None:
+    """Server, client and simulator: where only the mean has a target, four times that."""
+    times_s = [1.0 + 0.01 * n for n in range(10)]
+    times_s += [times_s[-1] + longest_s + 0.01 * n for n in range(10)]
+    assert Measures(record(0.9, times_s)).is_met(Targets.parse("tpot=100ms")) == is_met
+    assert Measures(record(0.9, times_s)).is_met(Targets.of(SLO(tpot_ms=100.0))) == is_met
+    seen = Seen(0.9, len(times_s), times_s, is_finished=True, targets=simulated.Targets(tpot_s=0.1))
+    assert is_in_time(seen) == is_met
+    config = ServeConfig(tpot_slo_ms=100.0)
+    request = FrontendMetrics(Recorder()).request(
+        RequestClass.RT, arrival_s=0.9, num_prompt_tokens=5, slo=server_slo(config)
+    )
+    for time_s in times_s:
+        request.on_tokens(1, time_s)
+    request.on_finish(FinishReason.LENGTH)
+    assert request.missed == ([] if is_met else ["mtpot"])
+    assert simulated.Targets(tpot_s=0.1).slo() == server_slo(config)
+    assert greeting(config)["targets"]["mtpot_s"] == 0.4
 
 
 def test_one_request_by_hand() -> None:
@@ -157,7 +186,8 @@ def test_weights_count_a_sample_several_times(samples: list[tuple[int, int]]) ->
     ("text", "targets"),
     [
         ("ttft=400ms,mtpot=1.5s", Targets(ttft_ms=400, mtpot_ms=1500)),
-        ("tpot=50 e2el=60s", Targets(tpot_ms=50, e2el_ms=60_000)),
+        ("tpot=50 e2el=60s", Targets(tpot_ms=50, mtpot_ms=200, e2el_ms=60_000)),
+        ("tpot=50,mtpot=60", Targets(tpot_ms=50, mtpot_ms=60)),
         ("", Targets()),
     ],
 )

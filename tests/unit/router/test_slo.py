@@ -21,7 +21,7 @@ from lightserve.router.slo import (
     raise_to_feasible,
     track,
 )
-from lightserve.types import NO_SLO, SLO
+from lightserve.types import NO_SLO, SLO, largest_gap
 
 ARRIVAL_S = 100.0
 CURVE = SLO(ttft_ms=1000, tpot_ms=100, mtpot_ms=300)
@@ -76,8 +76,7 @@ def deadlines(tracker: DeadlineTracker, deliveries: Deliveries) -> list[float]:
         (CURVE, [(1.0, 9)], [1.0, 1.3], Kept(9, True, 0)),
         # A late first token is one miss, and what follows counts from there.
         (CURVE, [(2.0, 1), (2.1, 1)], [1.0, 2.1, 2.2], Kept(2, False, 1)),
-        # mtpot is four times tpot unless given.
-        (SLO(ttft_ms=1000, tpot_ms=100), [(0.1, 9)], [1.0, 0.5], Kept(9, True, 0)),
+        (SLO(ttft_ms=1000, tpot_ms=100, mtpot_ms=400), [(0.1, 9)], [1.0, 0.5], Kept(9, True, 0)),
         # Without a TTFT target the first token starts the curve.
         (SLO(tpot_ms=100), [(7.0, 1), (7.05, 1)], [math.inf, 7.1, 7.2], Kept(2, True, 0)),
         (SLO(mtpot_ms=300), [(7.0, 1), (7.4, 1)], [math.inf, 7.3, 7.7], Kept(2, True, 1)),
@@ -112,14 +111,14 @@ deliveries_of = st.lists(
 def slos(draw: st.DrawFn) -> SLO:
     tpot_ms = draw(st.none() | targets_ms)
     mtpot_ms = draw(st.none() | st.floats(tpot_ms or 1, 20_000))
-    return SLO(draw(st.none() | targets_ms), tpot_ms, mtpot_ms)
+    return SLO(draw(st.none() | targets_ms), tpot_ms, largest_gap(tpot_ms, mtpot_ms))
 
 
 @given(slos(), deliveries_of)
 def test_deadlines_follow_the_recurrence(slo: SLO, deliveries: Deliveries) -> None:
     """Together or one by one; never below 0.75 tpot, nor above mtpot, after a token."""
     tpot_s = math.inf if slo.tpot_ms is None else slo.tpot_ms / 1e3
-    mtpot_s = 4 * tpot_s if slo.mtpot_ms is None else slo.mtpot_ms / 1e3
+    mtpot_s = math.inf if slo.mtpot_ms is None else slo.mtpot_ms / 1e3
     together, singly = TokenDeadlines(slo, 0.0), TokenDeadlines(slo, 0.0)
     now_s = 0.0
     for number, (gap_s, num_tokens) in enumerate(deliveries):
@@ -163,7 +162,7 @@ def test_what_is_due_if_nothing_has_to_be_made_up_for(
     tracker = TokenDeadlines(slo, 0.0)
     assert tracker.residual_of_late(0, 0.5) == tracker.residual(0.5)
     tpot_s = math.inf if slo.tpot_ms is None else slo.tpot_ms / 1e3
-    mtpot_s = 4 * tpot_s if slo.mtpot_ms is None else slo.mtpot_ms / 1e3
+    mtpot_s = math.inf if slo.mtpot_ms is None else slo.mtpot_ms / 1e3
     now_s = 0.0
     for gap_s, count in deliveries:
         now_s += gap_s
@@ -197,7 +196,7 @@ def test_what_best_effort_work_may_take(
 @given(targets_ms, st.integers(2, 80))
 def test_what_is_left_by_who_takes_what_is_lent(tpot_ms: float, num_tokens: int) -> None:
     """A tenth of the mean, up to half of a stall of mtpot, here three times tpot."""
-    tracker = TokenDeadlines(SLO(tpot_ms=tpot_ms), 0.0)
+    tracker = TokenDeadlines(SLO(tpot_ms=tpot_ms, mtpot_ms=4 * tpot_ms), 0.0)
     now_s = 0.0
     tracker.on_tokens(1, now_s)
     for _ in range(num_tokens - 1):
