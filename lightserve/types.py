@@ -57,7 +57,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True):
     tpot_ms: float | None = None
     """Mean time per output token after the first."""
     mtpot_ms: float | None = None
-    """Largest gap between two tokens; at least `tpot_ms`, and not None beside it (`largest_gap`)."""
+    """Largest gap between two tokens, at least `tpot_ms`; by `largest_gap` where that is given."""
     completion_s: float | None = None
     """From its arrival to its last token."""
 

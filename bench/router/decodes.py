@@ -38,7 +38,7 @@ def make_core(num_running: int, *, policy: str, targets: bool, best_effort: int)
     core = Scheduler(make_scheduler_config(config, max_model_len=8192))
     ready = WorkersReady(num_running * 4096, step_cost=PROFILE, max_num_batched_tokens=8192)
     core.on_message(ready, 0.0)
-    slo = SLO(ttft_ms=60_000.0, tpot_ms=100.0) if targets else NO_SLO
+    slo = SLO(ttft_ms=60_000.0, tpot_ms=100.0, mtpot_ms=400.0) if targets else NO_SLO
     rng = np.random.default_rng(0)
     for number in range(num_running):
         is_best_effort = number < best_effort

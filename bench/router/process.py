@@ -65,7 +65,7 @@ PROFILE = StepCoefficients(
 """What the worker says of its steps, as real ones do."""
 VOCABULARY = (1, 32_000)
 MAX_TOKENS = 2048
-TARGETS = SLO(ttft_ms=1000.0, tpot_ms=100.0)
+TARGETS = SLO(ttft_ms=1000.0, tpot_ms=100.0, mtpot_ms=400.0)
 CONFIG = ServeConfig(policy="unified", max_num_seqs=384, max_num_batched_tokens=768)
 BOOT_ID = "bench"
 LIMITS_MS = {
