@@ -38,7 +38,7 @@ PROFILE_S = 60.0
 FORCED = ("--force-lengths", "--body", '{"temperature": 0}', "--quiet")
 MAX_LEN = 4096
 NUM_SLOTS = 16
-"""Of llama.cpp, each with `MAX_LEN` tokens of KV."""
+"""Of llama.cpp, each with so many tokens of KV."""
 
 
 @contextmanager
@@ -77,23 +77,23 @@ def _is_ready(url: str) -> bool:
 
 
 @contextmanager
-def vllm(binary: str, model: str, log: IO[str]) -> Iterator[str]:
+def vllm(binary: str, model: str, log: IO[str], *, max_len: int = MAX_LEN) -> Iterator[str]:
     """Start vLLM's CPU build with as many threads as there are cores."""
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
     }
-    flags = ("--served-model-name", "m", "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN))
+    flags = ("--served-model-name", "m", "--dtype", "bfloat16", "--max-model-len", str(max_len))
     more = ("--scheduling-policy", "priority", "--enforce-eager")
     with peer([binary, "serve", model, *flags, *more], env, log) as url:
         yield url
 
 
 @contextmanager
-def llama(binary: str, gguf: str, log: IO[str]) -> Iterator[str]:
+def llama(binary: str, gguf: str, log: IO[str], *, max_len: int = MAX_LEN) -> Iterator[str]:
     """Start llama.cpp's server with as many threads as there are cores."""
-    flags = ("-t", str(len(os.sched_getaffinity(0))), "-c", str(MAX_LEN * NUM_SLOTS))
+    flags = ("-t", str(len(os.sched_getaffinity(0))), "-c", str(max_len * NUM_SLOTS))
     with peer([binary, "-m", gguf, *flags, "-np", str(NUM_SLOTS)], {}, log) as url:
         yield url
 

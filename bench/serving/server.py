@@ -119,10 +119,11 @@ def load_average() -> str:
     return " / ".join(f"{value:.1f}" for value in os.getloadavg())
 
 
-def write_random_model(path: Path) -> None:
-    """Write a random Llama of 150 M parameters whose greedy answers are words.
+def write_random_model(path: Path, **sizes: int) -> None:
+    """Write a random Llama, of 150 M parameters or `sizes`, whose greedy answers are words.
 
-    It has the bundled tokenizer. The logits of all tokens but words are 0, so that the largest
+    The sizes are fields of its configuration. It has the bundled tokenizer. The logits of all
+    tokens but words are 0, so that the largest
     one is a word's, every token has text, and every event is one token.
     """
     import torch  # noqa: PLC0415 - most benchmarks need no model of their own
@@ -140,16 +141,19 @@ def write_random_model(path: Path) -> None:
     vocab = json.loads((BUNDLED_MODEL_DIR / "tokenizer.json").read_text())["model"]["vocab"]
     config = transformers.LlamaConfig(
         vocab_size=json.loads((BUNDLED_MODEL_DIR / "config.json").read_text())["vocab_size"],
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=MAX_LEN,
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
         dtype="bfloat16",
+        **{  # type: ignore[arg-type]
+            "hidden_size": HIDDEN,
+            "intermediate_size": INTERMEDIATE,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "max_position_embeddings": MAX_LEN,
+            **sizes,
+        },
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()
     words = [number for piece, number in vocab.items() if _WORD.fullmatch(piece)]

@@ -89,7 +89,7 @@ def test_a_pace_that_limits_nothing_changes_nothing(policy: str, tmp_path: Path)
 
 def test_why_names_the_pace(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    decided = decisions(path, "unified", Targets())
+    decided = decisions(path, "unified", Targets(), pace_ms=20.0)
     waited = [
         left[:2]
         for step in decided

@@ -15,6 +15,7 @@ from lightserve.router.queue import MAX_CANDIDATES, Turn
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS, Rows
 from lightserve.router.seats import Seats, had_of, has_had_less
+from lightserve.router.slo import RESERVE_SHARE
 from lightserve.router.step import ALL_CLASSES, Reason
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape
 from lightserve.types import RT, RequestClass
@@ -224,13 +225,15 @@ def one_by_one(
 # it stand still. So where real-time requests decode, the tokens of which have no target, a step
 # lasts, as predicted, with `decodes` for the time of its real-time decodes alone,
 #
-#     with real-time prompts     max(2 x decodes, pace) at most, the pace divided by the guard
+#     with real-time prompts     max(2 x decodes, pace) at most, a tenth of the pace left
 #     with best-effort work      be_stretch x decodes at most
 #
-# Twice the decodes, as a prompt would have no time at all where these take as long as the pace. The
-# first prompt of a step gets `MIN_CHUNK` tokens in any case, and best-effort work what is lent
-# without a pace in one step of `EVERY_BEST_EFFORT` in which nothing of it would fit. A stream whose
-# grammar has to see each token decodes in every other step: both together keep the pace.
+# A tenth is for steps that take longer than predicted: the guard would have prompts crawl where a
+# machine is noisy, and nothing is missed here. Twice the decodes, as a prompt would have no time at
+# all where these take as long as the pace. The first prompt of a step gets `MIN_CHUNK` tokens in
+# any case, with the padding that they bring, and best-effort work what is lent without a pace in
+# one step of `EVERY_BEST_EFFORT` in which nothing of it would fit. A stream whose grammar has to
+# see each token decodes in every other step: both together keep the pace.
 #
 # It is no target. Nothing is refused, counted or judged by it, and what has a target stands above
 # it: a prompt may take the time that deadlines leave while it would need more than half of its own
@@ -257,18 +260,15 @@ class PaceLimits(NamedTuple):
     """With best-effort work."""
 
 
-def pace_limits(
-    pace: Pace, decodes_s: float, *, guard: float = 1.0, steps_per_token: int = 1
-) -> PaceLimits:
+def pace_limits(pace: Pace, decodes_s: float, *, steps_per_token: int = 1) -> PaceLimits:
     """Return the limits of a step.
 
     Args:
         pace: as set.
         decodes_s: predicted time of its real-time decodes alone.
-        guard: factor on predicted times that makes it rare that they are exceeded.
         steps_per_token: steps between two tokens of the slowest stream.
     """
-    prompts_s = max(2.0 * decodes_s, pace.seconds / guard) / steps_per_token
+    prompts_s = max(2.0 * decodes_s, (1.0 - RESERVE_SHARE) * pace.seconds) / steps_per_token
     return PaceLimits(prompts_s, pace.be_stretch * decodes_s)
 
 
@@ -304,9 +304,7 @@ class StepPace:
         together = np.union1d(step.decode_rows, streams)
         shape = StepShape().plus_decodes(len(together), int(table.next_position[together].sum()))
         steps_per_token = 2 if table.awaits_grammar[streams].any() else 1
-        self.limits = pace_limits(
-            pace, cost.seconds(shape), guard=cost.guard, steps_per_token=steps_per_token
-        )
+        self.limits = pace_limits(pace, cost.seconds(shape), steps_per_token=steps_per_token)
         done_s, step_s = 0.0, self.limits.prompts_s
         for request in sorted(prompts, key=step.residual):
             if 0.0 < (due_s := step.residual(request)) < math.inf:

@@ -534,16 +534,13 @@ class StepBudget:
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
-        in_time = self._cost.tokens_within(self._shape, limit_s, request.next_position, most)
         least, start = min(most, MIN_CHUNK), request.next_position
-        if self.is_empty:
-            return max(in_time, least)
         if self.pace.is_limit and request.request_class is RT and not self._chunks:  # it gets on
-            limit_s = self._predicted_limit_s - self._loads.seconds(num_loaded_by(request))
-            if limit_s < math.inf:
-                least = self._cost.tokens_within(self._shape, limit_s, start, least)
-            in_time = max(in_time, least)
-        return in_time
+            least_s = self._cost.seconds(self._shape.plus(start, least))
+            most_s = self._predicted_limit_s - self._loads.seconds(num_loaded_by(request))
+            limit_s = min(max(limit_s, least_s), most_s)
+        in_time = self._cost.tokens_within(self._shape, limit_s, start, most)
+        return max(in_time, least) if self.is_empty else in_time
 
     def _leaving_room(self, request: Request, most: int) -> int:
         """Return how many of a prompt's tokens leave time to arrivals, if it is in time so.
