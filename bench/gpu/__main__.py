@@ -50,7 +50,7 @@ class Part:
     is_timed: bool = True
     """Whether it is alone on the device."""
     needs_weights: bool = False
-    """Whether the part starts servers of the model that `weights` writes."""
+    """Whether the part needs the model that `weights` writes, to start servers of it."""
 
 
 PARTS: dict[str, Part] = {

@@ -197,6 +197,7 @@ SMALL_CPU = ProfiledHardware(
 )
 """A Llama of hidden size 512 and 8 layers on two cores, rounded: 160 tokens a second alone, 0.37 s
 for 512 tokens of a prompt of 7,000."""
+PEACE_TOKENS_PER_S = 30.0
 BESIDE_S = 1.0
 """Streams are alone for so long."""
 
@@ -221,21 +222,38 @@ MIXES = (
 
 
 class Kept(NamedTuple):
-    """What came of a mix."""
+    """How streams fared beside prompts, and the prompts beside streams."""
 
     alone_per_s: float
-    """Tokens of a stream in a second before the prompts came, the slowest's."""
+    """Tokens of the slowest stream in a second before the prompts came."""
     beside_per_s: float
-    """The same until the last of them had a token."""
+    """Tokens of the slowest stream in a second until the last prompt had a token."""
     gaps_ms: tuple[float, float, float]
-    """Of all streams beside them: median, 99th percentile, largest."""
+    """Median, 99th percentile and largest gap of all streams in that time."""
     prompts_s: float
-    """Until then."""
+    """Seconds until the last prompt had a token."""
 
     @property
     def keeps(self) -> bool:
-        """Whether each stream had half of its pace, or thirty tokens a second."""
-        return self.beside_per_s >= min(0.5 * self.alone_per_s, 30.0)
+        """Whether the slowest stream had half of its pace, or thirty tokens a second."""
+        return self.beside_per_s >= min(0.5 * self.alone_per_s, PEACE_TOKENS_PER_S)
+
+
+def kept_of(times: list[Any], alone_per_s: float, start_s: float, end_s: float) -> Kept:
+    """Return how streams fared beside prompts that came at `start_s` and were done at `end_s`.
+
+    `times` are arrays of when each stream's tokens came, in seconds.
+    """
+    beside = [each[(each >= start_s) & (each <= end_s)] for each in times]
+    gaps_ms = 1e3 * np.concatenate(
+        [np.diff(each, prepend=start_s, append=end_s) for each in beside]
+    )
+    return Kept(
+        alone_per_s,
+        min(map(len, beside)) / (end_s - start_s),
+        (float(np.median(gaps_ms)), float(np.percentile(gaps_ms, 99)), float(gaps_ms.max())),
+        end_s - start_s,
+    )
 
 
 def play(mix: Mix, *, policy: str = "unified", seed: int = 0, **options: float | str) -> Kept:
@@ -275,17 +293,9 @@ def play(mix: Mix, *, policy: str = "unified", seed: int = 0, **options: float |
     end_s = max(first_s)
     is_stream = [each.arrival_s < BESIDE_S and len(each.token_times_s) > 1 for each in outcomes]
     times = [np.array(each.token_times_s) for each in compress(outcomes, is_stream)]
-    beside = [each[(each >= BESIDE_S) & (each <= end_s)] for each in times]
-    gaps_ms = 1e3 * np.concatenate(
-        [np.diff(each, prepend=BESIDE_S, append=end_s) for each in beside]
-    )
     before = [each[each < BESIDE_S] for each in times]
-    return Kept(
-        min((len(each) - 1) / (each[-1] - each[0]) for each in before),
-        min(len(each) for each in beside) / (end_s - BESIDE_S),
-        (float(np.median(gaps_ms)), float(np.percentile(gaps_ms, 99)), float(gaps_ms.max())),
-        end_s - BESIDE_S,
-    )
+    alone_per_s = min((len(each) - 1) / (each[-1] - each[0]) for each in before)
+    return kept_of(times, alone_per_s, BESIDE_S, end_s)
 
 
 def show_pace(processes: int, seeds: int) -> None:

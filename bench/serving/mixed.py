@@ -38,7 +38,7 @@ PROFILE_S = 60.0
 FORCED = ("--force-lengths", "--body", '{"temperature": 0}', "--quiet")
 MAX_LEN = 4096
 NUM_SLOTS = 16
-"""Of llama.cpp, each with so many tokens of KV."""
+"""Places of llama.cpp for sequences, each with `MAX_LEN` tokens of KV."""
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 from tokenizers import Tokenizer
 
+from bench.scheduling.h200 import Kept, kept_of
 from bench.serving.mixed import llama, vllm, wait_for_profile
 from bench.serving.server import load_average, running_server, write_random_model
 from bench.table import print_head, print_row
@@ -32,25 +33,14 @@ MIXES = ("1,2,7000", "1,1,1000", "4,2,3000", "8,4,7000", "12,2,7000")
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": MAX_LEN}
 STREAM_TOKENS = 4000
-PEACE_TOKENS_PER_S = 30.0
 
 
 class Mix(NamedTuple):
-    """What is sent."""
+    """Streams, and prompts of so many tokens that come while they run."""
 
     num_streams: int
     num_prompts: int
     prompt_tokens: int
-
-
-class Kept(NamedTuple):
-    """What came of a mix."""
-
-    alone_per_s: float
-    beside_per_s: float
-    gaps_ms: tuple[float, float, float]
-    """Median, 99th percentile, largest."""
-    prompts_s: float
 
 
 class Texts:
@@ -98,7 +88,9 @@ class Client:
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        return kept_of([np.array(each) for each in times], start_s, end_s, alone_s)
+        arrays = [np.array(each) for each in times]
+        before = [np.sum((each >= start_s - alone_s) & (each < start_s)) for each in arrays]
+        return kept_of(arrays, float(min(before)) / alone_s, start_s, end_s)
 
     async def _stream(self, times: list[float]) -> None:
         body = self._body(self._texts.of(64), STREAM_TOKENS) | {"stream": True, "ignore_eos": True}
@@ -118,21 +110,6 @@ class Client:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-
-def kept_of(times: list[Any], start_s: float, end_s: float, alone_s: float) -> Kept:
-    """Return what streams kept between two moments, of the times of their tokens."""
-    before = [np.sum((each >= start_s - alone_s) & (each < start_s)) for each in times]
-    beside = [each[(each >= start_s) & (each <= end_s)] for each in times]
-    gaps_ms = 1e3 * np.concatenate(
-        [np.diff(each, prepend=start_s, append=end_s) for each in beside]
-    )
-    return Kept(
-        min(before) / alone_s,
-        min(map(len, beside)) / (end_s - start_s),
-        (float(np.median(gaps_ms)), float(np.quantile(gaps_ms, 0.99)), float(gaps_ms.max())),
-        end_s - start_s,
-    )
 
 
 @contextmanager
@@ -206,14 +183,13 @@ def main() -> None:
 
 def show(name: str, mix: Mix, kept: Kept) -> None:
     """Print a row."""
-    is_kept = kept.beside_per_s >= min(0.5 * kept.alone_per_s, PEACE_TOKENS_PER_S)
     print_row(
         name,
         mix.num_streams,
         f"{mix.num_prompts} of {mix.prompt_tokens:,}",
         f"{kept.alone_per_s:.1f}",
         f"{kept.beside_per_s:.1f}",
-        "yes" if is_kept else "no",
+        "yes" if kept.keeps else "no",
         ", ".join(f"{gap:.0f}" for gap in kept.gaps_ms),
         f"{kept.prompts_s:.1f}",
     )

@@ -123,8 +123,8 @@ def write_random_model(path: Path, **sizes: int) -> None:
     """Write a random Llama, of 150 M parameters or `sizes`, whose greedy answers are words.
 
     The sizes are fields of its configuration. It has the bundled tokenizer. The logits of all
-    tokens but words are 0, so that the largest
-    one is a word's, every token has text, and every event is one token.
+    tokens but words are 0, so that the largest one is a word's, every token has text, and every
+    event is one token.
     """
     import torch  # noqa: PLC0415 - most benchmarks need no model of their own
     import transformers  # noqa: PLC0415

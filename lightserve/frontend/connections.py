@@ -131,6 +131,17 @@ class ConnectionLimits:
         )
 
 
+def half_of_rest(most: int, taken: int, own: int) -> int:
+    """Return what a client may have of something bounded: half of what others leave.
+
+    Args:
+        most: all there is.
+        taken: what all clients have together.
+        own: the client's part of that.
+    """
+    return (most - (taken - own)) // 2
+
+
 class _Places:
     """Places for connections: all of a frontend, or those that one address may have of them."""
 
@@ -148,7 +159,7 @@ class _Places:
     def check_share(self, key: str) -> None:
         """Raise RequestFailed (429) if a key has half of what others leave: one it may have."""
         own = self.requests[key]
-        share = max(1, (self.most + own - self.requests.total()) // 2)
+        share = max(1, half_of_rest(self.most, self.requests.total(), own))
         if own < share:
             return
         raise RequestFailed(

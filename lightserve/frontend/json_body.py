@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.connections import half_of_rest
 from lightserve.frontend.errors import ClientGone, overloaded
 from lightserve.structured import number_of
 
@@ -209,8 +210,8 @@ class Backlog:
         num_own, own_size = self._shares.get(whose, (0, 0))
         if not whose or not num_own:
             return False
-        most_items = (self._max_items - (self._num_items - num_own)) // 2
-        most_size = (self._max_size - (self._size - own_size)) // 2
+        most_items = half_of_rest(self._max_items, self._num_items, num_own)
+        most_size = half_of_rest(self._max_size, self._size, own_size)
         return num_own + 1 > most_items or own_size + size > most_size
 
     def _add(self, whose: str, count: int, size: int) -> None:

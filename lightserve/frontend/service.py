@@ -17,7 +17,7 @@ from lightserve.batches.access import StoreThread, location_of
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
-from lightserve.frontend.connections import Held
+from lightserve.frontend.connections import Held, half_of_rest
 from lightserve.frontend.errors import RequestFailed, draining, overloaded, queue_full
 from lightserve.frontend.harmony import MARKS
 from lightserve.frontend.json_body import BodyReader, show
@@ -270,14 +270,14 @@ class InFlight:
         if self.is_draining:
             raise draining()
         own_count, own_bytes = self._shares.get(owner, (0, 0))
-        others = self.num_bytes - own_bytes
-        is_too_much = own_bytes + num_bytes > (self._max_bytes - others) // 2
+        share = half_of_rest(self._max_bytes, self.num_bytes, own_bytes)
+        is_too_much = own_bytes + num_bytes > share
         has_no_room = self.num_bytes + num_bytes > self._max_bytes
         if (is_too_much and own_count) or (has_no_room and self.count):
             raise queue_full(
                 f"the bodies of requests in progress may take {self._max_bytes} bytes"
                 f" ({flag_name('max_held_body_bytes')}), and those of a client half of what others"
-                f" leave: now {(self._max_bytes - others) // 2}, of which {own_bytes} are taken and"
+                f" leave: now {share}, of which {own_bytes} are taken and"
                 f" this one needs {num_bytes}; try again"
             )
         self._add(owner, 1, num_bytes)

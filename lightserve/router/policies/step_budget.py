@@ -463,7 +463,9 @@ class StepBudget:
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
-        limit_s = self.pace.limit(self._predicted_limit_s, request, self.residual(request))
+        limit_s = self._predicted_limit_s
+        if self.pace.limits.prompts_s < math.inf:
+            limit_s = self.pace.limit(limit_s, request, self.residual(request))
         return limit_s - self._loads.seconds(num_loaded_by(request))
 
     @property
