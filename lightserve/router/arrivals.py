@@ -241,6 +241,8 @@ class Outlook(NamedTuple):
     """Least that one of these left of its target beyond what its prompt takes an idle server."""
     freed_per_decode: float = 0.0
     """Slots that requests give back at their end, per decode of their life."""
+    has_untimed: bool = False
+    """Whether any came lately without a target for its first token."""
 
     @property
     def is_tight(self) -> bool:
@@ -296,6 +298,8 @@ class ArrivalStats:
         self._slack_s = self._slack_before_s = math.inf
         """Likewise, least slack."""
         self._most_held = self._most_held_before = 0
+        self._has_untimed = self._had_untimed = False
+        """Whether any came without a target, in this window and in the one before."""
 
     def note_arrival(
         self,
@@ -318,6 +322,7 @@ class ArrivalStats:
         self._note_window(now_s)
         self._tightest_s = min(self._tightest_s, ttft_s)
         self._slack_s = min(self._slack_s, slack_s)
+        self._has_untimed |= ttft_s == math.inf
         self._recent, self._seen_s = self._at(now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
         self._recent += 1.0
@@ -363,8 +368,9 @@ class ArrivalStats:
         recent, seen_s = self._at(now_s)
         ttft_s = min(self._tightest_s, self._tightest_before_s)
         slack_s = min(self._slack_s, self._slack_before_s)
+        has_untimed = self._has_untimed or self._had_untimed
         if seen_s < MIN_SEEN_S:
-            return Outlook(ttft_s=ttft_s, slack_s=slack_s)
+            return Outlook(ttft_s=ttft_s, slack_s=slack_s, has_untimed=has_untimed)
         rate = recent / seen_s
         assumed = expected_output(min(self._max_output, PRIOR_MOST))
         output = self._assumed_share * assumed + self._output
@@ -380,7 +386,8 @@ class ArrivalStats:
             num_chunks=1,
         )
         freed = (self._prompt + output) / output if output > 0 else 0.0
-        return Outlook(rate * work_s(life), rate * held, ttft_s, slack_s, freed)
+        load = rate * work_s(life)
+        return Outlook(load, rate * held, ttft_s, slack_s, freed, has_untimed)
 
     def _note_window(self, now_s: float) -> None:
         window = int(now_s // WINDOW_S)
@@ -388,6 +395,7 @@ class ArrivalStats:
             self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
             self._slack_before_s, self._slack_s = self._slack_s, math.inf
             self._most_held_before, self._most_held = self._most_held, 0
+            self._had_untimed, self._has_untimed = self._has_untimed, False
             self._window = window
 
     def _at(self, now_s: float) -> tuple[float, float]:

@@ -278,8 +278,15 @@ class _Order:
         floor_s = limits.cost.seconds(StepShape().plus(0, 1))
         held_share = self._num_held / limits.num_slots
         tpot_s = float(self._table.tpot_s[self._real_time].min(initial=math.inf))
+        pace = self._options.pace
         return lent_until_s(
-            step.seconds, floor_s, held_share, limits.outlook, limits.num_slots, tpot_s=tpot_s
+            step.seconds,
+            floor_s,
+            held_share,
+            limits.outlook,
+            limits.num_slots,
+            tpot_s=tpot_s,
+            pace_s=pace.seconds if pace else math.inf,
         )
 
     # ---------------------------------------------------------------- real-time newcomers
@@ -478,6 +485,9 @@ def is_turn_of_late(
 # and prompts get what adds next to nothing to a step (NEARLY_FREE). So they do in any case where
 # workers pad a step with a chunk: up to its size tokens cost their attention alone.
 
+IDLE_PACE = 0.6
+"""Where requests without a target came lately, share of the pace that a step with best-effort work
+lasts at most: their first token waits for the rest of one such step."""
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
 MAX_SHARE = 0.85
@@ -511,6 +521,7 @@ def lent_until_s(
     num_slots: int,
     *,
     tpot_s: float = math.inf,
+    pace_s: float = math.inf,
 ) -> float:
     """Return how long a step may take, best-effort requests included, in seconds.
 
@@ -521,11 +532,15 @@ def lent_until_s(
         outlook: what real-time requests ask for.
         num_slots: size of the pool.
         tpot_s: tightest mean time of a token of its real-time requests.
+        pace_s: that requests without targets keep.
     """
     free = min(1.0, max(0.0, 1.0 - outlook.load))
     share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
     shortest_s = IDLE_FLOORS * floor_s
-    limit_s = max(outlook.idle_limit_s, shortest_s)
+    idle_limit_s = outlook.idle_limit_s
+    if outlook.has_untimed:
+        idle_limit_s = min(idle_limit_s, IDLE_PACE * pace_s)
+    limit_s = max(idle_limit_s, shortest_s)
     if outlook.kv_per_step_s > 0:
         limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
     limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))

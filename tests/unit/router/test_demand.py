@@ -23,6 +23,7 @@ from lightserve.router.arrivals import (
 from lightserve.router.output_lengths import PRIOR_MOST, expected_output
 from lightserve.router.policies.unified import (
     IDLE_FLOORS,
+    IDLE_PACE,
     STRETCH_PER_FREE,
     TIGHT_PACE,
     lent_until_s,
@@ -54,7 +55,7 @@ def test_nothing_is_asked_for_at_first() -> None:
     demand = ArrivalStats()
     assert demand.outlook(_tokens, 0.0) == NO_OUTLOOK
     demand.note_arrival(0.0, 10, max_output_tokens=1000)
-    assert demand.outlook(_tokens, 0.4) == NO_OUTLOOK
+    assert demand.outlook(_tokens, 0.4) == Outlook(has_untimed=True)
 
 
 def test_a_steady_stream_is_known() -> None:
@@ -180,6 +181,23 @@ def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
     assert limit_after(95.0, 60.0) == pytest.approx(0.396)
     assert limit_after(130.0, 60.0) == MAX_IDLE_LIMIT_S
     assert Outlook(ttft_s=1.2).room_limit_s == pytest.approx(0.3), "prompts leave more"
+
+
+def test_a_first_token_without_a_target_waits_for_less_than_the_pace() -> None:
+    """Of the last half minute; where no pace is kept, for as long as before."""
+    demand = ArrivalStats()
+
+    def limit_after(now_s: float, ttft_s: float, pace_s: float = 0.033) -> float:
+        demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s)
+        outlook = demand.outlook(_tokens, now_s)._replace(load=0.0, kv_per_step_s=0.0)
+        return lent_until_s(0.0, 0.001, 0.0, outlook, 60_000, pace_s=pace_s)
+
+    assert lent_until_s(0.0, 0.001, 0.0, NO_OUTLOOK, 60_000, pace_s=0.033) == IDLE_LIMIT_S
+    assert limit_after(0.0, 1.2) == pytest.approx(0.396)
+    assert limit_after(1.0, math.inf) == pytest.approx(IDLE_PACE * 0.033)
+    assert limit_after(2.0, math.inf, pace_s=math.inf) == pytest.approx(0.396)
+    assert limit_after(31.0, 1.2) == pytest.approx(IDLE_PACE * 0.033)
+    assert limit_after(65.0, 1.2) == pytest.approx(0.396)
 
 
 def test_tight_first_tokens_wait_for_less_and_find_decodes_that_have_time() -> None:
