@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightserve.router.accounts import Account
-from lightserve.router.arrivals import Outlook
+from lightserve.router.arrivals import IDLE_SHARE, Outlook
 from lightserve.router.policies.base import (
     EVERY_BEST_EFFORT,
     LOOK_AHEAD,
@@ -485,9 +485,6 @@ def is_turn_of_late(
 # and prompts get what adds next to nothing to a step (NEARLY_FREE). So they do in any case where
 # workers pad a step with a chunk: up to its size tokens cost their attention alone.
 
-IDLE_PACE = 0.6
-"""Where requests without a target came lately, share of the pace that a step with best-effort work
-lasts at most: their first token waits for the rest of one such step."""
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
 MAX_SHARE = 0.85
@@ -538,8 +535,8 @@ def lent_until_s(
     share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
     shortest_s = IDLE_FLOORS * floor_s
     idle_limit_s = outlook.idle_limit_s
-    if outlook.has_untimed:
-        idle_limit_s = min(idle_limit_s, IDLE_PACE * pace_s)
+    if outlook.has_untimed:  # as though their first token were due in two paces
+        idle_limit_s = min(idle_limit_s, IDLE_SHARE * 2.0 * pace_s)
     limit_s = max(idle_limit_s, shortest_s)
     if outlook.kv_per_step_s > 0:
         limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)

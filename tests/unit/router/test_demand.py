@@ -13,6 +13,7 @@ from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.arrivals import (
     IDLE_LIMIT_S,
+    IDLE_SHARE,
     MAX_IDLE_LIMIT_S,
     MEMORY_S,
     NO_OUTLOOK,
@@ -23,7 +24,6 @@ from lightserve.router.arrivals import (
 from lightserve.router.output_lengths import PRIOR_MOST, expected_output
 from lightserve.router.policies.unified import (
     IDLE_FLOORS,
-    IDLE_PACE,
     STRETCH_PER_FREE,
     TIGHT_PACE,
     lent_until_s,
@@ -194,9 +194,9 @@ def test_a_first_token_without_a_target_waits_for_less_than_the_pace() -> None:
 
     assert lent_until_s(0.0, 0.001, 0.0, NO_OUTLOOK, 60_000, pace_s=0.033) == IDLE_LIMIT_S
     assert limit_after(0.0, 1.2) == pytest.approx(0.396)
-    assert limit_after(1.0, math.inf) == pytest.approx(IDLE_PACE * 0.033)
+    assert limit_after(1.0, math.inf) == pytest.approx(IDLE_SHARE * 0.066)
     assert limit_after(2.0, math.inf, pace_s=math.inf) == pytest.approx(0.396)
-    assert limit_after(31.0, 1.2) == pytest.approx(IDLE_PACE * 0.033)
+    assert limit_after(31.0, 1.2) == pytest.approx(IDLE_SHARE * 0.066)
     assert limit_after(65.0, 1.2) == pytest.approx(0.396)
 
 
