@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +23,7 @@ from lightserve.batches.responses import Responses
 from lightserve.config import ServeConfig
 from lightserve.config.fields import is_postgres
 from lightserve.errors import StartupError, StoreError, StoreUnusable
+from lightserve.turn_threads import TurnThreads
 
 if TYPE_CHECKING:
     from lightserve.batches.objects import Objects
@@ -169,7 +168,7 @@ class Store:
 
 
 class StoreThread:
-    """See the module. A call waits for those before it; the event loop does not."""
+    """See the module. Calls wait for their clients' turns; the event loop does not."""
 
     def __init__(
         self,
@@ -188,12 +187,11 @@ class StoreThread:
         self._min_free_bytes = min_free_bytes
         self._observe = observe
         self._store: Store | None = None
-        self._is_closing = False
         self._used_s = 0.0
         """Monotonic: when the store was used last."""
         self._rest_until_s = 0.0
         """Monotonic."""
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._threads = TurnThreads(1, "store")
 
     async def run(self, work: Callable[[Store], T]) -> T:
         """Return what `work` does with the store.
@@ -204,14 +202,12 @@ class StoreThread:
         """
         start_s = time.monotonic()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, work)
+            return await self._threads.run(lambda: self._run(work))
         finally:
             if self._observe is not None:
                 self._observe(time.monotonic() - start_s)
 
     def _run(self, work: Callable[[Store], T]) -> T:
-        if self._is_closing:
-            raise StoreError("it is being closed")
         store = self._opened()
         try:
             return work(store)
@@ -243,9 +239,7 @@ class StoreThread:
 
     def close(self) -> None:
         """Let running work end; drop what waits."""
-        self._is_closing = True
-        self._threads.submit(self._close)
-        self._threads.shutdown(wait=False)
+        self._threads.close(self._close)
 
     def _close(self) -> None:
         store, self._store = self._store, None

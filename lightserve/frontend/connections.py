@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -89,6 +90,52 @@ class Held(Generic[HolderT]):
             del self._shares[owner], self._sums[owner]
 
 
+class Shares:
+    """Counts items that hold something bounded, in number and in size, for each client.
+
+    A client may have half of what the others leave, and one item whatever its size. A client
+    without a name has no share of its own: only the sums bound it.
+    """
+
+    def __init__(self, *, max_size: int, max_items: int = sys.maxsize) -> None:
+        """`max_size`, `max_items`: of all clients; an item that is alone may be larger."""
+        self.count = self.size = 0
+        self._max_size, self._max_items = max_size, max_items
+        self._counts: Counter[str] = Counter()
+        self.sizes: Counter[str] = Counter()
+        """Of each client."""
+
+    def most_of(self, owner: str) -> int:
+        """Return the size that all items of a client may have now."""
+        return (self._max_size - (self.size - self.sizes[owner])) // 2
+
+    def is_full(self, owner: str, size: int) -> bool:
+        """Whether one more item of this size is too much."""
+        if owner and (num_own := self._counts[owner]):
+            most_items = (self._max_items - (self.count - num_own)) // 2
+            if num_own >= most_items or self.sizes[owner] + size > self.most_of(owner):
+                return True
+        is_too_large = self.count > 0 and self.size + size > self._max_size
+        return is_too_large or self.count >= self._max_items
+
+    @contextmanager
+    def counted(self, owner: str, size: int) -> Iterator[None]:
+        """Count an item while the context is open."""
+        self._add(owner, 1, size)
+        try:
+            yield
+        finally:
+            self._add(owner, -1, -size)
+
+    def _add(self, owner: str, count: int, size: int) -> None:
+        self.count += count
+        self.size += size
+        self._counts[owner] += count
+        self.sizes[owner] += size
+        if not self._counts[owner]:
+            del self._counts[owner], self.sizes[owner]
+
+
 ACCEPT_BURST = 16
 """Connections taken from the kernel in one turn of the loop. The table knows them a turn or two
 later, and what it closes for them is closed in yet another."""
@@ -131,17 +178,6 @@ class ConnectionLimits:
         )
 
 
-def half_of_rest(most: int, taken: int, own: int) -> int:
-    """Return what a client may have of something bounded: half of what others leave.
-
-    Args:
-        most: all there is.
-        taken: what all clients have together.
-        own: the client's part of that.
-    """
-    return (most - (taken - own)) // 2
-
-
 class _Places:
     """Places for connections: all of a frontend, or those that one address may have of them."""
 
@@ -153,15 +189,14 @@ class _Places:
         self.num_open = 0
         self.idle: Held[Evictable] = Held(most)
         """Each counts one, for its client."""
-        self.requests: Counter[str] = Counter()
-        """Of each key, in progress."""
+        self.requests = Shares(max_size=most)
+        """In progress; each counts one, for its key."""
 
     def check_share(self, key: str) -> None:
         """Raise RequestFailed (429) if a key has half of what others leave: one it may have."""
-        own = self.requests[key]
-        share = max(1, half_of_rest(self.most, self.requests.total(), own))
-        if own < share:
+        if not self.requests.is_full(key, 1):
             return
+        share = max(1, self.requests.most_of(key))
         raise RequestFailed(
             f"this API key may have {share} requests in progress on this server process now, half"
             f" of what other keys leave of {self.flag} {self.most}; try again",
@@ -253,15 +288,10 @@ class ConnectionTable:
         taken = [places for places in (self._per_ip.get(ip), self._all) if places is not None]
         for places in taken:
             places.check_share(key)
-        for places in taken:
-            places.requests[key] += 1
-        try:
-            yield
-        finally:
+        with ExitStack() as counted:
             for places in taken:
-                places.requests[key] -= 1
-                if not places.requests[key]:
-                    del places.requests[key]
+                counted.enter_context(places.requests.counted(key, 1))
+            yield
 
     @property
     def num_pending_body_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import json
@@ -10,9 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -21,9 +18,10 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.connections import half_of_rest
+from lightserve.frontend.connections import Shares
 from lightserve.frontend.errors import ClientGone, overloaded
 from lightserve.structured import number_of
+from lightserve.turn_threads import WHOSE, TurnThreads
 
 # ----------------------------------------------------------------------
 # Strict JSON from bytes that a stranger wrote.
@@ -176,68 +174,27 @@ MAX_SIZE = 64 * 1024 * 1024
 T = TypeVar("T")
 
 
-WHOSE: ContextVar[str] = ContextVar("whose", default="")
-"""The key that what is done now is for; empty: without keys, and for lines of batches."""
-
-
 class Backlog:
-    """Counts who waits; one that is alone may be of any size, as that has limits of its own.
-
-    A key may have half of what others leave, in number and in size, and one item in any case.
+    """Counts work that waits, see `Shares`: a single item may be of any size, as that has limits of
+    its own.
     """
 
     def __init__(self, *, max_items: int = MAX_ITEMS, max_size: int = MAX_SIZE) -> None:
-        self._max_items, self._max_size = max_items, max_size
-        self._num_items = self._size = 0
-        self._shares: dict[str, tuple[int, int]] = {}
-        """Number and size of what each key has."""
+        self._shares = Shares(max_items=max_items, max_size=max_size)
 
     @contextmanager
     def admitted(self, size: int) -> Iterator[None]:
         """Count one more of this size while the context is open. Raises RequestFailed (429)."""
-        is_too_large = self._num_items > 0 and self._size + size > self._max_size
         whose = WHOSE.get()
-        if self._num_items >= self._max_items or is_too_large or self._is_too_much(whose, size):
+        if self._shares.is_full(whose, size):
             raise overloaded()
-        self._add(whose, 1, size)
-        try:
+        with self._shares.counted(whose, size):
             yield
-        finally:
-            self._add(whose, -1, -size)
 
-    def _is_too_much(self, whose: str, size: int) -> bool:
-        """Whether a key would have more than its share."""
-        num_own, own_size = self._shares.get(whose, (0, 0))
-        if not whose or not num_own:
-            return False
-        most_items = half_of_rest(self._max_items, self._num_items, num_own)
-        most_size = half_of_rest(self._max_size, self._size, own_size)
-        return num_own + 1 > most_items or own_size + size > most_size
-
-    def _add(self, whose: str, count: int, size: int) -> None:
-        self._num_items += count
-        self._size += size
-        num_own, own_size = self._shares.pop(whose, (0, 0))
-        if num_own + count:
-            self._shares[whose] = num_own + count, own_size + size
-
-    async def in_thread(self, threads: ThreadPoolExecutor, work: Callable[[], T], size: int) -> T:
-        """Do work of this size in one of the threads. Raises RequestFailed (429).
-
-        Work that is given up before it begins is forgotten at once: its place among what the
-        threads have yet to do stays until they come to it, and must keep nothing alive.
-        """
-        waiting = [work]
-
-        def begin() -> T:
-            return waiting.pop()()
-
+    async def in_thread(self, threads: TurnThreads, work: Callable[[], T], size: int) -> T:
+        """Return the result of work of this size, done in a thread. Raises RequestFailed (429)."""
         with self.admitted(size):
-            try:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(threads, begin)
-            finally:
-                waiting.clear()
+            return await threads.run(work)
 
 
 BODY_BYTES_KEY = "lightserve.body_bytes"
@@ -288,7 +245,7 @@ class BodyReader:
         self._max_depth = max_depth
         self._backlog = Backlog()
         # One: with more, they would only take the interpreter from the event loop more often.
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="json")
+        self._threads = TurnThreads(1, "json")
 
     async def read(self, request: Request, model: type[ModelT]) -> ModelT:
         """Return the request's body as a `model`.
@@ -333,7 +290,7 @@ class BodyReader:
 
     def close(self) -> None:
         """Let running work end; drop what waits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
 def _check_content_type(given: list[str]) -> None:

@@ -23,7 +23,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.connections import ConnectionTable
 from lightserve.frontend.errors import REFUSAL_KEY, RequestFailed, error_response
-from lightserve.frontend.json_body import UNKNOWN_PARAMETER, WHOSE
+from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.service import Observation
 from lightserve.http_access import (
     NO_QUOTA,
@@ -36,6 +36,7 @@ from lightserve.http_access import (
 from lightserve.logs import request_id
 from lightserve.messages.frontend_router import NO_CLIENT, Client
 from lightserve.metrics.recording import OTHER
+from lightserve.turn_threads import WHOSE
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from lightserve.errors import InvalidRequest
@@ -18,6 +17,7 @@ from lightserve.frontend.json_body import Backlog
 from lightserve.tokenization.chat_template import ChatTemplate
 from lightserve.tokenization.conversation import Conversation
 from lightserve.tokenization.tokenizer import Spans, Tokenizer, find_infilling, known_families
+from lightserve.turn_threads import TurnThreads
 
 NUM_THREADS = 2
 INLINE_SIZE = 2048
@@ -59,7 +59,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._max_text_bytes = max_model_len * tokenizer.longest_piece_bytes
         self._backlog = Backlog()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
+        self._threads = TurnThreads(NUM_THREADS, "encode")
 
     async def encode_text(self, text: str, *, param: str, keep: int | None = None) -> array[int]:
         """Return the ids of a text, with the model's BOS; the last `keep` of them.
@@ -298,7 +298,7 @@ class PromptEncoder:
 
     def close(self) -> None:
         """Let running work end; drop what waits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _check_text(self, text: str, param: str) -> None:
         num_bytes = _num_bytes(text, param)

@@ -17,7 +17,7 @@ from lightserve.batches.access import StoreThread, location_of
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, InvalidRequest
-from lightserve.frontend.connections import Held, half_of_rest
+from lightserve.frontend.connections import Held, Shares
 from lightserve.frontend.errors import RequestFailed, draining, overloaded, queue_full
 from lightserve.frontend.harmony import MARKS
 from lightserve.frontend.json_body import BodyReader, show
@@ -244,21 +244,23 @@ class Crowded(Protocol):
 class InFlight:
     """Counts requests between admission and their last byte; knows whether to take more.
 
-    Each keeps what its body said until then, so that the bodies are bounded in sum. Of what others
-    leave of that, a client may have half: so none is kept out by one alone, however much it sends.
+    Each keeps what its body said until then, so that the bodies are bounded in sum, see `Shares`:
+    none is kept out by one client alone, however much it sends.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
         """`max_bytes` of bodies; a request that is its client's only one may have a larger one."""
         self.is_draining = False
-        self.count = 0
-        self.num_bytes = 0
+        self.bodies = Shares(max_size=max_bytes)
         self._max_bytes = max_bytes
-        self._shares: dict[str, tuple[int, int]] = {}
-        """Requests and bytes of each client."""
         self._preparing: set[asyncio.Future[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def count(self) -> int:
+        """Requests in flight."""
+        return self.bodies.count
 
     @contextmanager
     def admitted(self, owner: str, num_bytes: int) -> Iterator[None]:
@@ -269,32 +271,20 @@ class InFlight:
         """
         if self.is_draining:
             raise draining()
-        own_count, own_bytes = self._shares.get(owner, (0, 0))
-        share = half_of_rest(self._max_bytes, self.num_bytes, own_bytes)
-        is_too_much = own_bytes + num_bytes > share
-        has_no_room = self.num_bytes + num_bytes > self._max_bytes
-        if (is_too_much and own_count) or (has_no_room and self.count):
+        if self.bodies.is_full(owner, num_bytes):
             raise queue_full(
                 f"the bodies of requests in progress may take {self._max_bytes} bytes"
                 f" ({flag_name('max_held_body_bytes')}), and those of a client half of what others"
-                f" leave: now {share}, of which {own_bytes} are taken and"
-                f" this one needs {num_bytes}; try again"
+                f" leave: now {self.bodies.most_of(owner)}, of which {self.bodies.sizes[owner]} are"
+                f" taken and this one needs {num_bytes}; try again"
             )
-        self._add(owner, 1, num_bytes)
         self._idle.clear()
         try:
-            yield
+            with self.bodies.counted(owner, num_bytes):
+                yield
         finally:
-            self._add(owner, -1, -num_bytes)
-            if self.count == 0:
+            if not self.count:
                 self._idle.set()
-
-    def _add(self, owner: str, count: int, num_bytes: int) -> None:
-        own_count, own_bytes = self._shares.pop(owner, (0, 0))
-        self.count += count
-        self.num_bytes += num_bytes
-        if own_count + count:
-            self._shares[owner] = own_count + count, own_bytes + num_bytes
 
     def prepare(self, work: Awaitable[T]) -> asyncio.Future[T]:
         """Start what a request needs before it can be submitted; see `end_preparing`."""

@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend import json_body, structured_output
 from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.json_body import MAX_ITEMS, WHOSE, Backlog
+from lightserve.frontend.json_body import MAX_ITEMS, Backlog
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.prompts import BYTES_PER_ID
 from lightserve.frontend.service import InFlight, Seats
@@ -32,6 +31,7 @@ from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.grammar_process import Verdict
 from lightserve.messages.common import Constraint, RegexConstraint
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
+from lightserve.turn_threads import WHOSE, TurnThreads
 from lightserve.types import FinishReason, RequestId
 
 PATIENCE_S = 60.0
@@ -88,9 +88,10 @@ def test_work_that_is_given_up_keeps_nothing_alive() -> None:
             pass
 
     async def scenario() -> None:
-        backlog, threads, go_on = Backlog(max_items=1), ThreadPoolExecutor(1), threading.Event()
+        backlog, threads, go_on = Backlog(max_items=1), TurnThreads(1, "work"), threading.Event()
         try:
-            threads.submit(go_on.wait, PATIENCE_S)
+            running = asyncio.create_task(threads.run(lambda: go_on.wait(PATIENCE_S)))
+            await asyncio.sleep(0)
             work = Work()
             seen = weakref.ref(work)
             given_up = asyncio.create_task(backlog.in_thread(threads, work, 1))
@@ -103,12 +104,55 @@ def test_work_that_is_given_up_keeps_nothing_alive() -> None:
             assert seen() is None
             following = asyncio.create_task(backlog.in_thread(threads, lambda: 5, 1))
             go_on.set()
-            assert await following == 5
+            assert await running and await following == 5
         finally:
             go_on.set()
-            threads.shutdown()
+            threads.close()
 
     asyncio.run(scenario())
+
+
+def test_keys_take_turns_in_threads() -> None:
+    """A key's work waits for one piece of each other key, however many those have sent."""
+
+    async def scenario() -> None:
+        threads, go_on, order = TurnThreads(1, "work"), threading.Event(), list[str]()
+
+        def send(key: str, number: int) -> asyncio.Task[None]:
+            WHOSE.set(key)
+            return asyncio.create_task(threads.run(lambda: order.append(f"{key}{number}")))
+
+        running = asyncio.create_task(threads.run(lambda: go_on.wait(PATIENCE_S)))
+        await asyncio.sleep(0)
+        sent = [send("a", number) for number in range(4)]
+        sent += [send("b", number) for number in range(2)]
+        sent += [send("c", 0)]
+        await asyncio.sleep(0)
+        sent.pop(1).cancel()
+        go_on.set()
+        await asyncio.gather(running, *sent)
+        assert order == ["a0", "b0", "c0", "b1", "a2", "a3"], "a1 was given up in its turn"
+        threads.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_what_waits_in_threads_is_dropped_at_the_end() -> None:
+    async def scenario() -> None:
+        threads, go_on, done = TurnThreads(1, "work"), threading.Event(), list[str]()
+        running = asyncio.create_task(threads.run(lambda: go_on.wait(PATIENCE_S)))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(threads.run(lambda: done.append("waited")))
+        await asyncio.sleep(0)
+        threads.close(lambda: done.append("last"))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        go_on.set()
+        assert await running
+        await eventually(lambda: bool(done))
+        assert done == ["last"]
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_burst_of_chats_is_for_the_router_to_refuse() -> None:
@@ -365,7 +409,7 @@ def test_bodies_in_flight_are_bounded_in_sum() -> None:
             await setup.router.submitted(2)
             refused = await setup.post("/v1/completions", body(500))
             assert refused.status_code == 429 and "retry-after" in refused.headers
-            most, size = 2 * of_two + 10_000, setup.service.in_flight.num_bytes // 2
+            most, size = 2 * of_two + 10_000, setup.service.in_flight.bodies.size // 2
             assert refused.json()["error"]["message"] == (
                 f"the bodies of requests in progress may take {most} bytes (--max-held-body-bytes),"
                 f" and those of a client half of what others leave: now {most // 2}, of which"
@@ -378,7 +422,7 @@ def test_bodies_in_flight_are_bounded_in_sum() -> None:
                 setup.service.router.on_message(TokenDelta(requests=[end]))
             answers = await asyncio.gather(*waiting)
             assert [answer.status_code for answer in answers] == [200] * 3
-            assert (setup.service.in_flight.num_bytes, setup.service.in_flight.count) == (0, 0)
+            assert (setup.service.in_flight.bodies.size, setup.service.in_flight.count) == (0, 0)
             setup.router.answer = says([EOS])
             alone = await setup.post("/v1/completions", {**body(1024), "user": "u" * 512})
             assert alone.status_code == 200, "it may be larger"
@@ -399,7 +443,7 @@ def test_bodies_of_one_client_leave_room_for_those_of_others() -> None:
             assert raised.value.is_queue_full, "it says nothing of the request: a batch's waits"
         with in_flight.admitted("key of small requests", 1000):
             assert in_flight.count == 16
-    assert (in_flight.num_bytes, in_flight.count) == (0, 0)
+    assert (in_flight.bodies.size, in_flight.count) == (0, 0)
 
 
 def test_seats_go_to_clients_in_turn() -> None:
