@@ -9,6 +9,7 @@ import json
 import logging
 import socket
 import subprocess
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,14 +101,13 @@ class GrammarProcess:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     return _VERDICTS.decode(await self._ask(ENCODER.encode(constraint)))
             except TimeoutError:
-                self.close()
+                await self._end()
                 raise overloaded() from None
             except (OSError, EOFError, msgspec.MsgspecError):
-                if watch.done():
-                    return Verdict(complaint=complaint_of_death(OUT_OF_MEMORY) or "")
-                if (code := self.close()) == 0:
+                was_asleep = watch.done()
+                if (code := await self._end()) == 0:
                     continue  # it had worn out
-                if (complaint := complaint_of_death(code)) is not None:
+                if complaint := complaint_of_death(OUT_OF_MEMORY if was_asleep else code):
                     return Verdict(complaint=complaint)
                 log.error("the process that compiles constraints ended with code %d", code)
                 break
@@ -125,7 +125,8 @@ class GrammarProcess:
         while num_asleep < _MAX_ASLEEP:
             await asyncio.sleep(_LOOK_EVERY_S)
             num_asleep = num_asleep + 1 if self._is_asleep() else 0
-        self.close()
+        if self._process is not None:
+            self._process.kill()  # the judge, which reads from it, notices
 
     def _is_asleep(self) -> bool:
         """Whether it neither computes nor waits for a processor or a disk."""
@@ -152,19 +153,32 @@ class GrammarProcess:
             self._process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), env=environment())
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
 
-    def close(self) -> int:
-        """End it, and return its exit code; 0 if there is none."""
+    async def _end(self) -> int:
+        """End it, and return its exit code; 0 if there is none. The event loop does not wait."""
+        process = self._let_go()
+        return 0 if process is None else await asyncio.to_thread(_exit_code, process)
+
+    def close(self) -> None:
+        """End it; a thread waits for its end."""
+        if (process := self._let_go()) is not None:
+            process.kill()
+            threading.Thread(target=process.wait, daemon=True).start()
+
+    def _let_go(self) -> subprocess.Popen[bytes] | None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if (process := self._process) is None:
-            return 0
-        self._process = None
-        # What has ended by itself says why: its end of the socket closes a moment before.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=_LAST_MOMENT_S)
-        process.kill()
-        return process.wait()
+        process, self._process = self._process, None
+        return process
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process, which is killed unless it ends at once."""
+    # A process that has ended by itself says why: its end of the socket closes a moment before.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=_LAST_MOMENT_S)
+    process.kill()
+    return process.wait()
 
 
 _LAST_MOMENT_S = 0.05

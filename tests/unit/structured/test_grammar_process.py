@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from ctypes import c_size_t, c_uint
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 from lightserve import grammar_process
 from lightserve.errors import InvalidRequest
+from lightserve.frontend import structured_output
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.structured_output import ConstraintChecker, GrammarProcess
 from lightserve.grammar_process import MAX_WORK_BYTES, Verdict, environment
@@ -133,11 +136,11 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.Process().children()
-        if "lightserve.grammar_process" in process.cmdline()
-    ]
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found += [process] * ("lightserve.grammar_process" in process.cmdline())
+    return found
 
 
 async def found(checker: ConstraintChecker, constraint: Constraint) -> str:
@@ -174,7 +177,8 @@ def test_no_number_takes_more_than_the_limits() -> None:
         accepted.extend(c for c, complaint in zip(WALK, complaints, strict=True) if not complaint)
         assert not await found(checker, RegexConstraint(pattern="[ab]+")), "the next one is served"
         checker.close()
-        assert not children()
+        while children():
+            await asyncio.sleep(0.01)
 
     accepted: list[Constraint] = []
     run(scenario())
@@ -226,6 +230,42 @@ def test_a_process_that_ends_takes_one_check_with_it(signum: int, status: int) -
         checker.close()
 
     run(scenario())
+
+
+def test_the_event_loop_never_waits_for_the_end_of_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that does not end at once would hold up every request of the frontend."""
+    waited_in: list[threading.Thread] = []
+    wait = subprocess.Popen.wait
+
+    def noted_wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waited_in.append(threading.current_thread())
+        return wait(process, timeout)
+
+    async def scenario() -> None:
+        checker = ConstraintChecker()
+        for number, end_timeout_s in enumerate([PATIENCE_S, 0.05]):
+            await checker.check(RegexConstraint(pattern=f"a{number}"), param="field")
+            (process,) = children()
+            process.suspend()
+            monkeypatch.setattr(structured_output, "END_TIMEOUT_S", end_timeout_s)
+            asked = asyncio.create_task(
+                checker.check(RegexConstraint(pattern=f"b{number}"), param="field")
+            )
+            await asyncio.sleep(0.01)
+            if end_timeout_s == PATIENCE_S:
+                process.kill()
+            with pytest.raises(RequestFailed):
+                await asked
+            monkeypatch.setattr(structured_output, "END_TIMEOUT_S", PATIENCE_S)
+        await checker.check(RegexConstraint(pattern="c"), param="field")
+        checker.close()
+
+    monkeypatch.setattr(subprocess.Popen, "wait", noted_wait)
+    run(scenario())
+    assert len(waited_in) >= 3
+    assert threading.main_thread() not in waited_in
 
 
 def test_an_error_that_is_no_refusal_ends_one_check_alone(
