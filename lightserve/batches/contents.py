@@ -59,9 +59,12 @@ class Contents:
 
     async def append(self, number: int, piece: int, data: bytes, *, quota: int) -> None:
         """Add a piece of `piece_bytes`, the last one perhaps of fewer; see `Files.append`."""
-        file_id = await self._run(
-            lambda store: store.files.append(number, piece, data, time.time(), quota=quota)
-        )
+
+        def append(store: Store) -> str | None:
+            store.files.sweep()
+            return store.files.append(number, piece, data, time.time(), quota=quota)
+
+        file_id = await self._run(append)
         if file_id is not None:
             await self._of_file_store().put(file_id, piece, data)
 

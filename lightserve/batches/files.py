@@ -378,18 +378,24 @@ class Files:
             clear(self._db, "lines", batch, state)
         clear(self._db, "chunks", number)
 
-    def sweep(self) -> bool:
-        """Delete some rows that nothing speaks of any more; return whether there were any."""
+    def sweep(self, num_rows: int = 1) -> bool:
+        """Delete so many rows, or a few more, that no other row refers to; return whether any were.
+
+        The process of batches does it all the time. Clients that add rows do it as well, as many as
+        they add: so what is left over does not grow, however fast a client makes and drops files
+        and batches.
+        """
         found = "SELECT number, name, owner, state, first FROM leftovers ORDER BY number LIMIT 1"
-        if self._db.row(found) is None:
-            return False
-        with self._db.transaction():
-            for number, *rows in self._db.rows(found):
-                first = _clear_some(self._db, *rows)
-                if first is None:
-                    self._db.write("DELETE FROM leftovers WHERE number = ?", number)
-                else:
-                    self._db.write("UPDATE leftovers SET first = ? WHERE number = ?", first, number)
+        for done in range(0, num_rows, SLICE_ROWS):
+            if self._db.row(found) is None:
+                return done > 0
+            with self._db.transaction():
+                for number, *rows in self._db.rows(found):
+                    if (first := _clear_some(self._db, *rows)) is None:
+                        self._db.write("DELETE FROM leftovers WHERE number = ?", number)
+                    else:
+                        update = "UPDATE leftovers SET first = ? WHERE number = ?"
+                        self._db.write(update, first, number)
         return True
 
     def forget(self, number: int) -> None:

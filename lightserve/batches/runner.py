@@ -367,7 +367,6 @@ class Runner:
         is_full = lines["queued"] > 0 and self._engine.is_ready
         busy_s, done = self._take_done(is_full=is_full)
         is_news = busy_s > 0 or (min(costs) > 0.0 and not self._has_noted_costs)
-        self._has_noted_costs |= is_news
 
         def note(store: Store) -> tuple[dict[int, Forecast], dict[int, float]]:
             if is_news:
@@ -375,6 +374,7 @@ class Runner:
             return store.forecasts.all(now_s), store.forecasts.dues(now_s)
 
         forecasts, dues = await self._store.run(note)
+        self._has_noted_costs |= is_news
         self._move(dues)
         late = frozenset(n for n, forecast in forecasts.items() if not forecast.is_in_time)
         for number in sorted(late - self.counts.late_batches):

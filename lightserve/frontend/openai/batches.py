@@ -238,6 +238,7 @@ async def _add_lines(service: Service, file: FileRecord, new: NewBatch, number: 
         waiting.extend(check.finish() if data is None else check.add(data))
         if len(waiting) >= LINES_PER_WRITE or (data is None and waiting):
             store.jobs.add_lines(new, number, waiting, sums.num_lines)
+            store.files.sweep(num_rows=len(waiting))
             sums.add(waiting)
             waiting.clear()
 

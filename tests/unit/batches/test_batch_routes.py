@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -107,6 +108,74 @@ def test_a_window_is_promised_or_refused(tmp_path: Path) -> None:
                 await eventually(lambda: len(runner.counts.late_batches) == 1)
             over: Any = await client.batches.cancel(batch.id)
             assert over.x_forecast is None
+
+    asyncio.run(scenario())
+
+
+def test_what_is_left_over_does_not_grow_with_batches_that_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast one client is, and though no process deletes it: no quota counts these rows."""
+    monkeypatch.setattr("lightserve.batches.files.SLICE_ROWS", 10)
+    monkeypatch.setattr("lightserve.frontend.openai.batches.LINES_PER_WRITE", 20)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client, store = client_of(setup), setup.service.store
+            assert store is not None
+
+            async def count(table: str) -> int:
+                sql = f"SELECT count(*) FROM {table}"
+                found: int = await store.run(lambda each: each.database.value(sql))
+                return found
+
+            lines = [line(f"r{n}") for n in range(60)]
+            good = await client.files.create(file=("good", jsonl(lines)), purpose="batch")
+            bad = await client.files.create(
+                file=("bad", jsonl([*lines, line("r0")])), purpose="batch"
+            )
+            asked: dict[str, Any] = {"endpoint": ENDPOINT, "completion_window": "24h"}
+            for _ in range(8):
+                batch = await client.batches.create(**asked, input_file_id=good.id)
+                await client.batches.cancel(batch.id)
+                with pytest.raises(openai.BadRequestError, match="custom_id must be unique"):
+                    await client.batches.create(**asked, input_file_id=bad.id)
+                assert await count("lines") <= 2 * 60
+            for number in range(8):
+                assert await count("leftovers") <= 2
+                data = b"x" * (12 * CHUNK_BYTES)
+                file = await client.files.create(file=(f"f{number}", data), purpose="batch")
+                await client.files.delete(file.id)
+                assert await count("chunks") <= 2 + 12
+
+    asyncio.run(scenario())
+
+
+def test_a_key_does_not_wait_for_all_that_others_ask_of_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    secrets = {name: f"{name}-{'x' * 16}" for name in ("many", "one")}
+    path.write_text("".join(f"{name} {secret}\n" for name, secret in secrets.items()))
+    ring = KeyRing([ApiKey(name, digest_of(key.encode())) for name, key in secrets.items()])
+
+    async def scenario() -> None:
+        async with serving(tmp_path, api_key_file=str(path)) as setup:
+            setup.app = create_app(setup.service, ring)
+            many, one = (client_of(setup, secret) for secret in secrets.values())
+            store, go_on, order = setup.service.store, threading.Event(), list[str]()
+            assert store is not None
+            running = asyncio.create_task(store.run(lambda _: go_on.wait(PATIENCE_S)))
+
+            async def asks(client: openai.AsyncOpenAI, name: str) -> None:
+                await client.files.list()
+                order.append(name)
+
+            asked = [asyncio.create_task(asks(many, "many")) for _ in range(20)]
+            await eventually(lambda: sum(map(len, store._threads._lines.values())) >= 20)
+            asked.append(asyncio.create_task(asks(one, "one")))
+            await eventually(lambda: len(store._threads._lines) >= 2)
+            go_on.set()
+            await asyncio.gather(running, *asked)
+            assert order.index("one") <= 1
 
     asyncio.run(scenario())
 

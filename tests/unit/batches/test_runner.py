@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
+from support.batch_store import ENDPOINT, NOW_S, client_of, jsonl, line, serving, working
 from support.fake_router import Setup, eventually, made_logprobs, router_status, says
 from support.running_frontend import running_frontend
 
 from lightserve.batches.access import prepare
+from lightserve.batches.forecast import Forecasts
 from lightserve.batches.process import _note_counts
 from lightserve.batches.records import CHUNK_BYTES
 from lightserve.batches.runner import Room
+from lightserve.errors import StoreError
 from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.metrics.catalogue import (
     BATCH_FORECAST_RATIO,
@@ -88,6 +91,36 @@ def test_what_is_counted_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert figure(setup, BATCH_LEASES_LOST) == 0.0
             _, *counts = setup.service.observation.recorder.histogram(BATCH_STORE_TIME).values()
             assert sum(counts) >= 4
+
+    asyncio.run(scenario())
+
+
+def test_costs_that_could_not_be_noted_are_noted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them nothing is promised, and all are told of an unknown end."""
+    monkeypatch.setattr("lightserve.batches.runner.STORE_RETRY_S", 0.01)
+    note, has_failed = Forecasts.note, False
+
+    def failing_note(forecasts: Forecasts, *values: Any) -> None:
+        nonlocal has_failed
+        if not has_failed:
+            has_failed = True
+            raise StoreError("the disk is gone")
+        note(forecasts, *values)
+
+    monkeypatch.setattr(Forecasts, "note", failing_note)
+    monkeypatch.setattr("lightserve.batches.runner.COUNT_S", 0.01)
+
+    async def scenario() -> None:
+        async with serving(tmp_path, answer=lambda submit: []) as setup:
+            status = router_status(workers_ready=False, prompt_token_s=1.0, output_token_s=1.0)
+            setup.router.client.on_message(status)
+            async with working(setup) as runner:
+                await eventually(lambda: runner._has_noted_costs)
+                store = setup.service.store
+                assert store is not None and has_failed
+                assert await store.run(lambda each: each.forecasts.pace(NOW_S)) is not None
 
     asyncio.run(scenario())
 
