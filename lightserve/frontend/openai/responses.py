@@ -84,8 +84,11 @@ async def _continued(
     )
     num_bytes = sum(map(len, before))
     request.scope[BODY_BYTES_KEY] += num_bytes
-    request.scope[KEPT_BYTES_KEY] += num_bytes
-    return await service.encoder.run(lambda: asked.continuing(before), size=num_bytes)
+    continued, kept_bytes = await service.encoder.run(
+        lambda: asked.continuing(before), size=num_bytes
+    )
+    request.scope[KEPT_BYTES_KEY] += kept_bytes
+    return continued
 
 
 async def _begin_in_background(

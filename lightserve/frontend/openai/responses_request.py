@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec.json import encode
+from msgspec.json import decode, encode
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter
 
 from lightserve.batches.records import RESPONSES
@@ -21,6 +21,7 @@ from lightserve.frontend.json_body import (
     OTHERWISE,
     StrictModel,
     by_type,
+    memory_of,
     only_type,
     show,
     type_tag,
@@ -301,10 +302,11 @@ class ResponsesRequest(RequestFields):
         line = {"custom_id": custom_id, "method": "POST", "url": RESPONSES, "body": body}
         return encode(line)
 
-    def continuing(self, before: Sequence[bytes]) -> ResponsesRequest:
-        """Return the request with JSON lists of items before its own."""
-        items = [item for each in before for item in _ITEMS.validate_json(each)]
-        return self.model_copy(update={"input": [*items, *self.input]})
+    def continuing(self, before: Sequence[bytes]) -> tuple[ResponsesRequest, int]:
+        """Return the request with JSON lists of items before its own, and their memory in bytes."""
+        values = [item for each in before for item in decode(each)]
+        items = _ITEMS.validate_python(values)
+        return self.model_copy(update={"input": [*items, *self.input]}), memory_of(values)
 
     def own_items(self) -> list[dict[str, Any]]:
         """Return the items of the input as they are kept, each with an id."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
+from lightserve.frontend.service import InFlight
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.supervision import StoreUsed
 from lightserve.types import RequestClass
@@ -83,6 +85,32 @@ def test_what_was_asked_is_listed_in_pages(tmp_path: Path) -> None:
             error = await code_of(items.list(answered.id, after="msg_x"), 400)
             assert error["param"] == "after"
             await code_of(items.list(answered.id, limit=101), 400)
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_that_is_gone_on_from_counts_by_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small parts take many times their bytes, and the request keeps them until it is answered."""
+    kept: list[int] = []
+    admitted = InFlight.admitted
+
+    def noting(in_flight: InFlight, owner: str, num_bytes: int) -> AbstractContextManager[None]:
+        kept.append(num_bytes)
+        return admitted(in_flight, owner, num_bytes)
+
+    monkeypatch.setattr(InFlight, "admitted", noting)
+    parts = [{"type": "input_text", "text": ""}] * 500
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as setup:
+            client = client_of(setup)
+            many: Any = [{"role": "user", "content": parts}, {"role": "user", "content": "hi"}]
+            first = await client.responses.create(model="m", input=many)
+            second = await client.responses.create(**ASKED, previous_response_id=first.id)
+            assert second.output_text
+            assert kept[1] >= 0.9 * kept[0] > 3 * len(json.dumps(many))
 
     asyncio.run(scenario())
 
