@@ -62,7 +62,11 @@ def test_the_openai_snippet_works_as_printed(server: LiveServer) -> None:
 
 
 def test_the_process_tree_is_the_one_drawn(server: LiveServer) -> None:
-    tree = server.tree()
+    def whole_tree() -> dict[str, psutil.Process] | None:
+        tree = server.tree()
+        return tree if "grammars of worker-0" in tree else None
+
+    tree = wait_for(whole_tree, "the process of the worker's grammars")
     grammars = tree.pop("grammars of worker-0")
     assert grammars.ppid() == tree["worker-0"].pid
     while grammars.name() != "grammars-work":  # it takes its name when it has begun

@@ -24,6 +24,7 @@ from support.processes import PATIENCE_S, wait_for, wait_gone
 _READY_LINE = re.compile(r"lightserve: ready on (?P<url>\S+) \(model (?P<model>\S+)\)\n")
 _METRICS_LINE = re.compile(r"metrics on (http\S+)\n")
 _ROLE = re.compile(r"(frontend|batches|router|worker)-\d+")
+_GRAMMARS = re.compile(r"lightserve\.(worker\.matchers|grammar_process)")
 
 
 _SERVE = (
@@ -160,12 +161,13 @@ class LiveServer:
         roles = {"supervisor": supervisor}
         for child in supervisor.children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # gone meanwhile
-                match = _ROLE.search(" ".join(child.cmdline()))
-                if match is None and child.name().startswith("grammars"):
+                command = " ".join(child.cmdline())
+                match = _ROLE.search(command)
+                if match is None and _GRAMMARS.search(command):
                     parent = _ROLE.search(" ".join(psutil.Process(child.ppid()).cmdline()))
                     roles[f"grammars of {parent and parent.group()}"] = child
-                else:
-                    roles[match.group() if match else f"unknown-{child.pid}"] = child
+                else:  # a child that is about to be another program has its parent's command
+                    roles.setdefault(match.group() if match else f"unknown-{child.pid}", child)
         return roles
 
     def pids(self) -> list[int]:
