@@ -53,7 +53,7 @@ _PR_SET_NAME = 15
 
 def main(runners: Mapping[Role, Runner] | None = None) -> NoReturn:
     """Be the child that standard input describes; `runners` replaces the real roles (tests)."""
-    _die_with_parent(int(sys.argv[2]))
+    end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     _prctl(_PR_SET_NAME, sys.argv[1].encode())
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -167,9 +167,9 @@ ROLE_RUNNERS: Mapping[Role, Runner] = {
 }
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process with the supervisor's main thread."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(parent_pid: int, signum: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
 

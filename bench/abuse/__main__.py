@@ -14,6 +14,7 @@ code 1 if a bound was missed.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -228,6 +229,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print what there is, and stop")
     args = parser.parse_args()
     raise_file_limit()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end, and files go, on the way
     if args.list:
         for subject, attacks in SUBJECTS.items():
             for attack in attacks:

@@ -27,6 +27,7 @@ import httpx
 import psutil
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
+from lightserve.child import end_with_parent
 from lightserve.loadtest import result
 from lightserve.loadtest.result import Run
 
@@ -63,12 +64,19 @@ def running_server(
 ) -> Iterator[Server]:
     """Start a server with the bundled model on a free port; end it with SIGTERM.
 
-    `prefix` is a command that becomes the server, such as `prlimit`; `log` gets its stderr.
+    `prefix` is a command that becomes the server, such as `prlimit`; `log` gets its stderr. A
+    program that is killed ends its server as well: the kernel sends SIGTERM in its place.
     """
     own = ["--port", "0", "--metrics-port", "0", "--batch-store", "none"]
     command = [*prefix, sys.executable, "-m", "lightserve.cli.main", "serve", *own, *args]
+    own_pid = os.getpid()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ.copy()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=os.environ.copy(),
+        preexec_fn=lambda: end_with_parent(own_pid, signal.SIGTERM),  # noqa: PLW1509 - one system call
     )
     try:
         assert process.stdout is not None
