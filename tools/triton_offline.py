@@ -4,12 +4,16 @@ Inside `compiling(capability)` every launch of a Triton kernel compiles it for t
 very constants and alignments of the launch, and runs nothing: call the functions that launch, with
 tensors on the device "meta". Then `read` tells registers, spills, shared memory and instructions.
 
+Inside `loading(capability)` launches go all the way to the driver, which does nothing: it notes
+what it would launch.
+
 Not under TRITON_INTERPRET=1: there kernels are Python functions. Used by
-bench/engine/kernels_offline.py.
+bench/engine/kernels_offline.py and tests.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -18,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -102,6 +107,56 @@ class _NoGpu(SimpleNamespace):
             get_current_device=lambda: capability,
             get_current_stream=lambda device: 0,
         )
+
+
+class Loaded(NamedTuple):
+    """A launch as a driver gets it."""
+
+    name: str
+    function: int
+    """The compiled kernel, on one device."""
+    grid: tuple[int, int, int]
+    arguments: tuple
+
+
+class _NoteTaker(_NoGpu):
+    """A driver that loads kernels and notes their launches. `device` is the current one."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__(capability)
+        self.device = 0
+        self.launches: list[Loaded] = []
+        numbers = itertools.count(1)
+
+        def launcher(source, metadata):
+            def launch(x, y, z, stream, function, *arguments):
+                # Before a kernel's arguments come what Triton knows of it, and two hooks.
+                self.launches.append(Loaded(metadata.name, function, (x, y, z), arguments[4:]))
+
+            return launch
+
+        def load(name, binary, shared, device):
+            return next(numbers), next(numbers), 1, 0, 1024
+
+        self.get_current_device = lambda: self.device
+        self.launcher_cls = launcher
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": max_shared_bytes(capability)},
+            load_binary=load,
+            unload_module=lambda module: None,
+        )
+
+
+@contextmanager
+def loading(capability: int) -> Iterator[_NoteTaker]:
+    """Compile and load what is launched meanwhile; yields the driver."""
+    before = driver._active
+    taker = _NoteTaker(capability)
+    driver.set_active(taker)
+    try:
+        yield taker
+    finally:
+        driver._active = before
 
 
 def _launch(kernel, capability: int, grid) -> Launch:

@@ -15,6 +15,7 @@ from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
 from lightserve.kernels.interface import Kernels, KernelShapes
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.triton import NEWEST_TRITON, OLDEST_TRITON
 from lightserve.progress import progress
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,6 @@ def tune_kernels(
         kernels.configs = tuned_configs(shapes, device, timer=cuda_timer, advance=advance)
         kernels.products = tuned_products(shapes, device, timer=cuda_timer, advance=advance)
     torch.cuda.empty_cache()
-
-
-OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-"""What the kernels have been compiled and tried with; pyproject.toml asks for the same."""
 
 
 def make_kernels(
@@ -124,7 +121,8 @@ def missing_core() -> str:
 def _check_triton() -> None:
     """Check the version that a build of torch for GPUs has brought.
 
-    Newer ones are tried: the check of the start says whether their kernels are right.
+    Newer ones are tried: the check of the start says whether their kernels are right. Launches go
+    Triton's own way there, see `kernels.triton.launch`.
     """
     # Optional and slow to import: only where it is used.
     from triton import __version__  # noqa: PLC0415

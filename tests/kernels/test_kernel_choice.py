@@ -20,14 +20,8 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels import select
 from lightserve.kernels.interface import KernelShapes
-from lightserve.kernels.select import (
-    NEWEST_TRITON,
-    OLDEST_TRITON,
-    make_kernels,
-    missing_core,
-    tune_kernels,
-)
-from lightserve.kernels.triton import tuning
+from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
+from lightserve.kernels.triton import NEWEST_TRITON, OLDEST_TRITON, tuning
 from lightserve.kernels.triton.configs import (
     INTERPRETER,
     AttentionConfigs,

@@ -118,10 +118,14 @@ OLDEST_TRITON = Path(sys.prefix) / "triton-oldest"
 """Where `make test` puts it: see requirements/triton_oldest.in."""
 
 
-def compiled(
-    names: list[str], tmp_path: Path, config: pytest.Config, triton: Path | None = None
-) -> list[dict[str, Any]]:
-    """Compile the cases of these names for sm_90; return the table's rows.
+def run_compiler(
+    module: str,
+    options: list[str],
+    tmp_path: Path,
+    config: pytest.Config,
+    triton: Path | None = None,
+) -> str:
+    """Run a program that compiles kernels; return what it prints.
 
     In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile. What was compiled
     is kept for the next run, by the contents of all that it was made from. `triton`: the directory
@@ -129,17 +133,25 @@ def compiled(
     """
     cache = getattr(config, "cache", None)
     kept = tmp_path / "compiled" if cache is None else cache.mkdir("triton")
-    table = tmp_path / "table.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(path) for path in (triton, ROOT) if path is not None]
+    paths = [str(path) for path in (triton, ROOT, ROOT / "tests") if path is not None]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(kept)}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}  # kernels say for themselves what they want
-    options = ["--capability", "90", "--json", str(table), "--name", *names]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.engine.kernels_offline", *options],
+        [sys.executable, "-m", module, *options],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def compiled(
+    names: list[str], tmp_path: Path, config: pytest.Config, triton: Path | None = None
+) -> list[dict[str, Any]]:
+    """Compile the cases of these names for sm_90; return the table's rows."""
+    table = tmp_path / "table.json"
+    options = ["--capability", "90", "--json", str(table), "--name", *names]
+    run_compiler("bench.engine.kernels_offline", options, tmp_path, config, triton)
     rows: list[dict[str, Any]] = json.loads(table.read_text())
     assert all(row["num_local"] == 0 and not row["faults"] for row in rows)
     return rows
@@ -164,6 +176,30 @@ def test_the_oldest_triton(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     assert {"_product_kernel", "_features_kernel", "_decode_kernel", "_add_rms_norm_kernel"} <= {
         row["kernel"] for row in rows
     }
+
+
+@pytest.mark.parametrize("triton", [None, OLDEST_TRITON], ids=["installed", "oldest"])
+def test_launches_take_the_kernels_that_triton_would(
+    triton: Path | None, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """With the same arguments, and where anything differs that a kernel is compiled for, another
+    one. Triton is asked for each once, and each time for integers beyond 32 bits."""
+    if triton is not None and not triton.exists():
+        pytest.skip(f"no {triton}: `make test` makes it")
+    found = json.loads(run_compiler("support.launches", [], tmp_path, pytestconfig, triton))
+    assert found["different"] == []
+    assert found["num_launches"] > 2000 and found["num_functions"] >= 20
+    assert found["num_functions"] <= found["num_of_triton"] < found["num_launches"] / 4
+    others = found["others"]
+    assert others["device"] == [True] and others["other"] == [True]
+    assert others["SIZE"] == [True] and others["IS_LARGE"] == [True]
+    assert others["num_warps"] == [True] and others["flag"] == [False]
+    aligned, unaligned, bfloat16, parameter = others["x"]
+    assert unaligned and bfloat16 and not aligned and not parameter
+    assert others["slots"] == [False, True], "what is not specialised on alignment, and its type"
+    five, *zero_one_16_48, largest, beyond, minus, minus_16 = others["stride"]
+    assert all([*zero_one_16_48, beyond, minus_16]) and not any([five, largest, minus])
+    assert found["is_untried_plain"], "a Triton that is not known launches its own way"
 
 
 def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.Config) -> None:

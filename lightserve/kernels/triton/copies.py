@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 
 TILE_BYTES = 16384
 """What a program moves at once: 128 threads with eight accesses of 16 bytes each in flight."""
@@ -28,6 +28,7 @@ is 4 times that."""
 MAX_PROGRAMS = 4096
 
 
+@launched
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _move_kernel(
     pool_ptr,
@@ -57,6 +58,7 @@ def _move_kernel(
             tl.store(in_rows, tl.load(in_pool, mask=mask), mask=mask)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_ids_ptr"])
 def _rows_kernel(
     dense_ptr,

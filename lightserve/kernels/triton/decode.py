@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
 from lightserve.kernels.triton.configs import Gpu
+from lightserve.kernels.triton.launch import launched, next_power_of_2
 from lightserve.kernels.triton.merge import MIN_DOT, load_part, sinks_of, walk
 from lightserve.kernels.triton.plan import (
     BEGIN,
@@ -30,10 +31,10 @@ from lightserve.kernels.triton.plan import (
     TOKEN,
     AttentionWork,
 )
-from lightserve.kernels.triton.sizes import next_power_of_2
 
 
 # fmt: off
+@launched
 @triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, parts_ptr, lse_ptr, table_ptr, items_ptr, totals_ptr, scale,

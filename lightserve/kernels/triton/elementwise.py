@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import QKNorm
-from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 
 # QK-norm, rotary embedding and the write of KV in one kernel: six launches of a layer become one.
 #
@@ -86,6 +86,7 @@ def _rotate(
         tl.store(out_ptr + heads * out_stride_h + rest_columns, rest.to(kind), mask=rest_mask)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _rotate_and_write_kernel(
     q_ptr,
@@ -209,6 +210,7 @@ def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
     return ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
@@ -230,6 +232,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x_ptr,
@@ -279,6 +282,7 @@ def _rotate_heads(
     tl.store(first_ptr + HALF, (second * cos + first * sin).to(kind), mask=mask)
 
 
+@launched
 @triton.jit
 def _rotary_kernel(
     q_ptr,
@@ -308,6 +312,7 @@ def _rotary_kernel(
     _rotate_heads(k, cos, sin, k_stride_h, NUM_KV_HEADS, HALF, BLOCK_KV_H, BLOCK_HALF)
 
 
+@launched
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -320,6 +325,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: t
     tl.store(out_ptr + row * WIDTH + columns, (gated * up).to(kind), mask=mask)
 
 
+@launched
 @triton.jit
 def _write_kv_kernel(
     k_ptr,

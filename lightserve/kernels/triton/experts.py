@@ -31,8 +31,8 @@ from lightserve.kernels.interface import (
     PackedExperts,
 )
 from lightserve.kernels.triton import quantized
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 from lightserve.kernels.triton.quantized import add_tile, finished, half_of
-from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
 
 BLOCK_P, BLOCK_N, BLOCK_K = 16, 64, 64
 """Pairs, outputs and inputs of a program's product; pairs are few, as decodes have them."""
@@ -108,6 +108,7 @@ def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
 
 
 # fmt: off
+@launched
 @triton.jit
 def _features_kernel(
     x_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, x_stride,
@@ -148,6 +149,7 @@ def _features_kernel(
 
 
 # fmt: off
+@launched
 @triton.jit
 def _outputs_kernel(
     features_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, weights_ptr, out_ptr, order_ptr,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.triton.sizes import next_power_of_2
+from lightserve.kernels.triton.launch import launched, next_power_of_2
 
 # A walk over a stretch of context, one block of keys and values after the other.
 #
@@ -198,6 +198,7 @@ def make_parts(num_parts: int, num_heads: int, head_dim: int, device: torch.devi
 
 
 # fmt: off
+@launched
 @triton.jit
 def _merge_kernel(
     values_ptr, lse_ptr, out_ptr, merged_ptr, totals_ptr, sinks_ptr, out_stride_t, out_stride_h,

@@ -33,8 +33,8 @@ from lightserve.kernels.triton.configs import (
     num_prefill_programs,
     padded_dim,
 )
+from lightserve.kernels.triton.launch import launched, next_power_of_2
 from lightserve.kernels.triton.merge import MIN_DOT, Parts, make_parts, max_splits
-from lightserve.kernels.triton.sizes import next_power_of_2
 
 _FEW_BLOCK = tl.constexpr(16)
 
@@ -179,6 +179,7 @@ def _num_few(cu_seqlens_ptr, num_rows, most_few, BLOCK_R: tl.constexpr):
 
 
 # fmt: off
+@launched
 @triton.jit(
     do_not_specialize=["first_chunk_part", "most_few"],
     do_not_specialize_on_alignment=["rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
+from lightserve.kernels.triton.launch import launched, next_power_of_2
 from lightserve.kernels.triton.merge import MIN_DOT, load_part, sinks_of, walk
 from lightserve.kernels.triton.plan import (
     CHUNK_BEGIN,
@@ -27,10 +28,10 @@ from lightserve.kernels.triton.plan import (
     START,
     AttentionWork,
 )
-from lightserve.kernels.triton.sizes import next_power_of_2
 
 
 # fmt: off
+@launched
 @triton.jit(
     do_not_specialize_on_alignment=[
         "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr", "items_ptr", "totals_ptr",

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.triton.experts import gated
-from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 
 MAX_ROWS = 8
 PRODUCT_ROWS = (1, 2, 4, MAX_ROWS)
@@ -129,6 +129,7 @@ def _inputs(
 
 
 # fmt: off
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps, x_stride,
@@ -175,6 +176,7 @@ def _rows_kernel(
 
 
 # fmt: off
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _dot_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_rows, eps, x_stride,
@@ -290,13 +292,11 @@ def multiply(
     strides = (x.stride(0), residual.stride(0))
     pointers = (x, residual, norm_weight, weight, bias, out, total)
     grid = (cdiv(num_outputs, config.block_n),)
+    kernel = _dot_kernel if config.is_dot else _rows_kernel
+    sizes["ROWS"] = DOT_ROWS if config.is_dot else next_power_of_2(num_rows)
     if config.is_dot:
-        # Interpreted by numpy, which has no bfloat16.
-        sizes |= {"ROWS": DOT_ROWS, "WIDEN": x.device.type == "cpu"}
-        _dot_kernel[grid](*pointers, num_rows, eps, *strides, **sizes, enable_fp_fusion=True)
-    else:
-        sizes["ROWS"] = next_power_of_2(num_rows)
-        _rows_kernel[grid](*pointers, num_rows, eps, *strides, **sizes, enable_fp_fusion=True)
+        sizes["WIDEN"] = x.device.type == "cpu"  # interpreted by numpy, which has no bfloat16
+    kernel[grid](*pointers, num_rows, eps, *strides, **sizes, enable_fp_fusion=True)
     return out, total
 
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight
-from lightserve.kernels.triton.sizes import cdiv
+from lightserve.kernels.triton.launch import cdiv, launched
 
 BLOCK_R, LARGE_BLOCK_R = 16, 64
 """Rows of a program: of decodes, and from `LARGE_FROM` rows on."""
@@ -145,6 +145,7 @@ def finished(
 
 
 # fmt: off
+@launched
 @triton.jit
 def _product_kernel(
     x_ptr, x_factors_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows,

@@ -24,13 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.triton import sampling_scan, sampling_search
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 from lightserve.kernels.triton.sampling_scan import logit_of, token_of, weights_of
 from lightserve.kernels.triton.sampling_search import HIGHEST_KEY, measure
-from lightserve.kernels.triton.sizes import cdiv, next_power_of_2
 
 # The kernel of `sampling` that finds log-probabilities among a row's candidates.
 
 
+@launched
 @triton.jit(do_not_specialize=["num_top"])
 def logprobs_kernel(
     own_ptr,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.triton.sizes import cdiv
+from lightserve.kernels.triton.launch import cdiv, launched
 
 CHUNK = 4096
 """Tokens of a program that changes logits."""
@@ -26,6 +26,7 @@ COUNT_PARTS, COUNT_TILE = 8, 256
 _IN_PROMPT = tl.constexpr(1 << 30)
 
 
+@launched
 @triton.jit
 def count_kernel(
     token_ids_ptr,
@@ -75,6 +76,7 @@ def _allowed(bits, tokens, num_words):
 
 
 # What differs from step to step must not make another variant of the kernel.
+@launched
 @triton.jit(
     do_not_specialize=[
         "num_eos",

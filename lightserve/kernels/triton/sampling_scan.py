@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightserve.kernels.triton.launch import launched
+
 # What all kernels of `sampling` share: rows, weights, random numbers, keys.
 #
 # All probabilities are weights exp((logit - largest) / temperature), float32, which are summed in
@@ -112,6 +114,7 @@ def uniform_kernel(states_ptr, positions_ptr, out_ptr):
     tl.store(out_ptr + row, uniform(states_ptr, positions_ptr, row))
 
 
+@launched
 @triton.jit
 def scan_kernel(
     own_ptr,
@@ -169,6 +172,7 @@ def _pick(weights, target, indices, END):
     return tl.minimum(tl.min(tl.where(exceeds, indices, END), axis=0), last)
 
 
+@launched
 @triton.jit
 def draw_kernel(
     own_ptr,
@@ -230,6 +234,7 @@ def draw_kernel(
     tl.store(is_finite_ptr + row, is_fine)
 
 
+@launched
 @triton.jit
 def cut_kernel(
     temperature_ptr,
@@ -294,6 +299,7 @@ def cut_kernel(
     tl.store(number_ptr + 2 * row, 0)
 
 
+@launched
 @triton.jit
 def gather_kernel(
     own_ptr,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightserve.kernels.triton.launch import launched
 from lightserve.kernels.triton.sampling_scan import (
     BELOW_ONE,
     chunk_totals,
@@ -331,6 +332,7 @@ def _draw_top(
     return drawn
 
 
+@launched
 @triton.jit
 def draw_top_kernel(
     own_ptr,
