@@ -28,9 +28,11 @@ from lightserve.kernels.interface import (
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    MostTokens,
     PackedExperts,
     QKNorm,
     ScoreMod,
+    UnknownValues,
 )
 from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
@@ -107,13 +109,25 @@ BATCHES = {
     "decodes alone": (*DECODES, (1, 1024)),
     "cut": ((64, 8192),),
     "16,384 decodes": ((1, 64),) * 16_384,
+    "recorded": ((8, 1024),) * 256,
 }
+RECORDED = {"recorded": MostTokens(2048, 512)}
+"""Batches of passes that are recorded, with their upper bounds: rows of a few tokens may be more
+than there is room for."""
 
 
 def attention_batch(name: str) -> AttentionBatch:
     """Return one of `BATCHES`."""
     q_lens, context_lens = zip(*BATCHES[name], strict=True)
-    num_rows, num_tokens = len(q_lens), sum(q_lens)
+    num_rows, num_tokens, most = len(q_lens), sum(q_lens), RECORDED.get(name)
+    host = [
+        numbers if most is None else UnknownValues(field, num_rows)
+        for field, numbers in (
+            ("host_rows", range(num_rows)),
+            ("host_q_lens", q_lens),
+            ("host_context_lens", context_lens),
+        )
+    ]
     return AttentionBatch(
         positions=meta(num_tokens, dtype=torch.int64),
         slot_mapping=meta(num_tokens, dtype=torch.int64),
@@ -121,9 +135,10 @@ def attention_batch(name: str) -> AttentionBatch:
         rows=meta(num_rows, dtype=torch.int64),
         cu_seqlens_q=meta(num_rows + 1, dtype=torch.int32),
         context_lens=meta(num_rows, dtype=torch.int32),
-        host_rows=tuple(range(num_rows)),
-        host_q_lens=q_lens,
-        host_context_lens=context_lens,
+        host_rows=host[0],
+        host_q_lens=host[1],
+        host_context_lens=host[2],
+        most=most,
     )
 
 
@@ -413,6 +428,11 @@ CASES: list[Case] = [
     attention_case(32, 8, 128, None, torch.bfloat16, rows="decodes alone"),
     attention_case(28, 4, 128, 4096, torch.bfloat16, rows="16,384 decodes"),
     *(
+        attention_case(*heads, head_dim, window, torch.bfloat16, rows="recorded")
+        for heads, head_dim in (((32, 8), 128), ((28, 4), 128), ((14, 2), 64), ((32, 16), 256))
+        for window in (None, 4096)
+    ),
+    *(
         attention_case(*heads, window, torch.bfloat16, rows=rows, mod=mod)
         for heads, window, mod in (
             ((32, 32, 64), None, "slopes"),
@@ -426,7 +446,7 @@ CASES: list[Case] = [
         )
         for rows in ("mixed", "cut")
     ),
-    *(latent_case(heads, rows) for heads in (16, 8, 128) for rows in ("mixed", "cut")),
+    *(latent_case(heads, rows) for heads in (16, 8, 128) for rows in ("mixed", "cut", "recorded")),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
     *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),

@@ -1,9 +1,10 @@
 """Parts of a step on a CPU, each by itself.
 
 python -m bench.engine.parts host [--rows 1 64 256] [--steps 300] [--profile]
-    what a step of decodes costs the host, everything but the device's work: graphs that do
-    nothing, a vocabulary of few tokens, one thread. While a step runs on a GPU the host has
-    that long for the next one; a GPU adds what its driver takes per launch
+    what a step costs the host of a GPU: decodes, and `mixed` steps whose last row is a new prompt
+    of 512 tokens. Graphs do nothing, kernels are compiled and their launches do nothing (see
+    `tools.triton_offline`), one thread. While a step runs on a GPU the host has that long for the
+    next one; a GPU adds what its driver takes per launch
 python -m bench.engine.parts products [--threads 2] [--rows 1,8,32] [--rounds 7] [--cpu-time]
     [--weights core int8 int4]
     how fast the native core multiplies by its own weights, those of 8 and of 4 bits, and torch
@@ -25,6 +26,7 @@ import argparse
 import copy
 import cProfile
 import dataclasses
+import itertools
 import math
 import pstats
 import sys
@@ -34,6 +36,7 @@ from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
+from unittest import mock
 
 import msgspec
 import torch
@@ -61,13 +64,19 @@ from lightserve.worker.engine import build_runner
 from lightserve.worker.graphs import DecodeGraphs, MemoryUse, ladder
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs, mixed_ladder
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import Row, StepTimer
+from lightserve.worker.sampling import sampler
+from lightserve.worker.sampling.device import sample_on_device
 from lightserve.worker.threads import set_threads
+from tools.triton_offline import loading
 
-VOCAB_SIZE = 64
+VOCAB_SIZE = 128_256
 CONTEXT_LEN = 4096
 PROMPT_LEN = 16
+CHUNK_LEN = 512
+CAPABILITY = 90
 PARTS = ("read plan", "launch", "finish", "write result")
 HOST_OPTIONS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -79,7 +88,7 @@ HOST_OPTIONS = {
 class NullModel:
     """A model whose pass takes no time."""
 
-    config = SimpleNamespace(vocab_size=VOCAB_SIZE)
+    config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=1)
     context_len = CONTEXT_LEN
 
     def hidden(self, input_ids: Tensor, batch: Any, kv: Any, rows: Tensor | None) -> Tensor:
@@ -132,7 +141,11 @@ def make_runner(num_rows: int) -> ModelRunner:
         has_logits=True,
     )
     graphs.capture()
-    runner.use_graphs(graphs)
+    mixed = MixedGraphs(
+        model, pool, runner.tables, sizes=mixed_ladder(1024), recorder=NullRecorder()
+    )
+    mixed.capture()
+    runner.use_graphs(graphs, mixed)
     return runner
 
 
@@ -163,16 +176,36 @@ def decode_plan(num_rows: int, step: int) -> bytes:
     )
 
 
+def mixed_plan(num_rows: int, step: int, params: SamplingParams) -> bytes:
+    """Return the message of as many rows, the last of which is another prompt in each step."""
+    at, prompt = PROMPT_LEN + step, TokenSegment(token_ids=pack_int32([3] * CHUNK_LEN))
+    rows, last = range(num_rows - 1), RowId(num_rows - 1)
+    return msgspec.msgpack.encode(
+        StepPlan(
+            step_id=StepId(step + 1),
+            sequences=[AddSequence(last, [prompt], params, CHUNK_LEN, [])],
+            slot_ranges=[_slots(last, 0, CHUNK_LEN)],
+            rows=[PlanRow(last, 0, CHUNK_LEN, OutputKind.SAMPLE)],
+            decodes=pack_decodes(rows, [at] * len(rows), [row * CONTEXT_LEN + at for row in rows]),
+        )
+    )
+
+
 def _slots(row: RowId, start: int, count: int) -> SlotRange:
     first = row * CONTEXT_LEN + start
     return SlotRange(row, start, pack_int32(range(first, first + count)))
 
 
-def measure_host(num_rows: int, params: SamplingParams, num_steps: int) -> list[float]:
+def measure_host(
+    num_rows: int, params: SamplingParams, num_steps: int, *, is_mixed: bool
+) -> list[float]:
     """Return the median seconds of CPU time of each of `PARTS`."""
     runner = make_runner(num_rows)
     runner.execute(first_plan(num_rows, params))
-    plans = [decode_plan(num_rows, step) for step in range(num_steps)]
+    plans = [
+        mixed_plan(num_rows, step, params) if is_mixed else decode_plan(num_rows, step)
+        for step in range(num_steps)
+    ]
     decoder = msgspec.msgpack.Decoder(StepPlan)
     encoder = msgspec.msgpack.Encoder()
     times: list[tuple[float, ...]] = []
@@ -199,16 +232,20 @@ def host() -> None:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("µs per step " + "".join(f"{part:>14}" for part in (*PARTS, "all")))
-    for name, params in HOST_OPTIONS.items():
-        for num_rows in args.rows:
+    kinds = [(is_mixed, name) for is_mixed in (False, True) for name in HOST_OPTIONS]
+    print(f"{'µs per step':20}" + "".join(f"{part:>14}" for part in (*PARTS, "all")))
+    # Tensors are on the host, but rows are drawn as on a GPU.
+    as_on_gpu = mock.patch.object(sampler, "_sample", sample_on_device)
+    with loading(CAPABILITY), as_on_gpu:
+        for (is_mixed, name), num_rows in itertools.product(kinds, args.rows):
             profile = cProfile.Profile()
             if args.profile:
                 profile.enable()
-            parts = measure_host(num_rows, params, args.steps)
+            parts = measure_host(num_rows, HOST_OPTIONS[name], args.steps, is_mixed=is_mixed)
             profile.disable()
             cells = "".join(f"{1e6 * part:14.0f}" for part in (*parts, sum(parts)))
-            print(f"{name} {num_rows:<{11 - len(name)}}{cells}", flush=True)
+            label = f"{'mixed ' if is_mixed else ''}{name} {num_rows}"
+            print(f"{label:20}{cells}", flush=True)
             if args.profile:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
