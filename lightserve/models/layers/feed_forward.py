@@ -7,6 +7,7 @@ intermediate features, so all ranks have the same work whichever experts are cho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -62,101 +63,87 @@ def feed_forward(context: ModelContext, layer: int) -> FeedForward:
     if moe is not None and layer in moe.layers:
         return ExpertMLP(context, f"{prefix}.{moe.module}", moe)
     if context.config.activation is not None:
-        return PlainMLP(context, f"{prefix}.mlp", context.config.activation)
-    return GatedMLP(context, f"{prefix}.mlp", context.config.intermediate_size)
+        return plain_mlp(context, f"{prefix}.mlp", context.config.activation)
+    return gated_mlp(context, f"{prefix}.mlp", context.config.intermediate_size)
 
 
-class PlainMLP:
-    """down(activation(up(x)))."""
+class MLP:
+    """Computes down(activate(first(x))); `plain_mlp` and `gated_mlp` make it."""
 
-    def __init__(self, context: ModelContext, prefix: str, activation: Activation) -> None:
-        config, tp = context.config, context.tp
-        part = even_part(config.intermediate_size, tp)
-        self._activation, self._kernels = activation, context.kernels
-        self._up = ColumnParallelLinear(
-            context.method,
-            context.reader,
-            [(f"{prefix}.up_proj", part)],
-            in_size=config.hidden_size,
-            has_bias=config.mlp_bias,
-        )
+    def __init__(
+        self,
+        context: ModelContext,
+        prefix: str,
+        first: ColumnParallelLinear,
+        part: Part,
+        activate: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Load `down`, which has `part` of the intermediate features."""
+        self._first, self._activate = first, activate
         self._down = RowParallelLinear(
             context.method,
             context.reader,
-            tp,
+            context.tp,
             f"{prefix}.down_proj",
             columns=part,
-            out_size=config.hidden_size,
-            has_bias=config.mlp_bias,
+            out_size=context.config.hidden_size,
+            has_bias=context.config.mlp_bias,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        return self._down(self._activate(self._up(x)))
+        return self._down(self._activate(self._first(x)))
 
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `FeedForward.behind`."""
-        x, residual = self._up.behind(norm, x, residual)
-        return self._down(self._activate(x)), residual
-
-    def _activate(self, x: Tensor) -> Tensor:
-        match self._activation:
-            case Activation.RELU:
-                return functional.relu(x)
-            case Activation.GELU:
-                return self._kernels.gelu(x, is_exact=True)
-            case Activation.GELU_TANH:
-                return self._kernels.gelu(x)
-
-
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight."""
-
-    def __init__(self, context: ModelContext, prefix: str, size: int) -> None:
-        """`size`: intermediate features of all ranks."""
-        config, tp = context.config, context.tp
-        part = even_part(size, tp)
-        parts = [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)]
-        if "gate_up" in config.merged:
-            name, up_start = f"{prefix}.gate_up_proj", size + part.start
-            parts = [(name, part), (name, Part(up_start, part.size))]
-        self._has_gelu, self._kernels = config.has_gelu, context.kernels
-        self._gate_up = ColumnParallelLinear(
-            context.method,
-            context.reader,
-            parts,
-            in_size=config.hidden_size,
-            has_bias=config.mlp_bias,
-            is_gated=not config.has_gelu,
-        )
-        self._down = RowParallelLinear(
-            context.method,
-            context.reader,
-            tp,
-            f"{prefix}.down_proj",
-            columns=part,
-            out_size=config.hidden_size,
-            has_bias=config.mlp_bias,
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `FeedForward`."""
-        return self._down(self._activate(self._gate_up(x)))
-
-    def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FeedForward.behind`."""
-        x, residual = self._gate_up.behind(norm, x, residual)
+        x, residual = self._first.behind(norm, x, residual)
         return self._down(self._activate(x)), residual
 
     def share(self, x: Tensor) -> Tensor:
         """Return what this rank adds."""
-        return self._down.share(self._activate(self._gate_up(x)))
+        return self._down.share(self._activate(self._first(x)))
 
-    def _activate(self, x: Tensor) -> Tensor:
-        if self._has_gelu:
-            gate, up = x.chunk(2, dim=-1)
-            x = self._kernels.gelu(gate, up)
-        return x
+
+def _first_linear(
+    context: ModelContext, parts: Sequence[tuple[str, Part]], *, is_gated: bool = False
+) -> ColumnParallelLinear:
+    return ColumnParallelLinear(
+        context.method,
+        context.reader,
+        parts,
+        in_size=context.config.hidden_size,
+        has_bias=context.config.mlp_bias,
+        is_gated=is_gated,
+    )
+
+
+def plain_mlp(context: ModelContext, prefix: str, activation: Activation) -> MLP:
+    """Load a block down(activation(up(x)))."""
+    part = even_part(context.config.intermediate_size, context.tp)
+    activate = {
+        Activation.RELU: functional.relu,
+        Activation.GELU: partial(context.kernels.gelu, is_exact=True),
+        Activation.GELU_TANH: context.kernels.gelu,
+    }[activation]
+    return MLP(
+        context, prefix, _first_linear(context, [(f"{prefix}.up_proj", part)]), part, activate
+    )
+
+
+def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:
+    """Load a block down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight.
+
+    `size`: intermediate features of all ranks.
+    """
+    config, kernels = context.config, context.kernels
+    part = even_part(size, context.tp)
+    parts = [(f"{prefix}.gate_proj", part), (f"{prefix}.up_proj", part)]
+    if "gate_up" in config.merged:
+        name, up_start = f"{prefix}.gate_up_proj", size + part.start
+        parts = [(name, part), (name, Part(up_start, part.size))]
+    first = _first_linear(context, parts, is_gated=not config.has_gelu)
+    activate = (lambda x: kernels.gelu(*x.chunk(2, dim=-1))) if config.has_gelu else (lambda x: x)
+    return MLP(context, prefix, first, part, activate)
 
 
 class ExpertMLP:
@@ -171,10 +158,10 @@ class ExpertMLP:
         names = [f"{prefix}.experts.{number}" for number in range(moe.num_experts)]
         self._experts = _experts(context, names, moe)
         self._tp = context.tp
-        self._shared: GatedMLP | None = None
+        self._shared: MLP | None = None
         self._shared_gate: Linear | None = None
         if moe.shared_size:
-            self._shared = GatedMLP(context, f"{prefix}.{moe.shared_module}", moe.shared_size)
+            self._shared = gated_mlp(context, f"{prefix}.{moe.shared_module}", moe.shared_size)
         if moe.has_shared_gate:
             self._shared_gate = _plain(context, f"{prefix}.{SHARED_GATE}", 1)
 
