@@ -247,6 +247,15 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def put(array: Array, target: Tensor) -> None:
+    """Copy an array into a tensor of its shape and type, behind the work that is queued there."""
+    host = torch.from_numpy(array)
+    if target.is_cuda:
+        # Quicker than `pin_memory`, which first asks the driver about the memory that it copies.
+        host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+    target.copy_(host, non_blocking=True)
+
+
 # Queues of device work behind a small interface: what is queued where, and what waits for what.
 #
 # On a GPU work runs later, beside the host and beside other queues. Tests have forms of the

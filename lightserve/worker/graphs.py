@@ -4,8 +4,8 @@ Launching a model's kernels one by one takes the host longer than a GPU takes to
 rows. So the whole pass, from the tables to the logits, is recorded at the start for a ladder of
 batch sizes, and a step runs as the smallest that has room:
 
-    rows         row  row  row  pad │ pad …        static, filled by the step; behind the last row
-    positions     p    p    p    0  │  0  …        it has, as far as any size goes, is padding
+    rows         row  row  row  pad │ pad …        static, filled by the step in one copy; behind
+    positions     p    p    p    0  │  0  …        the step's last row is padding
     token_ids, req_to_slot [row, position]         read by the graph itself
     logits [L, vocab]                              a view of the graph's own
 
@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from lightserve.logs import one_line
 from lightserve.messages.common import size_within
 from lightserve.models.base import KVTensors, Model, logits_dtype
 from lightserve.progress import Advance
+from lightserve.worker.device import put
 
 # The batch sizes that decodes are captured for.
 #
@@ -144,7 +146,10 @@ class CudaGraphRecorder:
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """See `GraphRecorder.record`."""
         if self._failure:
-            raise RuntimeError(f"a capture before it was broken off ({self._failure})")
+            raise RuntimeError(
+                f"a capture before it was broken off ({self._failure}), which"
+                " --cuda-graph-max-tokens 0 leaves out"
+            )
         with self._recording():
             return self._record(function)
 
@@ -190,6 +195,49 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def record_sizes(
+    recorder: GraphRecorder,
+    sizes: Sequence[int],
+    run: Callable[[int], None],
+    *,
+    unit: str,
+    otherwise: str,
+    advance: Advance,
+) -> tuple[dict[int, Callable[[], None]], list[int]]:
+    """Record a pass for each size and replay it once, the largest first; `advance` hears of each.
+
+    Args:
+        recorder: records the passes.
+        sizes: rising.
+        run: runs the pass of a size.
+        unit: what a size counts, for errors.
+        otherwise: which options do without, for errors.
+        advance: hears of each graph.
+
+    Returns:
+        What replays each size, and the device memory that each took, in bytes, the largest first.
+
+    Raises:
+        StartupError: a pass could not be recorded.
+    """
+    replays: dict[int, Callable[[], None]] = {}
+    used, memory = [], recorder.memory()
+    for size in reversed(sizes):
+        try:
+            replay = replays[size] = recorder.record(partial(run, size))
+            replay()  # of padding: the first one takes longer, and may fail
+            before, memory = memory, recorder.memory()
+        except RuntimeError as error:
+            # The end of a broken capture fails as well: what came first says why.
+            reason = one_line(error.__context__ or error)
+            raise StartupError(
+                f"a CUDA graph of {size} {unit} could not be captured: {reason}; {otherwise}"
+            ) from error
+        used.append(memory.since(before))
+        advance(1)
+    return replays, used
+
+
 NUM_ESTIMATED = 4
 """Graphs from which the memory of all is estimated."""
 
@@ -232,10 +280,10 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
         device, largest = tables.token_ids.device, self._sizes[-1]
         self._padding_row = padding_row = tables.token_ids.shape[0] - 1
-        self._rows = torch.full((largest,), padding_row, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._num_rows = 0
-        """Rows of the last step; what is behind them is padding."""
+        self._inputs = torch.zeros(2, largest, dtype=torch.int64, device=device)
+        """Rows and positions."""
+        self._rows, self._positions = self._inputs
+        self._rows.fill_(padding_row)
         self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
         hidden_size, dtype = model.config.hidden_size, pool.k[0].dtype
         self._hidden = torch.empty(largest, hidden_size, dtype=dtype, device=device)
@@ -247,29 +295,15 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, advance: Advance = lambda _: None) -> list[int]:
-        """Record every size and replay it once, the largest first; `advance` hears of each.
-
-        Returns:
-            The device memory that each took, in bytes, in this order.
-
-        Raises:
-            StartupError: one could not be recorded.
-        """
-        used, memory = [], self._recorder.memory()
-        for size in reversed(self._sizes):
-            try:
-                replay = self._replays[size] = self._recorder.record(partial(self._run, size))
-                replay()  # of padding: the first one takes longer, and may fail
-                before, memory = memory, self._recorder.memory()
-            except RuntimeError as error:
-                # The end of a broken capture fails as well: what came first says why.
-                reason = one_line(error.__context__ or error)
-                raise StartupError(
-                    f"a CUDA graph of {size} decodes could not be captured: {reason};"
-                    " --cuda-graphs off serves without, --cuda-graph-max-seqs limits their size"
-                ) from error
-            used.append(memory.since(before))
-            advance(1)
+        """Record every size; see `record_sizes`, which says what is returned and raised."""
+        self._replays, used = record_sizes(
+            self._recorder,
+            self._sizes,
+            self._run,
+            unit="decodes",
+            otherwise="--cuda-graphs off serves without, --cuda-graph-max-seqs limits their size",
+            advance=advance,
+        )
         return used
 
     @torch.inference_mode()
@@ -284,29 +318,28 @@ class DecodeGraphs:
             StartupError: logits are further apart than `limit`, as a share of their length.
         """
         tables, generator = self._tables, torch.Generator().manual_seed(0)
-        device, vocab_size = self._rows.device, self._model.config.vocab_size
+        vocab_size = self._model.config.vocab_size
         for size in self._sizes:
             num_rows = max(1, min(size, self._padding_row, (len(self._pool.k[0]) - 1) // 2))
             tokens = torch.randint(vocab_size, (num_rows, 2), generator=generator)
             before = [table[:num_rows, :2].clone() for table in tables]
             tables.token_ids[:num_rows, :2].copy_(tokens)
             tables.req_to_slot[:num_rows, :2].copy_(torch.arange(2 * num_rows).view(-1, 2))
-            rows = torch.arange(num_rows, device=device)
             positions = range(min(2, self._model.context_len))
-            replayed = [self._replayed(rows, position, size) for position in positions]
+            replayed = [self._replayed(num_rows, position, size) for position in positions]
             for position, found in enumerate(replayed):
-                self._set(rows, torch.full_like(rows, position))
+                self._set(range(num_rows), [position] * num_rows)
                 self._run(size)
                 if found is not None and self._logits is not None:
                     _compare(found, self._logits[:num_rows], limit, size)
             for table, old in zip(tables, before, strict=True):
                 table[:num_rows, :2].copy_(old)
 
-    def _replayed(self, rows: Tensor, position: int, size: int) -> Tensor | None:
-        """Return what the graph of `size` gives for one position of some rows."""
-        self._set(rows, torch.full_like(rows, position))
+    def _replayed(self, num_rows: int, position: int, size: int) -> Tensor | None:
+        """Return what the graph of `size` gives for one position of the first rows."""
+        self._set(range(num_rows), [position] * num_rows)
         self._replays[size]()
-        return None if self._logits is None else self._logits[: len(rows)].clone()
+        return None if self._logits is None else self._logits[:num_rows].clone()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -316,19 +349,19 @@ class DecodeGraphs:
     @property
     def static_bytes(self) -> int:
         """Memory of the tensors that are there before anything is recorded."""
-        tensors = (self._rows, self._positions, self._offsets, self._hidden, self._logits)
+        tensors = (self._inputs, self._offsets, self._hidden, self._logits)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def covers(self, num_rows: int) -> bool:
         """Whether a step of so many rows, each of one new token, has a graph."""
         return size_within(self._sizes, num_rows) is not None
 
-    def logits(self, rows: Tensor, positions: Tensor) -> Tensor | None:
+    def logits(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Run a step that `covers` is true for.
 
         Args:
-            rows: int64 [L] on the device, rows of the tables, each at most once.
-            positions: int64 [L] on the device, of each row's one new token, which is in the tables.
+            rows: L rows of the tables, each at most once.
+            positions: of each row's one new token, which is in the tables.
 
         Returns:
             logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
@@ -337,7 +370,7 @@ class DecodeGraphs:
         self._replay(rows, positions)
         return None if self._logits is None else self._logits[: len(rows)]
 
-    def hidden(self, rows: Tensor, positions: Tensor) -> Tensor:
+    def hidden(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Run a step as `logits` does, and return the hidden states [L, hidden_size] on all ranks.
 
         They are the graph's own, too.
@@ -345,21 +378,18 @@ class DecodeGraphs:
         self._replay(rows, positions)
         return self._hidden[: len(rows)]
 
-    def _replay(self, rows: Tensor, positions: Tensor) -> None:
+    def _replay(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         self._set(rows, positions)
         size = size_within(self._sizes, len(rows))
         assert size is not None, "`covers` says which steps have a graph"
         self._replays[size]()
 
-    def _set(self, rows: Tensor, positions: Tensor) -> None:
+    def _set(self, rows: Sequence[int], positions: Sequence[int]) -> None:
         """Put a step's rows where passes read them, and padding behind."""
-        num_rows = len(rows)
-        self._rows[:num_rows].copy_(rows)
-        self._positions[:num_rows].copy_(positions)
-        if num_rows < self._num_rows:
-            self._rows[num_rows : self._num_rows].fill_(self._padding_row)
-            self._positions[num_rows : self._num_rows].zero_()
-        self._num_rows = num_rows
+        inputs = np.zeros(self._inputs.shape, dtype=np.int64)
+        inputs[0] = self._padding_row
+        inputs[:, : len(rows)] = rows, positions
+        put(inputs, self._inputs)
 
     def _run(self, size: int) -> None:
         """Run the pass of the first `size` rows that are set; this is what is recorded."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -32,11 +31,11 @@ from lightserve.kernels.interface import (
     MostTokens,
     UnknownValues,
 )
-from lightserve.logs import one_line
 from lightserve.messages.common import size_within
 from lightserve.models.base import KVTensors, Model
 from lightserve.progress import Advance
-from lightserve.worker.graphs import DecodeTables, GraphRecorder
+from lightserve.worker.device import put
+from lightserve.worker.graphs import DecodeTables, GraphRecorder, record_sizes
 
 MAX_TOKENS = 2048
 """Largest size unless --cuda-graph-max-tokens says otherwise; the start leaves out sizes from which
@@ -130,35 +129,26 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def capture(self, advance: Advance = lambda _: None) -> list[int]:
-        """Record every size and replay it once, the largest first; `advance` hears of each.
-
-        Returns:
-            The device memory that each took, in bytes, in this order.
-
-        Raises:
-            StartupError: one could not be recorded.
-        """
-        used, memory = [], self._recorder.memory()
-        for size in reversed(self._sizes):
-            try:
-                if self._hidden is None:
-                    self._hidden = torch.empty_like(self._pass(size))
-                replay = self._replays[size] = self._recorder.record(partial(self._run, size))
-                replay()  # of padding: the first one takes longer, and may fail
-                before, memory = memory, self._recorder.memory()
-            except RuntimeError as error:
-                reason = one_line(error.__context__ or error)
-                raise StartupError(
-                    f"a CUDA graph of {size} new tokens could not be captured: {reason};"
-                    " --cuda-graph-max-tokens 0 launches steps with prompts kernel by kernel"
-                ) from error
-            used.append(memory.since(before))
-            advance(1)
+        """Record every size; see `record_sizes`, which says what is returned and raised."""
+        self._replays, used = record_sizes(
+            self._recorder,
+            self._sizes,
+            self._run,
+            unit="new tokens",
+            otherwise="--cuda-graph-max-tokens 0 launches steps with prompts kernel by kernel",
+            advance=advance,
+        )
         return used
 
     def size_of(self, q_lens: Sequence[int]) -> int | None:
-        """Return the tokens of the graph that a step of such rows runs as; None: there is none."""
-        return size_within(self._sizes, sum(q_lens)) if len(q_lens) <= self._max_rows else None
+        """Return the tokens of the graph that a step of such rows runs as; None: there is none.
+
+        A graph has room for as many rows as tokens, and a row may have no new token.
+        """
+        num_tokens = sum(q_lens)
+        if not num_tokens or len(q_lens) > self._max_rows:
+            return None
+        return size_within(self._sizes, max(num_tokens, len(q_lens)))
 
     def hidden(
         self, size: int, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]
@@ -268,15 +258,14 @@ class MixedGraphs:
         step[1, num_rows:] = step[1, num_rows - 1]
         step[2, :num_rows] = context_lens
         step[2, num_rows:] = 1
-        host = torch.from_numpy(step)
-        if self._step.is_cuda:
-            host = host.pin_memory()
-        self._step.copy_(host, non_blocking=True)
+        put(step, self._step)
 
     def _run(self, size: int) -> None:
         """Run the pass that is recorded, and keep the hidden states."""
-        assert self._hidden is not None
-        self._hidden[:size].copy_(self._pass(size))
+        hidden = self._pass(size)
+        if self._hidden is None:  # the first warm-up, of the largest size
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:size].copy_(hidden)
 
     def _pass(self, size: int) -> Tensor:
         """Run the pass of `size` tokens, of the rows that are set and padding."""

@@ -362,9 +362,10 @@ class ModelRunner:
         self._host_pool.check(plan)
         copies = self._host_pool.begin(plan)
         inputs = self._table.begin(plan)
-        self._begin_sampling(plan)
+        self._begin_vectors(plan)
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs)
         passed = self._forward(inputs)
+        self._begin_sampling(plan)  # while the device has work
         if before_sampling is not None:
             waits_since_s = time.perf_counter()
             before_sampling()
@@ -424,11 +425,14 @@ class ModelRunner:
             if not self._host_pool.overlaps_copies:
                 self._free_since = self._queue.mark()
 
-    def _begin_sampling(self, plan: StepPlan) -> None:
-        """Take in how a plan's new sequences are sampled."""
+    def _begin_vectors(self, plan: StepPlan) -> None:
+        """Take in which of a plan's new sequences are there for a vector."""
         for sequence in plan.sequences:
             is_for_vector = sequence.output is not RequestOutput.TOKENS
             (self._vector_rows.add if is_for_vector else self._vector_rows.discard)(sequence.row)
+
+    def _begin_sampling(self, plan: StepPlan) -> None:
+        """Take in how a plan's new sequences are sampled."""
         rows = self._sampling.update(plan.sequences)
         if rows and self._known_counts is not None:
             self._known_counts.begin(self._queue.upload([np.array(rows, dtype=np.int64)])[0])
@@ -446,13 +450,13 @@ class ModelRunner:
         """Run the model: as a graph where there is one for the step."""
         if self._pooling is not None:
             return self._encode(inputs, self._pooling)
-        tensors, graphs = inputs.tensors, self._graphs
+        graphs = self._graphs
         indices: list[int] = []
         if self._vector_rows:  # where none ever came, no step looks for them
             indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
         is_covered = graphs is not None and graphs.covers(len(inputs.host_rows))
         if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
-            logits = graphs.logits(tensors.rows, tensors.positions)
+            logits = graphs.logits(inputs.host_rows, inputs.host_positions)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
         hidden = self._hidden(inputs)
         num_sampled = len(inputs.sampled_rows)
@@ -474,8 +478,8 @@ class ModelRunner:
         """Return the hidden states of the tokens whose logits are wanted."""
         graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
         if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.host_rows)):
-            tensors = inputs.tensors
-            return graphs.hidden(tensors.rows, tensors.positions).index_select(0, wanted)
+            hidden = graphs.hidden(inputs.host_rows, inputs.host_positions)
+            return hidden.index_select(0, wanted)
         size = None if mixed is None else mixed.size_of(inputs.host_q_lens)
         if mixed is not None and size is not None:
             rows = inputs.host_rows, inputs.host_q_lens, inputs.host_context_lens

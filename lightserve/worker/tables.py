@@ -89,6 +89,11 @@ class StepInputs:
     host_context_lens: Sequence[int]
 
     @property
+    def host_positions(self) -> Sequence[int]:
+        """Of each row, its last new token's position."""
+        return [end - 1 for end in self.host_context_lens]
+
+    @property
     def is_decode(self) -> bool:
         """Whether every row has one new token."""
         return len(self.host_rows) == len(self.tensors.positions)
@@ -179,13 +184,18 @@ class SequenceTable:
     def _begin_decodes(self, decodes: DecodeColumns) -> StepInputs:
         """Do the same for a plan of plain decodes, most of which is known beforehand."""
         num_rows = len(decodes.rows)
-        rows, starts = decodes.rows.astype(np.int64), decodes.start_positions.astype(np.int64)
-        places, ends = rows * self._width + starts, starts + 1
-        arrays: list[Array] = [rows, starts, places, places + 1, ends]
-        # A copy: what was read from a message may not be written, and torch warns of that.
-        arrays += [ends.astype(np.int32), decodes.slots.copy()]
-        uploaded = self._queue.upload(arrays)
-        row_ids, positions, token_places, next_places, next_positions, lengths, slots = uploaded
+        # One array of each type, as what is done to an array costs more than its numbers; each line
+        # begins at a multiple of 16 bytes.
+        width = num_rows + -num_rows % 4
+        long, short = np.empty((5, width), dtype=np.int64), np.empty((2, width), dtype=np.int32)
+        rows, starts, places, next_places, ends = long[:, :num_rows]
+        rows[:], starts[:] = decodes.rows, decodes.start_positions
+        places[:] = rows * self._width + starts
+        next_places[:], ends[:] = places + 1, starts + 1
+        short[:, :num_rows] = ends, decodes.slots
+        of_64, of_32 = (part[:, :num_rows] for part in self._queue.upload([long, short]))
+        row_ids, positions, token_places, new_places, new_positions = of_64.unbind()
+        lengths, slots = of_32.unbind()
         self._flat_slots.index_copy_(0, token_places, slots)
         host_rows = rows.tolist()
         return StepInputs(
@@ -196,8 +206,8 @@ class SequenceTable:
                 cu_seqlens_q=self._offsets[: num_rows + 1],
                 context_lens=lengths,
                 logit_rows=self._indices[:num_rows],
-                sampled_places=next_places,
-                sampled_positions=next_positions,
+                sampled_places=new_places,
+                sampled_positions=new_positions,
             ),
             prompt_spans=[],
             sampled_rows=host_rows,

@@ -121,6 +121,19 @@ def test_steps_that_have_no_graph() -> None:
 
 
 @torch.inference_mode()
+def test_more_rows_than_a_graph_has_tokens() -> None:
+    """Rows without new tokens count, too: the pass attends as many rows as it has tokens."""
+    ours, reference = scene(), scene()
+    graphs = recorded(ours, sizes=(2, 16))
+    rows, q_lens, ends = [4, 1, 3], [0, 0, 2], [5, 7, 9]
+    size = graphs.size_of(q_lens)
+    assert size == 16
+    found = graphs.hidden(size, rows, q_lens, ends)[:2]
+    wanted = reference.hidden(rows, list(zip(q_lens, ends, strict=True)))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
 def test_more_rows_of_few_tokens_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of several tokens are chunks then, as in a step that is launched kernel by kernel."""
     monkeypatch.setattr("lightserve.worker.mixed_graphs.MAX_FEW_TOKENS", 12)
