@@ -69,6 +69,7 @@ from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import Row, StepTimer
 from lightserve.worker.sampling import sampler
 from lightserve.worker.sampling.device import sample_on_device
+from lightserve.worker.sampling.interface import SamplingBatch, Tokens
 from lightserve.worker.threads import set_threads
 from tools.triton_offline import loading
 
@@ -91,11 +92,14 @@ class NullModel:
     config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=1)
     context_len = CONTEXT_LEN
 
+    def __init__(self, num_rows: int) -> None:
+        self._logits = torch.zeros(num_rows, VOCAB_SIZE)
+
     def hidden(self, input_ids: Tensor, batch: Any, kv: Any, rows: Tensor | None) -> Tensor:
         return torch.zeros(len(input_ids) if rows is None else len(rows), 1)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.zeros(len(hidden), VOCAB_SIZE) if out is None else out.zero_()
+        return self._logits[: len(hidden)] if out is None else out.zero_()
 
 
 class PackingQueue(CudaQueue):
@@ -119,11 +123,17 @@ class NullRecorder:
         return MemoryUse(0, 0)
 
 
+def drawn_as_on_gpu(logits: Tensor, batch: SamplingBatch) -> Tokens:
+    """Launch the kernels that draw, which do nothing, and return what they would of finite rows."""
+    drawn = sample_on_device(logits, batch)
+    return Tokens(drawn.token_ids.zero_(), drawn.is_finite.fill_(True))
+
+
 def make_runner(num_rows: int) -> ModelRunner:
     device = torch.device("cpu")
     layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),))
     pool = KVPool(layout, num_rows * CONTEXT_LEN, device)
-    model = cast(Model, NullModel())
+    model = cast(Model, NullModel(num_rows))
     runner = ModelRunner(
         model,
         pool,
@@ -235,7 +245,7 @@ def host() -> None:
     kinds = [(is_mixed, name) for is_mixed in (False, True) for name in HOST_OPTIONS]
     print(f"{'µs per step':20}" + "".join(f"{part:>14}" for part in (*PARTS, "all")))
     # Tensors are on the host, but rows are drawn as on a GPU.
-    as_on_gpu = mock.patch.object(sampler, "_sample", sample_on_device)
+    as_on_gpu = mock.patch.object(sampler, "_sample", drawn_as_on_gpu)
     with loading(CAPABILITY), as_on_gpu:
         for (is_mixed, name), num_rows in itertools.product(kinds, args.rows):
             profile = cProfile.Profile()

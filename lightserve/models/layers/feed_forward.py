@@ -120,14 +120,13 @@ def _first_linear(
 def plain_mlp(context: ModelContext, prefix: str, activation: Activation) -> MLP:
     """Load a block down(activation(up(x)))."""
     part = even_part(context.config.intermediate_size, context.tp)
-    activate = {
+    activations: dict[Activation, Callable[[Tensor], Tensor]] = {
         Activation.RELU: functional.relu,
         Activation.GELU: partial(context.kernels.gelu, is_exact=True),
         Activation.GELU_TANH: context.kernels.gelu,
-    }[activation]
-    return MLP(
-        context, prefix, _first_linear(context, [(f"{prefix}.up_proj", part)]), part, activate
-    )
+    }
+    first = _first_linear(context, [(f"{prefix}.up_proj", part)])
+    return MLP(context, prefix, first, part, activations[activation])
 
 
 def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:
