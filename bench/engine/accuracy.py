@@ -55,7 +55,7 @@ from lightserve.kernels.select import make_kernels
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf_model import unpack
 from lightserve.models.weight_files import quantised_as
-from lightserve.worker.engine import linear_method
+from lightserve.worker.build import linear_method
 
 PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "prompts.txt"
 

@@ -23,13 +23,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import (
     AttentionBatch,
-    ClampedGate,
-    ExpertBiases,
-    Fp8Weight,
-    GroupedWeight,
-    Int8Weight,
     MostTokens,
-    PackedExperts,
     QKNorm,
     ScoreMod,
     UnknownValues,
@@ -41,6 +35,14 @@ from lightserve.kernels.triton.elementwise import rotate_and_write
 from lightserve.kernels.triton.kernels import attention
 from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, ProductKey, candidates
 from lightserve.kernels.triton.products import multiply as multiply_rows
+from lightserve.kernels.weights import (
+    ClampedGate,
+    ExpertBiases,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    PackedExperts,
+)
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch

@@ -56,11 +56,10 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
-from lightserve.models.base import KVGroup, KVLayout, Model
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import KVGroup, KVLayout, Model, SingleRank
 from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.worker.build import build_runner
 from lightserve.worker.device import CudaQueue, HostMark, Mark
-from lightserve.worker.engine import build_runner
 from lightserve.worker.graphs import DecodeGraphs, MemoryUse, ladder
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
@@ -292,11 +291,11 @@ def product_of(name: str, plain: Tensor, level: Level | None) -> Product:
     if name == "int8":
         rounded = native.quantize(plain)
         num_bytes = rounded.packed.nbytes + rounded.factors.nbytes
-        return Product(lambda x: native.linear_int8(x, rounded, None), num_inputs, num_bytes)
+        return Product(lambda x: native.linear(x, rounded, None), num_inputs, num_bytes)
     if name == "int4":
         grouped = native.quantize_groups(plain, GROUP_SIZE)
         num_bytes = sum(part.nbytes for part in (grouped.packed, grouped.factors, grouped.zeros))
-        return Product(lambda x: native.linear_groups(x, grouped, None), num_inputs, num_bytes)
+        return Product(lambda x: native.linear(x, grouped, None), num_inputs, num_bytes)
     kernels = TorchKernels() if name == "torch" else native
     weight = kernels.pack_weight(plain)
     return Product(lambda x: kernels.linear(x, weight, None), num_inputs, plain.nbytes)

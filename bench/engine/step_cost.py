@@ -31,7 +31,7 @@ from bench.table import print_head, print_row
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.cost.model import FitError, StepModel, StepSample, StepShape, fit, least_squares
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.profiling import (
     Row,
     StepTimer,

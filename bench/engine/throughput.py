@@ -43,7 +43,7 @@ from lightserve.messages.router_worker import (
     pack_decodes,
 )
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.threads import set_threads
 
@@ -123,7 +123,9 @@ class Driver:
     ) -> None:
         rng = np.random.default_rng(0)
         num_slots = num_seqs * length
-        slots = rng.permutation(runner.num_kv_slots)[:num_slots] if scattered else range(num_slots)
+        slots = (
+            rng.permutation(runner.pool.num_slots)[:num_slots] if scattered else range(num_slots)
+        )
         self._runner, self._clock = runner, clock
         self._slots = np.array(slots, dtype=np.int32).reshape(num_seqs, length)
         self._prompts = rng.integers(0, VOCAB, (num_seqs, length), dtype=np.int32)

@@ -32,9 +32,10 @@ from torch import Tensor
 from bench.faults.recovery import fault_in_all_reduce
 from bench.gpu.table import Bench
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import ClampedGate, KernelShapes
+from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.self_check import check_kernels, check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.weights import ClampedGate
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams

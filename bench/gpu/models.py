@@ -45,15 +45,13 @@ from lightserve.messages.router_worker import (
     pack_decodes,
     row_results,
 )
-from lightserve.models.base import Model, kv_layout
+from lightserve.models.base import Model, Part, TensorParallel, kv_layout
 from lightserve.models.config import CONFIG_FILE, ModelConfig, load_model_config
-from lightserve.models.context import ModelContext
 from lightserve.models.families import build_model
-from lightserve.models.layers.linear import UnquantizedMethod
-from lightserve.models.parallel import Part, TensorParallel
+from lightserve.models.layers.linear import ModelContext, UnquantizedMethod
 from lightserve.models.weight_files import EMBEDDING, expected_tensors
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.step_loop import serve
 

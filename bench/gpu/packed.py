@@ -20,7 +20,7 @@ from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.products import ProductChoice, ProductConfig
 from lightserve.kernels.triton.tuning import Choice, ProductWork
 from lightserve.models.base import KVGroup, KVLayout
-from lightserve.models.layers.fp8 import rounded_to_fp8, scaled_product
+from lightserve.models.layers.quantized import rounded_to_fp8, scaled_product
 from lightserve.worker.memory import KVPool
 
 SIZES, REHEARSED_SIZES = (14_336, 4096), (96, 128)
@@ -44,11 +44,11 @@ def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packe
     kernels, device = TritonKernels(), machine.device
     weight = machine.random(num_outputs, num_inputs) / num_inputs**0.5
     int8 = kernels.quantize(weight)
-    look_up = kernels.int8_rows(int8, num_inputs, torch.float32)
+    look_up = kernels.rows_of(int8, num_inputs, torch.float32)
     every = torch.arange(num_outputs, device=device)
-    yield Packed("int8", lambda x: kernels.linear_int8(x, int8, None), look_up(every))
-    name = "int8 by int8"
-    yield Packed(name, lambda x: kernels.linear_rounded(x, int8, None), look_up(every))
+    yield Packed("int8", lambda x: kernels.linear(x, int8, None), look_up(every))
+    name, by_integers = "int8 by int8", int8._replace(rounds_rows=True)
+    yield Packed(name, lambda x: kernels.linear(x, by_integers, None), look_up(every))
     sizes = (num_outputs, num_inputs // GROUP)
     for bits in (4, 8):
         integers = torch.randint(2**bits, weight.shape, dtype=torch.uint8, device=device)
@@ -57,12 +57,12 @@ def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packe
         groups = kernels.pack_groups(integers, factors, zeros, bits=bits, group_size=GROUP)
         yield Packed(
             f"int{bits} in groups of {GROUP}",
-            lambda x, groups=groups: kernels.linear_groups(x, groups, None),  # type: ignore[misc]
+            lambda x, groups=groups: kernels.linear(x, groups, None),  # type: ignore[misc]
             numbers_of_groups(integers, factors, zeros, GROUP),
         )
     values, factors = rounded_to_fp8(weight)
     fp8 = kernels.pack_fp8(values, factors, group_size=num_inputs)
-    yield Packed("fp8", lambda x: kernels.linear_fp8(x, fp8, None), values.float() * factors)
+    yield Packed("fp8", lambda x: kernels.linear(x, fp8, None), values.float() * factors)
 
 
 def packed_products(bench: Bench) -> None:

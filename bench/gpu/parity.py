@@ -33,7 +33,7 @@ from support.tiny_models import TinyModel, find_tiny_model, load_reference, writ
 from torch import Tensor
 
 from bench.gpu.table import Bench
-from lightserve.kernels.composed import choose_experts
+from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels
 from lightserve.models.layers.feed_forward import _Router
 from lightserve.models.moe_config import Scoring
@@ -257,7 +257,8 @@ class Forced:
                     )
                     ranks = scores + router._bias
                 first = torch.zeros_like(products).scatter_(-1, forced, 2.0)  # scores are below 1
-                forced, weights = choose_experts(products, first, router._choice)
+                choose = ReferenceKernels().choose_experts
+                forced, weights = choose(products, first, router._choice)
             self._note(ranks, forced)
             return forced, weights
 

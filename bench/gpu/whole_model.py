@@ -367,13 +367,13 @@ class Scene:
     def _read(self) -> list[Tensor]:
         """Return the long request's KV, on the host."""
         slots = torch.from_numpy(self._slots.astype(np.int64)).to(self._machine.device)
-        return [tensor.index_select(3, slots).cpu() for tensor in self._runner._pool.tensors]
+        return [tensor.index_select(3, slots).cpu() for tensor in self._runner.pool.tensors]
 
     def _poison(self) -> None:
         self._machine.synchronize()
         for places in (self._slots, self._spare):
             slots = torch.from_numpy(places.astype(np.int64)).to(self._machine.device)
-            for tensor in self._runner._pool.tensors:
+            for tensor in self._runner.pool.tensors:
                 tensor.index_fill_(3, slots, torch.nan)
 
 
@@ -450,7 +450,7 @@ def _graph_runner(bench: Bench, model: RandomModel, scale: GraphScale) -> ModelR
     if not bench.machine.is_gpu:
         recorded = DecodeGraphs(
             runner._model,
-            runner._pool,
+            runner.pool,
             runner.tables,
             sizes=ladder(scale.max_rows),
             recorder=TapeRecorder(),

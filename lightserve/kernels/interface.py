@@ -1,5 +1,8 @@
 """The operations of a forward pass: one signature per operation, several implementations.
 
+An implementation has what is abstract here, and says by `Kernels.can` what else it has. What can
+be made of its other operations, or of torch's, is written here once.
+
 `T` is the number of new tokens of the step over all rows, `R` the number of rows, `S` the number
 of KV slots, `Hq`/`Hkv` the query/KV heads of this rank, `D` the head size. A request's KV is a
 vector of slot indices in any order; kernels read it through `req_to_slot` and nothing else, so
@@ -8,12 +11,27 @@ who owns a slot and in which direction it grows is invisible to them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from enum import Flag, auto
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from lightserve.kernels.weights import (
+    ClampedGate,
+    ExpertBiases,
+    ExpertChoice,
+    Fp4Weight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    PackedExperts,
+    Weight,
+)
 
 FEW_TOKENS = 9
 """Most new tokens of a row that is attended as a decode is: one, and eight drafts behind it."""
@@ -64,10 +82,11 @@ class AttentionBatch:
     host_context_lens: Sequence[int]
     """`context_lens` on the host; unknown as `host_rows`."""
     most: MostTokens | None = None
-    """Of a recorded pass with chunks: `host_q_lens` is unknown, too, and rows that are not there
-    have no new tokens."""
+    """Bounds of a recorded pass with chunks: `host_q_lens` is unknown, too, and absent rows have no
+    new tokens."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    """What kernels work out from the fields above in the first layer and reuse in the others."""
+    """Values that kernels work out from the fields above in the first layer and reuse in the
+    others."""
 
 
 class QKNorm(NamedTuple):
@@ -81,7 +100,8 @@ class QKNorm(NamedTuple):
 
 
 class ScoreMod(NamedTuple):
-    """What some models do to the scores of queries and keys, beside the scale: in this order."""
+    """Changes that some models make to the scores of queries and keys after the scale, in this
+    order."""
 
     soft_cap: float | None = None
     """A score s becomes cap * tanh(s / cap) (Gemma 2, section 2)."""
@@ -92,16 +112,65 @@ class ScoreMod(NamedTuple):
     """float32 [Hq]: a head's softmax has one score more, this one, which has no value (gpt-oss)."""
 
 
+class PassInputs(NamedTuple):
+    """The inputs of one pass's layers beside weights and KV."""
+
+    x: Tensor
+    """[T, hidden], contiguous; may be overwritten."""
+    batch: AttentionBatch
+    tables: tuple[Tensor, ...]
+    """float32 [T, n] each, such as cos and sin of the tokens' positions."""
+    logit_rows: Tensor | None
+    """int64 [L], L > 0: the tokens that go on behind the last layer's attention; None: all."""
+
+
+class Summing(Protocol):
+    """Adds the results of ranks, each of which has a part of every weight."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks, same shape and dtype; may overwrite `x`."""
+
+
+class NotRecordableError(Exception):
+    """Some layers cannot be recorded; the message says which operation stands in the way."""
+
+
+class Can(Flag):
+    """Capabilities: operations, and properties of operations, that only some kernels have."""
+
+    LATENTS = auto()
+    """`attention` over values that have fewer numbers than keys."""
+    INT8_KV = auto()
+    """`rotate_and_write` and `attention` with pools of 8 bits."""
+    GRAPHS = auto()
+    """Passes can be recorded as CUDA graphs. A pass of decodes alone, or with
+    `AttentionBatch.most`, reads nothing on the host but the number of rows, and copies nothing
+    from the host."""
+    RECORD = auto()
+    """`record`."""
+    NORM_PRODUCTS = auto()
+    """`add_norm_linear` in fewer launches than its parts."""
+    INTEGERS = auto()
+    """Weights of 8- and 4-bit integers: `quantize`, `quantize_groups`, `pack_int8`,
+    `pack_groups`, and products by their results."""
+    FP8 = auto()
+    """Weights of 8-bit floating point (`pack_fp8`), and products of integers by integers
+    (`Int8Weight.rounds_rows`)."""
+    WIDE_SUMS = auto()
+    """Fast products whose float32 sums are rounded nowhere, see the `dtype` of `linear`."""
+    EXPERTS = auto()
+    """`mix_experts` of plain weights."""
+    PACKED_EXPERTS = auto()
+    """`mix_experts` of packed weights: `pack_fp4` and `stack_experts`."""
+
+
 class Kernels(Protocol):
-    """What a model needs. Implementations hold no state of a request."""
+    """The operations that a model needs. Implementations hold no state of a request."""
 
     name: str
-    takes_latents: bool
-    """Whether values may have fewer numbers than keys, see `attention`."""
-    is_capturable: bool
-    """Whether passes can be recorded as CUDA graphs: of a batch of decodes alone, and of one with
-    `AttentionBatch.most`, they read nothing on the host but the number of rows, and they copy
-    nothing from the host."""
+    can: Can
+    types: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    """Types of numbers for which the kernels have all that `can` says."""
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """Return `weight` [M, K] in the form that `linear` is fastest with, or `gated_linear`.
@@ -115,24 +184,31 @@ class Kernels(Protocol):
         """
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return x @ weight.T + bias; x [N, K], weight [M, K], bias [M] -> [N, M].
 
-        `weight` is what `pack_weight` returned; `dtype` is x's own, the default, or float32.
+        `weight` is the result of `pack_weight`, or of an operation of `Can.INTEGERS` or `Can.FP8`;
+        one that is gated gives `silu_and_mul` of the product. `dtype` is x's own, the default, or
+        float32, which products by groups and by floating point of 8 bits do not have.
         """
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `silu_and_mul` of `linear`; x [N, K], weight [2*I, K] (gates first) -> [N, I].
 
-        `weight` is what `pack_weight` returned with `is_gated`.
+        `weight` is the result of `pack_weight` with `is_gated`.
         """
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
-    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """Return what looks up rows int64 [N] of `weight`, which `pack_weight` made of `dtype`.
+    def rows_of(
+        self, weight: Weight, num_inputs: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that looks up rows int64 [N] of a weight, as numbers of `dtype`.
 
-        None: a packed weight cannot be read, or is as large as a plain one that is shared.
+        `weight` is the result of `pack_weight` for a weight of `dtype`, or of `quantize`. None:
+        the weight cannot be read so, or a plain one that is shared takes no more memory.
         """
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension in float32; x [..., K], weight [K] -> as x."""
@@ -151,12 +227,22 @@ class Kernels(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Return (x - mean) / deviation * weight + bias, in float32 inside; as `rms_norm`."""
+        return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up; gate_up [T, 2*I] (gate first) -> [T, I]."""
 
     def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
         """Return GELU of x [T, I], or its approximation with tanh, times `up` if there is one."""
+        if is_exact:
+            out = functional.gelu(x)
+        elif x.dtype is torch.float32:
+            # Written out: torch's own depends, in its last bits, on where its vectors end.
+            twice = x * (1.0 + 0.044715 * x * x) * (2.0 * math.sqrt(2.0 / math.pi))
+            out = x * (1.0 / (1.0 + torch.exp(-twice)))
+        else:
+            out = functional.gelu(x, approximate="tanh")
+        return out if up is None else out.mul_(up)
 
     def write_kv(
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
@@ -179,10 +265,16 @@ class Kernels(Protocol):
         """Normalise q and k over D if asked to, rotate them, and store k and v; return q.
 
         As `rms_norm`, `rotary` and `write_kv`, whose arguments these are, one after the other.
-        May overwrite q and k. The CPU's native kernels also take pools of int8 [S, Hkv, D + 4]:
-        a head's numbers are then rounded to 8 bits by the largest of them, and their factor
-        stands behind them, a float32.
+        May overwrite q and k. Kernels of `Can.INT8_KV` also take pools of int8 [S, Hkv, D + 4]:
+        each head's numbers are rounded to 8 bits by the largest of them, and their factor, a
+        float32, stands behind them.
         """
+        if qk_norm is not None:
+            q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
+            k = self.rms_norm(k, qk_norm.k_weight, qk_norm.eps)
+        q, k = self.rotary(q, k, cos, sin)
+        self.write_kv(k, v, k_pool, v_pool, slot_mapping)
+        return q
 
     def attention(
         self,
@@ -199,14 +291,9 @@ class Kernels(Protocol):
 
         A query at position p sees positions max(0, p - sliding_window + 1) … p. Hq is a multiple
         of Hkv; query head h reads KV head h // (Hq / Hkv). Pools are as in `rotate_and_write`;
-        kernels with `takes_latents` also take values of fewer numbers than keys, V of D, and
-        return [T, Hq, V].
+        kernels of `Can.LATENTS` also take values of fewer numbers than keys, V of D, and return
+        [T, Hq, V].
         """
-
-
-@runtime_checkable
-class NormProductKernels(Kernels, Protocol):
-    """Kernels that add, normalise and multiply at once."""
 
     def add_norm_linear(
         self,
@@ -222,115 +309,57 @@ class NormProductKernels(Kernels, Protocol):
 
         May overwrite `residual`.
         """
-
-
-class ClampedGate(NamedTuple):
-    """A gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), both clamped before."""
-
-    alpha: float
-    limit: float
-    """Most that a gate may be, and an up on either side of zero."""
-
-
-class ExpertBiases(NamedTuple):
-    """What is added to the products of experts."""
-
-    gate_up: Tensor
-    """[E, 2*I], gates first."""
-    down: Tensor
-    """[E, K]."""
-
-
-class ExpertChoice(NamedTuple):
-    """How a token's experts and their weights follow from its products with the router's weight."""
-
-    num_chosen: int
-    is_sigmoid: bool
-    """Whether scores are sigmoids of products; else their softmax."""
-    normalises: bool
-    """Whether the weights of a token's experts are divided by their sum."""
-    scale: float = 1.0
-    """Of the weights."""
-    num_groups: int = 1
-    """Equal groups of experts, …"""
-    num_chosen_groups: int = 1
-    """… so many of which a token's are in: those with the largest sums of their …"""
-    group_best: int = 1
-    """… so many best."""
-
-
-@runtime_checkable
-class ExpertKernels(Kernels, Protocol):
-    """Kernels that multiply by the weights of several experts at once."""
-
-    def mix_experts(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        *,
-        biases: ExpertBiases | None = None,
-        gate: ClampedGate | None = None,
-    ) -> Tensor:
-        """Return the sum of what each token's experts give, times their weights.
-
-        An expert gives down @ `silu_and_mul`(gate_up @ x), or with another `gate` in its place. x
-        [T, K], chosen int64 [T, C] (experts below E, different ones for a token), weights float32
-        [T, C], gate_up [E, 2*I, K] (gates first), down [E, K, I], both contiguous -> [T, K].
-        """
-
-
-@runtime_checkable
-class ExpertMixingKernels(Kernels, Protocol):
-    """Kernels that go through experts in turn, whose weights are packed as other weights are."""
+        x, residual = self.add_rms_norm(x, residual, *norm)
+        return (self.gated_linear if is_gated else self.linear)(x, weight, bias), residual
 
     def choose_experts(
         self, products: Tensor, bias: Tensor | None, choice: ExpertChoice
     ) -> tuple[Tensor, Tensor]:
         """Return experts int64 [T, num_chosen] and their weights, float32.
 
-        products float32 [T, E]; bias float32 [E] is added to scores where experts are chosen, and
-        nowhere else. Of equal ones the first are chosen.
+        products float32 [T, E]; bias float32 [E] is added to the scores by which experts are
+        chosen, and to no weight. Of equal scores the first are chosen.
         """
+        scores = sigmoid(products) if choice.is_sigmoid else products.softmax(-1)
+        ranks = scores if bias is None else scores + bias
+        if choice.num_groups > 1:
+            ranks = _within_groups(ranks, choice)
+        chosen = ranks.topk(choice.num_chosen, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if choice.normalises:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * choice.scale if choice.scale != 1.0 else weights
 
     def expert_mixer(
-        self, experts: Sequence[tuple[object, object]], dtype: torch.dtype
+        self, experts: Sequence[tuple[Weight, Weight]], dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """Return what gives `ExpertKernels.mix_experts` of x of `dtype`, chosen and weights.
+        """Return a function that mixes experts one after another, as `mix_experts` does.
 
-        `experts`: what these kernels made of each one's gates and ups, `is_gated`, and of its down.
-        None: they mix no such weights.
+        `experts`: each one's packed weight of gates and ups, `is_gated`, and packed weight of its
+        down. The function takes x of `dtype`, chosen and weights. None: these kernels mix no such
+        weights in one call.
         """
+        return None
 
+    def mix_experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        gate_up: Tensor | PackedExperts,
+        down: Tensor | PackedExperts,
+        *,
+        biases: ExpertBiases | None = None,
+        gate: ClampedGate | None = None,
+    ) -> Tensor:
+        """Return the sum of the results of each token's experts, times their weights.
 
-class PassInputs(NamedTuple):
-    """What the layers of one pass read beside weights and KV."""
-
-    x: Tensor
-    """[T, hidden], contiguous; may be overwritten."""
-    batch: AttentionBatch
-    tables: tuple[Tensor, ...]
-    """float32 [T, n] each, such as cos and sin of the tokens' positions."""
-    logit_rows: Tensor | None
-    """int64 [L], L > 0: the tokens that go on behind the last layer's attention; None: all."""
-
-
-class Summing(Protocol):
-    """What adds the results of ranks, each of which has a part of every weight."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the ranks, same shape and dtype; may overwrite `x`."""
-
-
-class NotRecordableError(Exception):
-    """Some layers cannot be recorded; says what of them."""
-
-
-@runtime_checkable
-class RecordingKernels(Kernels, Protocol):
-    """Kernels that can note what layers ask of them, and do it again in one call."""
+        An expert gives down @ `silu_and_mul`(gate_up @ x), or with another `gate` in its place. x
+        [T, K], chosen int64 [T, C] (experts below E, different ones for a token), weights float32
+        [T, C], gate_up [E, 2*I, K] (gates first), down [E, K, I], both contiguous -> [T, K]. With
+        `Can.PACKED_EXPERTS` both may be results of `stack_experts`.
+        """
+        raise _missing(self, Can.EXPERTS)
 
     def record(
         self,
@@ -338,115 +367,21 @@ class RecordingKernels(Kernels, Protocol):
         like: PassInputs,
         ranks: Summing | None = None,
     ) -> Callable[[PassInputs], Tensor]:
-        """Return what does as `layers`, to the bit, for any numbers of rows.
+        """Return a function that does as `layers`, to the bit, for any numbers of rows.
 
         All else is as in `like`: sizes, types, the stride of `req_to_slot`, and whether there are
-        `logit_rows`. Nothing is computed meanwhile, no KV is written. What `layers` add over
-        `ranks` is added between two calls.
+        `logit_rows`. Recording computes nothing and writes no KV. Sums of `layers` over `ranks`
+        are made between two calls.
 
         Raises:
-            NotRecordableError: `layers` do what is no operation of these kernels, or another one
-                for another number of rows.
+            NotRecordableError: `layers` need an operation that these kernels do not have, or
+                another operation for another number of rows.
         """
-
-
-class Int8Weight(NamedTuple):
-    """A weight [M, K] of 8-bit integers, each output's times a factor of its own."""
-
-    packed: Tensor
-    """int8, in the kernels' own layout."""
-    factors: Tensor
-    """float32 [at least M]."""
-    num_outputs: int
-    """M."""
-    is_gated: bool = False
-    """Whether products with it are as those of `gated_linear`."""
-
-
-class GroupedWeight(NamedTuple):
-    """A weight [M, K] of integers without a sign; groups of inputs have a factor and a zero each.
-
-    A number is (integer - zero) * factor, with those of its output's group.
-    """
-
-    packed: Tensor
-    """uint8, in the kernels' own layout."""
-    factors: Tensor
-    """float16 [panels, groups, outputs of a panel]."""
-    zeros: Tensor
-    """uint8, as `factors`."""
-    num_outputs: int
-    """M."""
-    num_inputs: int
-    """K."""
-    bits: int
-    """4 or 8, of an integer."""
-    group_size: int
-    """32, 64, 96 or 128 inputs; the last group may have fewer."""
-    is_gated: bool = False
-    """See `Int8Weight`."""
-
-
-class Fp8Weight(NamedTuple):
-    """A weight [M, K] of float8_e4m3fn; groups of inputs of an output have a factor each."""
-
-    packed: Tensor
-    """float8_e4m3fn [M, K]."""
-    factors: Tensor
-    """float32, in the kernels' own layout."""
-    group_size: int
-    """Inputs that share a factor; all, if it is not below K."""
-    is_gated: bool = False
-    """See `Int8Weight`."""
-
-
-class Fp4Weight(NamedTuple):
-    """A weight [M, K] of numbers of 4 bits; groups of inputs of an output have a factor each.
-
-    A number has a sign, two bits of exponent and one behind them (MXFP4).
-    """
-
-    packed: Tensor
-    """uint8, in the kernels' own layout."""
-    factors: Tensor
-    """float32, as `packed`."""
-    group_size: int
-
-
-class PackedExperts(NamedTuple):
-    """Weights of experts that are packed in one way, those of all outputs in one tensor."""
-
-    kind: str
-    values: Tensor
-    factors: Tensor | None
-    zeros: Tensor | None
-    num_experts: int
-    group: int
-    """Inputs that share a factor; 0: all."""
-    block_k: int
-
-
-@runtime_checkable
-class QuantizingKernels(Kernels, Protocol):
-    """Kernels that also multiply by weights of 8 and of 4 bits."""
+        raise _missing(self, Can.RECORD)
 
     def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
         """Round `weight` [M, K] to 8 bits: ties to even, by each output's largest number."""
-
-    def linear_int8(
-        self,
-        x: Tensor,
-        weight: Int8Weight,
-        bias: Tensor | None,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """See `Kernels.linear`, for a weight from `quantize`; x and bias stay as exact as there."""
-
-    def int8_rows(
-        self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]:
-        """Return what looks up rows of a weight from `quantize`, as numbers of `dtype`."""
+        raise _missing(self, Can.INTEGERS)
 
     def quantize_groups(
         self, weight: Tensor, group_size: int, *, is_gated: bool = False
@@ -455,12 +390,14 @@ class QuantizingKernels(Kernels, Protocol):
 
         A factor that float16 cannot hold is infinite.
         """
+        raise _missing(self, Can.INTEGERS)
 
     def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
-        """Return the weight of integers int8 [M, K] and factors float32 [M], as others have them.
+        """Return the weight of integers int8 [M, K] and factors float32 [M], rounded elsewhere.
 
         Its largest integers need not be 127.
         """
+        raise _missing(self, Can.INTEGERS)
 
     def pack_groups(
         self,
@@ -472,61 +409,52 @@ class QuantizingKernels(Kernels, Protocol):
         group_size: int,
         is_gated: bool = False,
     ) -> GroupedWeight:
-        """Return the weight of integers uint8 [M, K] below 2 ** bits, as others have rounded them.
+        """Return the weight of integers uint8 [M, K] below 2 ** bits, rounded elsewhere.
 
         factors float16 and zeros uint8 [M, number of groups].
         """
-
-    def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
-        """See `linear_int8`, for a weight from `quantize_groups` or `pack_groups`."""
-
-
-@runtime_checkable
-class Fp8Kernels(QuantizingKernels, Protocol):
-    """Kernels that also multiply by numbers of floating point of 8 bits."""
+        raise _missing(self, Can.INTEGERS)
 
     def pack_fp8(
         self, values: Tensor, factors: Tensor, *, group_size: int, is_gated: bool = False
     ) -> Fp8Weight:
-        """Return the weight of values float8_e4m3fn [M, K], as others have rounded them.
+        """Return the weight of values float8_e4m3fn [M, K], rounded elsewhere.
 
         factors float32 [M, number of groups]; group_size is a multiple of 64, or not below K.
         """
-
-    def linear_fp8(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        """See `linear_int8`, for a weight from `pack_fp8`."""
-
-    def linear_rounded(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        """See `linear_int8`; many rows are rounded to 8 bits, each by its largest number.
-
-        Products are then of integers, as of a model whose files say so (W8A8, a factor a token).
-        """
-
-
-@runtime_checkable
-class PackedExpertKernels(ExpertKernels, Fp8Kernels, Protocol):
-    """Kernels that also multiply by packed weights of several experts at once."""
+        raise _missing(self, Can.FP8)
 
     def pack_fp4(self, codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
         """Return the weight of codes uint8 [M, K] below 16 and factors float32 [M, groups]."""
+        raise _missing(self, Can.PACKED_EXPERTS)
 
     def stack_experts(
         self, weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight]
     ) -> PackedExperts:
         """Return the weights of all experts, which are packed in the same way, without gates."""
+        raise _missing(self, Can.PACKED_EXPERTS)
 
-    def mix_packed_experts(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        *,
-        biases: ExpertBiases | None = None,
-        gate: ClampedGate | None = None,
-    ) -> Tensor:
-        """See `mix_experts`."""
+
+def _missing(kernels: Kernels, need: Can) -> NotImplementedError:
+    """Return the error of an operation for which callers should have asked `Kernels.can`."""
+    return NotImplementedError(f"{kernels.name} kernels have no {need.name}")
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return sigmoid(x), the same bits wherever x stands.
+
+    Written out: torch's own depends, in its last bits, on where its vectors end.
+    """
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def _within_groups(ranks: Tensor, choice: ExpertChoice) -> Tensor:
+    """Leave out experts [T, E] of groups that are not chosen."""
+    groups = ranks.view(len(ranks), choice.num_groups, -1)
+    sums = groups.topk(choice.group_best, dim=-1).values.sum(-1)
+    best = sums.topk(choice.num_chosen_groups, dim=-1).indices
+    is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
 
 
 class UnknownValues(Sequence[int]):
@@ -559,9 +487,10 @@ class KernelShapes:
     """A divisor of `num_heads`."""
     head_dim: int
     value_dim: int | None = None
-    """Of a value head, which is so many of a key's first numbers; None: it is one of its own."""
+    """Size of a value head, which is so many of a key's first numbers; None: it has numbers of its
+    own."""
     rotary_dim: int
-    """How many of a head's dimensions are rotated."""
+    """Number of a head's dimensions that are rotated."""
     sliding_windows: tuple[int | None, ...]
     """The different ones of all layers."""
     rms_norm_eps: float
@@ -572,9 +501,9 @@ class KernelShapes:
     """Longest sequence that is served."""
     has_alibi: bool = False
     soft_cap: float | None = None
-    """Of scores, see `ScoreMod`."""
+    """Cap of scores, see `ScoreMod`."""
     num_experts: int = 0
-    """Of a layer that has any."""
+    """Experts of a layer that has any."""
     num_chosen_experts: int = 0
     expert_size: int = 0
     """Intermediate features of each."""

@@ -1,29 +1,20 @@
 """Plain torch, computed in float32: slow, and obviously right.
 
-What every other implementation is tested against, and `--attention-backend reference`.
+Every other implementation is tested against it; `--attention-backend reference` serves with it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import composed
-from lightserve.kernels.composed import clamped_gate
-from lightserve.kernels.interface import (
-    AttentionBatch,
-    ClampedGate,
-    ExpertBiases,
-    QKNorm,
-    ScoreMod,
-)
+from lightserve.kernels.interface import AttentionBatch, Can, Kernels, ScoreMod
+from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts, Weight
 
 
 def rounded_to_int8(weight: Tensor) -> Tensor:
-    """Return what `QuantizingKernels.quantize` makes of a weight [M, K], in float32."""
+    """Return the numbers that `Kernels.quantize` makes of a weight [M, K], in float32."""
     wide = weight.float()
     largest = wide.abs().amax(dim=1, keepdim=True)
     is_zero = largest < 1e-30
@@ -34,7 +25,7 @@ def rounded_to_int8(weight: Tensor) -> Tensor:
 
 
 def kv_as_int8(kv: Tensor) -> Tensor:
-    """Return what the native kernels make of keys or values [..., D]: int8 [..., D + 4]."""
+    """Return keys or values [..., D] as `Can.INT8_KV` stores them, int8 [..., D + 4]."""
     wide = kv.float()
     largest = wide.abs().amax(dim=-1, keepdim=True)
     is_zero = largest < 1e-30
@@ -50,7 +41,7 @@ def numbers_of_int8_kv(kv: Tensor) -> Tensor:
 
 
 def numbers_of_groups(integers: Tensor, factors: Tensor, zeros: Tensor, group_size: int) -> Tensor:
-    """Return what `QuantizingKernels.pack_groups` holds for its arguments, [M, K] in float32."""
+    """Return the numbers that `Kernels.pack_groups` packs, [M, K] in float32."""
     num_inputs = integers.shape[1]
     factors, zeros = (
         part.float().repeat_interleave(group_size, dim=1)[:, :num_inputs]
@@ -60,47 +51,44 @@ def numbers_of_groups(integers: Tensor, factors: Tensor, zeros: Tensor, group_si
 
 
 def numbers_of_fp4(codes: Tensor, factors: Tensor, group_size: int) -> Tensor:
-    """Return what `PackedExpertKernels.pack_fp4` holds for its arguments, [M, K] in float32."""
+    """Return the numbers that `Kernels.pack_fp4` packs, [M, K] in float32."""
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
     signs = 1.0 - 2.0 * (codes >> 3)
     grid = factors.float().repeat_interleave(group_size, dim=1)[:, : codes.shape[1]]
     return table[(codes & 7).long()] * signs * grid
 
 
-class ReferenceKernels:
+class ReferenceKernels(Kernels):
     """See `Kernels`."""
 
     name = "reference"
-    takes_latents = True
-    is_capturable = False
+    can = Can.LATENTS | Can.EXPERTS
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
         return weight
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `Kernels.linear`."""
+        assert isinstance(weight, Tensor)
         product = x.float() @ weight.float().T
         return (product if bias is None else product + bias.float()).to(dtype or x.dtype)
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.gated_linear`."""
-        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def mix_experts(
         self,
         x: Tensor,
         chosen: Tensor,
         weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | PackedExperts,
+        down: Tensor | PackedExperts,
         *,
         biases: ExpertBiases | None = None,
         gate: ClampedGate | None = None,
     ) -> Tensor:
-        """See `ExpertKernels.mix_experts`: every token through every expert."""
+        """See `Kernels.mix_experts`: every token through every expert."""
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         share = torch.zeros(len(x), len(down), dtype=torch.float32, device=x.device)
         share.scatter_(1, chosen, weights)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -108,14 +96,10 @@ class ReferenceKernels:
             own = (None, None) if biases is None else (part[expert] for part in biases)
             first, second = own
             features = self.linear(x, gate_up[expert], first)
-            features = self.silu_and_mul(features) if gate is None else clamped_gate(features, gate)
+            features = self.silu_and_mul(features) if gate is None else gate.apply(features)
             added = self.linear(features, down[expert], second)
             out += added.float() * share[:, expert, None]
         return out.to(x.dtype)
-
-    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Kernels.packed_rows`."""
-        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
@@ -134,14 +118,6 @@ class ReferenceKernels:
         """See `Kernels.rotary`."""
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Kernels.layer_norm`."""
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
-        """See `Kernels.gelu`."""
-        return composed.gelu(x, up, is_exact=is_exact)
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
@@ -153,33 +129,6 @@ class ReferenceKernels:
         """See `Kernels.write_kv`."""
         k_pool[slot_mapping] = k
         v_pool[slot_mapping] = v
-
-    def rotate_and_write(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cos: Tensor,
-        sin: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        slot_mapping: Tensor,
-        qk_norm: QKNorm | None,
-    ) -> Tensor:
-        """See `Kernels.rotate_and_write`."""
-        return composed.rotate_and_write(
-            self,
-            q,
-            k,
-            v,
-            cos=cos,
-            sin=sin,
-            k_pool=k_pool,
-            v_pool=v_pool,
-            slot_mapping=slot_mapping,
-            qk_norm=qk_norm,
-        )
 
     def attention(
         self,
@@ -218,7 +167,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def modified(scores: Tensor, mod: ScoreMod, distances: Tensor) -> Tensor:
-    """Return what a `ScoreMod` makes of scores [Hq, N, C].
+    """Return scores [Hq, N, C] with a `ScoreMod` applied.
 
     `distances` [N, C]: how far each key stands before the query.
     """
@@ -230,7 +179,7 @@ def modified(scores: Tensor, mod: ScoreMod, distances: Tensor) -> Tensor:
 
 
 def weights_of(scores: Tensor, mod: ScoreMod) -> Tensor:
-    """Return the softmax of scores [Hq, N, C], which sinks have a share of."""
+    """Return the softmax of scores [Hq, N, C]; sinks take a share of it."""
     if mod.sinks is None:
         return scores.softmax(dim=-1)
     last = mod.sinks[:, None, None].expand(-1, scores.shape[1], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -75,25 +76,28 @@ def make_kernels(
         )
     if is_cuda:
         _check_triton()
-    match kernel_name(name, batch_invariant=batch_invariant, device=device):
-        case InvariantKernels.name:
-            if is_cuda:
-                raise ConfigError("--batch-invariant needs the CPU: --device cpu")
-            return InvariantKernels()
-        case InvariantNativeKernels.name:
-            return InvariantNativeKernels()
-        case ReferenceKernels.name:
-            return ReferenceKernels()
-        case NativeKernels.name:
-            return NativeKernels()
-        case TorchKernels.name:
-            if is_cuda:
-                raise ConfigError(
-                    "--attention-backend must be auto, triton or reference on a GPU, got 'torch':"
-                    " torch's kernels need --device cpu"
-                )
-            return TorchKernels()
-    return _triton_kernels(is_cuda=is_cuda)
+    kind = kernel_name(name, batch_invariant=batch_invariant, device=device)
+    if is_cuda and kind == InvariantKernels.name:
+        raise ConfigError("--batch-invariant needs the CPU: --device cpu")
+    if is_cuda and kind == TorchKernels.name:
+        raise ConfigError(
+            "--attention-backend must be auto, triton or reference on a GPU, got 'torch':"
+            " torch's kernels need --device cpu"
+        )
+    return _KINDS[kind]() if kind in _KINDS else _triton_kernels(is_cuda=is_cuda)
+
+
+_KINDS: dict[str, Callable[[], Kernels]] = {
+    kind.name: kind
+    for kind in (
+        ReferenceKernels,
+        TorchKernels,
+        InvariantKernels,
+        NativeKernels,
+        InvariantNativeKernels,
+    )
+}
+"""All but Triton's, which are an optional dependency."""
 
 
 def kernel_name(name: str, *, batch_invariant: bool, device: torch.device | None) -> str:

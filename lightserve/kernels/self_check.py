@@ -16,49 +16,33 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import LightserveError, StartupError
-from lightserve.kernels.check_batches import CheckBatch, check_batches
-from lightserve.kernels.check_experts import (
-    expert_choices,
-    expert_products,
-    mixes_experts,
-    packed_expert_products,
-)
 from lightserve.kernels.check_pair import (
-    CHECKED_GROUP,
     LIMITS,
     LINEAR_ROWS,
-    MAX_WEIGHT_NUMBERS,
-    PRODUCT_ROWS,
+    CheckBatch,
     Comparison,
     Pair,
     Poison,
+    check_batches,
 )
-from lightserve.kernels.interface import (
-    ExpertKernels,
-    Fp8Kernels,
-    Kernels,
-    KernelShapes,
-    NormProductKernels,
-    PackedExpertKernels,
-    QKNorm,
-    QuantizingKernels,
-    ScoreMod,
+from lightserve.kernels.check_products import (
+    expert_choices,
+    expert_products,
+    fp8_linears,
+    int4_linears,
+    int8_linears,
+    linears,
+    packed_expert_products,
 )
-from lightserve.kernels.reference import (
-    ReferenceKernels,
-    kv_as_int8,
-    numbers_of_groups,
-    numbers_of_int8_kv,
-    rounded_to_int8,
-)
+from lightserve.kernels.interface import Can, Kernels, KernelShapes, QKNorm, ScoreMod
+from lightserve.kernels.reference import ReferenceKernels, kv_as_int8, numbers_of_int8_kv
 from lightserve.kernels.select import make_kernels
 from lightserve.logs import one_line
 
 INT8_STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
-CHECKED_FP8_GROUP = 128
 CHECKED_CAP = 2.0
-"""Of random scores, about 1: a model's own cap would change next to nothing."""
+"""Cap of random scores, which are about 1: a model's own cap would change next to nothing."""
 
 
 def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
@@ -76,7 +60,7 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
 
 
 def check_quantized(
-    kernels: QuantizingKernels, shapes: KernelShapes, device: torch.device, *, has_int4: bool
+    kernels: Kernels, shapes: KernelShapes, device: torch.device, *, has_int4: bool
 ) -> None:
     """Compare products of 8-bit weights with the reference's, of the same numbers.
 
@@ -86,11 +70,11 @@ def check_quantized(
         StartupError: one disagrees.
     """
     pair = Pair(kernels, shapes, device)
-    int4 = _int4_linears(pair, kernels) if has_int4 else ()
-    fp8 = _fp8_linears(pair, kernels) if has_int4 and isinstance(kernels, Fp8Kernels) else ()
-    has_experts = has_int4 and shapes.num_experts and isinstance(kernels, PackedExpertKernels)
+    int4 = int4_linears(pair) if has_int4 else ()
+    fp8 = fp8_linears(pair) if has_int4 and Can.FP8 in kernels.can else ()
+    has_experts = has_int4 and shapes.num_experts and Can.PACKED_EXPERTS in kernels.can
     experts = packed_expert_products(pair) if has_experts else ()
-    comparisons = chain(_int8_linears(pair, kernels), int4, fp8, experts)
+    comparisons = chain(int8_linears(pair), int4, fp8, experts)
     reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(
@@ -115,12 +99,12 @@ def check_int8_kv(kernels: Kernels, shapes: KernelShapes) -> None:
 
 
 def disagreement(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str | None:
-    """Return what differs first from the reference, None if nothing does."""
+    """Return the first difference from the reference, None if there is none."""
     return _first_difference(_comparisons(Pair(kernels, shapes, device)), LIMITS[shapes.dtype])
 
 
 def _first_difference(comparisons: Iterator[Comparison], limit: float) -> str | None:
-    """Return the first comparison beyond `limit`, or what failed, in words."""
+    """Return the first comparison beyond `limit`, or the failure, in words."""
     with torch.inference_mode():
         while True:
             try:
@@ -154,115 +138,14 @@ def _advice(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> str
 
 
 def _comparisons(pair: Pair) -> Iterator[Comparison]:
-    yield from _linears(pair)
+    yield from linears(pair)
     yield from _norms(pair)
     yield from _activations(pair)
-    if pair.shapes.num_experts and (isinstance(pair.kernels, ExpertKernels) or mixes_experts(pair)):
+    if pair.shapes.num_experts:
         yield from expert_products(pair)
     yield from expert_choices(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         yield from _heads(pair, case)
-
-
-def _linears(pair: Pair) -> Iterator[Comparison]:
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
-        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs) // 2 * 2)
-        weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
-        bias = pair.random(num_outputs) if name == "qkv" and pair.shapes.qkv_bias else None
-        wide_weight, wide_bias = weight.float(), None if bias is None else bias.float()
-        operation = "gated_linear" if name == "gate_up" else "linear"
-        packed = pair.kernels.pack_weight(weight, is_gated=name == "gate_up")
-        for num_rows in PRODUCT_ROWS:
-            x = pair.random(num_rows, num_inputs)
-            with Poison():
-                result = getattr(pair.kernels, operation)(x, packed, bias)
-            truth = getattr(ReferenceKernels(), operation)(x.float(), wide_weight, wide_bias)
-            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
-            yield Comparison(f"linear ({name})", shape, result, truth)
-            is_normed = name in {"qkv", "gate_up"} and num_rows < PRODUCT_ROWS[-1]
-            if is_normed and isinstance(pair.kernels, NormProductKernels):
-                yield from _norm_products(pair, x, weight, bias, is_gated=name == "gate_up")
-
-
-def _norm_products(
-    pair: Pair, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool
-) -> Iterator[Comparison]:
-    """Add, normalise and multiply at once, as layers do."""
-    eps = pair.shapes.rms_norm_eps
-    if (
-        pair.device.type == "cpu"
-    ):  # Triton's interpreter cuts bfloat16 off: so often, it is too much
-        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-    residual, norm = pair.random(*x.shape).to(x.dtype), pair.random(x.shape[1]).to(x.dtype)
-    assert isinstance(pair.kernels, NormProductKernels)
-    with Poison():
-        result, total = pair.kernels.add_norm_linear(
-            x, residual.clone(), (norm, eps), weight, bias, is_gated=is_gated
-        )
-    reference = ReferenceKernels()
-    multiply = reference.gated_linear if is_gated else reference.linear
-    normed = reference.rms_norm(total.float(), norm.float(), eps)  # of the sum as it is kept
-    truth = multiply(normed, weight.float(), None if bias is None else bias.float())
-    shape = f"{list(x.shape)} to {len(weight)}"
-    yield Comparison("add_norm_linear", shape, total, x.float() + residual.float())
-    yield Comparison("add_norm_linear", shape, result, truth)
-
-
-def _int8_linears(pair: Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
-        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
-        weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
-        packed, rounded = kernels.quantize(weight), rounded_to_int8(weight)
-        for num_rows in LINEAR_ROWS:
-            x = pair.random(num_rows, num_inputs)
-            with Poison():
-                result = kernels.linear_int8(x, packed, None)
-            truth = ReferenceKernels().linear(x.float(), rounded, None)
-            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
-            yield Comparison(f"int8 linear ({name})", shape, result, truth)
-        if isinstance(kernels, Fp8Kernels):
-            with Poison():
-                result = kernels.linear_rounded(x, packed, None)
-            truth = ReferenceKernels().linear(rounded_to_int8(x), rounded, None)
-            yield Comparison(f"int8 by int8 linear ({name})", shape, result, truth)
-
-
-def _int4_linears(pair: Pair, kernels: QuantizingKernels) -> Iterator[Comparison]:
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
-        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
-        sizes = (num_outputs, -(-num_inputs // CHECKED_GROUP))
-        drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
-        integers = torch.randint(16, (num_outputs, num_inputs), **drawn)
-        factors = pair.random(*sizes, scale=0.2 * num_inputs**-0.5).half()
-        zeros = torch.randint(16, sizes, **drawn)
-        packed = kernels.pack_groups(
-            integers.byte(), factors, zeros.byte(), bits=4, group_size=CHECKED_GROUP
-        )
-        wide = numbers_of_groups(integers, factors, zeros, CHECKED_GROUP)
-        for num_rows in LINEAR_ROWS:
-            x = pair.random(num_rows, num_inputs)
-            with Poison():
-                result = kernels.linear_groups(x, packed, None)
-            truth = ReferenceKernels().linear(x.float(), wide, None)
-            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
-            yield Comparison(f"int4 linear ({name})", shape, result, truth)
-
-
-def _fp8_linears(pair: Pair, kernels: Fp8Kernels) -> Iterator[Comparison]:
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
-        num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
-        values = pair.random(num_outputs, num_inputs).to(torch.float8_e4m3fn)
-        sizes = (num_outputs, -(-num_inputs // CHECKED_FP8_GROUP))
-        factors = pair.random(*sizes, scale=num_inputs**-0.5).float()
-        packed = kernels.pack_fp8(values, factors, group_size=CHECKED_FP8_GROUP)
-        grid = factors.repeat_interleave(CHECKED_FP8_GROUP, dim=1)[:, :num_inputs]
-        for num_rows in LINEAR_ROWS:
-            x = pair.random(num_rows, num_inputs)
-            with Poison():
-                result = kernels.linear_fp8(x, packed, None)
-            truth = ReferenceKernels().linear(x.float(), values.float() * grid, None)
-            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
-            yield Comparison(f"fp8 linear ({name})", shape, result, truth)
 
 
 def _norms(pair: Pair) -> Iterator[Comparison]:
@@ -365,7 +248,7 @@ def _heads(pair: Pair, case: CheckBatch) -> Iterator[Comparison]:
         k_pool, v_pool = _pools(inputs)
         if pair.shapes.value_dim is not None:
             v_pool = k_pool[..., : pair.shapes.value_dim]
-        seen = case.recorded() if case.num_padding and kernels.is_capturable else batch
+        seen = case.recorded() if case.num_padding and Can.GRAPHS in kernels.can else batch
         out = kernels.attention(
             heads.split(inputs[0])[0],
             k_pool,
@@ -387,7 +270,7 @@ def _heads(pair: Pair, case: CheckBatch) -> Iterator[Comparison]:
 
 
 def _score_mod(pair: Pair) -> ScoreMod | None:
-    """Return what is done to the model's scores, with slopes of the usual sizes."""
+    """Return the changes of the model's scores, with slopes of the usual sizes."""
     shapes = pair.shapes
     if not shapes.has_alibi and shapes.soft_cap is None and not shapes.has_sinks:
         return None

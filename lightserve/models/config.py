@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a model, checked. Torch-free.
+"""A Hugging Face `config.json`, read and checked. Torch-free.
 
 Imported by the supervisor, the router and the frontends as well as by the workers.
 `auto_map` and every other key that names code are never looked at.
@@ -12,14 +12,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
-from lightserve.models.architectures import HEADLESS, Architecture
+from lightserve.models.architectures import (
+    HEADLESS,
+    Architecture,
+    sliding_windows,
+    unrotated_layers,
+)
 from lightserve.models.encoder_config import parse_bert, parse_nomic_bert, parse_roberta
-from lightserve.models.gpt_oss_config import parse_gpt_oss
 from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.models.latent_config import LatentConfig, parse_deepseek_v2, parse_deepseek_v3
 from lightserve.models.moe_config import (
+    LatentConfig,
     MoeConfig,
+    parse_deepseek_v2,
+    parse_deepseek_v3,
     parse_glm_moe,
+    parse_gpt_oss,
     parse_mixtral,
     parse_olmoe,
     parse_qwen_moe,
@@ -56,11 +63,11 @@ from lightserve.models.rope import (
     parse_rotary_dim,
 )
 from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight_format
-from lightserve.models.windows import sliding_windows, unrotated_layers
 
 CONFIG_FILE = "config.json"
 MODULES_FILE = "modules.json"
-"""Of Sentence Transformers: what follows the transformer, to make a vector of a prompt."""
+"""File of Sentence Transformers: the steps behind the transformer that make a vector of a
+prompt."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -111,12 +118,12 @@ _PLAIN = {
 
 
 class _TextPart(NamedTuple):
-    """What of a model that also sees images is served."""
+    """The part that is served of a model that also sees images."""
 
     architecture: Architecture
     model_type: str
     defaults: dict[str, int | float]
-    """What transformers takes where the file is silent."""
+    """Values that transformers takes where the file is silent."""
 
 
 _TEXT_PARTS = {
@@ -148,7 +155,7 @@ class ModelConfig:
     is_encoder: bool = False
     """Whether a prompt's tokens see all others: it is computed whole, and has no KV."""
     num_token_types: int = 0
-    """Of an encoder, rows of the table whose first all tokens have."""
+    """Rows of an encoder's table of token types, of which all tokens take the first."""
     is_headless: bool = False
     """Whether a decoder is for vectors of prompts alone, and needs no LM head of its own."""
     vocab_size: int
@@ -169,15 +176,16 @@ class ModelConfig:
     qk_norm: bool
     """Whether queries and keys are normalised per head before the rotary embedding."""
     latent: LatentConfig | None = None
-    """Attention over latent vectors; `head_dim` is what is kept of a token then. None: no."""
+    """Attention over latent vectors; `head_dim` is the size of a token's kept vector then. None:
+    no."""
     has_sinks: bool = False
     """Whether the softmax of attention has a score more for each head."""
     has_whole_qk_norm: bool = False
     """Whether all heads together are."""
     rotary_share: int | None = None
-    """How many of a head's dimensions are rotated; None: all."""
+    """Number of a head's dimensions that are rotated; None: all."""
     local_rope: RopeConfig | None = None
-    """Of layers with a window; None: the same."""
+    """Rotary embedding of layers with a window; None: the same."""
     rotates_neighbours: bool = False
     """Whether the file has a rotated pair as dimensions 2i and 2i + 1, not half a head apart."""
     query_growth: QueryGrowth | None = None
@@ -187,7 +195,7 @@ class ModelConfig:
     """Products that the file has as one tensor: `qkv`, `gate_up`, or `grouped_qkv`, where each KV
     head stands behind its query heads."""
     stored_names: tuple[tuple[str, str], ...] = ()
-    """Parts of tensors' names here, and what the file has in their places, one after the other."""
+    """Parts of tensors' names here, and the file's parts in their places, one after the other."""
     has_layer_norm: bool = False
     """Whether norms are LayerNorm, not RMS norms; `rms_norm_eps` is theirs, too."""
     has_norm_bias: bool = True
@@ -195,7 +203,7 @@ class ModelConfig:
     has_embedding_norm: bool = False
     """Whether embeddings are normalised before the first layer."""
     activation: Activation | None = None
-    """Of feed-forward blocks without a gate; None: they have one."""
+    """Activation of feed-forward blocks without a gate; None: they have one."""
     is_parallel: bool = False
     """Whether both blocks of a layer read the same sum, and add to it."""
     is_post_norm: bool = False
@@ -203,26 +211,26 @@ class ModelConfig:
     word_size: int | None = None
     """Numbers of a token's embedding; None: as many as layers have."""
     position_offset: int | None = None
-    """Where the first of learned positions stands in their table; None: there is none."""
+    """Place of the first learned position in their table; None: there is no table."""
     alibi_slopes: tuple[float, ...] | None = None
     """One per head, see `ScoreMod`; None: positions do not change scores."""
     attention_soft_cap: float | None = None
-    """Of scores, see `ScoreMod`."""
+    """Cap of scores, see `ScoreMod`."""
     logits_soft_cap: float | None = None
-    """Of logits, the same way."""
+    """Cap of logits, applied in the same way."""
     has_normalised_head: bool = False
     """Whether each token's row of the output layer is divided by its length when it is read."""
     lm_head_bias: bool = False
     has_gelu: bool = False
     """Whether the gate is GELU, by its approximation with tanh, in place of SiLU."""
     norm_offset: float = 0.0
-    """What is added to the weights of norms."""
+    """Number that is added to the weights of norms."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Of what attention and feed-forward add."""
+    """Factor of the results that attention and feed-forward add."""
     attention_scale: float | None = None
-    """Of products of queries and keys; None: head_dim ** -0.5."""
+    """Factor of products of queries and keys; None: head_dim ** -0.5."""
     logits_divisor: float = 1.0
     moe: MoeConfig | None = None
     """None: no layer has experts."""
@@ -232,16 +240,16 @@ class ModelConfig:
     dtype: str | None
     """One of DTYPE_NAMES as stated by the model, None when it states none."""
     weight_format: WeightFormat | None = None
-    """How weights are stored that are quantised in the files; None: there are none."""
+    """Format of weights that are quantised in the files; None: there are none."""
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions are rotated."""
+        """Number of a head's dimensions that are rotated."""
         return self.rotary_share or self.head_dim
 
     @property
     def embedding_size(self) -> int:
-        """How many numbers an embedding has, and a row of the output layer."""
+        """Numbers of an embedding, and of a row of the output layer."""
         return self.word_size or self.hidden_size
 
     @property
@@ -341,7 +349,7 @@ def load_model_config(path: Path) -> ModelConfig:
 
 
 def _text_part(fields: JsonFields, parts: tuple[_TextPart, ...]) -> tuple[Architecture, JsonFields]:
-    """Return what the file says about the text part, with the whole model's type of numbers."""
+    """Return the file's fields of the text part, with the whole model's type of numbers."""
     text = fields.child("text_config")
     kind = text.string("model_type", default=parts[0].model_type)
     part = next((part for part in parts if part.model_type == kind), None)
@@ -365,7 +373,7 @@ def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:
 
 
 def _gemma(fields: JsonFields, architecture: Architecture, hidden_size: int) -> dict[str, Any]:
-    """Return what Gemma alone has, as fields of `ModelConfig`."""
+    """Return Gemma's own fields of `ModelConfig`."""
     if fields.boolean("use_bidirectional_attention", default=False):
         raise fields.error("use_bidirectional_attention", "must be false")
     own: dict[str, Any] = {
@@ -401,7 +409,7 @@ def _soft_cap(fields: JsonFields, key: str, default: float) -> float | None:
 
 
 def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """Return what one family alone has, as fields of `ModelConfig`."""
+    """Return one family's own fields of `ModelConfig`."""
     match architecture:
         case Architecture.PHI3:
             return {"merged": frozenset({"qkv", "gate_up"})}

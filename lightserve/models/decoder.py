@@ -5,15 +5,22 @@ Architectures differ by their configuration, and a few by their `Family`; see `f
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, PassInputs
-from lightserve.models.base import KVTensors
+from lightserve.kernels.interface import (
+    AttentionBatch,
+    Can,
+    Kernels,
+    NotRecordableError,
+    PassInputs,
+)
+from lightserve.models.base import KVTensors, Part, TensorParallel
 from lightserve.models.config import ModelConfig
-from lightserve.models.context import ModelContext
 from lightserve.models.layers.attention import (
     Attention,
     AttentionInputs,
@@ -25,13 +32,12 @@ from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
     Linear,
     LMHead,
+    ModelContext,
     ModuleShard,
+    Norm,
     VocabEmbedding,
     VocabWeight,
 )
-from lightserve.models.layers.norm import Norm
-from lightserve.models.parallel import Part
-from lightserve.models.passes import Passes
 from lightserve.models.rope import RopeConfig
 from lightserve.models.weight_files import (
     EMBEDDING,
@@ -42,6 +48,8 @@ from lightserve.models.weight_files import (
     PROJECT_IN,
     PROJECT_OUT,
 )
+
+log = logging.getLogger(__name__)
 
 
 class DecoderLayer:
@@ -237,7 +245,7 @@ class DecoderModel:
         return self._passes.run(PassInputs(x, batch, tables, logit_rows), kv)
 
     def _through_layers(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
-        """Return what `hidden` does; inputs are its x, and cos and sin of each kind of layers."""
+        """Compute `hidden`; inputs are its x, and cos and sin of each kind of layers."""
         x, batch, tables, logit_rows = inputs
         kinds = [AttentionInputs(batch, tables[i], tables[i + 1]) for i in range(0, len(tables), 2)]
         residual: Tensor | None = None
@@ -298,7 +306,7 @@ def _positions(context: ModelContext, offset: int) -> Tensor:
 
 
 def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:
-    """Load what is between the embedding's size and the layers', whole on every rank."""
+    """Load the products between the embedding's size and the layers', whole on every rank."""
     config = context.config
     inner, outer = Part(0, config.hidden_size), Part(0, config.embedding_size)
     if inner == outer:
@@ -339,3 +347,46 @@ def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:
         return embedding, embedding
     head = load(LM_HEAD)
     return embedding, embedding if torch.equal(embedding.tensor, head.tensor) else head
+
+
+class Passes:
+    """Runs a model's layers, recorded where the kernels can."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        tp: TensorParallel,
+        layers: Callable[[PassInputs, KVTensors], Tensor],
+    ) -> None:
+        """`layers` does one operation at a time."""
+        self._layers = layers
+        self._ranks = tp if tp.size > 1 else None
+        self._kernels = kernels if Can.RECORD in kernels.can else None
+        self._kv: KVTensors | None = None
+        self._recorded: dict[tuple[bool, int], Callable[[PassInputs], Tensor]] = {}
+        """By whether all tokens are wanted, and the stride of the table of slots."""
+
+    def run(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
+        """Return the hidden states of the wanted tokens, and write the KV of all."""
+        if self._kernels is None or not len(inputs.x) or _wants_none(inputs):
+            return self._layers(inputs, kv)
+        if kv is not self._kv:
+            self._kv = kv
+            self._recorded.clear()
+        key = (inputs.logit_rows is None, inputs.batch.req_to_slot.stride(0))
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            try:
+                recorded = self._kernels.record(
+                    lambda given: self._layers(given, kv), inputs, self._ranks
+                )
+            except NotRecordableError as error:
+                log.info("layers run one operation at a time, which takes longer: %s", error)
+                self._kernels = None
+                return self._layers(inputs, kv)
+            self._recorded[key] = recorded
+        return recorded(inputs)
+
+
+def _wants_none(inputs: PassInputs) -> bool:
+    return inputs.logit_rows is not None and not len(inputs.logit_rows)

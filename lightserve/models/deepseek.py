@@ -16,19 +16,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightserve.models.context import ModelContext
+from lightserve.models.base import Part, even_part
 from lightserve.models.layers.attention import AttentionInputs, NeighboursApart
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
+    ModelContext,
+    Norm,
+    RMSNorm,
     RowParallelLinear,
     WeightReader,
     read_vector,
 )
-from lightserve.models.layers.norm import Norm, RMSNorm
-from lightserve.models.parallel import Part, even_part
 
 NORM_EPS = 1e-6
-"""Of the norms within attention, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms within attention, whatever `rms_norm_eps` says."""
 
 
 class LatentAttention:

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import KVTensors
-from lightserve.models.context import ModelContext
+from lightserve.models.base import KVTensors, Part
 from lightserve.models.decoder import rotary_table
 from lightserve.models.layers.attention import AttentionInputs, SelfAttention
 from lightserve.models.layers.feed_forward import feed_forward
-from lightserve.models.layers.linear import VocabEmbedding, VocabWeight
-from lightserve.models.parallel import Part
+from lightserve.models.layers.linear import ModelContext, VocabEmbedding, VocabWeight
 from lightserve.models.weight_files import EMBEDDING, POSITIONS, TOKEN_TYPES
 
 GPU_SHARE = 0.75

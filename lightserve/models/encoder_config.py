@@ -91,7 +91,7 @@ _NOMIC_KEYS = {
     "layer_norm_eps": "layer_norm_epsilon",
     "hidden_act": "activation_function",
 }
-"""What transformers calls a key, and what the model's own files do."""
+"""Keys of the model's own files, by transformers' names."""
 
 
 def parse_nomic_bert(fields: JsonFields) -> dict[str, Any]:

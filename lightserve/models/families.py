@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import QKNorm
 from lightserve.models.architectures import Architecture
-from lightserve.models.base import KVTensors, Model
-from lightserve.models.context import ModelContext
+from lightserve.models.base import KVTensors, Model, Part, even_part, kv_head_part
 from lightserve.models.decoder import (
     PLAIN,
     DecoderLayer,
@@ -24,8 +23,7 @@ from lightserve.models.deepseek import LatentAttention
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.layers.attention import Attention, AttentionInputs, SelfAttention
 from lightserve.models.layers.feed_forward import feed_forward
-from lightserve.models.layers.linear import read_vector
-from lightserve.models.parallel import Part, even_part, kv_head_part
+from lightserve.models.layers.linear import ModelContext, read_vector
 
 
 class HeadNormAttention(SelfAttention):
@@ -51,7 +49,7 @@ class GrowingQueries(SelfAttention):
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         super().__init__(context, prefix, layer=layer)
         self._growth: Tensor | None = None
-        """Of each position that is served, [positions, 1, 1]."""
+        """Growth of queries at each position that is served, [positions, 1, 1]."""
         if (growth := context.config.query_growth) is not None:
             lengths = torch.arange(context.context_len).div(growth.length, rounding_mode="floor")
             factors = 1.0 + growth.beta * torch.log(1.0 + lengths)
@@ -75,7 +73,7 @@ class _SplitNorm:
         self._tp, self._kernels = context.tp, context.kernels
         self._eps = context.config.rms_norm_eps
         self._num_counted = part.size * context.tp.size
-        """As many as the ranks' sums have together, some of them several times."""
+        """Numbers that the ranks' sums have together; some are counted several times."""
         assert self._num_counted % num_features == 0
 
     def __call__(self, x: Tensor) -> Tensor:

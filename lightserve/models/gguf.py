@@ -28,18 +28,18 @@ VERSIONS = (2, 3)
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 256
 MAX_STRING_BYTES = 8 << 20
-"""Of all strings that are no array's together: chat templates, licences."""
+"""Most bytes of all strings that stand in no array: chat templates, licences."""
 MAX_STRINGS = 1 << 22
-"""Of an array."""
+"""Most strings of an array."""
 MAX_DIMS = 4
 MAX_NUMBERS = 1 << 40
-"""Of a tensor."""
+"""Most numbers of a tensor."""
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """How a tensor's numbers are stored: `num_bytes` for each `num_numbers` of a row."""
+    """A way to store a tensor's numbers: `num_bytes` for each `num_numbers` of a row."""
 
     name: str
     num_numbers: int
@@ -64,7 +64,7 @@ BLOCK_TYPES = {
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
-"""Those that can be served, by their numbers in files."""
+"""Block types that can be served, by their numbers in files."""
 
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8",
@@ -96,7 +96,7 @@ Value = int | float | bool | str | npt.NDArray[np.generic] | StringArray
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is; all of it lies within the file if its type is known."""
+    """The place of a tensor; all of it lies within the file if its type is known."""
 
     shape: tuple[int, ...]
     """Rows before columns, as in safetensors."""

@@ -20,8 +20,8 @@ from lightserve.models.gguf_families import (
     has_sigmoid,
     window_of,
 )
-from lightserve.models.gguf_rope import rope_of
 from lightserve.models.moe_config import MAX_EXPERTS
+from lightserve.models.rope import rope_of
 
 _GATES = "ffn_gate_inp_shexp.weight"
 _WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
@@ -115,7 +115,8 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:
-    """Return what config.json would say. Raises ModelLoadError naming a key or a tensor."""
+    """Return the entries that config.json would have. Raises ModelLoadError naming a key or a
+    tensor."""
     family, name = family_of(gguf), gguf.string("general.architecture")
     num_heads = gguf.integer(f"{name}.attention.head_count", low=1)
     hidden = gguf.integer(f"{name}.embedding_length", low=num_heads)

@@ -1,4 +1,4 @@
-"""What single architectures of GGUF files say: their keys, and their tensors' names. Torch-free.
+"""The keys and tensors' names of single architectures in GGUF files. Torch-free.
 
 Keys, names and the ways in which weights are stored are those of llama.cpp's converter.
 """
@@ -11,9 +11,8 @@ from typing import Any
 
 from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import GgufFile
-from lightserve.models.gguf_rope import rope_of
-from lightserve.models.gpt_oss_config import THETA as GPT_OSS_THETA
-from lightserve.models.moe_config import MAX_EXPERTS
+from lightserve.models.moe_config import GPT_OSS_THETA, MAX_EXPERTS
+from lightserve.models.rope import rope_of
 
 _NAMES = (
     ("model.layers.", "blk."),
@@ -58,13 +57,14 @@ class GgufFamily:
     has_neighbours: bool = False
     """Whether rotated pairs of queries and keys are neighbours in the file."""
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """What layers call the products of an expert; a file has those of all in one tensor."""
+    """Names by which layers call the products of an expert; a file has those of all in one
+    tensor."""
     module: str = "mlp"
-    """What has the experts in it."""
+    """Module that holds the experts."""
     theta: float = 10_000.0
     """Base of rotary embeddings where the file gives none."""
     own: Callable[[GgufFile, str], dict[str, Any]] = _nothing
-    """What else config.json would say."""
+    """Further entries that config.json would have."""
 
     @property
     def stored_names(self) -> tuple[tuple[str, str], ...]:
@@ -143,7 +143,7 @@ def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _query_scale(gguf: GgufFile, name: str, *, of_largest: int) -> int:
-    """Return what queries are divided by the root of: the size of a head, or an even share."""
+    """Return the number whose root queries are divided by: the size of a head, or an even share."""
     num_heads = gguf.integer(f"{name}.attention.head_count")
     share = gguf.integer(f"{name}.embedding_length") // num_heads
     if gguf.integer(f"{name}.block_count") == of_largest:

@@ -27,16 +27,15 @@ from lightserve.errors import ModelLoadError
 from lightserve.models.config import CONFIG_FILE, load_model_config
 from lightserve.models.gguf import GgufFile, read_gguf
 from lightserve.models.gguf_config import config_of
-from lightserve.tokenization.sentencepiece_file import decoder, merges
-from lightserve.tokenization.tiktoken_file import SPLITS
+from lightserve.tokenization.vocabulary_files import SPLITS, decoder, merges
 
 log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.gguf"
 _WITHOUT_CACHE = "lightserve-gguf-"
-"""What the name of a directory begins with that is in no cache."""
+"""Beginning of the name of a directory that is in no cache."""
 _LAYOUT = "4"
-"""Of what is written: another one is written anew."""
+"""Version of the written files: files of another version are written anew."""
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -103,8 +102,8 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
 }
-"""How texts are split before they are merged, step by step, by `tokenizer.ggml.pre`; without a
-step: as GPT-2's are."""
+"""Splits of texts before tokens are merged, step by step, by `tokenizer.ggml.pre`; without a step:
+as GPT-2's are."""
 _CONTROL, _USER_DEFINED = 3, 4
 _ENDS = frozenset(
     {
@@ -191,7 +190,7 @@ def _unpack_without_cache(path: Path, why: OSError) -> Path:
 
 
 def _write(path: Path, directory: Path) -> None:
-    """Write what stands for a GGUF file. Raises OSError and ModelLoadError."""
+    """Write the directory that stands for a GGUF file. Raises OSError and ModelLoadError."""
     gguf = read_gguf(path)
     files = {
         CONFIG_FILE: config_of(gguf),
@@ -206,7 +205,7 @@ def _write(path: Path, directory: Path) -> None:
 
 
 def _check_config(path: Path, directory: Path) -> None:
-    """Refuse what cannot be served before it is kept, naming the GGUF file."""
+    """Refuse a model that cannot be served before it is kept, naming the GGUF file."""
     try:
         load_model_config(directory)
     except ModelLoadError as error:
@@ -226,7 +225,7 @@ class _Made(list[Any]):
 
 
 def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
-    """Return what tokenizer.json would say."""
+    """Return the contents of tokenizer.json."""
     kind = gguf.string("tokenizer.ggml.model")
     pieces = gguf.strings("tokenizer.ggml.tokens")
     if not pieces or len(pieces) > gguf.tensors["token_embd.weight"].shape[0]:
@@ -275,7 +274,7 @@ def _kinds(gguf: GgufFile, num_pieces: int) -> npt.NDArray[np.generic]:
 
 
 def _end_of_texts(gguf: GgufFile, num_pieces: int) -> dict[str, Any] | None:
-    """Return what puts EOS behind texts, as files of models for vectors ask for."""
+    """Return the processor that puts EOS behind texts, as files of models for vectors ask for."""
     if not gguf.boolean("tokenizer.ggml.add_eos_token", default=False):
         return None
     token_id = _token_id(gguf, "tokenizer.ggml.eos_token_id", num_pieces)

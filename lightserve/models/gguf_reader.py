@@ -1,8 +1,16 @@
-"""Reads tensors of a GGUF file as plain numbers, some rows at a time."""
+"""Reads tensors of a GGUF file as plain numbers, some rows at a time.
+
+The layouts of blocks are those of llama.cpp's `ggml-quants` (`block_q4_0` to `block_q8_0`,
+`block_q2_K` to `block_q6_K`, `block_iq4_nl`, `block_iq4_xs`, `block_mxfp4`). K-quants and IQ4_XS:
+256 numbers in sub-blocks of 32 or 16, whose factors (and, in Q2_K, Q4_K and Q5_K, least values) are
+themselves integers times a factor of the whole block. IQ4: codes of 4 bits stand for integers of a
+table.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import ModelLoadError
+from lightserve.models.base import Part
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
-from lightserve.models.gguf_blocks import codes_of_blocks, integers_of_blocks, numbers_of_blocks
 from lightserve.models.gguf_config import name_in_file
-from lightserve.models.parallel import Part
+from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_NO_NUMBER
 from lightserve.models.stored_weights import StoredWeight, fp4_weight
 from lightserve.models.weight_copies import WeightCopies, is_finite, weight_copies
 from lightserve.models.weight_files import WeightFiles
@@ -113,7 +121,8 @@ class GgufReader:
             self._advance(math.prod(tensor.shape) * self.dtype.itemsize)
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity in what was read. Raises ModelLoadError naming a tensor."""
+        """Refuse NaN and infinity in the numbers read so far. Raises ModelLoadError naming a
+        tensor."""
         if bad := self._copies.not_finite():
             raise self._error(bad[0], f"has values that are not finite in {self.dtype}")
 
@@ -174,3 +183,222 @@ def _stored_weight(data: npt.NDArray[np.uint8], kind: int, columns: Part) -> Sto
         size,
         columns.start % size,
     )
+
+
+# Blocks of quantised numbers, made numbers of float32.
+
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+def numbers_of_blocks(data: Bytes, kind: int) -> Floats:
+    """Return the numbers of whole rows; data [R, row bytes], `kind` of BLOCK_TYPES -> [R, N]."""
+    block = BLOCK_TYPES[kind]
+    match block.name:
+        case "F32":
+            return data.view("<f4")
+        case "F16":
+            return data.view("<f2").astype(np.float32)
+        case "BF16":
+            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    blocks = data.reshape(-1, block.num_bytes)
+    numbers = _UNPACK[block.name](blocks)
+    return numbers.reshape(len(data), -1)
+
+
+class WholeNumbers(NamedTuple):
+    """Rows whose blocks have one factor and integers."""
+
+    integers: Bytes
+    """[R, N], without a sign."""
+    factors: Floats
+    """[R, blocks]."""
+    zero: int
+    """Number that is taken off integers."""
+    bits: int
+    """8 or 4, of an integer."""
+
+
+def integers_of_blocks(data: Bytes, kind: int) -> WholeNumbers | None:
+    """Return the integers of rows; None: their blocks have more than a factor and integers."""
+    block = BLOCK_TYPES[kind]
+    blocks = data.reshape(-1, block.num_bytes)
+    match block.name:
+        case "Q8_0":
+            integers, zero, bits = blocks[:, 2:] ^ np.uint8(128), 128, 8
+        case "Q4_0":
+            integers, zero, bits = _low_then_high(blocks[:, 2:]), 8, 4
+        case "Q5_0":
+            integers, zero, bits = _five_bits(blocks[:, 2:]), 16, 8
+        case "IQ4_NL":
+            integers, zero, bits = _IQ4_SHIFTED[_low_then_high(blocks[:, 2:])], 128, 8
+        case _:
+            return None
+    factors = _halves(blocks, 0).reshape(len(data), -1)
+    return WholeNumbers(integers.reshape(len(data), -1), factors, zero, bits)
+
+
+def codes_of_blocks(data: Bytes) -> tuple[Bytes, Bytes]:
+    """Return the codes and exponents of rows of MXFP4; data [R, row bytes].
+
+    Codes [R, N] of numbers of 4 bits, and the exponent [R, N / 32] that 32 of them share.
+    """
+    blocks = data.reshape(-1, 17)
+    codes = _low_then_high(blocks[:, 1:])
+    return codes.reshape(len(data), -1), blocks[:, 0].reshape(len(data), -1)
+
+
+def _halves(blocks: Bytes, start: int) -> Floats:
+    """Return the float16 at byte `start` of every block, [B, 1]."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * _halves(blocks, 0)
+
+
+def _low_then_high(packed: Bytes) -> Bytes:
+    """Return [B, 2 N] of [B, N]: the low halves of all bytes, then the high ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _five_bits(packed: Bytes) -> Bytes:
+    """Return 32 integers of 5 bits of 20 bytes: the fifth bits of all, then the low ones."""
+    fifth = np.unpackbits(packed[:, :4], axis=1, bitorder="little")
+    return _low_then_high(packed[:, 4:]) | fifth << np.uint8(4)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return (_low_then_high(blocks[:, 2:]).astype(np.float32) - 8) * _halves(blocks, 0)
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    integers = _low_then_high(blocks[:, 4:]).astype(np.float32)
+    return integers * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    return (_five_bits(blocks[:, 2:]).astype(np.float32) - 16) * _halves(blocks, 0)
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    return _five_bits(blocks[:, 4:]).astype(np.float32) * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _six_bits(packed: Bytes) -> tuple[Floats, Floats]:
+    """Return eight factors and eight least values, each [B, 8, 1], of 6 bits in 12 bytes."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    factors = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=1)
+    least = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
+    return factors.astype(np.float32)[:, :, None], least.astype(np.float32)[:, :, None]
+
+
+def _with_least(blocks: Bytes, integers: Bytes) -> Floats:
+    """Return the numbers of Q4_K or Q5_K blocks; integers [B, 8, 32]."""
+    factors, least = _six_bits(blocks[:, 4:16])
+    factors = factors * _halves(blocks, 0)[:, :, None]
+    return integers.astype(np.float32) * factors - least * _halves(blocks, 2)[:, :, None]
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """Return [B, 8, 32] of [B, 128]: of each 32 bytes the low nibbles, then the high ones."""
+    chunks = packed.reshape(-1, 4, 1, 32)
+    return np.concatenate([chunks & 15, chunks >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _two_bits(packed: Bytes) -> Bytes:
+    """Return [B, 16, 16] of [B, 64]: of each 32 bytes their lowest two bits, then the next."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
+    pairs: Bytes = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    return pairs.reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: Bytes) -> Floats:
+    scales = blocks[:, :16]
+    factors = (scales & 15).astype(np.float32) * _halves(blocks, 80)
+    least = (scales >> 4).astype(np.float32) * _halves(blocks, 82)
+    integers = _two_bits(blocks[:, 16:80]).astype(np.float32)
+    numbers: Floats = integers * factors[:, :, None] - least[:, :, None]
+    return numbers
+
+
+def _q3_k(blocks: Bytes) -> Floats:
+    low, packed = _low_then_high(blocks[:, 96:104]), blocks[:, 104:108]
+    high = np.concatenate([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    factors = ((low | high << 4).astype(np.float32) - 32) * _halves(blocks, 108)
+    shifts = np.arange(8, dtype=np.uint8)[None, :, None]
+    third = (blocks[:, None, :32] >> shifts & 1).reshape(-1, 16, 16)
+    integers = _two_bits(blocks[:, 32:96]).astype(np.float32) - 4 + 4 * third
+    return integers.astype(np.float32) * factors[:, :, None]
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    return _with_least(blocks, _nibbles(blocks[:, 16:]))
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    shifts = np.arange(8, dtype=np.uint8)[None, :, None]
+    fifth = (blocks[:, None, 16:48] >> shifts & 1).astype(np.uint8)
+    return _with_least(blocks, _nibbles(blocks[:, 48:]) | fifth << np.uint8(4))
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    # Two halves of 128 numbers: four times 32, whose low bits are nibbles of 64 bytes.
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+    integers = (low | (high << 4)).astype(np.float32) - 32
+    factors = blocks[:, 192:208].view(np.int8).astype(np.float32) * _halves(blocks, 208)
+    return integers.reshape(-1, 16, 16) * factors[:, :, None]
+
+
+_IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
+)
+"""Integers that the codes of IQ4 stand for."""
+_IQ4_SHIFTED = (_IQ4 + 128).astype(np.uint8)
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _IQ4[_low_then_high(blocks[:, 2:])].astype(np.float32) * _halves(blocks, 0)
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2) & 3
+    factors = ((low | high << 4).astype(np.float32) - 32) * _halves(blocks, 0)
+    packed = blocks[:, 8:].reshape(-1, 8, 16)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=2)
+    integers: Floats = _IQ4[codes].astype(np.float32)
+    numbers: Floats = integers * factors[:, :, None]
+    return numbers
+
+
+_FP4: Floats = (np.array(FP4_HALVES) / 2).astype(np.float32)
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    codes, exponents = codes_of_blocks(blocks)
+    powers = np.minimum(exponents, MXFP4_NO_NUMBER - 1).astype(np.int32) - MXFP4_BIAS
+    factors = np.ldexp(np.float32(1), powers).astype(np.float32)
+    factors[exponents == MXFP4_NO_NUMBER] = np.nan
+    return _FP4[codes] * factors
+
+
+_UNPACK = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

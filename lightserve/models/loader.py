@@ -13,16 +13,13 @@ from pathlib import Path
 import torch
 
 from lightserve.kernels.interface import Kernels
-from lightserve.models.base import Model
+from lightserve.models.base import Model, TensorParallel
 from lightserve.models.config import ModelConfig, check_tp
-from lightserve.models.context import ModelContext
 from lightserve.models.families import build_model
 from lightserve.models.gguf_config import as_stored, family_of
 from lightserve.models.gguf_reader import GgufReader
-from lightserve.models.gpt_oss import StackedExperts
-from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
-from lightserve.models.parallel import TensorParallel
-from lightserve.models.safetensors_reader import SafetensorsReader
+from lightserve.models.layers.linear import LinearMethod, ModelContext, UnquantizedMethod
+from lightserve.models.safetensors_reader import SafetensorsReader, StackedExperts
 from lightserve.models.weight_files import WeightFiles, check_weights, needed_tensors
 from lightserve.progress import Advance, progress
 

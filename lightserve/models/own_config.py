@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightserve.models.alibi import slopes_of
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.plain_config import MAX_LAYERS, slopes_of
 from lightserve.models.rope import DEFAULT_THETA, DefaultRope, parse_rope
 
 NORM_HEAD_VOCAB_SIZE = 125_696
-"""Of Baichuan 2; Baichuan 1 has 64,000 tokens and no normalised output layer."""
+"""Vocabulary of Baichuan 2; Baichuan 1 has 64,000 tokens and no normalised output layer."""
 
 
 def parse_internlm(fields: JsonFields) -> dict[str, Any]:
@@ -183,7 +182,7 @@ def _sizes(
     head_dim_key: str | None = None,
     kv_heads_key: str | None = None,
 ) -> dict[str, Any]:
-    """Return sizes by the keys that a family has for them, and what all have in common."""
+    """Return sizes by the keys that a family has for them, and the fields that all share."""
     if (activation := fields.string("hidden_act", default="silu")) != "silu":
         raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
     num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")

@@ -37,9 +37,9 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 MAX_TIMES = 4
 """Tied weights share memory in a pickle, and are each written. No model has so many of them."""
 MAX_COPIED_BYTES = 256 * 1024 * 1024
-"""Of all files that are copied as they are; a large vocabulary has a tenth of it."""
+"""Most bytes of all files that are copied unchanged; a large vocabulary has a tenth of it."""
 _OWN_BYTES = 1024 * 1024 * 1024
-"""Of address space, beside tensors, that the process may take after its start."""
+"""Address space beside tensors that the process may take after its start."""
 MAX_NAME_CHARS = 512
 _MAX_REASON_CHARS = 300
 _SHARD = re.compile(r"pytorch_model-\d{5}-of-\d{5}\.bin")
@@ -79,7 +79,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _shards(source: Path) -> tuple[Mapping[str, str], list[Path]]:
-    """Return the index, names of tensors to those of files, and the files; one file has none."""
+    """Return the index, names of tensors to names of files, and the files; one file has none."""
     if (source / PICKLED_FILE).is_file():
         check_confined(source, source / PICKLED_FILE)
         return {}, [source / PICKLED_FILE]
@@ -135,7 +135,7 @@ def _write(listed: Mapping[str, str], shards: Sequence[Path], target: Path) -> N
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return what a pickle holds, if that is tensors by name and nothing else.
+    """Return the contents of a pickle, if they are tensors by name and nothing else.
 
     Each tensor has memory of its own.
 

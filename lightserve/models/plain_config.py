@@ -5,10 +5,10 @@ GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT. Torch-free.
 
 from __future__ import annotations
 
+import struct
 from enum import StrEnum
 from typing import Any
 
-from lightserve.models.alibi import as_bfloat16, mpt_slopes, slopes_of
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.rope import DEFAULT_THETA, DefaultRope, parse_rope, parse_rotary_dim
 
@@ -385,3 +385,35 @@ def _activation(fields: JsonFields, key: str, default: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise fields.error(key, f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
     return _ACTIVATIONS[name]
+
+
+# ALiBi: how much less a head's scores are with each position between query and key.
+#
+# Source: Press et al. 2022, "Train Short, Test Long", section 3; heads whose number is no power of
+# two as in its authors' code.
+
+
+def slopes_of(num_heads: int) -> tuple[float, ...]:
+    """Return each head's slope: the slopes of a power of two, then every other one of twice as
+    many."""
+    power = 1 << (num_heads.bit_length() - 1)
+    return (_of_power(power) + _of_power(2 * power)[::2])[:num_heads]
+
+
+def _of_power(num_heads: int) -> tuple[float, ...]:
+    """Return 2 ** (-8 / n), its square, and so on."""
+    return tuple(2.0 ** (-8.0 * head / num_heads) for head in range(1, num_heads + 1))
+
+
+def mpt_slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
+    """Return MPT's: of the next power of two, the steep half first."""
+    power = 1 << (num_heads - 1).bit_length()
+    slopes = tuple(2.0 ** (-max_bias * head / power) for head in range(1, power + 1))
+    return slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
+
+
+def as_bfloat16(number: float) -> float:
+    """Return the nearest number of type bfloat16, ties to even."""
+    bits = int.from_bytes(struct.pack(">f", number), "big")
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return float(struct.unpack(">f", bits.to_bytes(4, "big"))[0])

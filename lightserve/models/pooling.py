@@ -18,7 +18,7 @@ LIMITS_FILE = "sentence_bert_config.json"
 
 
 class Pooling(StrEnum):
-    """How the hidden states of a prompt's tokens become one."""
+    """The way from the hidden states of a prompt's tokens to one vector."""
 
     CLS = "cls"
     """That of the first token."""
@@ -39,7 +39,7 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """How a model makes vectors of prompts."""
+    """The way in which a model makes vectors of prompts."""
 
     kind: Pooling
     size: int
@@ -49,9 +49,9 @@ class Embedding:
     embeds_only: bool
     """Whether the model is for nothing else."""
     max_tokens: int | None = None
-    """Of a prompt, where the files allow fewer than the model's context."""
+    """Most tokens of a prompt, where the files allow fewer than the model's context."""
     sizes: tuple[int, ...] = ()
-    """What vectors may be cut to."""
+    """Sizes to which vectors may be cut."""
 
     def can_have(self, size: int) -> bool:
         """Whether vectors may have so many numbers."""
@@ -99,7 +99,7 @@ def load_embedding(path: Path, config: ModelConfig, asked: str) -> Embedding | N
 
 
 def _pooling_of(path: Path, modules: Path) -> Pooling:
-    """Return what `modules.json` and the folder that it names say."""
+    """Return the contents of `modules.json` and of the folder that it names."""
     folder = None
     for number, entry in enumerate(read_json_objects(modules)):
         fields = JsonFields(modules, entry, prefix=f"{number}.")

@@ -13,24 +13,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightserve.models.base import Part
 from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_GROUP, MXFP4_NO_NUMBER
-from lightserve.models.parallel import Part
 from lightserve.models.weight_format import WORD_BITS, Layout, WeightFormat
 
 ReadPart = Callable[[str, Part | None, Part | None], Tensor]
 """Returns a part (first and second dimension) of a module's tensor, by name."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight outputs stands in an int32, in values of 4 bits from the lowest."""
+"""Place of each of eight outputs in an int32, in values of 4 bits from the lowest."""
 PACKED_SIZES = (128, 96, 64, 32)
 """Inputs of a group that `pack_groups` takes, the best first."""
 FP8_SIZES = (128, 64)
-"""The same of `pack_fp8`."""
+"""Group sizes of `pack_fp8`."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A part of a weight, [M, K]: (value - zero) * factor, with those of the output and group."""
+    """A part of a weight, [M, K]: (value - zero) * factor, with its output's and group's."""
 
     values: Tensor
     """uint8 or float8_e4m3fn [M, K]."""
@@ -42,14 +42,14 @@ class StoredWeight:
     group_size: int | None
     """Inputs that share a factor, one group after the other; None: `groups` says."""
     first_input: int = 0
-    """How many inputs of the first group stand before the part."""
+    """Inputs of the first group that stand before the part."""
     groups: Tensor | None = None
     """int64 [K], each input's group, where they do not follow each other."""
     codes: Tensor | None = None
     """uint8 [M, K] below 16, where values stand for numbers of floating point of 4 bits."""
 
     def numbers(self) -> Tensor:
-        """Return what it stands for, float32 [M, K]."""
+        """Return its numbers, float32 [M, K]."""
         groups = self.groups
         if groups is None:
             assert self.group_size is not None
@@ -106,7 +106,7 @@ def fp4_weight(codes: Tensor, exponents: Tensor, columns: Part) -> StoredWeight:
 
 
 class IntegerGroups(NamedTuple):
-    """A weight [M, K] as `QuantizingKernels.pack_groups` takes it."""
+    """A weight [M, K] as `Kernels.pack_groups` takes it."""
 
     integers: Tensor
     """uint8 [M, K]."""
@@ -163,7 +163,7 @@ def groups_of(parts: list[StoredWeight]) -> IntegerGroups | None:
 
 
 class Fp8Groups(NamedTuple):
-    """A weight [M, K] as `Fp8Kernels.pack_fp8` takes it."""
+    """A weight [M, K] as `Kernels.pack_fp8` takes it."""
 
     values: Tensor
     """float8_e4m3fn [M, K]."""
@@ -195,7 +195,7 @@ def fp8_of(parts: list[StoredWeight]) -> Fp8Groups | None:
 
 
 def _packed_size(part: StoredWeight, sizes: tuple[int, ...] = PACKED_SIZES) -> int | None:
-    """Return the largest size of groups at whose beginnings those of the part may begin."""
+    """Return the largest size of groups that begin wherever a group of the part begins."""
     if part.group_size is None:
         return None
     if part.factors.shape[1] == 1:

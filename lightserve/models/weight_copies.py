@@ -1,4 +1,4 @@
-"""How weights get from mapped files into the final parameters, and that they are finite.
+"""Copies weights from mapped files into the final parameters, and checks that they are finite.
 
 On the CPU a parameter is copied and looked at. To a GPU the bytes go through two small
 page-locked buffers in turn: while one is on its way to the device, the host fills the other from
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 BUFFER_BYTES = 32 * 2**20
-"""Of each of the two: half a millisecond of the bus, far above what starting a copy takes."""
+"""Bytes of each of the two: half a millisecond of the bus, far above the cost of starting a
+copy."""
 
 
 class WeightCopies(Protocol):
@@ -125,7 +126,7 @@ class CudaFence:
 
 
 def weight_copies(device: torch.device) -> WeightCopies:
-    """Return what copies to parameters on `device`."""
+    """Return the copies to parameters on `device`."""
     if device.type != "cuda":
         return DirectCopies()
     memory = torch.empty(2, BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -21,8 +21,7 @@ from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_config import as_stored, family_of, name_in_file, one_by_one
 from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
 from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.models.latent_config import LatentConfig
-from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
+from lightserve.models.moe_config import MXFP4_GROUP, LatentConfig, MoeConfig, Stacked
 from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -40,7 +39,7 @@ TOKEN_TYPES = "model.embed_types.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Of a tensor of experts in MXFP4: two numbers in a byte, and the factors of groups."""
+"""Endings of the tensors of experts in MXFP4: two numbers in a byte, and the factors of groups."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class WeightFiles:
     """Sizes of the weights that are stored in that format, by the names of plain ones."""
 
     def stored(self, name: str) -> str:
-        """Return what the files call a tensor."""
+        """Return the files' name of a tensor."""
         for ours, theirs in self.stored_names:
             name = name.replace(ours, theirs)
         return name
@@ -72,7 +71,7 @@ class WeightFiles:
         return stored in self.file_of or self._module(stored) is not None
 
     def tensors_of(self, stored: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-        """Return what must be there for a tensor of this name and shape, by name.
+        """Return the tensors that must be there for one of this name and shape, by name.
 
         A plain weight, or what stands for it in the files' format.
         """
@@ -346,7 +345,7 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
 
 
 def quantised_as(path: Path, config: ModelConfig) -> str | None:
-    """Return what the model's weights are quantised as, for people; None: they are plain."""
+    """Return the name of the weights' quantisation, for people; None: they are plain."""
     if config.weight_format is not None:
         return config.weight_format.name
     if config.moe is not None and config.moe.stacked is Stacked.MXFP4:
@@ -365,8 +364,8 @@ _PREFIXES = (
     (("model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
     (("model.", "model.language_model."),),
 )
-"""What else names may begin with: of files that were saved without the output layer, or that have
-a text model beside one for images, by its authors' names and by transformers'."""
+"""Other beginnings of names: of files that were saved without the output layer, or that have a text
+model beside one for images, by its authors' names and by transformers'."""
 
 
 def _with_prefix(files: WeightFiles) -> WeightFiles:

@@ -31,7 +31,7 @@ WORD_BITS = 32
 
 
 class Layout(StrEnum):
-    """How values stand in a file."""
+    """The layout of values in a file."""
 
     GPTQ = "gptq"
     AWQ = "awq"
@@ -42,7 +42,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What one tensor of a weight must be."""
+    """The form that one tensor of a weight must have."""
 
     shapes: tuple[tuple[int, ...], ...]
     """Any of these."""
@@ -53,10 +53,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How a checkpoint's quantised weights are stored."""
+    """The format of a checkpoint's quantised weights."""
 
     method: str
-    """What config.json calls it."""
+    """Its name in config.json."""
     layout: Layout
     bits: int
     """4 or 8, of a value."""
@@ -66,39 +66,39 @@ class WeightFormat:
     """Inputs that share a factor; None: all."""
     has_zeros: bool = False
     zero_offset: int = 0
-    """What is added to the zeros in the file."""
+    """Number that is added to the zeros in the file."""
     has_order: bool = False
     """Whether each input names its group."""
     rounds_tokens: bool = False
     """Whether the inputs of products are made for 8 bits too, with a factor for each token."""
     factors: str = "weight_scale"
-    """What the tensor of factors is called in a module."""
+    """Name of the tensor of factors in a module."""
 
     @property
     def values(self) -> str:
-        """What the tensor of values is called in a module."""
+        """Name of the tensor of values in a module."""
         if self.layout in (Layout.GPTQ, Layout.AWQ):
             return "qweight"
         return "weight_packed" if self.layout is Layout.PACKED else "weight"
 
     @property
     def zeros(self) -> str:
-        """What the tensor of zeros is called in a module."""
+        """Name of the tensor of zeros in a module."""
         return "qzeros" if self.layout in (Layout.GPTQ, Layout.AWQ) else "weight_zero_point"
 
     @property
     def order(self) -> str:
-        """What the tensor of each input's group is called in a module."""
+        """Name of the tensor of each input's group in a module."""
         return "g_idx" if self.layout is Layout.GPTQ else "weight_g_idx"
 
     @property
     def per_word(self) -> int:
-        """How many values an int32 has."""
+        """Values of an int32."""
         return WORD_BITS // self.bits
 
     @property
     def name(self) -> str:
-        """What people know it by."""
+        """Its common name."""
         return f"{self.method}, {self.bits} bits"
 
     def num_groups(self, num_inputs: int) -> int:
@@ -106,7 +106,7 @@ class WeightFormat:
         return 1 if self.block_inputs is None else -(-num_inputs // self.block_inputs)
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, StoredTensor]:
-        """Return what a module of a weight [M, K] has in place of `weight`, by name."""
+        """Return the tensors that a module of a weight [M, K] has in place of `weight`, by name."""
         outputs, inputs = shape
         groups = self.num_groups(inputs)
         words = -(-outputs // self.per_word)
@@ -151,7 +151,7 @@ class WeightFormat:
 
 
 def parse_weight_format(fields: JsonFields) -> WeightFormat | None:
-    """Return what config.json says of its weights, None: they are plain numbers.
+    """Return the format of weights that config.json names, None: they are plain numbers.
 
     Raises:
         ModelLoadError: a method, layout or number that cannot be served; names file and key.
@@ -259,7 +259,7 @@ _COMPRESSED = {
     "int-quantized": ("int", (8,)),
     "float-quantized": ("float", (8,)),
 }
-"""Formats of compressed-tensors: what weights are, and of how many bits."""
+"""Formats of compressed-tensors: the kind of weights, and their bits."""
 _STRATEGIES = {
     "pack-quantized": ("group", "channel"),
     "int-quantized": ("tensor", "channel", "group"),

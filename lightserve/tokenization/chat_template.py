@@ -24,16 +24,18 @@ import jinja2.meta
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
 from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.conversation import (
+    PROBED_TOOL,
+    TOOLS_NAMES,
     ChatMessage,
     Conversation,
     Ending,
     Forms,
     Need,
     Place,
+    find_forms,
     needs_of,
 )
 from lightserve.tokenization.description import TOKENIZER_CONFIG_FILE
-from lightserve.tokenization.template_probes import PROBED_TOOL, TOOLS_NAMES, find_forms
 from lightserve.tokenization.template_sandbox import (
     DEADLINE_S,
     MAX_OUTPUT_CHARS,
@@ -71,7 +73,7 @@ class TemplateSource:
 
 
 class TemplateRejection(jinja2.TemplateError):
-    """What `raise_exception` raises: the template refuses these messages."""
+    """The error of `raise_exception`: the template refuses these messages."""
 
 
 class _Compiled:
@@ -86,7 +88,7 @@ class _Compiled:
         has_tools: bool,
         deadline_s: float,
     ) -> None:
-        """Compile it and try it. Raises what it raises where it does not parse, and limits."""
+        """Compile it and try it. Passes errors of the parser on, and errors of limits."""
         self._special_tokens = special_tokens
         self._deadline_s = deadline_s
         self._sandbox = sandbox
@@ -114,7 +116,7 @@ class _Compiled:
         return None
 
     def render(self, conversation: Conversation) -> str:
-        """Return the text. Raises what templates raise."""
+        """Return the text. Passes errors of templates on."""
         return self._render(conversation, self.forms)
 
     def _render(self, conversation: Conversation, forms: Forms) -> str:
@@ -168,16 +170,16 @@ class ChatTemplate:
         self.option_names = both[0].option_names | both[1].option_names
         """Variables that requests may give a value, such as Qwen3's `enable_thinking`."""
         self.can_end_with_message = all("add_generation_prompt" in one.variables for one in both)
-        """Whether it leaves out what begins an answer where it is told to."""
+        """Whether it leaves out the beginning of an answer where it is told to."""
 
     @property
     def left_out(self) -> list[str]:
-        """What conversations may have and the template does not show, in words."""
+        """Parts of conversations that the template does not show, in words."""
         left_out = self._plain.forms.left_out | self._with_tools.forms.left_out
         return [need.value for need in Need if need in left_out]
 
     def check(self, conversation: Conversation) -> None:
-        """Raise InvalidRequest where the template leaves out what a conversation has."""
+        """Raise InvalidRequest where the template leaves out a part of the conversation."""
         left_out = self._compiled(conversation).forms.left_out
         for need, place in needs_of(conversation) if left_out else ():
             if need in left_out:

@@ -18,8 +18,12 @@ import tokenizers
 
 from lightserve.errors import ModelLoadError
 from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.tokenization.sentencepiece_file import describe_sentencepiece, read_sentencepiece
-from lightserve.tokenization.tiktoken_file import describe_tiktoken, is_tiktoken
+from lightserve.tokenization.vocabulary_files import (
+    describe_sentencepiece,
+    describe_tiktoken,
+    is_tiktoken,
+    read_sentencepiece,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ def find_tokenizer(model_dir: Path) -> Path:
 
 
 def describe_tokenizer(path: Path) -> dict[str, Any]:
-    """Return what a file that `find_tokenizer` has found says. Raises ModelLoadError."""
+    """Return the contents of a file that `find_tokenizer` has found. Raises ModelLoadError."""
     if path.name == TOKENIZER_FILE:
         return read_json_object(path)
     config_file = path.with_name(TOKENIZER_CONFIG_FILE)
@@ -107,10 +111,10 @@ def _from_config(config: JsonFields) -> dict[int, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class NamedTokens:
-    """Special tokens by name, and those without one; flags as tokenizer.json has them."""
+    """Special tokens by name, and special tokens without one; flags as tokenizer.json has them."""
 
     named: dict[str, tokenizers.AddedToken] = field(default_factory=dict)
-    """`bos_token`, … in the order of `SPECIAL_TOKEN_NAMES`, then those with other names."""
+    """`bos_token`, … in the order of `SPECIAL_TOKEN_NAMES`, then tokens with other names."""
     others: list[tokenizers.AddedToken] = field(default_factory=list)
 
 
@@ -210,7 +214,7 @@ def _differs(token: tokenizers.AddedToken, own: tokenizers.AddedToken | None) ->
 def _added(
     model_dir: Path, special: NamedTokens, own: dict[str, tokenizers.AddedToken]
 ) -> Iterator[tuple[int | None, tokenizers.AddedToken]]:
-    """Yield tokens with the ids that files give them: by id, then those that are only named."""
+    """Yield tokens with the ids that files give them: by id, then tokens that are only named."""
     path = model_dir / TOKENIZER_CONFIG_FILE
     config = JsonFields(path, read_json_object(path) if path.is_file() else {})
     named = {token.content for token in special.named.values()}

@@ -32,12 +32,12 @@ _BYTE_PIECE_LEN = len("<0x0A>")
 
 @dataclass(frozen=True, kw_only=True)
 class PieceDecoder:
-    """How pieces become bytes."""
+    """The way from pieces to bytes."""
 
     piece_to_bytes: Callable[[str], bytes]
     """The piece's bytes, perhaps a part of a character, in the middle of a text."""
     first_piece_to_bytes: Callable[[str], bytes]
-    """The same at the start of a text."""
+    """`piece_to_bytes` at the start of a text."""
     num_stripped: int
     """Up to this many …"""
     stripped: bytes
@@ -96,7 +96,7 @@ def _byte_level() -> PieceDecoder:
 
 
 def _joined_by_blanks() -> PieceDecoder:
-    """Return what `tokenizers`, and so transformers, does without a decoder."""
+    """Return the text that `tokenizers`, and so transformers, makes without a decoder."""
     return PieceDecoder(
         piece_to_bytes=lambda piece: f" {piece}".encode(),
         first_piece_to_bytes=str.encode,
@@ -118,7 +118,7 @@ _CLOSE_UP = {
     " 've": "'ve",
     " 're": "'re",
 }
-"""What `cleanup` of the `tokenizers` library replaces in each piece, in this order."""
+"""Replacements of `cleanup` of the `tokenizers` library in each piece, in this order."""
 
 
 def _word_piece(prefix: str, *, cleans_up: bool) -> PieceDecoder:
@@ -214,7 +214,7 @@ class Stopped:
     """A stop string is complete."""
 
     text: str
-    """What may still be shown: the text before it, or with it if it is to be included."""
+    """Text that may still be shown: the text before it, or with it if it is to be included."""
     stop: str
 
 
@@ -230,7 +230,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str | Stopped:
-        """Add text; return what certainly belongs to no stop string, or the end."""
+        """Add text; return the part that certainly belongs to no stop string, or the end."""
         held = self._held + text
         found = [(held.find(stop), -len(stop), stop) for stop in self._stops if stop in held]
         if found:
@@ -241,7 +241,7 @@ class StopMatcher:
         return held[: len(held) - keep]
 
     def finish(self) -> str:
-        """Return what was held back: the output ends without a stop string."""
+        """Return the text that was held back: the output ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -302,7 +302,7 @@ class Detokenizer:
     def __init__(self, table: PieceTable, *, continues: bool) -> None:
         self._table = table
         self._held = b""
-        """Of a character that is not whole."""
+        """Bytes of a character that is not whole."""
         self._is_first = not continues
         self._num_to_strip = 0 if continues else table.num_stripped
 
@@ -319,7 +319,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Return what was held back: nothing, or U+FFFD for an incomplete character."""
+        """Return the text that was held back: nothing, or U+FFFD for an incomplete character."""
         held, self._held = self._held, b""
         return held.decode(errors="replace")
 

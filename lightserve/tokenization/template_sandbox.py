@@ -54,14 +54,14 @@ MAX_OUTPUT_CHARS = 1_000_000
 MAX_EMITTED_CHARS = 16 * MAX_OUTPUT_CHARS
 """Over all macros, set blocks and loops of one render, each emission counted."""
 MAX_MADE_CHARS = 64 * MAX_OUTPUT_CHARS
-"""Of all values that one render makes, whether they are written or not: it may keep them all."""
+"""Most characters of all values that one render makes, written or not: it may keep them all."""
 CHARS_PER_ITEM = 16
-"""What an item of a list counts there, beside its own text: its memory."""
+"""Characters that an item of a list counts there beside its own text: its memory."""
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_NODES = 20_000
-"""Of a template's syntax tree: about a second to compile, and 80 MiB."""
+"""Most nodes of a template's syntax tree: about a second to compile, and 80 MiB."""
 MAX_SEARCH_STEPS = 100_000_000
-"""A text's characters times those of what is looked for, where Python may take as many steps."""
+"""Most steps of Python: a text's characters times the characters that it searches for."""
 MAX_INTEGER = 10**4300
 """Python reads and writes numbers of so many digits, so requests have none that are larger."""
 DEADLINE_S = 1.0
@@ -92,7 +92,7 @@ class TemplateLimit(jinja2.TemplateError):
 
 
 class Budget:
-    """What one render may still spend."""
+    """The rest that one render may still spend."""
 
     def __init__(self, *, deadline_s: float) -> None:
         # What counts is the time that this thread computes, not what others took from it, but
@@ -273,7 +273,7 @@ class _Charging(NodeTransformer):
         return _filtered(node, "charge_value")
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """See `visit_List`; a tuple may also be what is assigned to."""
+        """See `visit_List`; a tuple may also be a target of an assignment."""
         self.generic_visit(node)
         return _filtered(node, "charge_value") if node.ctx == "load" else node
 

@@ -46,7 +46,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """What the configuration files say about special tokens."""
+    """The special tokens that the configuration files name."""
 
     names: dict[str, str]
     """`bos_token`, `eos_token`, … to their text, as chat templates see them."""
@@ -161,7 +161,7 @@ class Tokenizer:
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """Return the detokeniser of what follows this prompt."""
+        """Return the detokeniser of the text behind this prompt."""
         # Most prompts have text at once; the ids of one that has none are looked at once each.
         has_text = self._pieces.has_text
         continues = any(map(has_text, prompt_token_ids[:16])) or any(
@@ -170,7 +170,7 @@ class Tokenizer:
         return Detokenizer(self._pieces, continues=continues)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, those of its name if it has no text."""
+        """Return a token's bytes, or those of its name if it has no text."""
         if self.is_special(token_id):
             return self.name_of(token_id).encode()
         return self._pieces.bytes_of(token_id)
@@ -340,7 +340,8 @@ _ENDS = (
     *("▁<EOT>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>"),
     *("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|repo_name|>", "<repo_name>"),
 )
-"""Behind the middle, what ends it where the model does not end with EOS: the next file begins."""
+"""Tokens behind the middle that end it where the model does not end with EOS: the next file
+begins."""
 
 
 class Infilling:
@@ -349,12 +350,12 @@ class Infilling:
     def __init__(
         self, tokenizer: Tokenizer, token_ids: Sequence[int], *, is_suffix_first: bool
     ) -> None:
-        """`token_ids`: those of a family."""
+        """`token_ids`: the tokens of a family."""
         self._tokenizer = tokenizer
         self._prefix, self._suffix, self._middle = token_ids
         self._is_suffix_first = is_suffix_first
         self.end_token_ids = (*token_ids, *_ids(tokenizer, _ENDS))
-        """What ends the output besides EOS: none of these is text."""
+        """Tokens that end the output besides EOS: none of these is text."""
 
     def encode(self, prefix: str, suffix: str) -> array[int]:
         """Return the ids of a prompt. Raises InvalidRequest: a text cannot be tokenised."""
@@ -376,7 +377,7 @@ def find_infilling(tokenizer: Tokenizer) -> Infilling | None:
 
 
 def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> list[int]:
-    """Return the ids of those tokens that there are."""
+    """Return the ids of the tokens that exist."""
     found = (tokenizer.id_of(name) for name in names)
     return [token_id for token_id in found if token_id is not None]
 

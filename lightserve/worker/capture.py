@@ -12,10 +12,9 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.check_pair import LIMITS
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Can, Kernels
 from lightserve.messages.common import NO_SIZES, GraphSizes
-from lightserve.models.base import KVTensors, Model
-from lightserve.models.parallel import TensorParallel
+from lightserve.models.base import KVTensors, Model, TensorParallel
 from lightserve.progress import Advance, progress
 from lightserve.worker.graphs import (
     MAX_ROWS,
@@ -41,7 +40,7 @@ def graph_sizes(
     Raises:
         ConfigError: options of graphs are given, and nothing here has a use for them.
     """
-    can_capture = device.type == "cuda" and kernels.is_capturable and has_decodes
+    can_capture = device.type == "cuda" and Can.GRAPHS in kernels.can and has_decodes
     if not can_capture:
         for flag in config.given_graph_flags:
             got = f"{device.type} and {kernels.name}" if has_decodes else "an encoder"

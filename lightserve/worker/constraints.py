@@ -57,7 +57,7 @@ MAX_REPAIRS = 3
 
 @dataclass(frozen=True, eq=False)
 class StepMasks:
-    """What the constrained rows of a step may draw."""
+    """The tokens that the constrained rows of a step may draw."""
 
     indices: list[int]
     """Among the step's sampled rows."""
@@ -67,9 +67,9 @@ class StepMasks:
     allowed: Tensor | None
     """bool [len(indices), vocab], the same; where the CPU samples."""
     failed: frozenset[int]
-    """Those of `indices` whose grammar failed; they may draw nothing."""
+    """`indices` of rows whose grammar failed; they may draw nothing."""
     unready: frozenset[int]
-    """Those of `indices` whose grammar is not compiled yet; what they draw means nothing."""
+    """`indices` of rows whose grammar is not compiled yet; their tokens mean nothing."""
 
     def upload(self, num_rows: int, upload: Upload) -> RowMasks:
         """Return them beside the logits of the `num_rows` rows that the step samples."""
@@ -101,7 +101,7 @@ class RowConstraints:
         self._unpack = unpack
         self._rows: dict[RowId, _Row] = {}
         self._guilty: OrderedDict[Constraint, None] = OrderedDict()
-        """What has ended a process; rows under it fail."""
+        """Constraints that have ended a process; rows under them fail."""
         self._num_asked = 0
         self._at_work = os.memfd_create("constraints")
         self._process, self._link = self._start()
@@ -142,7 +142,7 @@ class RowConstraints:
             self._send(Update(gone, begun))
 
     def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
-        """Return those of `rows` that are constrained."""
+        """Return the constrained ones of `rows`."""
         return frozenset(self._rows.keys() & rows) if self._rows else frozenset()
 
     def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
@@ -161,7 +161,7 @@ class RowConstraints:
     def advance(
         self, rows: Sequence[RowId], token_ids: Sequence[int], unready: frozenset[int]
     ) -> None:
-        """Take in what the rows of a step drew; `unready` as its masks had it."""
+        """Take in the tokens that a step's rows drew; `unready` as its masks had it."""
         drawn = [
             (row, token_id)
             for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
@@ -179,7 +179,7 @@ class RowConstraints:
         self._receive()
 
     def _live(self, rows: Sequence[RowId]) -> list[RowId]:
-        """Return those of `rows` that the process knows."""
+        """Return the rows of `rows` that the process knows."""
         known = self._rows
         return [row for row in rows if row in known and known[row].constraint not in self._guilty]
 
@@ -266,7 +266,7 @@ class RowConstraints:
         return bytes(data)
 
     def _replace(self) -> None:
-        """Start the process anew; rows under what it was at fail, the others go on in it."""
+        """Start the process anew; the rows of its unfinished work fail, the others go on."""
         self._link.close()
         self._process.kill()
         code = self._process.wait()
@@ -286,7 +286,7 @@ _MASKS = msgspec.msgpack.Decoder(Masks)
 
 @dataclass
 class _Row:
-    """What is known of a constrained row."""
+    """The state of a constrained row."""
 
     constraint: Constraint
     output: array[int]

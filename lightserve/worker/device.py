@@ -1,4 +1,4 @@
-"""Where a worker computes, and how host data gets there."""
+"""The device of a worker, and the way of host data to it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make_queue(device: torch.device) -> DeviceQueue:
 
 
 class HostMark:
-    """Past from the beginning: what the host does is done when it returns."""
+    """A mark that is past from the beginning: the host's work is done when it returns."""
 
     __slots__ = ("_at_s",)
 
@@ -273,20 +273,20 @@ class Stream(Protocol):
     """Work in order, concurrent with that of other queues but for `wait`."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Queue what `work` launches."""
+        """Queue the launches of `work`."""
 
     def upload(self, host: Tensor) -> Tensor:
-        """Return a host tensor on the device, as what is queued here from now on sees it."""
+        """Return a host tensor on the device, as later work of this queue sees it."""
 
     def record(self, *, is_timed: bool = False) -> Event:
         """Return the point behind all that is queued."""
 
     def wait(self, event: Event) -> None:
-        """Let what is queued from here on run after an event of another queue."""
+        """Let later work of this queue run after an event of another queue."""
 
 
 class CopyStreams(NamedTuple):
-    """What copies of KV are queued to."""
+    """The streams that copies of KV are queued to."""
 
     compute: Stream
     """Where forward passes run; nothing is run here by copies, they are waited for."""

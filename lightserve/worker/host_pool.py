@@ -26,14 +26,14 @@ MIN_TOKENS_BY_LAYER = 64
 
 
 class CopyWait(Protocol):
-    """What a step waits for its copies."""
+    """The time that a step waits for its copies."""
 
     def seconds(self) -> float:
         """Return how long it was, 0.0 without copies; once the step is done."""
 
 
 class Waited:
-    """What the CPU has waited."""
+    """Time that the CPU has waited."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -95,7 +95,8 @@ class HostPool(ABC):
 
 
 class DirectHostPool(HostPool):
-    """Of a KV pool on the CPU: the same layout; pages are touched only when they are written."""
+    """The host pool of a KV pool on the CPU: the same layout; pages are touched only when they are
+    written."""
 
     overlaps_copies = False
 

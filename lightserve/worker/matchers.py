@@ -49,21 +49,22 @@ from lightserve.structured import (
 from lightserve.tokenization.tokenizer import Tokenizer
 
 MAX_KEPT_BYTES = 256 * MiB
-"""Of all grammars, while some are kept for sequences to come."""
+"""Most bytes of all grammars while some are kept for sequences to come."""
 MAX_USED_BYTES = 1024 * MiB
-"""Of all grammars, while more rows get theirs. Those at work still grow by what they have seen."""
+"""Most bytes of all grammars while more rows get theirs. Grammars at work still grow by the tokens
+that they have seen."""
 MAX_GROWN_BYTES = 2 * MAX_USED_BYTES
-"""Of all grammars: beyond it the one fails that has grown most."""
+"""Most bytes of all grammars: beyond it the grammar fails that has grown most."""
 BEST_EFFORT_SHARE = 0.75
-"""Of `MAX_USED_BYTES`, what best-effort rows may fill: they may go on for minutes."""
+"""Share of `MAX_USED_BYTES` that best-effort rows may fill: they may go on for minutes."""
 MAX_BYTES = 3 * MAX_USED_BYTES
-"""Where the kernel ends the process, beside what it has taken at its start."""
+"""Bytes beside its memory at the start at which the kernel ends the process."""
 MAX_COMPILE_S = 10.0
-"""Of a processor, for a grammar that took a frontend's process a second at most."""
+"""Processor seconds for a grammar that took a frontend's process a second at most."""
 PATIENCE_S = 0.02
-"""What a step waits that has nothing to do but ask for tokens whose grammars are not ready."""
+"""Longest wait of a step that has nothing to do but ask for tokens whose grammars are not ready."""
 REPAIR_S = 10.0
-"""What a step waits for grammars that were ready before the process that had them ended."""
+"""Longest wait of a step for grammars that were ready before the process that had them ended."""
 AT_WORK = Struct("<qq")
 
 
@@ -94,16 +95,17 @@ class Update(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """What rows may draw; `is_repair`: all that can be ready are waited for."""
+    """A question for the tokens that rows may draw; `is_repair`: waits for every grammar that can
+    be ready."""
 
     number: int
-    """Of the question, which its reply repeats."""
+    """Number of the question, which its reply repeats."""
     rows: Sequence[int]
     is_repair: bool = False
 
 
 class Drawn(msgspec.Struct, frozen=True, tag=True):
-    """What rows have drawn."""
+    """The tokens that rows have drawn."""
 
     rows: Sequence[int]
     token_ids: Sequence[int]
@@ -127,9 +129,9 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
     """uint8 [rows, bytes], bit t % 8 of byte t // 8: whether token t is allowed; a multiple of four
     bytes for each."""
     failed: tuple[int, ...] = ()
-    """Indices of those whose grammar failed; they may draw nothing."""
+    """Indices of rows whose grammar failed; they may draw nothing."""
     unready: tuple[int, ...] = ()
-    """Indices of those whose grammar is not compiled yet; what they draw means nothing."""
+    """Indices of rows whose grammar is not compiled yet; their tokens mean nothing."""
 
 
 _Matcher = Future[LLMatcher | None]
@@ -137,7 +139,7 @@ _Matcher = Future[LLMatcher | None]
 
 
 def _matcher_of(work: _Matcher) -> LLMatcher | None:
-    """Return what a compilation that is over gave; one that broke down has failed as well."""
+    """Return the result of a finished compilation; one that broke down has failed as well."""
     return None if work.exception() is not None else work.result()
 
 
@@ -190,11 +192,11 @@ class RowMatchers:
         self._rows: dict[int, _Row] = {}
         """Rows with a constraint. A matcher belongs to the compiler until it is done."""
         self._waiting: dict[int, Begun] = {}
-        """Those of them whose turn has yet to come."""
+        """Constrained rows whose turn has yet to come."""
         self._used: Counter[Constraint] = Counter()
-        """How many of the others are under each."""
+        """Number of the other rows under each constraint."""
         self._pending: set[Constraint] = set()
-        """Those of these that have yet to be compiled."""
+        """Constraints that have yet to be compiled."""
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         """The compiler's."""
         self._grown: Counter[Constraint] = Counter()
@@ -208,7 +210,7 @@ class RowMatchers:
 
     @property
     def num_bytes(self) -> int:
-        """What all grammars take."""
+        """Bytes of all grammars."""
         return self._used_bytes() - self._used_before
 
     def check_time(self) -> None:
@@ -218,7 +220,8 @@ class RowMatchers:
             os._exit(1)
 
     def update(self, left: Sequence[int], begun: Sequence[Begun]) -> None:
-        """Forget what was left, whose grammars are compiled no more, then take in new rows."""
+        """Forget rows that have left, whose grammars are compiled no more, then take in new
+        rows."""
         for row in (*left, *(one.row for one in begun)):
             if (before := self._rows.pop(row, None)) is not None:
                 before.matcher.cancel()
@@ -257,7 +260,7 @@ class RowMatchers:
             self._compiler.submit(self._make_room)
 
     def masks(self, rows: Sequence[int], *, number: int = 0, is_repair: bool = False) -> Masks:
-        """Return what rows may draw; `number` and `is_repair` as `Ask` has them."""
+        """Return the tokens that rows may draw; `number` and `is_repair` as `Ask` has them."""
         self._begin_waiting()  # what was compiled since may take less than was kept for it
         if is_repair:
             begun = self._rows.keys() & set(rows) - self._waiting.keys()
@@ -284,7 +287,7 @@ class RowMatchers:
         return Masks(number, bits.tobytes(), tuple(failed), tuple(unready))
 
     def _fail(self, constraint: Constraint) -> None:
-        """Give up what is compiled of a constraint, and all rows under it."""
+        """Give up the compiled part of a constraint, and all rows under it."""
         del self._grown[constraint]
         for row, one in self._rows.items():
             if one.constraint == constraint and row not in self._waiting:
@@ -292,7 +295,7 @@ class RowMatchers:
         self._compiler.submit(self._forget, constraint)
 
     def _draw(self, bits: npt.NDArray[np.uint8], matcher: LLMatcher | None) -> bool:
-        """Set the bits of what may be drawn; return whether the grammar still holds."""
+        """Set the bits of tokens that may be drawn; return whether the grammar still holds."""
         mask = b"" if matcher is None else matcher.compute_bitmask()
         if matcher is None or matcher.is_error():
             return False
@@ -304,7 +307,7 @@ class RowMatchers:
         return True
 
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Take in what rows drew."""
+        """Take in the tokens that rows drew."""
         for row, token_id in zip(rows, token_ids, strict=True):
             work = self._rows.get(row, _NO_ROW).matcher
             # What is not compiled in this process has failed in the one before: no wait for it.

@@ -87,16 +87,17 @@ def _quota_v1(folder: Path) -> tuple[int | None, int | None]:
 
 _LIBC = ctypes.CDLL(None)
 MADV_DONTNEED, MADV_NOHUGEPAGE = 4, 15
-"""Of Linux: pages are given back, and are there again, empty, when they are written; and memory
-never comes in huge pages."""
+"""Linux's advice: pages are given back, and are there again, empty, when they are written; and
+memory never comes in huge pages."""
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 
 
 def keep_freed_memory() -> None:
-    """Let what is freed from now on serve the next allocations, and not go back to the system.
+    """Let memory that is freed from now on serve the next allocations, and not go back to the
+    system.
 
     Every step makes and frees tensors of one size: the logits of 64 rows of a vocabulary of
     150,000 are 39 MB, whose pages the system would empty anew in each step. Other C libraries than
@@ -108,7 +109,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Let what was freed so far go back to the system, after work that is not what is to come."""
+    """Let memory that was freed so far go back to the system, before work of another kind."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 
@@ -191,7 +192,7 @@ AUTO_LOCKED_BYTES = 16 * 2**30
 do nothing else with it."""
 MIN_SLOTS = 16
 SLOTS_WITHOUT_KV = 65_536
-"""Of a model that keeps no keys and values: tokens of prompts that may be under way."""
+"""Slots for a model that keeps no keys and values: tokens of prompts that may be under way."""
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
@@ -291,11 +292,12 @@ _FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Of a control group, by version: limit, use, and what of it the kernel would drop."""
+"""Files of a control group, by version: limit, use, and the part of the use that the kernel would
+drop."""
 
 
 def _cgroup_rest(folder: Path, names: tuple[str, str, str]) -> int | None:
-    """Return what a group may still take; None if it has no limit."""
+    """Return the bytes that a group may still take; None if it has no limit."""
     limit_name, usage_name, cache_name = names
     limit, usage = read_number(folder / limit_name), read_number(folder / usage_name)
     if limit is None or usage is None:
@@ -338,14 +340,14 @@ late)."""
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """What takes how many bytes of a GPU beside the KV pool."""
+    """The bytes of a GPU that are taken beside the KV pool."""
 
     total: int
     others: int
-    """Other processes, and what CUDA and its libraries hold in this one."""
+    """Other processes, and the memory of CUDA and its libraries in this one."""
     weights: int
     activations: int
-    """What the largest step takes more, as torch's allocator reserves it."""
+    """Further bytes of the largest step, as torch's allocator reserves them."""
     graphs: int = 0
     staging: int = 0
 
@@ -415,7 +417,7 @@ def num_staged_slots(config: ServeConfig, layout: KVLayout, *, total_bytes: int)
 
 
 class MemoryStatistics(Protocol):
-    """What a GPU and torch's allocator on it say."""
+    """Figures of a GPU and of torch's allocator on it."""
 
     def begin(self) -> int:
         """Forget peaks and unused blocks; return the bytes that tensors take."""
@@ -434,7 +436,7 @@ class MemoryStatistics(Protocol):
 
 
 def measure_step(statistics: MemoryStatistics, largest_steps: Callable[[], None]) -> DeviceMemory:
-    """Run the largest steps and return what they and all that was there before take.
+    """Run the largest steps and return their memory and all that was taken before.
 
     Args:
         statistics: of the GPU that they run on.

@@ -11,31 +11,26 @@ else: what a step needs of the one before it, its tokens, is in the tables there
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.messages.common import GraphSizes, Int32Array, TokenLogprob, pack_int32
+from lightserve.messages.common import GraphSizes, pack_int32
 from lightserve.messages.router_worker import (
-    NO_TOKEN,
-    RowError,
-    RowResult,
     StepPlan,
     StepResult,
-    plan_columns,
 )
-from lightserve.models.base import Model
-from lightserve.models.parallel import TensorParallel
+from lightserve.models.base import Model, TensorParallel
 from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import RowConstraints, StepMasks
-from lightserve.worker.device import DeviceQueue, Mark
+from lightserve.worker.device import DeviceQueue
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
-from lightserve.worker.host_pool import CopyWait, HostPool
+from lightserve.worker.host_pool import HostPool
 from lightserve.worker.memory import KVPool
 from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.sampling.interface import KnownCounts, LogprobTensors, SamplingBatch
@@ -43,181 +38,29 @@ from lightserve.worker.sampling.sampler import (
     PROMPT_ROWS,
     logprob_tensors,
     sample,
-    to_token_logprobs,
+)
+from lightserve.worker.step_results import (
+    Drawn,
+    Pending,
+    PromptLogprobs,
+    StepMarks,
+    Vectors,
+    pooled,
+    row_vectors,
 )
 from lightserve.worker.tables import PromptSpan, SamplingTable, SequenceTable, StepInputs
-from lightserve.worker.vectors import Vectors, pooled, row_vectors
-
-# A step between `launch` and `finish`: what was put into the queue, and what will come of it.
-#
-# Whatever the result needs of the rows is taken when the step is launched: the next plan, launched
-# before this one is finished, may already have put other sequences there.
-
-
-class StepMarks(NamedTuple):
-    """Where a step is in its device's work."""
-
-    idle_since: Mark
-    """The end of the work before it."""
-    start: Mark
-    end: Mark
-    """Its results are on the host."""
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """A step's tokens; tensors are on the host once the step is over."""
-
-    rows: list[RowId]
-    """Of those that sample."""
-    token_ids: Tensor
-    """int64 [len(rows)]."""
-    is_finite: Tensor | None = None
-    """bool [len(rows)]; rank 0 alone has it."""
-    failed: frozenset[int] = frozenset()
-    """Indices of rows whose grammar failed."""
-    unready: frozenset[int] = frozenset()
-    """Indices of rows whose grammar is not compiled yet: they have drawn nothing."""
-    logprobs: LogprobTensors | None = None
-    """Of those of `rows` that want any: `logprob_indices`, …"""
-    logprob_indices: Sequence[int] = ()
-    num_logprobs: Sequence[int] = ()
-    """… and how many of the most probable tokens each of them wants."""
-    vectors: Vectors | None = None
-    """Of those of `rows` that are there for one."""
-
-    def others(self) -> dict[int, _Token | None]:
-        """Return by index what came of the rows that have more to say than a token.
-
-        None: the grammar of the row is not compiled yet.
-        """
-        found: dict[int, _Token | None] = {}
-        if self.logprobs is not None:
-            logprobs = to_token_logprobs(self.logprobs, self.num_logprobs)
-            for index, logprob in zip(self.logprob_indices, logprobs, strict=True):
-                found[index] = _Token(int(self.token_ids[index]), None, logprob)
-        if self.is_finite is not None and not self.is_finite.numpy().all():
-            for index in (~self.is_finite.numpy()).nonzero()[0].tolist():
-                found[index] = _Token(NO_TOKEN, self._error(index), None)
-        for index, vector in () if self.vectors is None else self.vectors.items():
-            error = None if np.isfinite(vector).all() else RowError.NON_FINITE_LOGITS
-            found[index] = _Token(0, error, None, vector.tobytes())
-        found.update(dict.fromkeys(self.unready))
-        return found
-
-    def _error(self, index: int) -> RowError:
-        """Return what kept a row from a token."""
-        if index in self.failed:
-            return RowError.CONSTRAINT_FAILED
-        return RowError.NON_FINITE_LOGITS
-
-
-@dataclass(frozen=True, eq=False)
-class PromptLogprobs:
-    """Log-probabilities of the tokens of a prompt's chunk; on the host once the step is over."""
-
-    parts: Sequence[LogprobTensors]
-    """In the order of the tokens; rank 0 alone has them."""
-    num_top: int
-
-    def result(self) -> list[TokenLogprob] | None:
-        """Return one per token; None if the model's logits of any are not finite."""
-        if not all(bool(part.is_finite.all()) for part in self.parts):
-            return None
-        return [
-            logprob
-            for part in self.parts
-            for logprob in to_token_logprobs(part, [self.num_top] * len(part.is_finite))
-        ]
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """A launched step."""
-
-    plan: StepPlan
-    num_rows: int
-    """Of the step."""
-    drawn: Drawn
-    prompts: Mapping[RowId, PromptLogprobs]
-    """By row with PROMPT_LOGPROBS."""
-    constrained_rows: frozenset[RowId]
-    """Rows that sample under a constraint, whose tokens the host must know before their next."""
-    marks: StepMarks
-    copies: CopyWait
-    launch_s: float
-    """What the host took to launch it beside its work; 0 on the CPU."""
-
-    def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
-        return self.marks.end.is_past()
-
-    def must_precede(self, plan: StepPlan) -> bool:
-        """Whether this step must be finished before `plan`, the next one, draws tokens.
-
-        Its own tokens decide what its constrained rows may draw next.
-        """
-        return bool(self.constrained_rows) and not self.constrained_rows.isdisjoint(
-            [*plan_columns(plan).rows.tolist(), *(sequence.row for sequence in plan.sequences)]
-        )
-
-    def row_results(self) -> tuple[Int32Array, list[RowResult]]:
-        """Return what a step that is over gave, as `StepResult` has it.
-
-        One token, or NO_TOKEN, of each row that samples; and the rows that have more to say.
-        """
-        drawn, prompts = self.drawn, self.prompts
-        token_ids = drawn.token_ids.numpy().astype(np.int32)
-        others = drawn.others()
-        places = {row: index for index, row in enumerate(drawn.rows)} if prompts else {}
-        for row in [row for row in prompts if row in places]:
-            others.setdefault(places[row], _Token(int(token_ids[places[row]]), None, None))
-        results = [
-            _row_result(row, token, prompts.get(row))
-            for row, token in [(drawn.rows[index], token) for index, token in others.items()]
-        ]
-        results += [_row_result(row, None, prompts[row]) for row in prompts if row not in places]
-        if others:
-            token_ids[list(others)] = NO_TOKEN
-        return token_ids, results
-
-
-class _Token(NamedTuple):
-    token_id: int
-    error: RowError | None
-    """Why the token means nothing."""
-    logprob: TokenLogprob | None
-    vector: bytes = b""
-
-
-def _row_result(row: RowId, token: _Token | None, prompt: PromptLogprobs | None) -> RowResult:
-    """Return a row's share of the result; `token` and `prompt` None: none was wanted."""
-    prompt_logprobs = [] if prompt is None else prompt.result()
-    if prompt_logprobs is None:
-        return RowResult(row, [], RowError.NON_FINITE_LOGITS)
-    if token is not None and token.error is not None:
-        return RowResult(row, [], token.error)
-    if token is None:
-        return RowResult(row, [], prompt_logprobs=prompt_logprobs)
-    logprobs = [] if token.logprob is None else [token.logprob]
-    return RowResult(
-        row,
-        [token.token_id],
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        vector=token.vector,
-    )
 
 
 class _Passed(NamedTuple):
-    """What a forward pass gave."""
+    """The results of a forward pass."""
 
     logits: Tensor | None
     """[L, vocab] of the rows that sample, of `logits_dtype`; None beyond rank 0."""
     prompt_hidden: Tensor
     """[sum of n, hidden_size] of the prompt spans' tokens, one span after the other."""
     vectors: Vectors | None = None
-    """Of the rows that are there for one, on the device; no tokens are drawn where all are."""
+    """Vectors of the rows that ask for one, on the device; no tokens are drawn where all rows
+    do."""
 
 
 class ModelRunner:
@@ -250,8 +93,8 @@ class ModelRunner:
             pooling: of an encoder, all of whose rows are whole prompts.
         """
         self._model = model
-        self._pool = pool
-        self._host_pool = host_pool
+        self.pool = pool
+        self.host_pool = host_pool
         self._tp = tp
         self._queue = queue
         self._table = SequenceTable(
@@ -273,12 +116,12 @@ class ModelRunner:
 
     @property
     def tables(self) -> DecodeTables:
-        """What the runner knows of its rows, on the device, for `DecodeGraphs`."""
+        """The state of all rows on the device, for `DecodeGraphs`."""
         return DecodeTables(self._table.token_ids, self._table.req_to_slot)
 
     @property
     def device(self) -> torch.device:
-        """Where steps run."""
+        """The device that steps run on."""
         return self._queue.device
 
     @property
@@ -292,26 +135,6 @@ class ModelRunner:
         return self._constraints is not None
 
     @property
-    def num_kv_slots(self) -> int:
-        """Tokens that the pool holds."""
-        return self._pool.num_slots
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Of all layers, on this rank."""
-        return self._pool.bytes_per_token
-
-    @property
-    def num_host_slots(self) -> int:
-        """Tokens that the host pool holds."""
-        return self._host_pool.num_slots
-
-    @property
-    def overlaps_copies(self) -> bool:
-        """Whether copies that nothing in a step waits for run beside its forward pass."""
-        return self._host_pool.overlaps_copies
-
-    @property
     def graph_sizes(self) -> GraphSizes:
         """To which steps are padded."""
         return GraphSizes(
@@ -323,14 +146,6 @@ class ModelRunner:
     def context_len(self) -> int:
         """Longest sequence, in tokens."""
         return self._model.context_len
-
-    def touch_kv(self, first_slot: int, end_slot: int) -> None:
-        """Write over some slots, see `KVPool.touch`."""
-        self._pool.touch(first_slot, end_slot)
-
-    def forget_kv(self) -> None:
-        """Lose what steps have written, see `KVPool.forget`."""
-        self._pool.forget()
 
     def use_graphs(self, graphs: DecodeGraphs, mixed: MixedGraphs | None = None) -> None:
         """Run steps of decodes alone as `graphs` from now on, others as `mixed`; both captured."""
@@ -359,8 +174,8 @@ class ModelRunner:
         """
         begun_s = time.perf_counter()
         idle_since, start = self._free_since, self._queue.mark()
-        self._host_pool.check(plan)
-        copies = self._host_pool.begin(plan)
+        self.host_pool.check(plan)
+        copies = self.host_pool.begin(plan)
         inputs = self._table.begin(plan)
         self._begin_vectors(plan)
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs)
@@ -421,8 +236,8 @@ class ModelRunner:
         run beside a step they have begun with it.
         """
         if plan.ahead_saves.slots or plan.ahead_loads.slots:
-            self._host_pool.end(plan)
-            if not self._host_pool.overlaps_copies:
+            self.host_pool.end(plan)
+            if not self.host_pool.overlaps_copies:
                 self._free_since = self._queue.mark()
 
     def _begin_vectors(self, plan: StepPlan) -> None:
@@ -438,7 +253,7 @@ class ModelRunner:
             self._known_counts.begin(self._queue.upload([np.array(rows, dtype=np.int64)])[0])
 
     def _begin_masks(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepMasks] | None:
-        """Start on what constrained rows may draw; None: there are none."""
+        """Start on the masks of constrained rows; None: there are none."""
         if self._constraints is None:
             free = all(sequence.constraint is None for sequence in plan.sequences)
             assert free or self._tp.rank != 0, "frontends refuse what is not enforced here"
@@ -485,13 +300,13 @@ class ModelRunner:
             rows = inputs.host_rows, inputs.host_q_lens, inputs.host_context_lens
             return mixed.hidden(size, *rows).index_select(0, wanted)
         return self._model.hidden(
-            self._table.input_ids(inputs), self._table.batch(inputs), self._pool, wanted
+            self._table.input_ids(inputs), self._table.batch(inputs), self.pool, wanted
         )
 
     def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
         """Run an encoder, each of whose rows is a prompt as a whole."""
         hidden = self._model.hidden(
-            self._table.input_ids(inputs), self._table.batch(inputs), self._pool, None
+            self._table.input_ids(inputs), self._table.batch(inputs), self.pool, None
         )
         places = {row: place for place, row in enumerate(inputs.host_rows)}
         rows = [places[row] for row in inputs.sampled_rows]
@@ -504,7 +319,7 @@ class ModelRunner:
     def _sample(
         self, inputs: StepInputs, passed: _Passed, masks: Callable[[], StepMasks] | None
     ) -> Drawn:
-        """Draw the tokens of a step; those of rows that are there for a vector mean nothing."""
+        """Draw the tokens of a step; tokens of rows that ask for a vector mean nothing."""
         rows, vectors = inputs.sampled_rows, passed.vectors
         if vectors is None:
             return self._draw(inputs, passed.logits, masks)
@@ -516,7 +331,7 @@ class ModelRunner:
     def _draw(
         self, inputs: StepInputs, logits: Tensor | None, masks: Callable[[], StepMasks] | None
     ) -> Drawn:
-        """Draw on rank 0, tell the others, and store what was drawn for the next plan."""
+        """Draw on rank 0, tell the others, and store the tokens for the next plan."""
         rows, queue = inputs.sampled_rows, self._queue
         if not rows:
             return Drawn([], torch.empty(0, dtype=torch.int64))

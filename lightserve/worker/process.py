@@ -25,9 +25,9 @@ from lightserve.messages.router_worker import (
     WorkerToRouter,
 )
 from lightserve.messages.supervision import ChildMessage, ChildReady, ChildSpec, SupervisorMessage
-from lightserve.models.parallel import TensorParallel
+from lightserve.models.base import TensorParallel
+from lightserve.worker.build import build_runner
 from lightserve.worker.device import device_of_rank, facts_of
-from lightserve.worker.engine import build_runner
 from lightserve.worker.memory import keep_freed_memory
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import (
@@ -131,11 +131,11 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             config_hash=spec.config.ranks_digest,
             incarnation=spec.incarnation,
             rank=spec.index,
-            num_kv_slots=runner.num_kv_slots,
-            num_host_slots=runner.num_host_slots,
+            num_kv_slots=runner.pool.num_slots,
+            num_host_slots=runner.host_pool.num_slots,
             step_cost=step_cost,
             device=facts_of(spec.config, runner.device),
-            overlaps_copies=runner.overlaps_copies,
+            overlaps_copies=runner.host_pool.overlaps_copies,
             graph_sizes=runner.graph_sizes,
             max_num_batched_tokens=tokens_of_step(spec.config, runner.device.type, step_cost),
         )

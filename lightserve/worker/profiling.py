@@ -46,8 +46,8 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
+from lightserve.models.base import TensorParallel
 from lightserve.models.config import load_model_config, resolve_dtype
-from lightserve.models.parallel import TensorParallel
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.device import facts_of, resolve_device
 from lightserve.worker.memory import give_back_freed_memory
@@ -55,8 +55,8 @@ from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.threads import LoadWatch
 
 IDLE_SECONDS = 4.0
-"""Of the profile that is taken after a server's start, as long as no plan comes: each shape is run
-once, as more shapes say more than more runs of the same."""
+"""Seconds for the profile that is taken after a server's start, as long as no plan comes: each
+shape is run once, as more shapes say more than more runs of the same."""
 LONGEST_S = 0.25
 """Steps that take longer, by what was measured before them, are left out of it: the first request
 may have to wait for one to end."""
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShapeLimits:
-    """What steps of this server can be."""
+    """The limits of this server's steps."""
 
     max_rows: int
     max_tokens: int
@@ -94,7 +94,7 @@ def limits_of(runner: ModelRunner, config: ServeConfig) -> ShapeLimits:
         config.max_num_seqs,
         config.max_tokens_of_step(runner.device.type),
         runner.context_len,
-        runner.num_kv_slots,
+        runner.pool.num_slots,
         runner.graph_sizes,
     )
 
@@ -140,8 +140,8 @@ def shape_of_rows(rows: list[Row]) -> StepShape:
 
 
 TOUCHED_BYTES = 256 * 2**20
-"""Most KV on a CPU that steps to be measured read: several times what caches hold, and touched for
-the first time in some tenths of a second."""
+"""Most KV on a CPU that measured steps read: several times the caches' size, and touched for the
+first time in some tenths of a second."""
 
 
 class StepTimer:
@@ -153,7 +153,7 @@ class StepTimer:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._slots: list[Int32Array] = []
-        """Of each row that was prepared, by position."""
+        """Slots of each row that was prepared, by position."""
         self._num_touched = 0
         """Slots, the first ones of the pool."""
 
@@ -182,11 +182,13 @@ class StepTimer:
         """Return how many slots there are for so many tokens; several may share one."""
         runner = self._runner
         if runner.device.type != "cpu":
-            return runner.num_kv_slots
-        most = min(runner.num_kv_slots, max(1, TOUCHED_BYTES // max(1, runner.kv_bytes_per_token)))
+            return runner.pool.num_slots
+        most = min(
+            runner.pool.num_slots, max(1, TOUCHED_BYTES // max(1, runner.pool.bytes_per_token))
+        )
         num_slots = min(most, num_wanted)
         if num_slots > self._num_touched:
-            runner.touch_kv(self._num_touched, num_slots)
+            runner.pool.touch(self._num_touched, num_slots)
             self._num_touched = num_slots
         return num_slots
 
@@ -280,7 +282,7 @@ def profile_while_idle(
         tp, is_true=_goes_on(len(samples), measuring.elapsed_s, IDLE_SECONDS) and is_idle()
     ):
         measuring.measure(1, longest_s=LONGEST_S)
-    runner.forget_kv()  # steps of all sizes have written all over the pool
+    runner.pool.forget()  # steps of all sizes have written all over the pool
     if runner.device.type == "cpu":
         give_back_freed_memory()  # the largest of them took more than most that are to come
     if tp.rank != 0:
@@ -312,8 +314,8 @@ class _Measuring:
         self._runner, self._config, self._tp = runner, config, tp
         self._timer = StepTimer(runner)
         # Ranks measure their memory each for itself, and collectives need equal shapes.
-        num_slots = _smallest(tp, runner.num_kv_slots)
-        num_on_host = _smallest(tp, runner.num_host_slots)
+        num_slots = _smallest(tp, runner.pool.num_slots)
+        num_on_host = _smallest(tp, runner.host_pool.num_slots)
         limits = dataclasses.replace(limits_of(runner, config), num_slots=num_slots)
         self._sizes = runner.graph_sizes
         self._steps = random_steps(limits, seed=0)
@@ -347,7 +349,7 @@ class _Measuring:
         return StepModel(coefficients, self._sizes).seconds(shape) <= longest_s
 
     def profile(self) -> StepProfile:
-        """Return what was measured, fitted."""
+        """Return the measurements, fitted."""
         held_out = held_out_errors(self.samples, sizes=self._sizes)
         saved_s, loaded_s = self._copy_s
         return StepProfile(
@@ -360,7 +362,7 @@ class _Measuring:
                 per_saved_token_s=saved_s,
                 per_loaded_token_s=loaded_s,
             ),
-            kv_bytes_per_token=self._config.tp * self._runner.kv_bytes_per_token,
+            kv_bytes_per_token=self._config.tp * self._runner.pool.bytes_per_token,
             num_samples=len(self.samples),
             median_error=held_out.median,
             p95_error=held_out.p95,

@@ -58,7 +58,7 @@ from lightserve.worker.memory import KVPool
 
 
 class CopyKernels(Protocol):
-    """What the host pool needs; all indices are int32 [n], where the pool is."""
+    """The copies that the host pool needs; all indices are int32 [n], where the pool is."""
 
     def gather(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         """Copy slot slots[i] of the pool to rows[i], for rows [n, …]."""
@@ -144,8 +144,8 @@ def _gib(num_bytes: int) -> str:
 NUM_DRAINS = 8
 """One drain takes at most this share of the staging memory, which is so free again bit by bit."""
 MAX_RUNS = 32
-"""Of host slots that a part is copied as; each takes the host about 5 µs, and a kernel's launch
-five times that."""
+"""Most runs of host slots that a part is copied in; each takes the host about 5 µs, and a kernel's
+launch five times that."""
 
 _NEEDS_TRITON = "Triton cannot compile the copies of KV to the host: {reason}"
 
@@ -223,7 +223,8 @@ class StagedHostPool(HostPool):
         """See `HostPool.end`: all copies of the plan have begun."""
 
     def _copy_now(self, plan: StepPlan) -> CopyWait:
-        """Queue what the forward pass waits for (rule 2), behind the copies ahead of before."""
+        """Queue the copies that the forward pass waits for (rule 2), behind earlier copies
+        ahead."""
         compute, pool, _ = self._queues
         start = compute.record(is_timed=True)
         self._save(plan.saves)
@@ -251,7 +252,7 @@ class StagedHostPool(HostPool):
             self._drained_by[places[1, part]] = number
 
     def _load(self, copies: KVCopies) -> None:
-        """Fetch into staging memory what is on the host by then, and scatter it."""
+        """Fetch KV that is on the host by then into staging memory, and scatter it."""
         if not copies.slots:
             return
         pool = self._queues.pool
@@ -307,8 +308,8 @@ class _Drain(NamedTuple):
     place: slice
     event: Event
     places: Tensor
-    """What the drain's kernel reads: kept until it has run, as torch only knows of the pool's
-    queue, which it was made for."""
+    """Indices that the drain's kernel reads: kept until it has run, as torch only knows of the
+    pool's queue, which they were made for."""
 
 
 class _Ring:
@@ -325,7 +326,7 @@ class _Ring:
         self._next = 0
         self._num_drains = 0
         self._drains: deque[_Drain] = deque()
-        """Those that the pool's queue has not waited for, oldest first."""
+        """Drains that the pool's queue has not waited for, oldest first."""
 
     def acquire(self, num_tokens: int) -> slice:
         """Return a place for some of `num_tokens` tokens; the pool's queue may write it next."""

@@ -31,18 +31,18 @@ from lightserve.errors import DeviceError, ProtocolError
 from lightserve.messages.router_worker import RouterToWorker, StepPlan, StepResult, WorkerToRouter
 from lightserve.types import StepId
 from lightserve.worker.device import Mark
-from lightserve.worker.model_runner import Pending
+from lightserve.worker.step_results import Pending
 from lightserve.worker.threads import Threads
 
 SPIN_S = 200e-6
-"""How long before the predicted end of a step the loop begins to ask, and how long after it asks
-on: several times what it takes to be woken, and a few hundredths of a step of decodes."""
+"""Time before the predicted end of a step from which the loop asks, and after it until which it
+asks: several times as long as being woken takes, and a few hundredths of a step of decodes."""
 
 WorkerLink = Link[WorkerToRouter, RouterToWorker]
 
 
 class Runner(Protocol):
-    """What runs the steps; see `ModelRunner`."""
+    """Runs the steps; see `ModelRunner`."""
 
     def launch(
         self, plan: StepPlan, *, before_sampling: Callable[[], None] | None = None
@@ -98,7 +98,7 @@ class StepLoop:
         self._ends = _Ends(clock)
 
     def close(self) -> None:
-        """Watch no steps any more; those that run go on."""
+        """Stop watching steps; running ones go on."""
         self._watch.close()
 
     def next_plan(self) -> StepPlan:
@@ -131,7 +131,7 @@ class StepLoop:
             return step.is_done()
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a plan behind what runs."""
+        """Start a plan behind the running step."""
         with _naming(plan.step_id):
             self._copy_ahead()
             must_wait = bool(self._running) and self._running[0].must_precede(plan)
@@ -143,7 +143,7 @@ class StepLoop:
         self._uncopied = plan
 
     def _finish(self) -> None:
-        """Wait for the oldest step and send what it gave."""
+        """Wait for the oldest step and send its result."""
         step = self._running.popleft()
         with _naming(step.plan.step_id):
             result = self._runner.finish(step)
@@ -191,7 +191,7 @@ class _Ends:
         self._clock = clock
         self._began_s = 0.0
         self._exec_s: dict[int, float] = {}
-        """Of the last step of so many decodes, and of nothing else."""
+        """Seconds of the last step of so many decodes, and of nothing else."""
 
     def begin(self) -> None:
         """Note that a step begins now: it was launched alone, or the one before it is over."""

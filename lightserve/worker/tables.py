@@ -1,4 +1,4 @@
-"""What a worker knows of each row: its tokens and their slots. And the step's inputs.
+"""The state of each row that a worker keeps, its tokens and their slots, and the step's inputs.
 
     token_ids[row, position]      known tokens; sampling writes the next one
     req_to_slot[row, position]    where the KV of that position is
@@ -54,7 +54,7 @@ class PromptSpan:
 
 
 class StepTensors(NamedTuple):
-    """What a step is about, on the device."""
+    """The tensors of a step, on the device."""
 
     rows: Tensor
     """int64 [R], of the plan's rows."""
@@ -77,11 +77,11 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """What one forward pass and its sampling need."""
+    """The inputs of one forward pass and its sampling."""
 
     tensors: StepTensors
     prompt_spans: list[PromptSpan]
-    """Of the rows that want log-probabilities of their prompt, in the plan's order."""
+    """Spans of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
     """Row of each of the first L of `logit_rows`."""
     host_rows: Sequence[int]
@@ -135,11 +135,11 @@ class SequenceTable:
 
     @property
     def req_to_slot(self) -> Tensor:
-        """Where the KV of each position is, of the same shape."""
+        """The slot of each position's KV, of the same shape."""
         return self._req_to_slot
 
     def begin(self, plan: StepPlan) -> StepInputs:
-        """Take in a plan's new sequences and slots and return what its step needs."""
+        """Take in a plan's new sequences and slots and return the inputs of its step."""
         if not (plan.rows or plan.sequences or plan.slot_ranges):
             return self._begin_decodes(unpack_decodes(plan.decodes))
         columns = plan_columns(plan)
@@ -182,7 +182,7 @@ class SequenceTable:
         )
 
     def _begin_decodes(self, decodes: DecodeColumns) -> StepInputs:
-        """Do the same for a plan of plain decodes, most of which is known beforehand."""
+        """Take in a plan of plain decodes; most of its inputs are known beforehand."""
         num_rows = len(decodes.rows)
         # One array of each type, as what is done to an array costs more than its numbers; each line
         # begins at a multiple of 16 bytes.
@@ -221,7 +221,7 @@ class SequenceTable:
         return self._flat_tokens.index_select(0, inputs.tensors.places).long()
 
     def batch(self, inputs: StepInputs) -> AttentionBatch:
-        """Return what attention needs of a step."""
+        """Return attention's inputs of a step."""
         tensors = inputs.tensors
         return AttentionBatch(
             positions=tensors.positions,
@@ -240,7 +240,7 @@ class SequenceTable:
         self._flat_tokens.index_copy_(0, inputs.tensors.sampled_places, token_ids.int())
 
     def _take_in(self, plan: StepPlan) -> list[Array]:
-        """Note what is new; return places and contents of tokens, and of slots, or nothing."""
+        """Note new tokens and slots; return their places and contents, or nothing."""
         decodes = unpack_decodes(plan.decodes)
         if not plan.sequences and not plan.slot_ranges and not len(decodes.rows):
             return []
@@ -278,7 +278,7 @@ class SequenceTable:
         return index.rows * self._width + index.positions
 
     def _prompt_spans(self, rows: Sequence[tuple[PlanRow, int]]) -> _Spans:
-        """Return those of a plan's rows, given with the places of their first tokens."""
+        """Return the spans of a plan's rows, given with the places of their first tokens."""
         found = _Spans([], _NO_PLACES, _NO_PLACES)
         for row, offset in rows:
             if not row.output & OutputKind.PROMPT_LOGPROBS:
@@ -306,14 +306,14 @@ class SequenceTable:
 
 
 class _Spans(NamedTuple):
-    """What `PromptSpan`s are made of."""
+    """The parts that `PromptSpan`s are made of."""
 
     rows: list[tuple[RowId, int]]
     """And their numbers of tokens."""
     indices: _Int64Array
-    """Of all their tokens among the step's."""
+    """Indices of all their tokens among the step's."""
     next_places: _Int64Array
-    """Of the tokens after them."""
+    """Places of the tokens after them."""
 
 
 class _Index(NamedTuple):
@@ -401,12 +401,12 @@ class SamplingTable:
     def __init__(self, max_num_seqs: int) -> None:
         self._columns = np.zeros(max_num_seqs, dtype=_COLUMNS)
         self._lists: dict[RowId, _Lists] = {}
-        """Of rows whose logits are changed, by options or a constraint."""
+        """Lists of rows whose logits are changed, by options or a constraint."""
         self._asked: list[RowId] = []
         self._found: SampledRows | None = None
 
     def update(self, sequences: Sequence[AddSequence]) -> list[RowId]:
-        """Take in a plan's new sequences and return the rows of those that have penalties."""
+        """Take in a plan's new sequences and return the rows that have penalties."""
         if not sequences:
             return []
         for sequence in sequences:
@@ -503,7 +503,7 @@ def _words(
 
 
 def _pack(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return bits with those of the tokens set, bit t % 32 of word t // 32."""
+    """Return bits with the tokens' bits set, bit t % 32 of word t // 32."""
     if not token_ids:
         return _NO_WORDS
     is_set = np.zeros(-(-(max(token_ids) + 1) // 32) * 32, dtype=np.bool_)

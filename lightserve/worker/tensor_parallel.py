@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightserve.errors import StartupError
-from lightserve.models.parallel import SingleRank, TensorParallel
+from lightserve.models.base import SingleRank, TensorParallel
 
 # Not said to be exported, though documented.
 _FileStore, _TCPStore = dist.FileStore, dist.TCPStore  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ class ProcessGroupTensorParallel:
     """This process as one rank of torch's process group."""
 
     def __init__(self, unrecorded: dist.ProcessGroup | None = None) -> None:
-        """`unrecorded`: for what is no part of a graph; None: the group of everything."""
+        """`unrecorded`: group for collectives outside graphs; None: the group of everything."""
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._group = unrecorded

@@ -58,22 +58,22 @@ class CpuTimes(NamedTuple):
 
     at_s: float
     busy_s: float
-    """Of all processes, on the cores that this one may use; with what the hypervisor took."""
+    """Busy time of all processes on the cores that this one may use, and the hypervisor's."""
     idle_s: float
     own_s: float
     """This process's."""
     kept_s: float
-    """How long threads of this process could have run, and had no core."""
+    """Time that threads of this process could have run, and had no core."""
 
 
 @dataclass(frozen=True)
 class Cores:
-    """What this machine has, and for how many ranks."""
+    """The cores of this machine, and the number of ranks that share them."""
 
     num_allowed: int
     """Cores that this process may run on."""
     num_usable: int
-    """As many of them as its container may keep busy."""
+    """Cores that its container may keep busy."""
     num_ranks: int
 
 
@@ -93,7 +93,7 @@ def read_cpu_times(root: Path = Path("/")) -> CpuTimes:
 
 
 def _waiting_s(tasks: Path) -> float:
-    """Return how long the threads of a process have waited for a core, those that are left."""
+    """Return the time that the remaining threads of a process have waited for a core."""
     total_ns = 0
     for task in tasks.iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -225,7 +225,7 @@ class Threads:
 
 
 class LoadWatch:
-    """What other processes took of the cores that this rank's threads needed, from now on."""
+    """Time that other processes took of the cores that this rank's threads needed, from now on."""
 
     def __init__(self, config: ServeConfig, read: Callable[[], CpuTimes] = read_cpu_times) -> None:
         self._cores = _cores(config)
@@ -256,7 +256,7 @@ def set_threads(config: ServeConfig) -> None:
 def adapted_threads(
     config: ServeConfig, device: torch.device, *, is_first_rank: bool
 ) -> Threads | None:
-    """Return what adapts this rank's threads, and log what it begins with; None: they are fixed.
+    """Return the part that adapts this rank's threads, and log their number; None: they are fixed.
 
     They are where the option says how many, beside a GPU, and with --batch-invariant: another
     number of threads may add up in another order.

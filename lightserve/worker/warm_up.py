@@ -75,7 +75,7 @@ def largest_steps(
 
 
 def _step(rows: list[tuple[int, int]]) -> StepPlan:
-    """Return a step of rows (first position, number of tokens), all of which sample."""
+    """Return a step of rows (first position, number of tokens) that all sample."""
     known = [TokenSegment(token_ids=pack_int32([0]))]
     return StepPlan(
         step_id=StepId(0),
@@ -103,7 +103,7 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a sequence is sampled."""
+    """The options of a sequence."""
 
     params: SamplingParams
     constraint: Constraint | None = None
@@ -146,7 +146,7 @@ _Rows = list[PlanRow]
 
 
 class _Part(NamedTuple):
-    """What a step does with a row."""
+    """A row's part in a step."""
 
     row: int
     start: int

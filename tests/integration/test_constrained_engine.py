@@ -53,7 +53,7 @@ from lightserve.types import (
     SamplingParams,
 )
 from lightserve.worker import constraints, matchers
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 
 NUM_SLOTS, MAX_LEN, MAX_TOKENS = 2400, 512, 240

@@ -39,9 +39,10 @@ from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.graphs import DecodeGraphs
-from lightserve.worker.model_runner import ModelRunner, Pending
+from lightserve.worker.model_runner import ModelRunner
+from lightserve.worker.step_results import Pending
 
 NUM_SLOTS, MAX_LEN = 1200, 512
 NUM_REQUESTS = 14
@@ -329,7 +330,7 @@ def test_the_same_results_with_graphs() -> None:
     recorder = TapeRecorder()
     graphs = DecodeGraphs(
         runner._model,
-        runner._pool,
+        runner.pool,
         runner.tables,
         sizes=(1, 2, 4, 6),
         recorder=recorder,

@@ -91,7 +91,7 @@ def corrupt_a_host_slot(runner: ModelRunner, plan: StepPlan) -> StepPlan:
         if not loads.host_slots:
             continue
         host_slot = int(unpack_int32(loads.host_slots)[0])
-        runner._host_pool._tensors[0][1, 0, 0, host_slot, 0] += 3.0  # one value of one layer
+        runner.host_pool._tensors[0][1, 0, 0, host_slot, 0] += 3.0  # one value of one layer
     return plan
 
 

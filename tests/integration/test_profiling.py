@@ -31,9 +31,9 @@ from lightserve.cost.profile import (
 )
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import GraphSizes, StepCoefficients
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import SingleRank
 from lightserve.worker import profiling
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import (
     ShapeLimits,
@@ -108,7 +108,7 @@ def test_a_worker_measures_steps_and_copies(runner: ModelRunner, config: ServeCo
     for rows in itertools.islice(random_steps(limits_of(runner, config), seed=5), 12):
         sample = timer.measure(rows)
         assert sample.seconds > 0 and sample.shape == shape_of_rows(rows)
-    saved_s, loaded_s = timer.copy_seconds(runner.num_host_slots)
+    saved_s, loaded_s = timer.copy_seconds(runner.host_pool.num_slots)
     assert saved_s > 0 and loaded_s > 0
 
 
@@ -116,9 +116,9 @@ def test_steps_that_are_measured_read_memory_that_was_written(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once each, and no more of it than caches need to be passed by."""
-    monkeypatch.setattr(profiling, "TOUCHED_BYTES", 40 * runner.kv_bytes_per_token)
+    monkeypatch.setattr(profiling, "TOUCHED_BYTES", 40 * runner.pool.bytes_per_token)
     touched: list[tuple[int, int]] = []
-    monkeypatch.setattr(runner, "touch_kv", lambda first, end: touched.append((first, end)))
+    monkeypatch.setattr(runner.pool, "touch", lambda first, end: touched.append((first, end)))
     timer = StepTimer(runner)
     for rows in ([(10, 1)], [(3, 2)], [(10, 1), (5, 4)], [(50, 1)], [(20, 1)] * 5):
         assert timer.measure(rows, 1).seconds > 0
@@ -171,7 +171,7 @@ def test_ranks_run_the_same_whatever_their_own_pools_hold(
     monkeypatch.setattr(profiling, "random_steps", no_steps)
     with pytest.raises(InterruptedError):
         profiling.take_profile(runner, config, OneOfTwo(rank, 24, num_on_host), seconds=1.0)
-    assert limits[0].num_slots == 24 != runner.num_kv_slots
+    assert limits[0].num_slots == 24 != runner.pool.num_slots
     assert copied == [min(24, num_on_host)]
 
 

@@ -16,8 +16,7 @@ from support.grids import choose, more_when_long
 from support.immediate_copies import TorchCopies
 from torch import Tensor
 
-from lightserve.kernels import composed
-from lightserve.kernels.interface import QKNorm
+from lightserve.kernels.interface import Kernels, QKNorm
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import copies, elementwise
 from lightserve.kernels.triton.copies import TritonCopies
@@ -165,7 +164,7 @@ def test_fused_is_what_the_single_operations_give(dtype: torch.dtype, has_norm: 
     for heads in (HEADS[0], HEADS[3]):
         scene = Scene(heads, dtype, 3, norm=has_norm)
         single = Scene(heads, dtype, 3, norm=has_norm)
-        q = composed.rotate_and_write(
+        q = Kernels.rotate_and_write(
             TRITON,
             single.q,
             single.k,

@@ -16,16 +16,21 @@ from support.kernel_grid import SMALL_SHAPES, Poisoned
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels import check_experts
-from lightserve.kernels.check_experts import expert_choices, expert_products, packed_expert_products
+from lightserve.kernels import check_products
 from lightserve.kernels.check_pair import Pair
+from lightserve.kernels.check_products import (
+    expert_choices,
+    expert_products,
+    packed_expert_products,
+)
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import ClampedGate, ExpertBiases, ExpertChoice, ExpertKernels
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import _comparisons
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.weights import ClampedGate, ExpertBiases, ExpertChoice, Fp8Weight
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 ROOT = Path(__file__).parents[2]
@@ -105,7 +110,7 @@ def test_biases_and_clamped_gates(dtype: torch.dtype) -> None:
         gated = gates * torch.sigmoid(1.702 * gates) * (ups + 1.0)
         truth[token] = share * (down[expert].float() @ gated + biases.down[expert].float())
 
-    def run(kernels: ExpertKernels, **options: Any) -> float:
+    def run(kernels: Kernels, **options: Any) -> float:
         return error(kernels.mix_experts(x, chosen, weights, gate_up, down, **options), truth)
 
     for kernels in (ReferenceKernels(), TritonKernels()):
@@ -169,13 +174,13 @@ def test_the_check_at_the_start() -> None:
             if comparison.operation == "mix_experts"
         ]
         assert len(errors) == 3 and (max(errors) <= limit) == agrees, errors
-    assert not isinstance(TorchKernels(), ExpertKernels)
+    assert not list(expert_products(Pair(TorchKernels(), SHAPES, torch.device("cpu"))))
 
 
 @pytest.mark.parametrize("products", [expert_products, packed_expert_products])
 def test_parts_of_large_experts(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at the start takes some features of an expert, and groups of them whole."""
-    monkeypatch.setattr(check_experts, "MAX_WEIGHT_NUMBERS", 3 * 96 * 70)
+    monkeypatch.setattr(check_products, "MAX_WEIGHT_NUMBERS", 3 * 96 * 70)
     for size, tried in ((40, 40), (80, 64), (14336, 64)):
         pair = Pair(TritonKernels(), replace(SHAPES, expert_size=size), torch.device("cpu"))
         assert next(products(pair)).shape.endswith(f" of {tried}")
@@ -206,7 +211,7 @@ def test_native(case: tuple[int, int, int, int, int], dtype: torch.dtype, method
             return rounded_to_int8(weight)
         if method == "int4":
             own = kernels.quantize_groups(weight, 32)
-            return kernels.linear_groups(torch.eye(weight.shape[1]), own, None).T
+            return kernels.linear(torch.eye(weight.shape[1]), own, None).T
         return weight.float()
 
     mix = kernels.expert_mixer(
@@ -244,9 +249,10 @@ def test_what_the_native_core_does_not_mix() -> None:
     kernels, weight = NativeKernels(), torch.randn(4, 8)
     pair = (kernels.pack_weight(weight, is_gated=True), kernels.pack_weight(torch.randn(8, 2)))
     assert kernels.expert_mixer([pair], torch.float16) is None
-    assert kernels.expert_mixer([pair, (pair[0], "of another kind")], torch.float32) is None
+    other = Fp8Weight(weight, weight, 8)
+    assert kernels.expert_mixer([pair, (pair[0], other)], torch.float32) is None
     mix = kernels.expert_mixer([pair, pair], torch.float32)
     assert mix is not None
     for wrong in (2, -1):
-        with pytest.raises(IndexError, match="none of 2"):
+        with pytest.raises(IndexError, match="not below 2"):
             mix(torch.randn(1, 8), torch.tensor([[0, wrong]]), torch.ones(1, 2))

@@ -30,8 +30,8 @@ from lightserve.kernels.triton.products import (
     multiply,
     product_config,
 )
+from lightserve.models.base import SingleRank
 from lightserve.models.layers.attention import AttentionInputs
-from lightserve.models.parallel import SingleRank
 
 CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

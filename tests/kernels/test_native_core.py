@@ -29,7 +29,6 @@ from lightserve.kernels.cpu import core
 from lightserve.kernels.cpu.core import CoreMissingError, Level, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import GroupedWeight, Int8Weight
 from lightserve.kernels.reference import (
     ReferenceKernels,
     kv_as_int8,
@@ -38,8 +37,9 @@ from lightserve.kernels.reference import (
     rounded_to_int8,
 )
 from lightserve.kernels.select import make_kernels
+from lightserve.kernels.weights import GroupedWeight
 from lightserve.types import SamplingParams
-from lightserve.worker import engine
+from lightserve.worker import build
 from lightserve.worker.sampling import sampler
 
 pytestmark = pytest.mark.skipif(bool(select.missing_core()), reason=select.missing_core())
@@ -90,11 +90,7 @@ def product(
     """Return a product that is to be like `truth_of`."""
     dtype = torch.float32 if form == "wide" else None
     with Poisoned():
-        if isinstance(packed, GroupedWeight):
-            result = kernels.linear_groups(x, packed, bias)
-        elif isinstance(packed, Int8Weight):
-            result = kernels.linear_int8(x, packed, bias, dtype=dtype)
-        elif form == "gated":
+        if form == "gated" and isinstance(packed, Tensor):
             result = kernels.gated_linear(x, packed, bias)
         else:
             result = kernels.linear(x, packed, bias, dtype=dtype)
@@ -213,7 +209,7 @@ def test_8_bit_products_that_are_cut(level: Level, num_rows: int, num_inputs: in
 def test_a_row_without_numbers_has_none_after_an_8_bit_product(level: Level, num_rows: int) -> None:
     kernels, x = kernels_of(level), torch.randn(num_rows, 100).bfloat16()
     x[1, 70], x[2, 3] = torch.nan, -torch.inf
-    out = kernels.linear_int8(x, kernels.quantize(torch.randn(33, 100).bfloat16()), None)
+    out = kernels.linear(x, kernels.quantize(torch.randn(33, 100).bfloat16()), None)
     assert not out[1:3].isfinite().any(), "the sampler must see that they mean nothing"
     assert out[[0, *range(3, num_rows)]].isfinite().all()
 
@@ -228,8 +224,8 @@ def test_tiles_in_software_multiply_as_the_processor_does() -> None:
     inputs = make_inputs(batch, (4, 2, 32), torch.bfloat16)
     calls: list[Callable[[NativeKernels], Tensor]] = [
         lambda kernels: kernels.linear(x, kernels.pack_weight(weight), None),
-        lambda kernels: kernels.linear_int8(x, kernels.quantize(weight), None),
-        lambda kernels: kernels.linear_groups(x, kernels.quantize_groups(weight, 32), None),
+        lambda kernels: kernels.linear(x, kernels.quantize(weight), None),
+        lambda kernels: kernels.linear(x, kernels.quantize_groups(weight, 32), None),
         lambda kernels: kernel_grid.attend(kernels, batch, inputs, None),
     ]
     for call in calls:
@@ -242,7 +238,7 @@ def test_tiles_in_software_multiply_as_the_processor_does() -> None:
 
 def test_an_8_bit_product_of_more_inputs_than_sums_of_bytes_hold() -> None:
     kernels, x = NativeKernels(), torch.ones(5, 70_000).bfloat16()
-    out = kernels.linear_int8(x, kernels.quantize(torch.ones(2, 70_000).bfloat16()), None)
+    out = kernels.linear(x, kernels.quantize(torch.ones(2, 70_000).bfloat16()), None)
     assert torch.equal(out, torch.full((5, 2), 70_000.0).bfloat16())
 
 
@@ -250,7 +246,7 @@ def test_rounding_to_8_bits_is_what_the_reference_says() -> None:
     """By products with single inputs, which show each weight; ties go to even numbers."""
     kernels = NativeKernels()
     weight = torch.tensor([[127.0, 0.5, 1.5, -0.5, -2.5, 126.5], [1e-31, 0, 0, 0, 0, -1e-32]])
-    shown = kernels.linear_int8(torch.eye(6), kernels.quantize(weight), None).T
+    shown = kernels.linear(torch.eye(6), kernels.quantize(weight), None).T
     assert torch.equal(shown, torch.tensor([[127.0, 0, 2, 0, -2, 126], [0] * 6]))
     assert torch.equal(shown, rounded_to_int8(weight))
 
@@ -270,7 +266,7 @@ def group_case(
     x = x[:, :num_inputs]
     bias = torch.randn(num_outputs).to(dtype) if num_inputs % 2 else None
     with Poisoned():
-        result = kernels.linear_groups(x, packed, bias)
+        result = kernels.linear(x, packed, bias)
     truth = ReferenceKernels().linear(
         x.float(),
         numbers_of_groups(integers, factors, zeros, size),
@@ -354,8 +350,8 @@ def test_products_of_many_panels_are_the_same_on_any_number_of_threads(level: Le
     results = []
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        by_int8 = kernels.linear_int8(x, rounded, None)
-        by_groups = kernels.linear_groups(x, grouped, None)
+        by_int8 = kernels.linear(x, rounded, None)
+        by_groups = kernels.linear(x, grouped, None)
         results.append(torch.stack([kernels.linear(x, plain, None), by_int8, by_groups]))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -368,14 +364,14 @@ def test_a_row_without_numbers_has_none_after_a_product_of_groups(
     kernels, x = kernels_of(level), torch.randn(num_rows, 100).bfloat16()
     x[1, 70], x[2, 3] = torch.nan, -torch.inf
     weight = kernels.quantize_groups(torch.randn(33, 100).bfloat16(), 32)
-    out = kernels.linear_groups(x, weight, None)
+    out = kernels.linear(x, weight, None)
     assert not out[1:3].isfinite().any(), "the sampler must see that they mean nothing"
     assert out[[0, *range(3, num_rows)]].isfinite().all()
 
 
 def shown(kernels: NativeKernels, weight: GroupedWeight) -> Tensor:
     """Return a weight's numbers, by products with single inputs."""
-    return kernels.linear_groups(torch.eye(weight.num_inputs), weight, None).T
+    return kernels.linear(torch.eye(weight.num_inputs), weight, None).T
 
 
 @pytest.mark.parametrize("size", [32, 128])
@@ -425,10 +421,8 @@ def test_integers_that_others_have_rounded(level: Level, num_rows: int) -> None:
         x = torch.randn(num_rows, 100).to(dtype)
         for is_gated in (False, True):
             results = (
-                kernels.linear_int8(
-                    x, kernels.pack_int8(integers, factors, is_gated=is_gated), None
-                ),
-                kernels.linear_groups(
+                kernels.linear(x, kernels.pack_int8(integers, factors, is_gated=is_gated), None),
+                kernels.linear(
                     x,
                     kernels.pack_groups(
                         grouped, group_factors, zeros, bits=4, group_size=64, is_gated=is_gated
@@ -730,12 +724,12 @@ class TestMissing:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         native = NativeKernels()
-        monkeypatch.setattr(engine, "missing_core", lambda: "there is no reason")
+        monkeypatch.setattr(build, "missing_core", lambda: "there is no reason")
         with caplog.at_level(logging.WARNING):
-            engine._tell_of_slower_kernels(native, torch.bfloat16)
+            build._tell_of_slower_kernels(native, torch.bfloat16)
             assert not caplog.text
-            engine._tell_of_slower_kernels(TorchKernels(), torch.bfloat16)
-            engine._tell_of_slower_kernels(native, torch.float16)
+            build._tell_of_slower_kernels(TorchKernels(), torch.bfloat16)
+            build._tell_of_slower_kernels(native, torch.float16)
         first, second = caplog.messages
         assert "1.1 to 1.7 times as long" in first and "there is no reason" in first
         assert second.startswith("float16 is computed by torch")
@@ -833,8 +827,8 @@ def test_rows_of_packed_weights(dtype: torch.dtype) -> None:
         weight = torch.randn(num_outputs, num_inputs).to(dtype)
         indices = torch.randint(num_outputs, (50,))
         torch.set_num_threads(1 + num_outputs % 3)
-        plain = kernels.packed_rows(kernels.pack_weight(weight), dtype)
-        rounded = kernels.int8_rows(kernels.quantize(weight), num_inputs, dtype)
+        plain = kernels.rows_of(kernels.pack_weight(weight), num_inputs, dtype)
+        rounded = kernels.rows_of(kernels.quantize(weight), num_inputs, dtype)
         assert plain is not None
         with Poisoned():
             assert torch.equal(plain(indices), weight[indices])
@@ -843,4 +837,4 @@ def test_rows_of_packed_weights(dtype: torch.dtype) -> None:
             for wrong in (num_outputs, -1):
                 with pytest.raises(IndexError, match=f"row {wrong} of a weight of {num_outputs}"):
                     rows(torch.tensor([0, wrong]))
-    assert kernels.packed_rows(torch.zeros(2, 2).half(), torch.float16) is None
+    assert kernels.rows_of(torch.zeros(2, 2).half(), 2, torch.float16) is None

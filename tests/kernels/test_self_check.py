@@ -25,7 +25,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.worker import engine
+from lightserve.worker import build
 
 CPU = torch.device("cpu")
 SHAPES = replace(
@@ -151,9 +151,9 @@ def test_relative_error() -> None:
 def test_a_runner_is_not_built_over_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     config = ServeConfig(model=str(BUNDLED_MODEL_DIR), kv_memory="4MiB")
-    monkeypatch.setattr(engine, "make_kernels", lambda *_, **__: FAULTS["rotary backwards"]())
+    monkeypatch.setattr(build, "make_kernels", lambda *_, **__: FAULTS["rotary backwards"]())
     with pytest.raises(StartupError, match="rotary of 8 query and 4 KV heads of 32"):
-        engine.build_runner(config)
+        build.build_runner(config)
 
 
 def test_a_server_does_not_start_over_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import ClampedGate, ExpertBiases, Kernels
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import (
     ReferenceKernels,
     numbers_of_fp4,
@@ -30,13 +30,11 @@ from lightserve.kernels.reference import (
 )
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_quantized
-from lightserve.kernels.triton import quantized
+from lightserve.kernels.triton import experts, quantized
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.weights import ClampedGate, ExpertBiases
 from lightserve.models.config import load_model_config
-from lightserve.models.layers.fp8 import Fp8Method, rounded_to_fp8
 from lightserve.models.layers.linear import (
-    Int4Method,
-    Int8Method,
     Linear,
     LinearMethod,
     ModuleShard,
@@ -44,9 +42,15 @@ from lightserve.models.layers.linear import (
     WeightReader,
     merged_shards,
 )
-from lightserve.models.layers.stored import StoredMethod
+from lightserve.models.layers.quantized import (
+    Fp8Method,
+    Int4Method,
+    Int8Method,
+    StoredMethod,
+    rounded_to_fp8,
+)
 from lightserve.models.stored_weights import StoredWeight, fp8_of
-from lightserve.worker.engine import linear_method
+from lightserve.worker.build import linear_method
 
 KERNELS = TritonKernels()
 SIZES = [(1, 70, 200), (5, 33, 96), (40, 130, 64), (3, 64, 300)]
@@ -82,12 +86,12 @@ def test_integers_of_8_bits(size: tuple[int, int, int], dtype: torch.dtype) -> N
     weight[3] = 0.0
     packed = KERNELS.quantize(weight)
     with Poisoned():
-        found = KERNELS.linear_int8(x, packed, bias)
+        found = KERNELS.linear(x, packed, bias)
     numbers = rounded_to_int8(weight)
     check(found, x, numbers, bias)
-    wide = KERNELS.linear_int8(x, packed, None, dtype=torch.float32)
+    wide = KERNELS.linear(x, packed, None, dtype=torch.float32)
     assert wide.dtype is torch.float32
-    look_up = KERNELS.int8_rows(packed, inputs, torch.float32)
+    look_up = KERNELS.rows_of(packed, inputs, torch.float32)
     assert torch.equal(look_up(torch.tensor([4, 0])), numbers[[4, 0]])
 
 
@@ -100,16 +104,17 @@ def test_integers_by_integers(dtype: torch.dtype) -> None:
         x[2] = 0.0
         weight = normal(outputs, inputs, seed=1)
         packed, numbers = KERNELS.quantize(weight), rounded_to_int8(weight)
+        rounding = packed._replace(rounds_rows=True)
         with Poisoned():
-            found = KERNELS.linear_rounded(x, packed, bias)
+            found = KERNELS.linear(x, rounding, bias)
         check(found, rounded_to_int8(x), numbers, bias, dtype=dtype)
         exact = x.float() @ numbers.T
-        assert relative_error(KERNELS.linear_rounded(x, packed, None), exact) > 3e-3
-        few = KERNELS.linear_rounded(x[:32], packed, bias)
-        assert torch.equal(few, KERNELS.linear_int8(x[:32], packed, bias))
+        assert relative_error(KERNELS.linear(x, rounding, None), exact) > 3e-3
+        few = KERNELS.linear(x[:32], rounding, bias)
+        assert torch.equal(few, KERNELS.linear(x[:32], packed, bias))
         x[5, 3] = torch.nan
         is_good = torch.arange(rows) != 5
-        found = KERNELS.linear_rounded(x, packed, bias)
+        found = KERNELS.linear(x, rounding, bias)
         assert found[5].isnan().all() and found[is_good].isfinite().all()
 
 
@@ -138,7 +143,7 @@ def test_integers_in_groups(size: tuple[int, int, int], bits: int, group_size: i
     for dtype in (torch.float32, torch.bfloat16):
         x, bias = normal(rows, inputs, dtype=dtype, seed=3), normal(outputs, dtype=dtype)
         with Poisoned():
-            found = KERNELS.linear_groups(x, packed, bias)
+            found = KERNELS.linear(x, packed, bias)
         check(found, x, numbers, bias)
 
 
@@ -152,7 +157,7 @@ def test_floating_point_of_8_bits(group_size: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x = normal(rows, inputs, dtype=dtype, seed=5)
             with Poisoned():
-                found = KERNELS.linear_fp8(x, packed, None)
+                found = KERNELS.linear(x, packed, None)
             check(found, x, values.float() * grid, None)
 
 
@@ -163,25 +168,20 @@ def test_every_number_of_8_bits_is_itself() -> None:
     values = codes.view(torch.float8_e4m3fn)[:, None]
     packed = KERNELS.pack_fp8(values, torch.ones(len(codes), 1), group_size=1)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = KERNELS.linear_fp8(torch.ones(1, 1, dtype=dtype), packed, None)
+        found = KERNELS.linear(torch.ones(1, 1, dtype=dtype), packed, None)
         assert torch.equal(found[0].float(), values[:, 0].float())
 
 
 def test_gates_and_ups() -> None:
     x, weight, bias = normal(3, 128), normal(96, 128, seed=1), normal(96, seed=2)
-    pairs: list[tuple[Any, Callable[..., Tensor]]] = [
-        (KERNELS.quantize(weight, is_gated=True), KERNELS.linear_int8),
-        (KERNELS.quantize_groups(weight, 32, is_gated=True), KERNELS.linear_groups),
-        (
-            KERNELS.pack_fp8(
-                weight.to(torch.float8_e4m3fn), torch.ones(96, 1), group_size=128, is_gated=True
-            ),
-            KERNELS.linear_fp8,
-        ),
-    ]
-    for packed, multiply in pairs:
-        plain = multiply(x, packed._replace(is_gated=False), bias)
-        gated = multiply(x, packed, bias)
+    fp8 = weight.to(torch.float8_e4m3fn)
+    for packed in (
+        KERNELS.quantize(weight, is_gated=True),
+        KERNELS.quantize_groups(weight, 32, is_gated=True),
+        KERNELS.pack_fp8(fp8, torch.ones(96, 1), group_size=128, is_gated=True),
+    ):
+        plain = KERNELS.linear(x, packed._replace(is_gated=False), bias)
+        gated = KERNELS.linear(x, packed, bias)
         torch.testing.assert_close(gated, ReferenceKernels().silu_and_mul(plain))
 
 
@@ -191,8 +191,8 @@ def test_4_bits_are_rounded_as_the_native_core_does() -> None:
     weight[3], weight[4, :32], weight[5] = 0.0, 1e-9, weight[5].abs()
     native, eye = NativeKernels(), torch.eye(300)
     for size in (32, 128):
-        truth = native.linear_groups(eye, native.quantize_groups(weight, size), None).T
-        found = KERNELS.linear_groups(eye, KERNELS.quantize_groups(weight, size), None).T
+        truth = native.linear(eye, native.quantize_groups(weight, size), None).T
+        found = KERNELS.linear(eye, KERNELS.quantize_groups(weight, size), None).T
         lost = [float((numbers - weight).square().sum()) for numbers in (truth, found)]
         assert lost[1] <= 1.001 * lost[0]
     weight[1, 40] = 2e6
@@ -283,17 +283,18 @@ SHAPES = replace(SMALL_SHAPES, dtype=torch.float32, num_experts=4)
 
 @pytest.mark.parametrize(
     "operation",
-    ["linear_int8", "linear_rounded", "linear_groups", "linear_fp8", "mix_packed_experts"],
+    ["linear_int8", "linear_rounded", "linear_groups", "linear_fp8", "mix_experts"],
 )
 def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(self: TritonKernels, *args: Any, **options: Any) -> Tensor:
-        result: Tensor = multiply(self, *args, **options)
+    def shifted(*args: Any, **options: Any) -> Tensor:
+        result: Tensor = multiply(*args, **options)
         return result.roll(1, dims=1)
 
-    cpu, multiply = torch.device("cpu"), getattr(TritonKernels, operation)
+    module = experts if operation == "mix_experts" else quantized
+    cpu, multiply = torch.device("cpu"), getattr(module, operation)
     if operation == "linear_fp8":
         check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
-    monkeypatch.setattr(TritonKernels, operation, shifted)
+    monkeypatch.setattr(module, operation, shifted)
     name = {
         "linear_int8": "int8 linear",
         "linear_rounded": "int8 by int8 linear",
@@ -341,19 +342,19 @@ def packed_experts(kind: str, num_experts: int, outputs: int, inputs: int) -> tu
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint8", "fp8", "fp4"])
 def test_experts_of_every_kind(kind: str) -> None:
     """With gates of gpt-oss and biases, and without; experts that no token chose."""
-    for (tokens, experts, chosen_each, hidden, size), dtype in (
+    for (tokens, num_experts, chosen_each, hidden, size), dtype in (
         ((5, 4, 2, 100, 72), torch.float32),
         ((70, 3, 1, 64, 40), torch.bfloat16),
     ):
-        gate_up, wide_gate_up = packed_experts(kind, experts, 2 * size, hidden)
-        down, wide_down = packed_experts(kind, experts, hidden, size)
+        gate_up, wide_gate_up = packed_experts(kind, num_experts, 2 * size, hidden)
+        down, wide_down = packed_experts(kind, num_experts, hidden, size)
         x = normal(tokens, hidden, dtype=dtype, seed=7)
-        weights, chosen = normal(tokens, experts, seed=8).softmax(-1).topk(chosen_each, dim=-1)
-        biases = ExpertBiases(normal(experts, 2 * size), normal(experts, hidden))
+        weights, chosen = normal(tokens, num_experts, seed=8).softmax(-1).topk(chosen_each, dim=-1)
+        biases = ExpertBiases(normal(num_experts, 2 * size), normal(num_experts, hidden))
         for own, gate in ((None, None), (biases, ClampedGate(1.7, 3.0))):
             narrow = own and ExpertBiases(own.gate_up.to(dtype), own.down.to(dtype))
             with Poisoned():
-                found = KERNELS.mix_packed_experts(
+                found = KERNELS.mix_experts(
                     x, chosen, weights, gate_up, down, biases=narrow, gate=gate
                 )
             wide = narrow and ExpertBiases(narrow.gate_up.float(), narrow.down.float())
@@ -397,14 +398,14 @@ class ByNumbers(UnquantizedMethod):
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
     ) -> Linear:
         if self._name == "fp8" and "experts" not in shards[0].name:
-            return Fp8Method(self._kernels).create(reader, shards, is_gated=is_gated)
+            return Fp8Method(self.kernels).create(reader, shards, is_gated=is_gated)
         weight, bias = merged_shards(reader, shards)
         match self._name:
             case "int8":
                 weight = rounded_to_int8(weight)
             case "int4":
                 eye = torch.eye(weight.shape[1])
-                weight = KERNELS.linear_groups(eye, KERNELS.quantize_groups(weight, 32), None).T
+                weight = KERNELS.linear(eye, KERNELS.quantize_groups(weight, 32), None).T
             case _:
                 values, factors = rounded_to_fp8(weight)
                 weight = values.float() * factors
@@ -425,7 +426,7 @@ def test_experts_are_rounded_as_they_are_read(model: str, name: str, tmp_path: P
     method: LinearMethod = Fp8Method(KERNELS)
     if name != "fp8":
         method = linear_method(name, KERNELS, torch.bfloat16)
-    with patch.object(TritonKernels, "mix_experts", side_effect=AssertionError("by numbers")):
+    with patch.object(experts, "plain_experts", side_effect=AssertionError("by numbers")):
         found = logits_of(path, KERNELS, method)
     truth = logits_of(path, TorchKernels(), ByNumbers(name))
     plain = logits_of(path, TorchKernels(), None)

@@ -200,6 +200,12 @@ def test_wrong_kernels_are_found(
     assert mistakes("spread", 300, spread) or mistakes("flat", 300, flat)
 
 
+@triton.jit
+def _uniform_kernel(states_ptr, positions_ptr, out_ptr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    row = tl.program_id(0)
+    tl.store(out_ptr + row, sampling_scan.uniform(states_ptr, positions_ptr, row))
+
+
 def test_uniform_numbers_are_those_of_the_cpu_to_the_bit() -> None:
     rng = np.random.default_rng(0)
     edges = [0, 1, -1, 2**63 - 1, -(2**63)]
@@ -208,7 +214,7 @@ def test_uniform_numbers_are_those_of_the_cpu_to_the_bit() -> None:
     positions = [0, 2**31, *rng.integers(0, 2**20, len(seeds) - 2).tolist()]
     states = np.array([sequence_state(s, c) for s, c in zip(seeds, choices, strict=True)])
     found = torch.empty(len(seeds), dtype=torch.float64)
-    sampling_scan.uniform_kernel[len(seeds),](
+    _uniform_kernel[len(seeds),](
         torch.from_numpy(states.view(np.int64)), torch.tensor(positions), found
     )
     assert found.tolist() == uniform(seeds, choices, positions).tolist()

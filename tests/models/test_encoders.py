@@ -38,7 +38,7 @@ from lightserve.models import encoder
 from lightserve.models.config import load_model_config
 from lightserve.models.encoder import groups_of
 from lightserve.types import RequestOutput, RowId, SamplingParams, StepId
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 
 PROMPTS = [[2, *range(4, 4 + n), 3] for n in (1, 7, 20, 3, 38)]

@@ -34,20 +34,19 @@ from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.models import gguf_reader
+from lightserve.models.base import Part
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf import GgufFile, read_gguf
 from lightserve.models.gguf_config import one_by_one
 from lightserve.models.gguf_model import unpack, unpacked_root
-from lightserve.models.gguf_rope import FREQUENCY_FACTORS
 from lightserve.models.layers.attention import frequencies
 from lightserve.models.layers.linear import LinearMethod
-from lightserve.models.layers.stored import StoredMethod
-from lightserve.models.parallel import Part
-from lightserve.models.rope import DefaultRope, LinearRope, RopeConfig, YarnRope
+from lightserve.models.layers.quantized import StoredMethod
+from lightserve.models.rope import FREQUENCY_FACTORS, DefaultRope, LinearRope, RopeConfig, YarnRope
 from lightserve.models.weight_files import check_weights, quantised_as
 from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer
-from lightserve.worker.engine import linear_method
+from lightserve.worker.build import linear_method
 
 MORE_BYTES = 64 << 20
 

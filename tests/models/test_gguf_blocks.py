@@ -10,7 +10,7 @@ import pytest
 from support.gguf_files import KINDS
 
 from lightserve.models.gguf import BLOCK_TYPES
-from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.gguf_reader import numbers_of_blocks
 
 
 def half(block: bytes, at: int) -> float:

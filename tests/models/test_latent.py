@@ -22,7 +22,7 @@ from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config
-from lightserve.worker.engine import check_latents
+from lightserve.worker.build import check_latents
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 

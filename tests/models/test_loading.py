@@ -28,11 +28,11 @@ from transformers.models.mpt import modeling_mpt
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.models.alibi import as_bfloat16, mpt_slopes, slopes_of
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config, resolve_context_len, resolve_dtype
 from lightserve.models.layers.attention import RotaryTable, frequencies
 from lightserve.models.loader import SafetensorsReader
+from lightserve.models.plain_config import as_bfloat16, mpt_slopes, slopes_of
 from lightserve.models.rope import LinearRope
 from lightserve.models.weight_files import (
     EMBEDDING,
@@ -42,7 +42,7 @@ from lightserve.models.weight_files import (
     expected_tensors,
     find_weights,
 )
-from lightserve.worker import engine
+from lightserve.worker import build
 
 WITHOUT_KV_HEADS = ("GPTNeoX", "OPT", "Bloom", "Mpt", "GPTBigCode")
 """Families that know no such key."""
@@ -259,10 +259,10 @@ def test_dtype_on_a_gpu(  # noqa: PLR0917
     model_config, gpu = load_model_config(tmp_path), torch.device("cuda", 0)
     for is_said in (False, True):
         assert not caplog.messages
-        assert engine._dtype(config, model_config, gpu, is_said=is_said) == expected
+        assert build._dtype(config, model_config, gpu, is_said=is_said) == expected
     assert len(caplog.messages) == bool(said)
     assert said in caplog.text
-    cpu = engine._dtype(config, model_config, torch.device("cpu"), is_said=True)
+    cpu = build._dtype(config, model_config, torch.device("cpu"), is_said=True)
     assert cpu == (model_config.dtype or "float32" if requested == "auto" else requested)
     assert len(caplog.messages) == bool(said)
 

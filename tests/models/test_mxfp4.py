@@ -22,7 +22,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.config import load_model_config
-from lightserve.models.layers.stored import StoredMethod
+from lightserve.models.layers.quantized import StoredMethod
 from lightserve.models.weight_files import check_weights
 
 GROUP = 32
@@ -61,7 +61,7 @@ def set_config(path: Path, **changes: object) -> None:
 def all_numbers(model: object) -> list[Tensor]:
     layers = model._layers  # type: ignore[attr-defined]
     experts = [layer._mlp._experts for layer in layers]
-    return [part for own in experts for part in (own._gate_up, own._down, *own._biases)]
+    return [part for own in experts for part in (*own._weights, *own._biases)]
 
 
 def test_numbers_are_those_of_transformers(directories: tuple[Path, Path]) -> None:

@@ -26,13 +26,13 @@ from lightserve.errors import ModelLoadError
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
+from lightserve.models.base import Part
 from lightserve.models.config import load_model_config, resolve_dtype
-from lightserve.models.layers.stored import StoredMethod
+from lightserve.models.layers.quantized import StoredMethod
 from lightserve.models.loader import SafetensorsReader
-from lightserve.models.parallel import Part
 from lightserve.models.stored_weights import StoredWeight, groups_of
 from lightserve.models.weight_files import SINGLE_FILE, check_weights
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 
 MORE_BYTES = 64 << 20
 needs_core = pytest.mark.skipif(bool(missing_core()), reason=missing_core())

@@ -22,27 +22,26 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
-from lightserve.models.layers.fp8 import (
+from lightserve.kernels.weights import GroupedWeight, Int8Weight, Weight
+from lightserve.models.base import Part
+from lightserve.models.layers.linear import (
+    Linear,
+    LinearMethod,
+    ModuleShard,
+    UnquantizedMethod,
+    WeightLinear,
+)
+from lightserve.models.layers.quantized import (
     Fp8Method,
+    Int4Method,
+    Int8Method,
     RoundingLinear,
     rounded_to_fp8,
     scaled_product,
 )
-from lightserve.models.layers.linear import (
-    GatedLinear,
-    Int4Method,
-    Int8Linear,
-    Int8Method,
-    Linear,
-    LinearMethod,
-    ModuleShard,
-    UnquantizedLinear,
-    UnquantizedMethod,
-)
 from lightserve.models.moe_config import MoeConfig
-from lightserve.models.parallel import Part
-from lightserve.worker import engine
-from lightserve.worker.engine import build_runner, linear_method
+from lightserve.worker import build
+from lightserve.worker.build import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
@@ -63,7 +62,7 @@ EXPERTS = MoeConfig(
 )
 
 
-class RoundedLinear(UnquantizedLinear):
+class RoundedLinear(WeightLinear):
     """Whose rows, as embeddings, are rounded too."""
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -81,13 +80,8 @@ class OneByOne(TorchKernels):
 class RoundedMethod(UnquantizedMethod):
     """Plain weights that have been rounded."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__(kernels)
-        self.kernels = kernels
-
     def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
-        linear = GatedLinear if is_gated else RoundedLinear
-        return linear(self.kernels, rounded_to_int8(weight), bias)
+        return RoundedLinear(self.kernels, rounded_to_int8(weight), bias, is_gated=is_gated)
 
 
 class CoarseMethod(UnquantizedMethod):
@@ -207,11 +201,11 @@ def test_a_product_of_8_bit_floating_point_is_torchs_own(dtype: torch.dtype) -> 
 
 
 def test_8_bit_floating_point_where_it_is_not() -> None:
-    engine.check_fp8((8, 9), torch.bfloat16)
+    build.check_fp8((8, 9), torch.bfloat16)
     with pytest.raises(ConfigError, match=r"compute capability 8.9 or newer, got 8.0: --quant"):
-        engine.check_fp8((8, 0), torch.bfloat16)
+        build.check_fp8((8, 0), torch.bfloat16)
     with pytest.raises(ConfigError, match="fp8 needs --dtype bfloat16 on a GPU, got float16"):
-        engine.check_fp8((9, 0), torch.float16)
+        build.check_fp8((9, 0), torch.float16)
     with pytest.raises(ConfigError, match="--quantization fp8 needs the native core for CPUs"):
         linear_method("fp8", ReferenceKernels(), torch.bfloat16)
 
@@ -232,7 +226,9 @@ def test_4_bit_weights_are_held_in_less_than_5() -> None:
     weight = kernels.quantize_groups(torch.randn(64, 640), Int4Method.GROUP_SIZE)
     assert sum(part.nbytes for part in weight[:3]) * 8 == 4.75 * 64 * 640
     output = Int4Method(kernels).make(torch.randn(64, 640), None)
-    assert type(output) is Int8Linear, "the output layer decides between tokens"
+    assert type(output) is WeightLinear and type(output.weight) is Int8Weight, (
+        "the output layer decides between tokens"
+    )
 
 
 def test_weights_that_4_bits_cannot_hold_are_refused() -> None:
@@ -272,7 +268,7 @@ def test_a_worker_starts_with_it(
 ) -> None:
     def load(path: Path, *arguments: object, **options: object) -> object:
         assert type(options["method"]) is method
-        return engine.load_model(path, *arguments, **options)  # type: ignore[arg-type]
+        return build.load_model(path, *arguments, **options)  # type: ignore[arg-type]
 
     with caplog.at_level("INFO"):
         build_runner(config_of(name), load=load)  # type: ignore[arg-type]
@@ -289,11 +285,11 @@ def test_a_worker_keeps_its_kv_in_8_bits(caplog: pytest.LogCaptureFixture) -> No
             for name in ("auto", "int8")
         )
     assert "bfloat16 and int8 KV, native kernels on cpu" in caplog.text
-    assert plain.kv_bytes_per_token == 4 * 2 * 4 * 32 * 2
-    assert small.kv_bytes_per_token == 4 * 2 * 4 * (32 + 4)
+    assert plain.pool.bytes_per_token == 4 * 2 * 4 * 32 * 2
+    assert small.pool.bytes_per_token == 4 * 2 * 4 * (32 + 4)
     for runner in (plain, small):
-        assert runner.num_kv_slots == 2**20 // runner.kv_bytes_per_token
-        assert runner.num_host_slots == 2**19 // runner.kv_bytes_per_token
+        assert runner.pool.num_slots == 2**20 // runner.pool.bytes_per_token
+        assert runner.host_pool.num_slots == 2**19 // runner.pool.bytes_per_token
 
 
 def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,15 +309,15 @@ def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_8_bit_kv_of_other_kernels_and_types_is_refused() -> None:
     config = ServeConfig(kv_dtype="int8")
     with pytest.raises(ConfigError, match="--kv-dtype int8 needs the native core for CPUs, got re"):
-        engine.kv_dtype(config, ReferenceKernels(), "bfloat16")
+        build.kv_dtype(config, ReferenceKernels(), "bfloat16")
     with pytest.raises(ConfigError, match="--kv-dtype int8 needs --dtype bfloat16 or float32: the"):
-        engine.kv_dtype(config, NativeKernels(), "float16")
-    assert engine.kv_dtype(ServeConfig(), ReferenceKernels(), "float16") == "float16"
+        build.kv_dtype(config, NativeKernels(), "float16")
+    assert build.kv_dtype(ServeConfig(), ReferenceKernels(), "float16") == "float16"
 
 
 def test_a_worker_without_the_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "make_kernels", lambda *_, **__: TorchKernels())
-    monkeypatch.setattr(engine, "missing_core", lambda: "it was not built")
+    monkeypatch.setattr(build, "make_kernels", lambda *_, **__: TorchKernels())
+    monkeypatch.setattr(build, "missing_core", lambda: "it was not built")
     message = "--quantization int8 needs the native core for CPUs, which is missing, as it was not"
     with pytest.raises(ConfigError, match=message):
         build_runner(config_of())
@@ -336,16 +332,18 @@ def test_other_kernels_and_types_are_refused() -> None:
     assert type(linear_method("none", native, torch.float16)) is UnquantizedMethod
 
 
-@pytest.mark.parametrize(("name", "operation"), [("int8", "int8"), ("int4", "groups")])
+@pytest.mark.parametrize(("name", "kind"), [("int8", Int8Weight), ("int4", GroupedWeight)])
 def test_a_wrong_product_ends_the_start(
-    name: str, operation: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[Weight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    multiply = getattr(NativeKernels, f"linear_{operation}")
+    multiply = NativeKernels.linear
 
-    def swapped(self: NativeKernels, x: Tensor, weight: object, bias: Tensor | None) -> Tensor:
-        result: Tensor = multiply(self, x, weight, bias)
-        return result.flip(1)
+    def swapped(
+        self: NativeKernels, x: Tensor, weight: Weight, *others: Any, **options: Any
+    ) -> Tensor:
+        result = multiply(self, x, weight, *others, **options)
+        return result.flip(1) if isinstance(weight, kind) else result
 
-    monkeypatch.setattr(NativeKernels, f"linear_{operation}", swapped)
+    monkeypatch.setattr(NativeKernels, "linear", swapped)
     with pytest.raises(StartupError, match=rf"{name} linear \(qkv\) .* --quantization none"):
         build_runner(config_of(name))

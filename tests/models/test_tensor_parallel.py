@@ -23,9 +23,9 @@ from support.tp_run import Job, run_ranks
 
 from lightserve.errors import StartupError
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.models.base import Part, SingleRank, even_part, kv_head_part
 from lightserve.models.layers.linear import VocabWeight
 from lightserve.models.loader import SafetensorsReader
-from lightserve.models.parallel import Part, SingleRank, even_part, kv_head_part
 from lightserve.models.weight_files import LM_HEAD, find_weights
 from lightserve.worker import tensor_parallel
 from lightserve.worker.tensor_parallel import join_group

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.models import safetensors_reader
-from lightserve.models.parallel import Part
+from lightserve.models.base import Part
 from lightserve.models.weight_copies import DirectCopies, StagedCopies, weight_copies
 from lightserve.models.weight_files import SINGLE_FILE, find_weights
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import AttentionBatch, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
 
 
 class _WindowOffByOne(TorchKernels):
@@ -170,7 +170,7 @@ class _TooLarge(TorchKernels):
 class _ReadsTheHost(TorchKernels):
     """Says that its decodes can be recorded, and plans them by lengths on the host."""
 
-    is_capturable = True
+    can = TorchKernels.can | Can.GRAPHS
 
 
 FAULTS: dict[str, type[TorchKernels]] = {

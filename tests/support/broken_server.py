@@ -19,8 +19,8 @@ if __name__ == "__main__":
         loop.serve = partial(loop.serve, command=[sys.executable, __file__, fault])  # type: ignore[assignment]
         main()
     elif sys.argv[1].startswith("worker"):
-        from lightserve.worker import engine
+        from lightserve.worker import build
         from support.broken_kernels import FAULTS
 
-        engine.make_kernels = lambda *_, **__: FAULTS[fault]()  # type: ignore[assignment]
+        build.make_kernels = lambda *_, **__: FAULTS[fault]()  # type: ignore[assignment]
     child.main()

@@ -44,16 +44,17 @@ from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import SingleRank
 from lightserve.router.kv.cache import Preemption
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Mark
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.memory import KVPool
-from lightserve.worker.model_runner import ModelRunner, Pending
+from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import ShapeLimits, random_steps
 from lightserve.worker.staged_host_pool import StagedHostPool
+from lightserve.worker.step_results import Pending
 from lightserve.worker.warm_up import warm_up
 from support.graph_recorders import RerunRecorder
 from support.immediate_copies import ImmediateEvent

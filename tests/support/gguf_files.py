@@ -17,8 +17,7 @@ from torch import Tensor
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
 from lightserve.models.gguf_families import DEEPSEEK3, FALCON2, FAMILIES, MIXTRAL, OLMO3, GgufFamily
-from lightserve.models.latent_config import LatentConfig
-from lightserve.models.moe_config import FP4_HALVES
+from lightserve.models.moe_config import FP4_HALVES, LatentConfig
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightserve.models.gguf_blocks import numbers_of_blocks
+from lightserve.models.gguf_reader import numbers_of_blocks
 from lightserve.models.weight_files import SINGLE_FILE
 from support.gguf_files import KINDS, blocks, write_gguf
 from support.tiny_models import (

@@ -29,7 +29,7 @@ from lightserve.router.policies import POLICIES
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 from support.core_scenes import RecklessAdmission
 from support.kv_watch import Seen, WatchedModel
@@ -78,7 +78,7 @@ def make_runner(
         **flags,
     )
     runner = build_runner(config)
-    assert runner.num_host_slots >= NUM_SLOTS
+    assert runner.host_pool.num_slots >= NUM_SLOTS
     return runner
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
-from lightserve.models.base import Model, kv_layout
+from lightserve.models.base import Model, SingleRank, TensorParallel, kv_layout
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.layers.linear import LinearMethod
 from lightserve.models.loader import load_model
-from lightserve.models.parallel import SingleRank, TensorParallel
 from support.parity import CPU, Chunk, DirectDriver, TokenSequence, make_sequences, run_sequences
 
 CONTEXT_LEN = 256

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from lightserve.kernels.interface import Kernels
 from lightserve.models.architectures import Architecture
-from lightserve.models.base import KVLayout, kv_layout
+from lightserve.models.base import KVLayout, Part, SingleRank, TensorParallel, kv_layout
 from lightserve.models.config import ModelConfig
-from lightserve.models.context import ModelContext
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
-from lightserve.models.parallel import Part, SingleRank, TensorParallel
+from lightserve.models.layers.linear import LinearMethod, ModelContext, UnquantizedMethod
 from lightserve.models.rope import DefaultRope
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from lightserve.kernels.interface import Kernels
 from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import SingleRank
 from lightserve.router.events import FromFrontend
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.sim.simulation import Simulation, TimedEvent

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels, modified
 
 
@@ -16,7 +16,7 @@ class TensorKernels(ReferenceKernels):
     """Decodes, and recorded passes, over the whole width of the table, the rest of it masked."""
 
     name = "tensor"
-    is_capturable = True
+    can = ReferenceKernels.can | Can.GRAPHS
 
     def attention(
         self,

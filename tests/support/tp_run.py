@@ -19,7 +19,7 @@ from torch import Tensor
 from lightserve.kernels.select import make_kernels
 from lightserve.models.config import load_model_config
 from lightserve.models.weight_files import quantised_as
-from lightserve.worker.engine import linear_method
+from lightserve.worker.build import linear_method
 from lightserve.worker.tensor_parallel import join_group
 from support.model_runs import NUM_DECODES, load_tiny
 from support.parity import DirectDriver, run_sequences, schedule

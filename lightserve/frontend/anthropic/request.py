@@ -34,7 +34,7 @@ from lightserve.frontend.request_options import (
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import Schema
 from lightserve.model_formats import NONE
-from lightserve.tokenization.template_probes import THINKING_SWITCHES
+from lightserve.tokenization.conversation import THINKING_SWITCHES
 
 VERSION_HEADER = "anthropic-version"
 VERSIONS = ("2023-06-01", "2026-10-21")

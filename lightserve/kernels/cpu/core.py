@@ -43,7 +43,7 @@ def num_panels(num_outputs: int, *, is_gated: bool) -> int:
 
 
 class Form(IntEnum):
-    """What becomes of a product's sums, as in `core.h`."""
+    """Results that a product's sums may become, as in `core.h`."""
 
     PLAIN = 0
     GATED = 1
@@ -51,7 +51,7 @@ class Form(IntEnum):
 
 
 class Element(IntEnum):
-    """What is done number by number, as in `core.h`."""
+    """Operations on single numbers, as in `core.h`."""
 
     COPY = 0
     SUM = 1
@@ -67,7 +67,7 @@ class CoreMissingError(Exception):
 
 
 def sources_hash() -> str:
-    """Return a name for what the sources say; a library built from others is not used."""
+    """Return a name for the contents of the sources; a library built from others is not used."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(path.read_bytes())
@@ -83,7 +83,7 @@ class Noted(NamedTuple):
     arguments: str
     """See `_typed`."""
     by_words: int
-    """Address of what calls it with words of 64 bits."""
+    """Address of the function that calls it with words of 64 bits."""
 
 
 def _typed(function: Callable[..., int], arguments: str) -> Callable[..., int]:

@@ -12,16 +12,14 @@ left 78 MiB and took 3.1 ms each; padded 2 MiB and 2.1 ms.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import composed
-from lightserve.kernels.cpu.plan import DecodeGroup, PrefillRow, attention_plan
-from lightserve.kernels.cpu.score_mod import modified_attention
-from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
+from lightserve.kernels.cpu.plan import AttentionPlan, DecodeGroup, PrefillRow, attention_plan
+from lightserve.kernels.interface import AttentionBatch, Can, Kernels, ScoreMod
+from lightserve.kernels.reference import modified, weights_of
+from lightserve.kernels.weights import Weight
 
 # Weights packed once into oneDNN's own layout.
 #
@@ -89,30 +87,22 @@ QUERY_STEP, KEY_STEP = 32, 64
 """Numbers of queries and keys are padded to multiples of these."""
 
 
-class TorchKernels:
+class TorchKernels(Kernels):
     """See `Kernels`."""
 
     name = "torch"
-    takes_latents = True
-    is_capturable = False
+    can = Can.LATENTS
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
         return pack(weight)
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `Kernels.linear`."""
+        assert isinstance(weight, Tensor)
         return linear(x, weight, bias).to(dtype or x.dtype)
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.gated_linear`."""
-        return self.silu_and_mul(self.linear(x, weight, bias))
-
-    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Kernels.packed_rows`."""
-        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
@@ -132,14 +122,6 @@ class TorchKernels:
         rotated = rotate(_joined(q, k), cos[:, None], sin[:, None])
         return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Kernels.layer_norm`."""
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
-        """See `Kernels.gelu`."""
-        return composed.gelu(x, up, is_exact=is_exact)
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
@@ -151,33 +133,6 @@ class TorchKernels:
         """See `Kernels.write_kv`."""
         k_pool.index_copy_(0, slot_mapping, k)
         v_pool.index_copy_(0, slot_mapping, v)
-
-    def rotate_and_write(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cos: Tensor,
-        sin: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        slot_mapping: Tensor,
-        qk_norm: QKNorm | None,
-    ) -> Tensor:
-        """See `Kernels.rotate_and_write`."""
-        return composed.rotate_and_write(
-            self,
-            q,
-            k,
-            v,
-            cos=cos,
-            sin=sin,
-            k_pool=k_pool,
-            v_pool=v_pool,
-            slot_mapping=slot_mapping,
-            qk_norm=qk_norm,
-        )
 
     def attention(
         self,
@@ -279,3 +234,64 @@ def _prefill(q: Tensor, k_pool: Tensor, v_pool: Tensor, row: PrefillRow, scale: 
         enable_gqa=True,
     )
     return heads[0, :, :num_queries].transpose(0, 1)
+
+
+# Attention whose scores are changed (`ScoreMod`), in plain torch: its fused attention cannot.
+
+QUERIES_AT_ONCE = 64
+"""Queries of a prompt whose scores are all in memory at once."""
+
+
+def modified_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: AttentionPlan, scale: float, *, mod: ScoreMod
+) -> Tensor:
+    """See `Kernels.attention`."""
+    out = torch.empty_like(q)
+    for group in plan.decodes:
+        tokens = slice(None) if group.tokens is None else group.tokens
+        out[tokens] = _modified_decodes(q[tokens], k_pool, v_pool, group, scale, mod=mod)
+    for row in plan.prefills:
+        out[row.tokens] = _modified_prefill(q[row.tokens], k_pool, v_pool, row, scale, mod=mod)
+    return out
+
+
+def _modified_decodes(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, group: DecodeGroup, scale: float, *, mod: ScoreMod
+) -> Tensor:
+    """Attend one query per row; q [B, Hq, D] -> [B, Hq, D]."""
+    num_rows, num_heads, head_dim = q.shape
+    shape = (k_pool.shape[1], num_rows, group.source.length, head_dim)
+    k, v = (group.source.read(pool).reshape(shape).float() for pool in (k_pool, v_pool))
+    grouped = q.float().view(num_rows, shape[0], -1, head_dim)
+    scores = torch.einsum("bhgd,hbld->hgbl", grouped, k).reshape(num_heads, num_rows, -1) * scale
+    columns = torch.arange(shape[2], device=q.device)
+    # [B, length]; a row's keys come before its padding.
+    seen = torch.ones(shape[1:3], dtype=torch.bool, device=q.device)
+    if group.mask is not None:
+        seen = group.mask[0, :, 0]
+    scores = modified(scores, mod, seen.sum(dim=1, keepdim=True) - 1 - columns)
+    weights = weights_of(scores.masked_fill(~seen, float("-inf")), mod)
+    heads = torch.einsum("hgbl,hbld->bhgd", weights.view(shape[0], -1, *shape[1:3]), v)
+    return heads.reshape(q.shape).to(q.dtype)
+
+
+def _modified_prefill(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, row: PrefillRow, scale: float, *, mod: ScoreMod
+) -> Tensor:
+    """Attend the new tokens of one row; q [N, Hq, D] -> [N, Hq, D]."""
+    num_queries, num_heads, head_dim = q.shape
+    k, v = (row.source.read(pool).float() for pool in (k_pool, v_pool))
+    num_kv_heads, length = k.shape[:2]
+    columns = torch.arange(length, device=q.device)
+    places = columns[length - num_queries :, None]
+    out = torch.empty_like(q)
+    for start in range(0, num_queries, QUERIES_AT_ONCE):
+        some = slice(start, start + QUERIES_AT_ONCE)
+        grouped = q[some].float().reshape(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        scores = torch.einsum("nhgd,hld->hgnl", grouped, k).flatten(0, 1) * scale
+        scores = modified(scores, mod, places[some] - columns)
+        seen = columns <= places[some] if row.mask is None else row.mask[some]
+        weights = weights_of(scores.masked_fill(~seen, float("-inf")), mod)
+        weights = weights.view(num_kv_heads, -1, *weights.shape[1:])
+        out[some] = torch.einsum("hgnl,hld->nhgd", weights, v).flatten(1, 2).to(q.dtype)
+    return out

@@ -29,7 +29,8 @@ from lightserve.errors import StartupError
 from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.plan import KVSource
-from lightserve.kernels.interface import AttentionBatch, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
+from lightserve.kernels.weights import Weight
 
 ROW_TILE = 16
 QUERY_TILE = 16
@@ -44,7 +45,7 @@ class InvariantKernels(TorchKernels):
     """`TorchKernels` with linears, attention and activation of fixed shapes; float32 only."""
 
     name = "torch-batch-invariant"
-    takes_latents = False
+    can = Can(0)
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
@@ -59,9 +60,10 @@ class InvariantKernels(TorchKernels):
         return result
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `Kernels.linear`."""
+        assert isinstance(weight, Tensor)
         num_rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -num_rows % ROW_TILE))
         out = x.new_empty(padded.shape[0], weight.shape[0])

@@ -8,7 +8,6 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,32 +22,31 @@ from lightserve.kernels.cpu.core import (
     load_core,
 )
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.cpu.experts import choose_experts, expert_mixer
 from lightserve.kernels.cpu.program import record, row_numbers
 from lightserve.kernels.interface import (
     AttentionBatch,
-    ExpertChoice,
-    GroupedWeight,
-    Int8Weight,
+    Can,
     PassInputs,
     QKNorm,
     ScoreMod,
     Summing,
 )
+from lightserve.kernels.weights import (
+    ExpertChoice,
+    GroupedWeight,
+    Int8Weight,
+    Weight,
+)
 
 MAX_HEAD_DIM = 512
-
-
-_Numbers: TypeAlias = tuple[int, int | None, int | None, int, int]
-"""A packed weight as the core takes it: where its numbers, factors and zeros lie, how many bits a
-number has (0: as many as the rows' numbers), and how many inputs a group (0: factors are those of
-outputs)."""
 
 
 class NativeKernels(TorchKernels):
     """See `Kernels`."""
 
     name = "native"
+    can = Can.LATENTS | Can.INT8_KV | Can.RECORD | Can.INTEGERS | Can.WIDE_SUMS
+    types = frozenset({torch.float32, torch.bfloat16})
     _is_invariant = False
     """Whether a token's results may depend on nothing that stands beside it."""
 
@@ -68,7 +66,7 @@ class NativeKernels(TorchKernels):
         like: PassInputs,
         ranks: Summing | None = None,
     ) -> Callable[[PassInputs], Tensor]:
-        """See `RecordingKernels.record`."""
+        """See `Kernels.record`."""
         return record(self._core, layers, like, level=self._level, ranks=ranks)
 
     def _fall_back(self) -> None:
@@ -87,34 +85,33 @@ class NativeKernels(TorchKernels):
         return packing.pack(self._core, operations, weight, is_gated=is_gated)
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `Kernels.linear`."""
-        if x.dtype not in self._operations or weight.numel() == 0:
+        if isinstance(weight, Tensor) and (x.dtype not in self._operations or not weight.numel()):
             self._fall_back()
             return super().linear(x, weight, bias, dtype=dtype)
-        numbers = (weight.data_ptr(), None, None, 0, 0)
-        return self._multiply(x, numbers, weight.shape[0], bias, dtype=dtype)
+        is_gated = not isinstance(weight, Tensor) and weight.is_gated
+        return self._multiply(x, weight, bias, is_gated=is_gated, dtype=dtype)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""
         if x.dtype not in self._operations or weight.numel() == 0:
             self._fall_back()
             return super().gated_linear(x, weight, bias)
-        numbers = (weight.data_ptr(), None, None, 0, 0)
-        return self._multiply(x, numbers, weight.shape[0], bias, is_gated=True)
+        return self._multiply(x, weight, bias, is_gated=True)
 
     def _multiply(
         self,
         x: Tensor,
-        numbers: _Numbers,
-        num_outputs: int,
+        weight: Weight,
         bias: Tensor | None,
         *,
         is_gated: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return x @ weight.T + bias, or what gates make of it, of `dtype` (default: of x)."""
+        """Return x @ weight.T + bias, or the gated features of it, of `dtype` (default: of x)."""
+        num_outputs = packing.num_outputs_of(weight)
         num_rows, num_inputs = x.shape
         row_stride, step = x.stride()
         if step != 1:
@@ -132,7 +129,7 @@ class NativeKernels(TorchKernels):
                 x.data_ptr(),
                 row_stride,
                 num_rows,
-                *numbers,
+                *packing.numbers_of(weight),
                 num_inputs,
                 num_outputs,
                 None if bias is None else bias.data_ptr(),
@@ -143,17 +140,23 @@ class NativeKernels(TorchKernels):
             )
         return out
 
-    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Kernels.packed_rows`."""
+    def rows_of(
+        self, weight: Weight, num_inputs: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor] | None:
+        """See `Kernels.rows_of`."""
         operations = self._operations.get(dtype)
-        if operations is None or weight.numel() == 0:
+        is_int8 = isinstance(weight, Int8Weight)
+        is_plain = isinstance(weight, Tensor) and weight.numel() > 0
+        if operations is None or not (is_int8 or is_plain):
             return None
-        num_outputs, num_inputs = weight.shape
+        num_outputs = packing.num_outputs_of(weight)
 
         def rows(indices: Tensor) -> Tensor:
             out = torch.empty(len(indices), num_inputs, dtype=dtype)
-            is_good = operations.rows(
-                weight.data_ptr(),
+            numbers = packing.numbers_of(weight)
+            addresses = numbers[:2] if is_int8 else numbers[:1]
+            is_good = (operations.rows_int8 if is_int8 else operations.rows)(
+                *addresses,
                 num_outputs,
                 num_inputs,
                 indices.data_ptr(),
@@ -161,61 +164,30 @@ class NativeKernels(TorchKernels):
                 out.data_ptr(),
                 torch.get_num_threads(),
             )
-            return _checked(out, indices, is_good, num_outputs)
-
-        return rows
-
-    def int8_rows(
-        self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]:
-        """See `QuantizingKernels.int8_rows`."""
-        operations = self._operations[dtype]
-
-        def rows(indices: Tensor) -> Tensor:
-            out = torch.empty(len(indices), num_inputs, dtype=dtype)
-            is_good = operations.rows_int8(
-                weight.packed.data_ptr(),
-                weight.factors.data_ptr(),
-                weight.num_outputs,
-                num_inputs,
-                indices.data_ptr(),
-                len(indices),
-                out.data_ptr(),
-                torch.get_num_threads(),
-            )
-            return _checked(out, indices, is_good, weight.num_outputs)
+            if not is_good:
+                highest = int(indices.max())
+                worst = highest if highest >= num_outputs else int(indices.min())
+                raise IndexError(f"row {worst} of a weight of {num_outputs}")
+            return out
 
         return rows
 
     def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
-        """See `QuantizingKernels.quantize`."""
+        """See `Kernels.quantize`."""
         operations = self._operations[weight.dtype]
         return packing.quantize(self._core, operations, weight, is_gated=is_gated)
-
-    def linear_int8(
-        self,
-        x: Tensor,
-        weight: Int8Weight,
-        bias: Tensor | None,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """See `QuantizingKernels.linear_int8`."""
-        packed, factors, num_outputs, is_gated = weight
-        numbers = (packed.data_ptr(), factors.data_ptr(), None, 8, 0)
-        return self._multiply(x, numbers, num_outputs, bias, is_gated=is_gated, dtype=dtype)
 
     def quantize_groups(
         self, weight: Tensor, group_size: int, *, is_gated: bool = False
     ) -> GroupedWeight:
-        """See `QuantizingKernels.quantize_groups`."""
+        """See `Kernels.quantize_groups`."""
         operations = self._operations[weight.dtype]
         return packing.quantize_groups(
             self._core, operations, weight, group_size, is_gated=is_gated
         )
 
     def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
-        """See `QuantizingKernels.pack_int8`."""
+        """See `Kernels.pack_int8`."""
         return packing.pack_int8(self._core, integers, factors, is_gated=is_gated)
 
     def pack_groups(
@@ -228,7 +200,7 @@ class NativeKernels(TorchKernels):
         group_size: int,
         is_gated: bool = False,
     ) -> GroupedWeight:
-        """See `QuantizingKernels.pack_groups`."""
+        """See `Kernels.pack_groups`."""
         return packing.pack_groups(
             self._core,
             integers,
@@ -239,24 +211,19 @@ class NativeKernels(TorchKernels):
             is_gated=is_gated,
         )
 
-    def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
-        """See `QuantizingKernels.linear_groups`."""
-        packed, factors, zeros, num_outputs, _, bits, group_size, is_gated = weight
-        numbers = (packed.data_ptr(), factors.data_ptr(), zeros.data_ptr(), bits, group_size)
-        return self._multiply(x, numbers, num_outputs, bias, is_gated=is_gated)
-
     def choose_experts(
         self, products: Tensor, bias: Tensor | None, choice: ExpertChoice
     ) -> tuple[Tensor, Tensor]:
-        """See `ExpertMixingKernels.choose_experts`."""
-        return choose_experts(self._core.f32, products, bias, choice)
+        """See `Kernels.choose_experts`."""
+        return packing.choose_experts(self._core.f32, products, bias, choice)
 
     def expert_mixer(
-        self, experts: Sequence[tuple[object, object]], dtype: torch.dtype
+        self, experts: Sequence[tuple[Weight, Weight]], dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """See `ExpertMixingKernels.expert_mixer`."""
-        operations = self._operations.get(dtype)
-        return None if operations is None else expert_mixer(operations, experts, self._level)
+        """See `Kernels.expert_mixer`."""
+        if dtype not in self._operations:
+            return None
+        return packing.expert_mixer(self._operations[dtype], experts, self._level)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
@@ -293,7 +260,7 @@ class NativeKernels(TorchKernels):
         others: tuple[Tensor | None, Tensor | None],
         eps: float,
     ) -> Tensor:
-        """Return norm(x [N, size]); `others` are what else the core's function reads."""
+        """Return norm(x [N, size]); `others` are the further inputs of the core's function."""
         num_rows, size = x.shape
         out = x.new_empty(num_rows, size)
         if num_rows:
@@ -404,7 +371,7 @@ class NativeKernels(TorchKernels):
             torch.get_num_threads(),
         )
         if not are_slots_good:
-            raise IndexError(f"a slot of {slot_mapping.tolist()} is none of {len(k_pool)}")
+            raise IndexError(f"a slot of {slot_mapping.tolist()} is not below {len(k_pool)}")
         return q
 
     def attention(
@@ -484,15 +451,8 @@ class InvariantNativeKernels(NativeKernels):
     """
 
     name = "native-batch-invariant"
-    takes_latents = False
+    can = NativeKernels.can & ~Can.LATENTS
     _is_invariant = True
 
     def _fall_back(self) -> None:
         raise AssertionError("--batch-invariant: an operation that the native core has not")
-
-
-def _checked(out: Tensor, indices: Tensor, is_good: int, num_rows: int) -> Tensor:
-    if not is_good:
-        worst = int(indices.max() if indices.max() >= num_rows else indices.min())
-        raise IndexError(f"row {worst} of a weight of {num_rows}")
-    return out

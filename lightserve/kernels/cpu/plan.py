@@ -1,4 +1,4 @@
-"""What attention has to read in one pass, worked out once and used by every layer.
+"""The slots that attention reads in one pass, worked out once and used by every layer.
 
 Rows with one new token (decodes) are taken together in groups of similar length: each group is
 one gather and one call, padded to its longest row. Rows with more new tokens
@@ -34,7 +34,7 @@ SlotArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class KVSource:
-    """Where the keys and values of one piece of work are."""
+    """The slots with the keys and values of one piece of work."""
 
     length: int
     """Tokens per row."""

@@ -44,7 +44,7 @@ _SIZES = ((67, 41, 23), (19, 7, 5))
 """Tokens, rows, and tokens that go on of the passes that are noted: no two alike."""
 _ALIGNMENT = 64
 _CALL_BYTES = 3 * 8
-"""Of a call as the core has it."""
+"""Bytes of a call as the core has it."""
 
 _ATEN = torch.ops.aten
 _MAKING = {_ATEN.empty.memory_format, _ATEN.new_empty.default}
@@ -71,7 +71,7 @@ _ELEMENTS: Mapping[Any, Element] = {
     _ATEN.contiguous.default: Element.COPY,
     _ATEN.relu.default: Element.RELU,
 }
-"""Of tensors [rows, …] of one type and shape; the second of a product may be a number."""
+"""Operations on tensors [rows, …] of one type and shape; a product's second may be a number."""
 
 
 class _Place(NamedTuple):
@@ -93,7 +93,7 @@ class _Sum(NamedTuple):
     """A sum over ranks, of a whole tensor that the layers made."""
 
     words: tuple[_Place, ...]
-    """Where it is."""
+    """Its place."""
     rows: int
     """The place that counts its rows."""
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class _Region(NamedTuple):
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What layers ask of the core and of torch."""
+    """The calls that layers make of the core and of torch."""
 
     def __init__(
         self, core: Core, level: int, inputs: PassInputs, sizes: tuple[int, int, int]
@@ -181,7 +181,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotRecordableError(f"they ask torch for {func}")
 
     def _view(self, source: Tensor, viewed: Any) -> Any:
-        """Return what shows `source` in another shape, and has to be no copy of it."""
+        """Return a view of `source` in another shape; a copy is refused."""
         own = source.untyped_storage().data_ptr()
         for one in viewed if isinstance(viewed, (list, tuple)) else [viewed]:
             if one.untyped_storage().data_ptr() != own:
@@ -207,7 +207,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _elements(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Note what is done number by number; see `_ELEMENTS`."""
+        """Note an operation on single numbers; see `_ELEMENTS`."""
         element, source, factor = _ELEMENTS[func], args[0], 0.0
         b: Any = None
         if func is _ATEN.copy_.default:
@@ -403,13 +403,13 @@ def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
 
 
 class _Noted(NamedTuple):
-    """What two attempts have to agree on."""
+    """Everything on which two attempts have to agree."""
 
     calls: list[_Call | _Sum]
     buffers: list[tuple[int, int]]
     """Place that counts the rows of each tensor that was made, and a row's bytes."""
     output: int
-    """Which of them is returned."""
+    """Number of the tensor that is returned."""
     shape: tuple[int, ...]
     """Of a row of it, …"""
     dtype: torch.dtype
@@ -428,7 +428,7 @@ def _note(
     region = notes.region_of(output.data_ptr())
     num_inputs = notes._num_inputs
     if region is None or region.number < num_inputs or not output.is_contiguous():
-        raise NotRecordableError("they return what is no tensor of their own")
+        raise NotRecordableError("they return a tensor that they did not make")
     if output.nbytes != region.end - region.start:
         raise NotRecordableError("they return a part of a tensor")
     buffers = [(made.counter, made.row_bytes) for made in notes.made]
@@ -510,7 +510,7 @@ class Program:
         self._places = (ctypes.c_int64 * (first_buffer + 1 + len(self._arenas)))()
 
     def __call__(self, inputs: PassInputs) -> Tensor:
-        """Run them; see `RecordingKernels.record`."""
+        """Run them; see `Kernels.record`."""
         x, rows = inputs.x, inputs.logit_rows
         counts = (len(x), row_numbers(inputs.batch).num_rows, 0 if rows is None else len(rows))
         count, shape, dtype = self._output
@@ -578,12 +578,12 @@ def record(
     level: int,
     ranks: Summing | None,
 ) -> Program:
-    """See `RecordingKernels.record`; `level`: instructions of what `Notes` adds."""
+    """See `Kernels.record`; `level`: instructions of what `Notes` adds."""
     examples = [_example(like, sizes) for sizes in _SIZES]
     attempts = [
         _note(Notes(core, level, example, sizes), layers, example, ranks)
         for example, sizes in zip(examples, _SIZES, strict=True)
     ]
     if attempts[0] != attempts[1]:
-        raise NotRecordableError("what they do depends on the number of rows")
+        raise NotRecordableError("their operations depend on the number of rows")
     return Program(core, attempts[0], len(input_addresses(like)), layers, ranks)

@@ -4,4 +4,4 @@ Its modules are imported only where they are chosen: `triton` is an optional dep
 """
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-"""What the kernels have been compiled and tried with; pyproject.toml asks for the same."""
+"""Versions that the kernels have been compiled and tried with; pyproject.toml asks for the same."""

@@ -47,7 +47,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What layers with the same attention have in common, on one rank."""
+    """The sizes that layers with the same attention share, on one rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,8 +55,8 @@ class AttentionShape:
     dtype: torch.dtype
     has_window: bool
     turned_dim: int = 0
-    """Of latents, which are keys and values in one: `head_dim` numbers of a key are its value, and
-    so many stand behind them. KV heads are blocks of query heads then, which share one."""
+    """Numbers of a key behind its value, for latents: the first `head_dim` numbers of a key are its
+    value. KV heads are blocks of query heads then, which share one."""
 
     @property
     def group(self) -> int:
@@ -96,7 +96,7 @@ def attention_shape(
 
 
 class ChunkClass(StrEnum):
-    """What prefill work looks like, as far as another configuration may suit it better."""
+    """Classes of prefill work that different configurations may suit."""
 
     SHORT = "short"
     """Few tokens: the blocks of all heads do not fill the GPU."""
@@ -108,7 +108,7 @@ class ChunkClass(StrEnum):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What kernels are fitted to."""
+    """The GPU that kernels are fitted to."""
 
     name: str
     capability: int
@@ -129,11 +129,11 @@ GPUS = {
         Gpu("sm_120", 120, 170, 99 << 10),  # RTX 5090
     )
 }
-"""By compute capability: what kernels are compiled for offline."""
+"""The GPUs that kernels are compiled for offline, by compute capability."""
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return what a device is; "meta" is the GPU that is compiled for (see `offline`)."""
+    """Return the GPU of a device; "meta" is the GPU of compilation (see `offline`)."""
     if device.type == "cpu":
         return INTERPRETER
     if device.type == "meta":
@@ -297,7 +297,7 @@ LATENT_DECODES = {
 """Over latents, by compute capability. Sums of 16 heads, of 512 numbers each, and their queries
 take half of all registers, or more."""
 LATENT_PREFILLS = {80: (PrefillConfig(64, 32, 8, 2),), 100: (PrefillConfig(64, 32, 8, 3),)}
-"""The same for several new tokens, best first."""
+"""Configurations for several new tokens, best first."""
 
 
 def padded_dim(shape: AttentionShape) -> int:

@@ -18,7 +18,8 @@ from torch import Tensor
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 
 TILE_BYTES = 16384
-"""What a program moves at once: 128 threads with eight accesses of 16 bytes each in flight."""
+"""Bytes that a program moves at once: 128 threads with eight accesses of 16 bytes each in
+flight."""
 NUM_WARPS = 4
 BUS_WRITERS = 16
 """Programs that write to the host: each has 16 KiB under way, and writes need no answer."""

@@ -19,7 +19,7 @@ from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 # pool. A program takes some heads of one token: blocks of query heads first, then of KV heads.
 
 BLOCK_ELEMENTS = 1024
-"""Of a program: 64 threads with 16 bytes of each half of their heads."""
+"""Elements of a program: 64 threads with 16 bytes of each half of their heads."""
 NUM_WARPS = 2
 
 
@@ -362,7 +362,7 @@ def _write_kv_kernel(
 
 SILU_BLOCK = 1024
 THREAD_ELEMENTS = 16
-"""Of a row that a thread has: two loads of 16 bytes in flight, in a type of 2 bytes."""
+"""Elements of a row for each thread: two loads of 16 bytes in flight, in a type of 2 bytes."""
 MAX_NORM_WARPS = 16
 SMALL_BLOCK = 1024
 """Narrower rows share a program, so that its threads have whole loads and a row needs no barrier

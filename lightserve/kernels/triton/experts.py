@@ -21,7 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import (
+from lightserve.kernels.triton import quantized
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
+from lightserve.kernels.triton.quantized import add_tile, finished, half_of
+from lightserve.kernels.weights import (
     ClampedGate,
     ExpertBiases,
     Fp4Weight,
@@ -30,9 +33,6 @@ from lightserve.kernels.interface import (
     Int8Weight,
     PackedExperts,
 )
-from lightserve.kernels.triton import quantized
-from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
-from lightserve.kernels.triton.quantized import add_tile, finished, half_of
 
 BLOCK_P, BLOCK_N, BLOCK_K = 16, 64, 64
 """Pairs, outputs and inputs of a program's product; pairs are few, as decodes have them."""
@@ -41,7 +41,8 @@ LARGE_BLOCK_P = 64
 LARGE_FROM = 32
 NUM_WARPS = 4
 MOST_REGISTERS = 240
-"""Of gates and ups of 4-bit numbers: left alone, the compiler keeps to 128, and spills."""
+"""Registers for gates and ups of 4-bit numbers: left alone, the compiler keeps to 128, and
+spills."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,7 @@ def place_of(
 
 @triton.jit
 def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
-    """Return silu(gate) * up, or what a `ClampedGate` makes of them."""
+    """Return silu(gate) * up, or the features of a `ClampedGate`."""
     if IS_CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -191,7 +192,7 @@ def plain_experts(weights: Tensor) -> PackedExperts:
 def stack_experts(
     weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight],
 ) -> PackedExperts:
-    """See `PackedExpertKernels.stack_experts`."""
+    """See `Kernels.stack_experts`."""
     first, zeros = weights[0], None
     match first:
         case Int8Weight():
@@ -225,7 +226,7 @@ def mix_experts(
     biases: ExpertBiases | None = None,
     gate: ClampedGate | None = None,
 ) -> Tensor:
-    """See `ExpertKernels.mix_experts` and `PackedExpertKernels.mix_packed_experts`."""
+    """See `Kernels.mix_experts`."""
     num_tokens, num_inputs = x.shape
     if not num_tokens:
         return torch.empty_like(x)

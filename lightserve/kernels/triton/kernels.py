@@ -8,19 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels import composed
-from lightserve.kernels.interface import (
-    AttentionBatch,
-    ClampedGate,
-    ExpertBiases,
-    Fp4Weight,
-    Fp8Weight,
-    GroupedWeight,
-    Int8Weight,
-    PackedExperts,
-    QKNorm,
-    ScoreMod,
-)
+from lightserve.kernels.interface import AttentionBatch, Can, Kernels, QKNorm, ScoreMod
 from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
 from lightserve.kernels.triton.decode import attend_decodes
@@ -28,6 +16,16 @@ from lightserve.kernels.triton.merge import LOG2_E, merge
 from lightserve.kernels.triton.plan import attention_work
 from lightserve.kernels.triton.prefill import attend_chunks
 from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
+from lightserve.kernels.weights import (
+    ClampedGate,
+    ExpertBiases,
+    Fp4Weight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    PackedExperts,
+    Weight,
+)
 
 # Attention over a mixed batch: chunks in a launch, decodes in another, then a merge of parts.
 
@@ -95,12 +93,19 @@ def _output(q: Tensor, value_dim: int, batch: AttentionBatch) -> Tensor:
     return out
 
 
-class TritonKernels:
+class TritonKernels(Kernels):
     """See `Kernels`."""
 
     name = "triton"
-    takes_latents = True
-    is_capturable = True
+    can = (
+        Can.LATENTS
+        | Can.GRAPHS
+        | Can.NORM_PRODUCTS
+        | Can.INTEGERS
+        | Can.FP8
+        | Can.EXPERTS
+        | Can.PACKED_EXPERTS
+    )
 
     def __init__(
         self, configs: AttentionConfigs | None = None, products: ProductChoices | None = None
@@ -114,9 +119,12 @@ class TritonKernels:
         return weight
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype | None = None
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `Kernels.linear`."""
+        if not isinstance(weight, Tensor):
+            product = quantized.linear(x, weight, bias, dtype)
+            return self.silu_and_mul(product) if weight.is_gated else product
         if dtype is None or dtype is x.dtype:
             config = product_config(self.products, x, weight, has_norm=False, is_gated=False)
             if config is not None:
@@ -133,70 +141,53 @@ class TritonKernels:
         *,
         is_gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        """See `NormProductKernels.add_norm_linear`."""
+        """See `Kernels.add_norm_linear`."""
         config = product_config(self.products, x, weight, has_norm=True, is_gated=is_gated)
         if config is not None:
             before = NormInputs(residual, *norm)
             return multiply(x, weight, bias, config, norm=before, is_gated=is_gated)
-        x, residual = self.add_rms_norm(x, residual, *norm)
-        return (self.gated_linear if is_gated else self.linear)(x, weight, bias), residual
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.gated_linear`."""
-        return self.silu_and_mul(self.linear(x, weight, bias))
+        return super().add_norm_linear(x, residual, norm, weight, bias, is_gated=is_gated)
 
     def mix_experts(
         self,
         x: Tensor,
         chosen: Tensor,
         weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | PackedExperts,
+        down: Tensor | PackedExperts,
         *,
         biases: ExpertBiases | None = None,
         gate: ClampedGate | None = None,
     ) -> Tensor:
-        """See `ExpertKernels.mix_experts`."""
-        both = (experts.plain_experts(gate_up), experts.plain_experts(down))
+        """See `Kernels.mix_experts`."""
+        both = (
+            experts.plain_experts(part) if isinstance(part, Tensor) else part
+            for part in (gate_up, down)
+        )
         return experts.mix_experts(x, chosen, weights, *both, biases=biases, gate=gate)
 
     def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
-        """See `QuantizingKernels.quantize`."""
+        """See `Kernels.quantize`."""
         return quantized.int8_of(weight)._replace(is_gated=is_gated)
 
     def pack_int8(self, integers: Tensor, factors: Tensor, *, is_gated: bool = False) -> Int8Weight:
-        """See `QuantizingKernels.pack_int8`."""
+        """See `Kernels.pack_int8`."""
         own = factors.float()[None].contiguous()
         return Int8Weight(integers.contiguous(), own, len(integers), is_gated)
 
-    def linear_int8(
-        self,
-        x: Tensor,
-        weight: Int8Weight,
-        bias: Tensor | None,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """See `QuantizingKernels.linear_int8`."""
-        product = quantized.linear_int8(x, weight, bias, dtype)
-        return self.silu_and_mul(product) if weight.is_gated else product
-
-    def linear_rounded(self, x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-        """See `Fp8Kernels.linear_rounded`."""
-        product = quantized.linear_rounded(x, weight, bias)
-        return self.silu_and_mul(product) if weight.is_gated else product
-
-    def int8_rows(
-        self, weight: Int8Weight, num_inputs: int, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor]:
-        """See `QuantizingKernels.int8_rows`."""
+    def rows_of(
+        self, weight: Weight, num_inputs: int, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor] | None:
+        """See `Kernels.rows_of`: plain weights stay as they are."""
+        if not isinstance(weight, Int8Weight):
+            return None
         packed, factors = weight.packed, weight.factors[0]
         return lambda rows: (packed[rows].float() * factors[rows, None]).to(dtype)
 
     def quantize_groups(
         self, weight: Tensor, group_size: int, *, is_gated: bool = False
     ) -> GroupedWeight:
-        """See `QuantizingKernels.quantize_groups`."""
+        """See `Kernels.quantize_groups`."""
         return quantized.quantize_groups(weight, group_size)._replace(is_gated=is_gated)
 
     def pack_groups(
@@ -209,54 +200,26 @@ class TritonKernels:
         group_size: int,
         is_gated: bool = False,
     ) -> GroupedWeight:
-        """See `QuantizingKernels.pack_groups`."""
+        """See `Kernels.pack_groups`."""
         weight = quantized.pack_groups(integers, factors, zeros, bits=bits, group_size=group_size)
         return weight._replace(is_gated=is_gated)
-
-    def linear_groups(self, x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
-        """See `QuantizingKernels.linear_groups`."""
-        product = quantized.linear_groups(x, weight, bias)
-        return self.silu_and_mul(product) if weight.is_gated else product
 
     def pack_fp8(
         self, values: Tensor, factors: Tensor, *, group_size: int, is_gated: bool = False
     ) -> Fp8Weight:
-        """See `Fp8Kernels.pack_fp8`."""
+        """See `Kernels.pack_fp8`."""
         weight = quantized.pack_fp8(values, factors, group_size=group_size)
         return weight._replace(is_gated=is_gated)
 
-    def linear_fp8(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        """See `Fp8Kernels.linear_fp8`."""
-        product = quantized.linear_fp8(x, weight, bias)
-        return self.silu_and_mul(product) if weight.is_gated else product
-
     def pack_fp4(self, codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
-        """See `PackedExpertKernels.pack_fp4`."""
+        """See `Kernels.pack_fp4`."""
         return quantized.pack_fp4(codes, factors, group_size=group_size)
 
     def stack_experts(
         self, weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight]
     ) -> PackedExperts:
-        """See `PackedExpertKernels.stack_experts`."""
+        """See `Kernels.stack_experts`."""
         return experts.stack_experts(weights)
-
-    def mix_packed_experts(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        *,
-        biases: ExpertBiases | None = None,
-        gate: ClampedGate | None = None,
-    ) -> Tensor:
-        """See `PackedExpertKernels.mix_packed_experts`."""
-        return experts.mix_experts(x, chosen, weights, gate_up, down, biases=biases, gate=gate)
-
-    def packed_rows(self, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Kernels.packed_rows`: weights stay as they are."""
-        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
@@ -271,14 +234,6 @@ class TritonKernels:
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
         return elementwise.rotary(q, k, cos, sin)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `Kernels.layer_norm`."""
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def gelu(self, x: Tensor, up: Tensor | None = None, *, is_exact: bool = False) -> Tensor:
-        """See `Kernels.gelu`."""
-        return composed.gelu(x, up, is_exact=is_exact)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""

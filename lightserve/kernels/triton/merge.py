@@ -46,7 +46,7 @@ def _modified(
     scores, q_positions, positions, scale, soft_cap, slopes, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Return exponents of 2: what a `ScoreMod` makes of scores [BLOCK_Q, BLOCK_N] times `scale`."""
+    """Return exponents of 2: scores [BLOCK_Q, BLOCK_N] times `scale`, changed by a `ScoreMod`."""
     if HAS_CAP:  # tanh, by the exponential function
         power = tl.exp2(scores * (2.0 / soft_cap * scale))
         scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * _LOG2_E)
@@ -152,7 +152,7 @@ def walk(
 
 @triton.jit
 def sinks_of(sinks_ptr, heads, mask, largest):
-    """Return what the sinks of `heads` add to sums of weights, whose scores were `largest`."""
+    """Return the share of the sinks of `heads` in sums of weights, whose scores were `largest`."""
     sinks = tl.load(sinks_ptr + heads, mask=mask, other=0.0)
     return tl.exp2(sinks * _LOG2_E - largest)
 
@@ -163,7 +163,7 @@ MAX_PART_NUMBERS = 1 << 20
 """Most numbers of a token's parts: there is room for those of all decodes at once."""
 _MERGED_AT_ONCE = 8
 _PROGRAMS_PER_SM = 32
-"""Of a merge, a warp each: as many as a multiprocessor holds."""
+"""Programs of a merge, a warp each: as many as a multiprocessor holds."""
 
 
 def max_splits(
@@ -189,7 +189,7 @@ class Parts:
 
 
 def make_parts(num_parts: int, num_heads: int, head_dim: int, device: torch.device) -> Parts:
-    """Return room for so many parts; what is in it means nothing yet."""
+    """Return room for so many parts; its contents mean nothing yet."""
     shape = (num_parts, num_heads)
     return Parts(
         torch.empty((*shape, head_dim), dtype=torch.float32, device=device),

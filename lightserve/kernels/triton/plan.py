@@ -48,7 +48,7 @@ INDEX, START, CHUNK_BEGIN, CHUNK_END, CHUNK_PART, PARTS = (tl.constexpr(f) for f
 """Of a chunk item: index of its row in the batch and first token within the row's new ones;
 positions; part of its first token, or negative; parts of each token."""
 MERGED_FIELDS = tl.constexpr(3)
-"""Of a token that is merged: its number, its first part, and how many it has."""
+"""Fields of a token that is merged: its number, its first part, and its number of parts."""
 
 _ROWS_AT_ONCE = 1024
 """Rows that a program of `_plan_kernel` looks at together: more would not fit registers."""
@@ -308,15 +308,15 @@ def attention_work(
 
 @dataclass(frozen=True)
 class _Most:
-    """Numbers of a pass, or what they are at most where it is recorded."""
+    """Numbers of a pass, or their upper bounds where it is recorded."""
 
     few: int
     """New tokens of rows that have few."""
     decode_items: int
-    """Of whole contexts."""
+    """Items of whole contexts."""
     chunk_tokens: int
     blocks: int
-    """Of chunks."""
+    """Blocks of chunks."""
 
 
 def _plan(
@@ -441,7 +441,7 @@ def _most(batch: AttentionBatch, together: int, tokens: int, most_few: int) -> _
 def _chunk_class(
     batch: AttentionBatch, shape: AttentionShape, gpu: Gpu, most_few: int
 ) -> ChunkClass:
-    """Return what a pass's chunks look like; rows of few tokens do not count."""
+    """Return the class of a pass's chunks; rows of few tokens do not count."""
     if batch.most is not None:
         is_short = batch.most.num_tokens * shape.num_heads < gpu.num_sms * 128
         return ChunkClass.SHORT if is_short else ChunkClass.WHOLE

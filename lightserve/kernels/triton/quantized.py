@@ -24,8 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight
 from lightserve.kernels.triton.launch import cdiv, launched
+from lightserve.kernels.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    PackedWeight,
+)
 
 BLOCK_R, LARGE_BLOCK_R = 16, 64
 """Rows of a program: of decodes, and from `LARGE_FROM` rows on."""
@@ -36,7 +42,8 @@ NUM_STAGES = 4
 BLOCK_K = 64
 """Inputs that are taken at once, of both halves each; a divisor of groups, or half of it."""
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Of a group's width that its 16 values are spread over: the one with the least error is taken."""
+"""Shares of a group's width over which its 16 values may be spread: the one with the least error is
+taken."""
 
 
 @triton.jit
@@ -242,7 +249,7 @@ def _multiply(
 
 
 def int8_of(weight: Tensor) -> Int8Weight:
-    """See `QuantizingKernels.quantize`."""
+    """See `Kernels.quantize`."""
     wide = weight.float()
     largest = wide.abs().amax(dim=1, keepdim=True)
     is_zero = largest < 1e-30
@@ -253,7 +260,7 @@ def int8_of(weight: Tensor) -> Int8Weight:
 
 
 def linear_rounded(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    """See `Fp8Kernels.linear_rounded`."""
+    """Return the product; many rows are rounded to 8 bits, see `Int8Weight.rounds_rows`."""
     if len(x) < INTEGERS_FROM:
         return linear_int8(x, weight, bias, None)
     rounded = int8_of(x)
@@ -274,7 +281,7 @@ def linear_rounded(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor
 def linear_int8(
     x: Tensor, weight: Int8Weight, bias: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """See `QuantizingKernels.linear_int8`."""
+    """Return the product by integers of 8 bits, of `dtype` (default: of x)."""
     return _multiply(
         x,
         weight.packed,
@@ -301,7 +308,7 @@ def in_halves(values: Tensor, half: int) -> Tensor:
 
 
 def pack_fp4(codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
-    """See `PackedExpertKernels.pack_fp4`."""
+    """See `Kernels.pack_fp4`."""
     # What is made of a number is a 16,384th of it.
     own = (factors.float() * 2.0**14).T.contiguous()
     return Fp4Weight(in_halves(codes, half_of(group_size)), own, group_size)
@@ -310,7 +317,7 @@ def pack_fp4(codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
 def pack_groups(
     integers: Tensor, factors: Tensor, zeros: Tensor, *, bits: int, group_size: int
 ) -> GroupedWeight:
-    """See `QuantizingKernels.pack_groups`."""
+    """See `Kernels.pack_groups`."""
     num_outputs, num_inputs = integers.shape
     packed = in_halves(integers, half_of(group_size)) if bits == 4 else integers.contiguous()
     sizes = (num_outputs, num_inputs, bits, group_size)
@@ -318,7 +325,7 @@ def pack_groups(
 
 
 def quantize_groups(weight: Tensor, group_size: int) -> GroupedWeight:
-    """See `QuantizingKernels.quantize_groups`."""
+    """See `Kernels.quantize_groups`."""
     num_outputs, num_inputs = weight.shape
     wide = torch.nn.functional.pad(weight.float(), (0, -num_inputs % group_size))
     wide = wide.view(num_outputs, -1, group_size)
@@ -344,7 +351,7 @@ def quantize_groups(weight: Tensor, group_size: int) -> GroupedWeight:
 
 
 def linear_groups(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
-    """See `QuantizingKernels.linear_groups`."""
+    """Return the product by integers in groups."""
     return _multiply(
         x,
         weight.packed,
@@ -358,14 +365,14 @@ def linear_groups(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tens
 
 
 def pack_fp8(values: Tensor, factors: Tensor, *, group_size: int) -> Fp8Weight:
-    """See `Fp8Kernels.pack_fp8`."""
+    """See `Kernels.pack_fp8`."""
     assert group_size % BLOCK_K == 0 or group_size >= values.shape[1]
     # What is made of an 8-bit number is a 256th of it.
     return Fp8Weight(values.contiguous(), (factors.float() * 256.0).T.contiguous(), group_size)
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """See `Fp8Kernels.linear_fp8`."""
+    """Return the product by floating point of 8 bits."""
     return _multiply(
         x,
         weight.packed.view(torch.uint8),
@@ -376,3 +383,17 @@ def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         group=0 if weight.group_size >= x.shape[1] else weight.group_size,
         block_k=BLOCK_K,
     )
+
+
+def linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    """See `Kernels.linear`; gates are not applied."""
+    if isinstance(weight, Int8Weight):
+        if weight.rounds_rows and dtype is None:
+            return linear_rounded(x, weight, bias)
+        return linear_int8(x, weight, bias, dtype)
+    assert dtype is None, "no output layer has such a weight"
+    if isinstance(weight, GroupedWeight):
+        return linear_groups(x, weight, bias)
+    return linear_fp8(x, weight, bias)

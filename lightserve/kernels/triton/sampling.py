@@ -116,7 +116,7 @@ class Logits:
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What every kernel takes first; what is not there is not read."""
+        """The first arguments of every kernel; absent tensors are not read."""
         if self.adjusted is None or self.source is None:
             return self.own, self.own, self.own
         return self.own, self.adjusted, self.source
@@ -124,7 +124,7 @@ class Logits:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How each row is drawn, all [L]."""
+    """The options by which each row is drawn, all [L]."""
 
     temperature: Tensor
     """float32, 0: greedy."""
@@ -142,7 +142,7 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What one pass over the logits tells of each chunk, [L, C]."""
+    """The results of one pass over the logits for each chunk, [L, C]."""
 
     largest: Tensor
     """float32."""
@@ -158,7 +158,7 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """What a second pass tells."""
+    """The results of a second pass."""
 
     cut: Tensor
     """float32 [L], logit that candidates reach."""

@@ -162,7 +162,7 @@ def adjust_kernel(
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What the A rows whose options change their logits do, and to which logits.
+    """Changes of the logits of A rows by their options, and the logits that they change.
 
     As in `worker.sampling.interface`: `Adjustments`, `SamplingBatch`, `RowMasks`.
     """

@@ -107,13 +107,6 @@ def token_of(key):
     return (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int64)
 
 
-@triton.jit
-def uniform_kernel(states_ptr, positions_ptr, out_ptr):
-    """Store each row's number; for tests alone."""
-    row = tl.program_id(0)
-    tl.store(out_ptr + row, uniform(states_ptr, positions_ptr, row))
-
-
 @launched
 @triton.jit
 def scan_kernel(

@@ -67,7 +67,7 @@ _MAX_BYTES = 1 << 20
 
 
 class TuningKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What measured configurations belong to."""
+    """The conditions to which measured configurations belong."""
 
     gpu: str
     triton_version: str
@@ -87,9 +87,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kernel and shape class (see `tuning.Work.name`)."""
     config: dict[str, int]
     time_us: float
-    """Geometric mean over what was measured."""
+    """Geometric mean over the measured batches."""
     default_time_us: float
-    """Of the built-in configuration; 0: it does not run here."""
+    """Time of the built-in configuration; 0: it does not run here."""
 
 
 class TuningFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,9 +138,9 @@ def save_choices(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None
 
 
 KERNEL_VERSION = 5
-"""Of the kernels: raised when measured configurations may no longer be the best."""
+"""Version of the kernels: raised when measured configurations may no longer be the best."""
 MAX_POOL_BYTES = 1 << 30
-"""Of the keys and values that are made up for a measurement."""
+"""Most bytes of the keys and values that are made up for a measurement."""
 HEAD_START_CYCLES = 4_000_000
 """About two milliseconds in which the GPU waits while a slow host launches what is timed."""
 MIN_GAIN = 0.02
@@ -173,7 +173,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """What it is called in the file."""
+        """Its name in the file."""
         shape = self.shape
         kind = "decode" if self.chunks is None else f"prefill {self.chunks}"
         dtype = str(shape.dtype).removeprefix("torch.")
@@ -290,7 +290,7 @@ def default_config(work: Work, gpu: Gpu) -> Config:
 
 
 def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
-    """Yield what may be faster than the built-in configuration and fits."""
+    """Yield configurations that fit and may be faster than the built-in one."""
     shape = work.shape
     if shape.turned_dim:
         yield from _latent_candidates(work, gpu)
@@ -335,7 +335,7 @@ def _latent_candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
 
 
 def scenes(work: Work, context_len: int) -> list[Scene]:
-    """Return what is measured: rows that fit into `MAX_POOL_BYTES` and `context_len`."""
+    """Return the measured rows: as many as fit into `MAX_POOL_BYTES` and `context_len`."""
     shape = work.shape
     max_tokens = MAX_POOL_BYTES // shape.token_bytes
     if work.chunks is None:
@@ -379,7 +379,7 @@ class Scenery:
         self._batch = _batch(scene, device, width)
 
     def call(self, config: Config) -> Call:
-        """Return what runs attention with a configuration; the plan is made once."""
+        """Return a call of attention with a configuration; the plan is made once."""
         work, batch = self._work, replace(self._batch, prepared={})
         configs = AttentionConfigs()
         for chunks in (None, *ChunkClass):
@@ -486,12 +486,12 @@ class ProductWork:
 
     key: ProductKey
     num_outputs: int
-    """Of the weight: of gates and ups both."""
+    """Outputs of the weight: gates and ups together."""
     dtype: torch.dtype
 
     @property
     def name(self) -> str:
-        """What it is called in the file."""
+        """Its name in the file."""
         key, dtype = self.key, str(self.dtype).removeprefix("torch.")
         kind = ("norm, " if key.has_norm else "") + ("gated " if key.is_gated else "") + "product"
         return f"{kind} {key.num_rows}x{key.num_inputs} to {self.num_outputs} {dtype}"

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
-from lightserve.models.context import ModelContext
-from lightserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightReader
-from lightserve.models.layers.norm import Norm
-from lightserve.models.parallel import Part, even_part, kv_head_part
+from lightserve.models.base import Part, even_part, kv_head_part
+from lightserve.models.layers.linear import (
+    ColumnParallelLinear,
+    ModelContext,
+    Norm,
+    RowParallelLinear,
+    WeightReader,
+)
 from lightserve.models.rope import (
     DefaultRope,
     DynamicRope,
@@ -26,7 +30,7 @@ from lightserve.models.stored_weights import StoredWeight
 
 
 class AttentionInputs(NamedTuple):
-    """What every layer's attention of one pass shares."""
+    """The inputs that every layer's attention of one pass shares."""
 
     batch: AttentionBatch
     cos: Tensor
@@ -35,7 +39,7 @@ class AttentionInputs(NamedTuple):
 
 
 class Attention(Protocol):
-    """What stands in front of a layer's feed-forward block."""
+    """The block in front of a layer's feed-forward block."""
 
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         """Load its weights."""
@@ -114,7 +118,7 @@ class SelfAttention:
         self._qk_norm = self.qk_norm(context, prefix)
 
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
-        """Load what heads are normalised with before the rotary embedding; here they are not."""
+        """Load the norms of heads before the rotary embedding; here there are none."""
         return None
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +186,7 @@ class SelfAttention:
 
 
 def _score_mod(context: ModelContext, prefix: str, heads: Part) -> ScoreMod | None:
-    """Return what is done to the scores of this rank's heads."""
+    """Return the changes of the scores of this rank's heads."""
     config, reader = context.config, context.reader
     slopes = sinks = None
     if config.alibi_slopes is not None:
@@ -285,7 +289,7 @@ def _features(heads: Part, head_dim: int) -> Part:
 
 
 class Frequencies(NamedTuple):
-    """What a kind of RoPE comes down to."""
+    """The frequencies that a kind of RoPE comes down to."""
 
     inverse: Tensor
     """float32 [head_dim / 2], radians per position."""

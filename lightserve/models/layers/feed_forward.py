@@ -14,41 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.composed import choose_experts, clamped_gate, sigmoid
-from lightserve.kernels.interface import (
-    ClampedGate,
-    ExpertBiases,
-    ExpertKernels,
-    ExpertMixingKernels,
-    Fp4Weight,
-    Fp8Weight,
-    GroupedWeight,
-    Int8Weight,
-    PackedExpertKernels,
-    PackedExperts,
-)
-from lightserve.models.base import choice_of
-from lightserve.models.context import ModelContext
+from lightserve.kernels.interface import Can, sigmoid
+from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts
+from lightserve.models.base import Part, choice_of, even_part
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     Linear,
+    ModelContext,
     ModuleShard,
-    RoundingMethod,
+    Norm,
     RowParallelLinear,
     UnquantizedMethod,
     WeightLinear,
 )
-from lightserve.models.layers.norm import Norm
-from lightserve.models.layers.packed_weights import packed_fp4, packed_weight
-from lightserve.models.layers.stored import StoredMethod
 from lightserve.models.moe_config import MoeConfig, Scoring
-from lightserve.models.parallel import Part, even_part
 from lightserve.models.plain_config import Activation
 from lightserve.models.weight_files import CHOICE_BIAS, SHARED_GATE
 
 
 class FeedForward(Protocol):
-    """What stands behind a layer's attention."""
+    """The block behind a layer's attention."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden], the same on every rank."""
@@ -100,7 +85,7 @@ class MLP:
         return self._down(self._activate(x)), residual
 
     def share(self, x: Tensor) -> Tensor:
-        """Return what this rank adds."""
+        """Return this rank's part of the sum."""
         return self._down.share(self._activate(self._first(x)))
 
 
@@ -146,7 +131,7 @@ def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:
 
 
 class ExpertMLP:
-    """The sum of what a token's experts give, each times its weight, and of a shared block.
+    """The sum of the results of a token's experts, each times its weight, and of a shared block.
 
     Routing as in Mixtral of Experts (section 2), groups and biases as in DeepSeek-V3 (section
     2.1.2).
@@ -191,10 +176,8 @@ class _Router:
             device = context.reader.device
             self._bias = torch.empty(moe.num_experts, dtype=torch.float32, device=device)
             context.reader.read_into(self._bias, f"{name}.{CHOICE_BIAS}")
-        kernels, self._moe, self._choice = context.kernels, moe, choice_of(moe)
-        self._choose = choose_experts
-        if isinstance(kernels, ExpertMixingKernels):
-            self._choose = kernels.choose_experts
+        self._moe, self._choice = moe, choice_of(moe)
+        self._choose = context.kernels.choose_experts
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, hidden] -> experts int64 [T, num_chosen], their weights, float32."""
@@ -221,129 +204,30 @@ class _Experts(Protocol):
     """This rank's part of all experts of a layer."""
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return what this rank's parts of the chosen experts add; see `ExpertKernels`."""
+        """Return the sum of this rank's parts of the chosen experts; see `Kernels.mix_experts`."""
 
 
 def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
-    kernels, method = context.kernels, context.method
-    if isinstance(kernels, PackedExpertKernels):
-        weights = None
-        if isinstance(method, StoredMethod):
-            weights = _packed_weights(context, kernels, method, names, moe)
-        elif isinstance(method, RoundingMethod):
-            weights = _rounded_weights(context, kernels, method, names, moe)
-        if weights is not None:
-            return _PackedExperts(context, kernels, weights, names, moe)
-    if isinstance(kernels, ExpertKernels):
-        return _StackedExperts(context, kernels, names, moe)
+    can = context.kernels.can
+    packed = _packed_weights(context, names, moe) if Can.PACKED_EXPERTS in can else None
+    if packed is not None:
+        return _JointExperts(context, names, moe, packed)
+    if Can.EXPERTS in can:
+        return _JointExperts(context, names, moe, _plain_weights(context, names, moe))
     return _SeparateExperts(context, names, moe)
 
 
-class _StackedExperts:
+class _JointExperts:
     """For kernels that multiply by several experts' weights at once."""
-
-    def __init__(
-        self, context: ModelContext, kernels: ExpertKernels, names: Sequence[str], moe: MoeConfig
-    ) -> None:
-        hidden, reader = context.config.hidden_size, context.reader
-        part = even_part(moe.intermediate_size, context.tp)
-        gate, up, down = moe.projections
-        shape = (len(names), 2, part.size, hidden)
-        gate_up = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-        shape_down = (len(names), hidden, part.size)
-        self._down = torch.empty(shape_down, dtype=reader.dtype, device=reader.device)
-        for number, name in enumerate(names):
-            reader.read_into(gate_up[number, 0], f"{name}.{gate}.weight", rows=part)
-            reader.read_into(gate_up[number, 1], f"{name}.{up}.weight", rows=part)
-            reader.read_into(self._down[number], f"{name}.{down}.weight", columns=part)
-        self._gate_up = gate_up.flatten(1, 2)
-        self._kernels = kernels
-        self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
-        self._biases: ExpertBiases | None = None
-        if moe.has_biases:
-            self._biases = _biases(context, names, moe, part)
-
-    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """See `_Experts.mix`."""
-        return self._kernels.mix_experts(
-            x,
-            chosen,
-            weights,
-            self._gate_up,
-            self._down,
-            biases=self._biases,
-            gate=self._gate,
-        )
-
-
-AnyPacked = Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight
-
-
-def _packed_weights(
-    context: ModelContext,
-    kernels: PackedExpertKernels,
-    method: StoredMethod,
-    names: Sequence[str],
-    moe: MoeConfig,
-) -> tuple[PackedExperts, PackedExperts] | None:
-    """Return this rank's parts as the files have them, gates first; None: not all can be kept."""
-    reader, part = context.reader, even_part(moe.intermediate_size, context.tp)
-    gate, up, down = moe.projections
-    found: tuple[list[AnyPacked], list[AnyPacked]] = ([], [])
-    for name in names:
-        halves = [reader.read_stored(f"{name}.{half}.weight", rows=part) for half in (gate, up)]
-        last = reader.read_stored(f"{name}.{down}.weight", columns=part)
-        for weights, parts in zip(found, (halves, [last]), strict=True):
-            stored = [own for own in parts if own is not None]
-            if len(stored) < len(parts):
-                return None
-            packed = packed_fp4(kernels, stored, reader.device) or packed_weight(
-                kernels, stored, reader.device
-            )
-            if packed is None or type(packed) is not type((weights or [packed])[0]):
-                method.num_widened += 2 * len(names)
-                return None
-            weights.append(packed)
-    method.num_kept += 2 * len(names)
-    return kernels.stack_experts(found[0]), kernels.stack_experts(found[1])
-
-
-def _rounded_weights(
-    context: ModelContext,
-    kernels: PackedExpertKernels,
-    method: RoundingMethod,
-    names: Sequence[str],
-    moe: MoeConfig,
-) -> tuple[PackedExperts, PackedExperts]:
-    """Return this rank's parts as --quantization rounds them, gates first."""
-    part, hidden = even_part(moe.intermediate_size, context.tp), Part(0, context.config.hidden_size)
-    gate, up, down = moe.projections
-
-    def rounded(name: str, halves: Sequence[str], rows: Part, columns: Part) -> AnyPacked:
-        shards = [
-            ModuleShard(name=f"{name}.{half}", rows=rows, columns=columns, has_bias=False)
-            for half in halves
-        ]
-        return method.round_expert(context.reader, shards)
-
-    return (
-        kernels.stack_experts([rounded(name, (gate, up), part, hidden) for name in names]),
-        kernels.stack_experts([rounded(name, (down,), hidden, part) for name in names]),
-    )
-
-
-class _PackedExperts:
-    """For kernels that multiply by several experts' packed weights at once."""
 
     def __init__(
         self,
         context: ModelContext,
-        kernels: PackedExpertKernels,
-        weights: tuple[PackedExperts, PackedExperts],
         names: Sequence[str],
         moe: MoeConfig,
+        weights: tuple[Tensor, Tensor] | tuple[PackedExperts, PackedExperts],
     ) -> None:
-        self._kernels, self._weights = kernels, weights
+        self._kernels, self._weights = context.kernels, weights
         self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
         self._biases: ExpertBiases | None = None
         if moe.has_biases:
@@ -352,15 +236,53 @@ class _PackedExperts:
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `_Experts.mix`."""
-        return self._kernels.mix_packed_experts(
+        return self._kernels.mix_experts(
             x, chosen, weights, *self._weights, biases=self._biases, gate=self._gate
         )
+
+
+def _plain_weights(
+    context: ModelContext, names: Sequence[str], moe: MoeConfig
+) -> tuple[Tensor, Tensor]:
+    """Load this rank's parts of all experts, gates first, as `Kernels.mix_experts` takes them."""
+    hidden, reader = context.config.hidden_size, context.reader
+    part = even_part(moe.intermediate_size, context.tp)
+    gate, up, down = moe.projections
+    shape = (len(names), 2, part.size, hidden)
+    gate_ups = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+    shape_down = (len(names), hidden, part.size)
+    downs = torch.empty(shape_down, dtype=reader.dtype, device=reader.device)
+    for number, name in enumerate(names):
+        reader.read_into(gate_ups[number, 0], f"{name}.{gate}.weight", rows=part)
+        reader.read_into(gate_ups[number, 1], f"{name}.{up}.weight", rows=part)
+        reader.read_into(downs[number], f"{name}.{down}.weight", columns=part)
+    return gate_ups.flatten(1, 2), downs
+
+
+def _packed_weights(
+    context: ModelContext, names: Sequence[str], moe: MoeConfig
+) -> tuple[PackedExperts, PackedExperts] | None:
+    """Load this rank's parts packed, gates first, where the method packs the weights of experts."""
+    part, hidden = even_part(moe.intermediate_size, context.tp), Part(0, context.config.hidden_size)
+    gate, up, down = moe.projections
+
+    def shard(name: str, rows: Part, columns: Part) -> ModuleShard:
+        return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
+
+    packed = context.method.pack_experts(
+        context.reader,
+        [[shard(f"{name}.{half}", part, hidden) for half in (gate, up)] for name in names],
+        [[shard(f"{name}.{down}", hidden, part)] for name in names],
+    )
+    if packed is None:
+        return None
+    return context.kernels.stack_experts(packed[0]), context.kernels.stack_experts(packed[1])
 
 
 def _biases(
     context: ModelContext, names: Sequence[str], moe: MoeConfig, part: Part
 ) -> ExpertBiases:
-    """Load the biases of all experts; those of outputs are rank 0's to add."""
+    """Load the biases of all experts; rank 0 alone adds the biases of outputs."""
     reader, hidden = context.reader, context.config.hidden_size
     gate, up, down = moe.projections
     dtype, device = reader.dtype, reader.device
@@ -401,15 +323,14 @@ class _SeparateExperts:
             last = shard(f"{name}.{down}", inputs, part, has_bias=adds_bias)
             self._downs.append(method.create(reader, [last]))
         self._mixer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        kernels = context.kernels
-        if isinstance(kernels, ExpertMixingKernels) and not (self._gate or moe.has_biases):
+        if not (self._gate or moe.has_biases):
             pairs = [
                 (gate_up.weight, down.weight)
                 for gate_up, down in zip(self._gate_ups, self._downs, strict=True)
                 if isinstance(gate_up, WeightLinear) and isinstance(down, WeightLinear)
             ]
             if len(pairs) == len(names):
-                self._mixer = kernels.expert_mixer(pairs, reader.dtype)
+                self._mixer = context.kernels.expert_mixer(pairs, reader.dtype)
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `_Experts.mix`."""
@@ -428,7 +349,7 @@ class _SeparateExperts:
             rows = tokens[start:end]
             features = self._gate_ups[expert].apply(x[rows])
             if self._gate is not None:
-                features = clamped_gate(features, self._gate)
+                features = self._gate.apply(features)
             added = self._downs[expert].apply(features)
             out.index_add_(0, rows, added * shares[start:end])
         return out.to(x.dtype)

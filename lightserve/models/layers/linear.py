@@ -1,7 +1,8 @@
-"""Linear layers: how a weight is stored and multiplied, and how it is split over the ranks.
+"""Linear layers and norms: how weights are stored and multiplied, and how ranks share them.
 
 A `LinearMethod` turns the shards of one or more modules of a checkpoint into a `Linear`: it keeps
-plain weights as they are or rounds them, or keeps what a checkpoint has rounded itself.
+plain weights as they are or rounds them, or keeps weights that a checkpoint has rounded itself
+(`layers.quantized`).
 
     merged column-parallel weight of rank r, [sum of part sizes, in]:
         ┌── q_proj rows of r ──┬─ k_proj rows of r ─┬─ v_proj rows of r ─┐
@@ -11,24 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.errors import ModelLoadError
-from lightserve.kernels.interface import (
-    Fp8Weight,
-    GroupedWeight,
-    Int8Weight,
-    Kernels,
-    NormProductKernels,
-    QuantizingKernels,
-)
-from lightserve.models.base import logits_dtype
-from lightserve.models.layers.norm import Norm, RMSNorm
-from lightserve.models.parallel import Part, TensorParallel
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.weights import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight, Weight
+from lightserve.models.base import Part, TensorParallel, logits_dtype
+from lightserve.models.config import ModelConfig
 from lightserve.models.stored_weights import StoredWeight
 
 # Where layers get their weights from: the seam between the layers and the loader.
@@ -70,6 +63,55 @@ def read_vector(reader: WeightReader, name: str, size: int, *, offset: float = 0
     return vector.add_(offset) if offset else vector
 
 
+# Normalisation, alone or fused with the residual sum before it.
+
+
+class Norm(Protocol):
+    """Normalises the last dimension."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised x [..., size]."""
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual), all [T, size]; may overwrite `residual`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+
+    kernels: Kernels
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Norm`."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Norm.add`."""
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias over the last dimension, in float32 inside."""
+
+    kernels: Kernels
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Norm`."""
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Norm.add`."""
+        residual = x + residual
+        return self(residual), residual
+
+
 # Embedding and LM head, each rank holding an equal range of the vocabulary.
 #
 # The vocabulary is padded to a multiple of the number of ranks; padded rows are zero, and padded
@@ -99,7 +141,7 @@ class VocabWeight:
         self._rows: Callable[[Tensor], Tensor] | None = None
 
     def read_bias(self, reader: WeightReader, name: str) -> Tensor:
-        """Return what is added to the products of this rank's rows, zero for padded ones."""
+        """Return the bias of this rank's rows, zero for padded ones."""
         bias = torch.zeros(len(self.tensor), dtype=self.dtype, device=self.device)
         reader.read_into(bias[: self.num_ids], name, rows=Part(self.first_id, self.num_ids))
         return bias
@@ -176,7 +218,7 @@ class LMHead:
         return logits if out is None else out.copy_(logits)
 
     def no_logits(self) -> Tensor | None:
-        """Return what a pass without wanted logits returns: [0, vocab], None beyond rank 0."""
+        """Return the result of a pass without wanted logits: [0, vocab], None beyond rank 0."""
         if self._tp.rank != 0:
             return None
         return torch.empty(0, self._vocab_size, dtype=self._dtype, device=self._device)
@@ -206,11 +248,18 @@ class Linear(Protocol):
         """
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """Return what looks up rows int64 [N] of the weight [out, in], None where nothing can."""
+        """Return a function that looks up rows int64 [N] of the weight [out, in], or None."""
+
+
+AnyPacked = Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight
 
 
 class LinearMethod(Protocol):
     """How weights are kept."""
+
+    kernels: Kernels
+    fewest_bits: int | None
+    """Fewest bits of integers in the packed weights that it makes; None: it makes no integers."""
 
     def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """Return the map of a plain weight [out, in]; `weight` itself is not kept."""
@@ -224,15 +273,16 @@ class LinearMethod(Protocol):
         one size, gates and ups.
         """
 
+    def pack_experts(
+        self,
+        reader: WeightReader,
+        gate_ups: Sequence[Sequence[ModuleShard]],
+        downs: Sequence[Sequence[ModuleShard]],
+    ) -> tuple[Sequence[AnyPacked], Sequence[AnyPacked]] | None:
+        """Return each expert's merged weights for `Kernels.stack_experts`, without biases.
 
-@runtime_checkable
-class RoundingMethod(LinearMethod, Protocol):
-    """One that rounds weights as they are read."""
-
-    def round_expert(
-        self, reader: WeightReader, shards: Sequence[ModuleShard]
-    ) -> Int8Weight | GroupedWeight | Fp8Weight:
-        """Return the merged weight, rounded, for kernels that take those of several experts."""
+        None: the weights are plain, or cannot all be packed in one way.
+        """
 
 
 def merged_shards(
@@ -266,91 +316,45 @@ def merged_bias(reader: WeightReader, shards: Sequence[ModuleShard]) -> Tensor |
     return bias
 
 
-AnyKernels = TypeVar("AnyKernels", bound=Kernels)
-AnyWeight = TypeVar("AnyWeight")
+class WeightLinear:
+    """A weight [out, in] as kernels hold it, and perhaps a bias [out]."""
 
+    __slots__ = ("bias", "is_gated", "kernels", "weight")
 
-class WeightLinear(Generic[AnyKernels, AnyWeight]):
-    """A weight [out, in] as some kernels keep it, and perhaps a bias [out]."""
-
-    __slots__ = ("bias", "kernels", "weight")
-
-    def __init__(self, kernels: AnyKernels, weight: AnyWeight, bias: Tensor | None) -> None:
+    def __init__(
+        self, kernels: Kernels, weight: Weight, bias: Tensor | None, *, is_gated: bool = False
+    ) -> None:
+        """`is_gated`: a plain weight holds gates and ups; packed ones say so themselves."""
         self.kernels = kernels
         self.weight = weight
         self.bias = bias
-
-    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Linear.rows`: there are none where no output layer is kept so."""
-        return None
-
-
-class UnquantizedLinear(WeightLinear[Kernels, Tensor]):
-    """A dense weight, contiguous."""
-
-    __slots__ = ()
+        self.is_gated = is_gated
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
-        return self.kernels.linear(x, self.weight, self.bias, dtype=dtype)
+        if not self.is_gated:
+            return self.kernels.linear(x, self.weight, self.bias, dtype=dtype)
+        assert isinstance(self.weight, Tensor) and dtype is None
+        return self.kernels.gated_linear(x, self.weight, self.bias)
 
     def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
         """See `Linear.rows`."""
-        return self.kernels.packed_rows(self.weight, dtype)
-
-
-class GatedLinear(UnquantizedLinear):
-    """Such a weight of gates and ups."""
-
-    __slots__ = ()
-
-    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Linear.apply`."""
-        assert dtype is None
-        return self.kernels.gated_linear(x, self.weight, self.bias)
+        return self.kernels.rows_of(self.weight, in_size, dtype)
 
 
 class UnquantizedMethod:
     """Weights as the checkpoint has them, in the model's dtype and the kernels' layout."""
 
+    fewest_bits: int | None = None
+    """See `LinearMethod`."""
+
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
-        """See `LinearMethod.make`."""
-        packed = self._kernels.pack_weight(weight, is_gated=is_gated)
-        return (GatedLinear if is_gated else UnquantizedLinear)(self._kernels, packed, bias)
-
-    def create(
-        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
-    ) -> Linear:
-        """See `LinearMethod.create`."""
-        return self.make(*merged_shards(reader, shards), is_gated=is_gated)
-
-
-class Int8Linear(WeightLinear[QuantizingKernels, Int8Weight]):
-    """A weight of 8-bit integers."""
-
-    __slots__ = ()
-
-    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Linear.apply`."""
-        return self.kernels.linear_int8(x, self.weight, self.bias, dtype=dtype)
-
-    def rows(self, in_size: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """See `Linear.rows`."""
-        return self.kernels.int8_rows(self.weight, in_size, dtype)
-
-
-class Int8Method:
-    """Weights rounded to 8 bits as they are read, by each output's largest: --quantization int8."""
-
-    def __init__(self, kernels: QuantizingKernels) -> None:
         self.kernels = kernels
 
     def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """See `LinearMethod.make`."""
-        return Int8Linear(self.kernels, self.kernels.quantize(weight, is_gated=is_gated), bias)
+        packed = self.kernels.pack_weight(weight, is_gated=is_gated)
+        return WeightLinear(self.kernels, packed, bias, is_gated=is_gated)
 
     def create(
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
@@ -358,60 +362,20 @@ class Int8Method:
         """See `LinearMethod.create`."""
         return self.make(*merged_shards(reader, shards), is_gated=is_gated)
 
-    def round_expert(
-        self, reader: WeightReader, shards: Sequence[ModuleShard]
-    ) -> Int8Weight | GroupedWeight:
-        """See `RoundingMethod.round_expert`."""
-        return self.kernels.quantize(merged_shards(reader, shards)[0])
-
-
-class GroupedLinear(WeightLinear[QuantizingKernels, GroupedWeight]):
-    """A weight of integers in groups of inputs."""
-
-    __slots__ = ()
-
-    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Linear.apply`."""
-        assert dtype is None, "no output layer is in groups"
-        return self.kernels.linear_groups(x, self.weight, self.bias)
-
-
-class Int4Method(Int8Method):
-    """Weights rounded to 4 bits in groups of inputs as they are read: --quantization int4.
-
-    The output layer, which `make` is for, has 8 bits: it decides between tokens.
-    """
-
-    GROUP_SIZE = 32
-
-    def create(
-        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
-    ) -> Linear:
-        """See `LinearMethod.create`."""
-        weight, bias = merged_shards(reader, shards)
-        return GroupedLinear(self.kernels, self._rounded(weight, shards, is_gated=is_gated), bias)
-
-    def round_expert(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> GroupedWeight:
-        """See `RoundingMethod.round_expert`."""
-        return self._rounded(merged_shards(reader, shards)[0], shards, is_gated=False)
-
-    def _rounded(
-        self, weight: Tensor, shards: Sequence[ModuleShard], *, is_gated: bool
-    ) -> GroupedWeight:
-        rounded = self.kernels.quantize_groups(weight, self.GROUP_SIZE, is_gated=is_gated)
-        if not bool(rounded.factors.isfinite().all()):
-            names = ", ".join(shard.name for shard in shards)
-            raise ModelLoadError(
-                f"{names}: numbers as large as {float(weight.abs().max()):.3g} are beyond what"
-                " --quantization int4 can hold"
-            )
-        return rounded
+    def pack_experts(
+        self,
+        reader: WeightReader,
+        gate_ups: Sequence[Sequence[ModuleShard]],
+        downs: Sequence[Sequence[ModuleShard]],
+    ) -> tuple[Sequence[AnyPacked], Sequence[AnyPacked]] | None:
+        """See `LinearMethod.pack_experts`."""
+        return None
 
 
 class ColumnParallelLinear:
     """Several modules with one input merged; each rank computes its part of the outputs."""
 
-    __slots__ = ("_is_gated", "_linear", "_norming", "_plain")
+    __slots__ = ("_is_gated", "_linear", "_plain")
 
     def __init__(
         self,
@@ -432,12 +396,11 @@ class ColumnParallelLinear:
             ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
             for name, rows in parts
         ]
-        self._linear = linear = method.create(reader, shards, is_gated=is_gated)
         self._is_gated = is_gated
-        self._plain: UnquantizedLinear | None = None
-        self._norming: NormProductKernels | None = None
-        if isinstance(linear, UnquantizedLinear) and isinstance(linear.kernels, NormProductKernels):
-            self._plain, self._norming = linear, linear.kernels
+        self._linear = linear = method.create(reader, shards, is_gated=is_gated)
+        self._plain: tuple[Kernels, Tensor, Tensor | None] | None = None
+        if isinstance(linear, WeightLinear) and isinstance(linear.weight, Tensor):
+            self._plain = (linear.kernels, linear.weight, linear.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's outputs; x [T, in] -> [T, sum of part sizes], gated: half of it."""
@@ -445,11 +408,11 @@ class ColumnParallelLinear:
 
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs of norm(x + residual), x + residual); may overwrite `residual`."""
-        if self._norming is None or self._plain is None or not isinstance(norm, RMSNorm):
+        if self._plain is None or not isinstance(norm, RMSNorm):
             x, residual = norm.add(x, residual)
             return self._linear.apply(x), residual
-        weight, bias = self._plain.weight, self._plain.bias
-        return self._norming.add_norm_linear(
+        kernels, weight, bias = self._plain
+        return kernels.add_norm_linear(
             x, residual, (norm.weight, norm.eps), weight, bias, is_gated=self._is_gated
         )
 
@@ -485,5 +448,27 @@ class RowParallelLinear:
         return self._tp.all_reduce(self.share(x))
 
     def share(self, x: Tensor) -> Tensor:
-        """Return what this rank adds to it."""
+        """Return this rank's part of the sum."""
         return self._linear.apply(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelContext:
+    """Everything that a layer's constructor needs; layers keep the parts that they use."""
+
+    config: ModelConfig
+    reader: WeightReader
+    kernels: Kernels
+    tp: TensorParallel
+    method: LinearMethod
+    context_len: int
+    """Longest sequence that is served, in tokens."""
+
+    def norm(self, name: str, *, size: int) -> Norm:
+        """Load the normalisation `name`."""
+        config, reader = self.config, self.reader
+        weight = read_vector(reader, f"{name}.weight", size, offset=config.norm_offset)
+        if not config.has_layer_norm:
+            return RMSNorm(self.kernels, weight, config.rms_norm_eps)
+        bias = read_vector(reader, f"{name}.bias", size) if config.has_norm_bias else None
+        return LayerNorm(self.kernels, weight, bias, config.rms_norm_eps)

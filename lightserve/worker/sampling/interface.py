@@ -1,4 +1,4 @@
-"""What is given to a sampler and what comes back; all tensors lie where the logits are.
+"""The inputs and results of a sampler; all tensors lie where the logits are.
 
 `L` is the number of rows that a step samples, `A` how many of them have options that change their
 logits, `V` the size of the vocabulary. Nothing here is read on the host of a GPU: what it must
@@ -27,15 +27,15 @@ from torch import Tensor
 
 
 class KnownCounts:
-    """Of one rank's rows."""
+    """Counts of the tokens of one rank's rows."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
-        """As `count_kernel` has it."""
+        """In the form of `count_kernel`."""
         self.num_counted = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def begin(self, rows: Tensor) -> None:
-        """Forget what was in rows, int64 [n], to which other sequences have come."""
+        """Forget the counts of rows, int64 [n], to which other sequences have come."""
         self.counts.index_fill_(0, rows, 0)
         self.num_counted.index_fill_(0, rows, 0)
 
@@ -63,7 +63,7 @@ def uniform(
 
 
 def sequence_state(seed: int, choice: int) -> np.uint64:
-    """Return what seed and choice contribute to all numbers of a sequence."""
+    """Return the part of seed and choice in all numbers of a sequence."""
     state: np.uint64 = _mix(_mix(_unsigned([seed])) ^ _unsigned([choice]))[0]
     return state
 
@@ -88,12 +88,13 @@ def _mix(value: _UInt64) -> _UInt64:
 
 @dataclass(frozen=True, eq=False)
 class Adjustments:
-    """What rows do to their logits before a token is drawn, in the order of `SamplingParams`."""
+    """Changes that rows make to their logits before a token is drawn, in the order of
+    `SamplingParams`."""
 
     indices: Tensor
     """int64 [A], among the step's sampled rows; rising."""
     num_prompt_tokens: Tensor
-    """int32 [A]; what is known behind them is output."""
+    """int32 [A]; known tokens behind them are output."""
     repetition: Tensor
     """float32 [A], 1 changes nothing."""
     frequency: Tensor
@@ -128,12 +129,13 @@ class Adjustments:
     has_penalties: bool
     """Whether any row's known tokens matter."""
     allowed_token_ids: list[npt.NDArray[np.int64]]
-    """The same as `allowed_bits`, on the host."""
+    """`allowed_bits` on the host."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """How a step's rows are sampled: the same from step to step while the same rows are."""
+    """The sampling options of a step's rows: the same from step to step while the rows are the
+    same."""
 
     rows: Tensor
     """int64 [L], of the token table."""
@@ -156,12 +158,12 @@ class SampledRows:
     drawn: list[int]
     """Indices of rows that are drawn from the whole vocabulary."""
     truncated: list[int]
-    """Indices of rows that are drawn from what top-k or top-p leave."""
+    """Indices of rows that are drawn from the tokens that top-k or top-p leave."""
     has_min_p: bool
     logprob_indices: list[int]
     """Indices of rows that want log-probabilities, rising."""
     num_logprobs: list[int]
-    """How many most probable tokens each of them wants."""
+    """Number of most probable tokens that each of them wants."""
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -169,14 +171,14 @@ class SampledRows:
 
 @dataclass(frozen=True, eq=False)
 class RowMasks:
-    """Which tokens the constrained rows of a step may draw."""
+    """The tokens that the constrained rows of a step may draw."""
 
     rows: Tensor
     """int32 [L], row of `bits`; -1: no constraint."""
     bits: Tensor
     """int32 [constrained rows, words], as `Adjustments.allowed_bits`."""
     indices: list[int]
-    """Of the constrained rows among the L."""
+    """Indices of the constrained rows among the L."""
     allowed: Tensor | None
     """bool [constrained rows, V], the same as `bits`, on the CPU alone."""
 
@@ -192,7 +194,7 @@ class SamplingBatch:
     """int32 [at least max_num_seqs, max_model_len + 1], known tokens of each row of the table."""
     masks: RowMasks | None = None
     known_counts: KnownCounts | None = None
-    """Of the token table's rows; the CPU has none and counts anew."""
+    """Counts of the token table's rows; the CPU has none and counts anew."""
 
 
 class LogprobTensors(NamedTuple):
@@ -209,7 +211,7 @@ class LogprobTensors(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a sampler draws."""
+    """The tokens that a sampler draws."""
 
     token_ids: Tensor
     """int64 [L]; 0 where not `is_finite`."""
@@ -223,7 +225,8 @@ class Sampled(NamedTuple):
     token_ids: Tensor
     is_finite: Tensor
     logprobs: LogprobTensors | None
-    """Of the rows `SampledRows.logprob_indices`, in their order; None if there are none."""
+    """Log-probabilities of the rows `SampledRows.logprob_indices`, in their order; None if there
+    are none."""
 
 
 # Bars the last token of a bad word where the output ends with the others, on any device.
@@ -254,7 +257,7 @@ def bar_words(logits: Tensor, rows: Tensor, options: Adjustments, batch: Samplin
 SHARE_ROUNDING = 1e-6
 """How far sums of shares in another order may be apart."""
 FIRST_PLACES = 1024
-"""Of which a CPU makes an order before it makes one of more."""
+"""Places that a CPU puts in order first, before it orders more."""
 
 
 def _order_of(distances: Tensor, shares: Tensor, wanted: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def _add_bias(logits: Tensor, options: Adjustments) -> None:
 
 
 def _penalise(logits: Tensor, batch: SamplingBatch, options: Adjustments, lengths: Tensor) -> None:
-    """Apply the repetition penalty, then those for frequency and presence."""
+    """Apply the repetition penalty, then the penalties for frequency and presence."""
     starts = torch.zeros_like(lengths)
     if bool((options.repetition != 1).any()):
         some = (options.repetition != 1).nonzero().flatten()
@@ -198,7 +198,7 @@ def _known(
 
 
 def _allow(logits: Tensor, options: Adjustments) -> None:
-    """Bar what is not in `allowed_token_ids`."""
+    """Bar tokens that are not in `allowed_token_ids`."""
     limited = options.indices[options.allowed_rows >= 0].tolist()
     for index, token_ids in zip(limited, options.allowed_token_ids, strict=True):
         row, allowed = logits[index], torch.from_numpy(token_ids)
@@ -285,7 +285,7 @@ def _scan(logits: Tensor, core: Core | None) -> tuple[Tensor, Tensor]:
 
 
 class _Options(NamedTuple):
-    """Of some rows, each [rows, 1]."""
+    """Options of some rows, each [rows, 1]."""
 
     temperature: Tensor
     min_p: Tensor | None
@@ -386,7 +386,7 @@ def _numbers(batch: SamplingBatch, chosen: list[int]) -> Tensor:
 
 
 def _probabilities(logits: Tensor, options: _Options) -> Tensor:
-    """Return softmax(logits / temperature) without what min-p drops, float32 [L, vocab]."""
+    """Return softmax(logits / temperature) without tokens that min-p drops, float32 [L, vocab]."""
     # The largest logit becomes 0 first, so that small temperatures cannot overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(options.temperature)
     torch.softmax(scaled, dim=-1, out=scaled)

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
-from lightserve.tokenization import template_probes
+from lightserve.tokenization import conversation
 from lightserve.tokenization.chat_template import ChatTemplate, TemplateSource, find_chat_template
 from lightserve.tokenization.conversation import ChatMessage, Conversation
 from lightserve.tokenization.template_sandbox import TemplateSandbox
@@ -222,7 +222,7 @@ def test_probes_of_a_template_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch
     text = "{% for m in messages %}{{ m.content }}{% endfor %}"
     _template(text)
     most, num_renders[0] = num_renders[0], 0
-    monkeypatch.setattr(template_probes, "PROBES_S", -1.0)
+    monkeypatch.setattr(conversation, "PROBES_S", -1.0)
     template = _template(text)
     assert num_renders[0] == 4 < most, "two of each of the forms with tools and without"
     assert template.render(Conversation(messages=USER)) == "hi"

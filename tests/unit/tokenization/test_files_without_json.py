@@ -19,10 +19,10 @@ from support.tokenizers_made import write_sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from lightserve.errors import ModelLoadError
-from lightserve.tokenization import tiktoken_file
+from lightserve.tokenization import vocabulary_files
 from lightserve.tokenization.description import describe_tokenizer, find_tokenizer
-from lightserve.tokenization.sentencepiece_file import read_sentencepiece
 from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.tokenization.vocabulary_files import read_sentencepiece
 
 MORE_BYTES = 64 << 20
 CORPUS = [
@@ -188,7 +188,7 @@ def write_ranks(path: Path, own: dict[bytes, int]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("split", tiktoken_file.SPLITS)
+@pytest.mark.parametrize("split", vocabulary_files.SPLITS)
 @pytest.mark.parametrize("file", ["qwen.tiktoken", "tokenizer.model"])
 def test_ids_and_texts_are_tiktokens(
     split: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,8 +197,8 @@ def test_ids_and_texts_are_tiktokens(
     write_ranks(tmp_path / file, own)
     with pytest.raises(ModelLoadError, match="ranks; known are files of 128,000 and 151,643"):
         Tokenizer(tmp_path)
-    family = tiktoken_file._Family(split=tiktoken_file.SPLITS[split], special_tokens=SPECIAL)
-    monkeypatch.setattr(tiktoken_file, "_FAMILIES", {len(own): family})
+    family = vocabulary_files._Family(split=vocabulary_files.SPLITS[split], special_tokens=SPECIAL)
+    monkeypatch.setattr(vocabulary_files, "_FAMILIES", {len(own): family})
     ours = Tokenizer(tmp_path)
     special = {name: len(own) + number for number, name in enumerate(SPECIAL)}
     theirs = tiktoken.Encoding(
@@ -213,7 +213,7 @@ def test_ids_and_texts_are_tiktokens(
 
 
 def test_known_files_have_their_special_tokens() -> None:
-    llama, qwen = tiktoken_file._FAMILIES[128_000], tiktoken_file._FAMILIES[151_643]
+    llama, qwen = vocabulary_files._FAMILIES[128_000], vocabulary_files._FAMILIES[151_643]
     assert len(llama.special_tokens) == 256 and len(set(llama.special_tokens)) == 256
     assert llama.special_tokens.index("<|eot_id|>") == 9
     assert llama.special_tokens.index("<|python_tag|>") == 10

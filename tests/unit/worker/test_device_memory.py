@@ -29,8 +29,8 @@ from lightserve.models.base import KVGroup, KVLayout
 from lightserve.router.metrics import RouterMetrics
 from lightserve.worker import device as device_facts
 from lightserve.worker import profiling
+from lightserve.worker.build import build_runner
 from lightserve.worker.device import facts_of
-from lightserve.worker.engine import build_runner
 from lightserve.worker.memory import (
     AUTO_LOCKED_BYTES,
     DeviceMemory,

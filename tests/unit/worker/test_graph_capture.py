@@ -20,7 +20,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.messages.common import GraphSizes
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import SingleRank
 from lightserve.worker import capture
 from lightserve.worker.capture import capture_graphs, graph_sizes
 from lightserve.worker.graphs import (

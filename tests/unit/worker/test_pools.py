@@ -17,12 +17,11 @@ from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
 from lightserve.messages.common import GraphSizes, pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.models.base import KVGroup, KVLayout
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import KVGroup, KVLayout, SingleRank
 from lightserve.types import StepId
-from lightserve.worker import capture, engine, staged_host_pool
+from lightserve.worker import build, capture, staged_host_pool
+from lightserve.worker.build import build_runner
 from lightserve.worker.device import make_queue
-from lightserve.worker.engine import build_runner
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import DeviceMemory, KVPool
 from lightserve.worker.model_runner import ModelRunner
@@ -89,11 +88,11 @@ STARTED = """
 import sys
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
-from lightserve.worker.engine import build_runner
+from lightserve.worker.build import build_runner
 
 runner = build_runner(ServeConfig(model=str(BUNDLED_MODEL_DIR), device="cpu"))
 inside, kib = False, 0
-address = runner._pool.tensors[0].data_ptr()
+address = runner.pool.tensors[0].data_ptr()
 for line in open("/proc/self/smaps"):
     first = line.split()[0]
     if not first.endswith(":"):
@@ -126,7 +125,7 @@ def test_a_pool_of_what_was_measured() -> None:
         return MEMORY
 
     with FakeTensorMode():
-        made = engine.make_pools(
+        made = build.make_pools(
             ServeConfig(preemption="recompute"),
             LAYOUT,
             torch.device("cuda"),
@@ -172,7 +171,7 @@ def test_steps_are_run_once_when_the_graphs_are_there(
     order: list[str] = []
     for name in ("capture_graphs", "warm_up"):
         monkeypatch.setattr(
-            engine, name, lambda *_, name=name, **__: order.append(name), raising=True
+            build, name, lambda *_, name=name, **__: order.append(name), raising=True
         )
     build_runner(ServeConfig(model=str(tmp_path), max_num_seqs=3, max_num_batched_tokens=40))
     assert order == ["capture_graphs", "warm_up"]
@@ -185,8 +184,8 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
     config = ServeConfig(model=str(tmp_path), max_num_seqs=3, max_num_batched_tokens=40)
     model, executed = build_runner(config)._model, list[StepPlan]()
     pool = KVPool(LAYOUT, 16, torch.device("cpu"))
-    monkeypatch.setattr(engine, "CudaStatistics", Statistics)
-    monkeypatch.setattr(engine, "estimated_graph_bytes", lambda _, sizes: 1000 * len(sizes))
+    monkeypatch.setattr(build, "CudaStatistics", Statistics)
+    monkeypatch.setattr(build, "estimated_graph_bytes", lambda _, sizes: 1000 * len(sizes))
     monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: None)
     monkeypatch.setattr(ModelRunner, "execute", lambda _, plan: executed.append(plan), raising=True)
 
@@ -199,7 +198,7 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
     both = GraphSizes((1, 2, 4), (16, 32))
     for sizes, graphs in ((GraphSizes(), 0), (GraphSizes((1, 2, 4)), 3000), (both, 5000)):
         executed.clear()
-        memory = engine.measure_gpu(
+        memory = build.measure_gpu(
             config, model, pool, make_runner, graph_sizes=sizes, tp=SingleRank()
         )
         assert memory == DeviceMemory(

@@ -24,7 +24,7 @@ from lightserve.messages.router_worker import (
     plan_rows,
     row_results,
 )
-from lightserve.models.parallel import SingleRank
+from lightserve.models.base import SingleRank
 from lightserve.worker.device import HostQueue
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.host_pool import DirectHostPool

@@ -29,8 +29,8 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.types import RowId, StepId
 from lightserve.worker.device import Mark
-from lightserve.worker.model_runner import Drawn, Pending, StepMarks
 from lightserve.worker.step_loop import SPIN_S, StepLoop, serve
+from lightserve.worker.step_results import Drawn, Pending, StepMarks
 from lightserve.worker.threads import Cores, CpuTimes, Threads
 
 TIMEOUT_S = 20.0

@@ -39,7 +39,7 @@ from lightserve.worker.memory import (
     num_kv_slots,
     usable_cores,
 )
-from lightserve.worker.model_runner import Drawn, Pending, StepMarks
+from lightserve.worker.step_results import Drawn, Pending, StepMarks
 from lightserve.worker.tables import SequenceTable
 from lightserve.worker.warm_up import warm_up
 

@@ -16,30 +16,29 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import (
-    Fp8Kernels,
-    Kernels,
-    KernelShapes,
-    QuantizingKernels,
-)
+from lightserve.kernels.interface import Can, Kernels, KernelShapes
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.self_check import check_int8_kv, check_kernels, check_quantized
 from lightserve.messages.common import GraphSizes
 from lightserve.messages.router_worker import StepPlan
 from lightserve.model_formats import choose_formats
-from lightserve.models.base import KVLayout, Model, kernel_shapes, kv_layout
+from lightserve.models.base import (
+    KVLayout,
+    Model,
+    SingleRank,
+    TensorParallel,
+    kernel_shapes,
+    kv_layout,
+)
 from lightserve.models.config import (
     ModelConfig,
     load_model_config,
     resolve_context_len,
     resolve_dtype,
 )
-from lightserve.models.layers.fp8 import Fp8Method
-from lightserve.models.layers.linear import Int4Method, Int8Method, LinearMethod, UnquantizedMethod
-from lightserve.models.layers.stored import StoredMethod
+from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
+from lightserve.models.layers.quantized import Fp8Method, Int4Method, Int8Method, StoredMethod
 from lightserve.models.loader import load_model
-from lightserve.models.parallel import SingleRank, TensorParallel
 from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import quantised_as
 from lightserve.tokenization.chat_template import find_chat_template
@@ -67,11 +66,13 @@ from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.staged_host_pool import make_host_pool
 from lightserve.worker.warm_up import largest_steps, warm_up
 
-# Makes a rank's KV pool and host pool, as large as flags and what is free allow.
+log = logging.getLogger(__name__)
+
+# The KV pool and host pool of a rank, as large as flags and free memory allow.
 
 
 class Pools(NamedTuple):
-    """Where a rank keeps KV."""
+    """The pools of a rank's KV."""
 
     kv: KVPool
     host: HostPool
@@ -130,7 +131,7 @@ def measure_gpu(
     graph_sizes: GraphSizes,
     tp: TensorParallel,
 ) -> DeviceMemory:
-    """Run the largest steps on `pool`, capture some CUDA graphs, and return what it all takes.
+    """Run the largest steps on `pool`, capture some CUDA graphs, and return the memory of it all.
 
     Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool.
     """
@@ -174,9 +175,6 @@ def _measure(
 
     memory = measure_step(statistics, run)
     return dataclasses.replace(memory, graphs=graph_bytes(runner.tables))
-
-
-log = logging.getLogger(__name__)
 
 
 def build_runner(
@@ -284,9 +282,8 @@ def _check(
 ) -> None:
     """Compare all that the kernels will do with the reference."""
     check_kernels(kernels, shapes, device)
-    if isinstance(method, Int8Method | StoredMethod):
-        has_int4 = type(method) is not Int8Method
-        check_quantized(method.kernels, shapes, device, has_int4=has_int4)
+    if method.fewest_bits is not None:
+        check_quantized(kernels, shapes, device, has_int4=method.fewest_bits == 4)
     if kv_type == "int8":
         check_int8_kv(kernels, shapes)
 
@@ -294,7 +291,8 @@ def _check(
 def _method(
     config: ServeConfig, model_config: ModelConfig, kernels: Kernels, dtype: torch.dtype
 ) -> tuple[LinearMethod, str | None]:
-    """Return how weights are kept, and what the files' own are quantised as; None: they are not."""
+    """Return the method for weights, and the quantisation of the files' own; None: they are
+    plain."""
     stored_as = quantised_as(Path(config.model), model_config)
     form = model_config.weight_format
     method = linear_method(
@@ -323,29 +321,26 @@ def linear_method(
     Raises:
         ConfigError: these kernels, or the model's type, do not go with it.
     """
-    is_triton = isinstance(kernels, Fp8Kernels)
     if quantization == "none":
-        is_typed = is_triton or dtype is not torch.float16  # which the native core has not
-        if is_stored and isinstance(kernels, QuantizingKernels) and is_typed:
+        if is_stored and Can.INTEGERS in kernels.can and dtype in kernels.types:
             return StoredMethod(kernels, rounds_tokens=rounds_tokens)
         return UnquantizedMethod(kernels)
     what = f"--quantization {quantization}"
-    if quantization == "fp8":
-        if is_triton and torch.cuda.is_available():
-            check_fp8(torch.cuda.get_device_capability(), dtype)
-        else:
-            _native(what, kernels, dtype)
-            log.warning(
-                "%s on a CPU saves neither memory nor time: weights are held as %s, and"
-                " activations are rounded besides; it is what a GPU of compute capability 8.9"
-                " or newer would answer",
-                what,
-                str(dtype).removeprefix("torch."),
-            )
-        return Fp8Method(kernels)
-    if not isinstance(kernels, Fp8Kernels):
-        kernels = _native(what, kernels, dtype)
-    return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
+    if quantization != "fp8":
+        _need(what, Can.INTEGERS, kernels, dtype)
+        return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
+    if Can.FP8 in kernels.can and torch.cuda.is_available():
+        check_fp8(torch.cuda.get_device_capability(), dtype)
+    else:
+        _need(what, Can.WIDE_SUMS, kernels, dtype)
+        log.warning(
+            "%s on a CPU saves neither memory nor time: weights are held as %s, and"
+            " activations are rounded besides; its answers are those of a GPU of compute capability"
+            " 8.9 or newer",
+            what,
+            str(dtype).removeprefix("torch."),
+        )
+    return Fp8Method(kernels)
 
 
 def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
@@ -376,10 +371,10 @@ def check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kerne
     name = model_config.architecture
     if config.kv_dtype != "auto":
         raise ConfigError(
-            f"--kv-dtype {config.kv_dtype} does not go with {name}: what it keeps of a token has"
-            " parts of different sizes, which cannot share a factor"
+            f"--kv-dtype {config.kv_dtype} does not go with {name}: the kept vector of a token"
+            " has parts of different sizes, which cannot share a factor"
         )
-    if not kernels.takes_latents:
+    if Can.LATENTS not in kernels.can:
         raise ConfigError(
             f"the {kernels.name} kernels do not go with {name}: --attention-backend torch does,"
             " without --batch-invariant"
@@ -394,25 +389,24 @@ def kv_dtype(config: ServeConfig, kernels: Kernels, dtype: str) -> str:
     """
     if config.kv_dtype == "auto":
         return dtype
-    _native(f"--kv-dtype {config.kv_dtype}", kernels, getattr(torch, dtype))
+    _need(f"--kv-dtype {config.kv_dtype}", Can.INT8_KV, kernels, getattr(torch, dtype))
     return config.kv_dtype
 
 
-def _native(what: str, kernels: Kernels, dtype: torch.dtype) -> NativeKernels:
-    """Return the kernels, which `what` needs to be the native ones."""
-    if not isinstance(kernels, NativeKernels):
+def _need(what: str, need: Can, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Check that kernels have a capability for the model's type; on CPUs the native core has."""
+    if need not in kernels.can:
         reason = missing_core() if kernels.name == TorchKernels.name else ""
         why = f", which is missing, as {reason}" if reason else f", got {kernels.name} kernels"
         raise ConfigError(f"{what} needs the native core for CPUs{why}")
-    if dtype is torch.float16:
+    if dtype not in kernels.types:
         raise ConfigError(f"{what} needs --dtype bfloat16 or float32: the model's own is float16")
-    return kernels
 
 
 def _tell_of_stored(
     stored_as: str | None, method: LinearMethod, dtype: str, *, is_said: bool
 ) -> None:
-    """Log what has become of weights that are quantised in the files, None: there are none."""
+    """Log the fate of weights that are quantised in the files, None: there are none."""
     if stored_as is None or not is_said:
         return
     if isinstance(method, StoredMethod):
@@ -436,7 +430,7 @@ def _tell_of_slower_kernels(kernels: Kernels, dtype: torch.dtype) -> None:
             " CPUs is missing, as %s",
             reason,
         )
-    elif kernels.name == NativeKernels.name and dtype is torch.float16:
+    elif dtype not in kernels.types:
         log.warning(
             "float16 is computed by torch, whose steps take longer than those of bfloat16:"
             " the native core for CPUs has bfloat16 and float32"
@@ -471,7 +465,7 @@ def _dtype(
 def _row_constraints(
     config: ServeConfig, vocab_size: int, device: torch.device
 ) -> RowConstraints | None:
-    """Return what enforces constraints, None where frontends refuse them all.
+    """Return the part that enforces constraints, None where frontends refuse them all.
 
     Its process starts with the worker, as no step may wait for it.
     """

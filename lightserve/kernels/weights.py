@@ -1,0 +1,134 @@
+"""Weights as kernels hold them, and the rules of layers with experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Int8Weight(NamedTuple):
+    """A weight [M, K] of 8-bit integers; each output has a factor of its own."""
+
+    packed: Tensor
+    """int8, in the kernels' own layout."""
+    factors: Tensor
+    """float32 [at least M]."""
+    num_outputs: int
+    """M."""
+    is_gated: bool = False
+    """Whether its products are gated, as `Kernels.gated_linear` gives them."""
+    rounds_rows: bool = False
+    """Whether kernels may also round each of many rows x to 8 bits, by its largest number: the
+    files of some models ask for products of integers (W8A8, a factor for each token)."""
+
+
+class GroupedWeight(NamedTuple):
+    """A weight [M, K] of unsigned integers; each group of inputs has a factor and a zero.
+
+    A number is (integer - zero) * factor, with the factor and zero of its output's group.
+    """
+
+    packed: Tensor
+    """uint8, in the kernels' own layout."""
+    factors: Tensor
+    """float16 [panels, groups, outputs of a panel]."""
+    zeros: Tensor
+    """uint8, shaped as `factors`."""
+    num_outputs: int
+    """M."""
+    num_inputs: int
+    """K."""
+    bits: int
+    """4 or 8 for each integer."""
+    group_size: int
+    """32, 64, 96 or 128 inputs; the last group may have fewer."""
+    is_gated: bool = False
+    """See `Int8Weight`."""
+
+
+class Fp8Weight(NamedTuple):
+    """A weight [M, K] of float8_e4m3fn; each group of an output's inputs has a factor."""
+
+    packed: Tensor
+    """float8_e4m3fn [M, K]."""
+    factors: Tensor
+    """float32, in the kernels' own layout."""
+    group_size: int
+    """Inputs that share a factor; at least K where an output has one factor."""
+    is_gated: bool = False
+    """See `Int8Weight`."""
+
+
+class Fp4Weight(NamedTuple):
+    """A weight [M, K] of 4-bit floating point (MXFP4); groups of inputs have a factor each.
+
+    A number has a sign, two bits of exponent and one bit of fraction.
+    """
+
+    packed: Tensor
+    """uint8, in the kernels' own layout."""
+    factors: Tensor
+    """float32, in the kernels' own layout."""
+    group_size: int
+
+
+class PackedExperts(NamedTuple):
+    """The weights of all experts of a layer, packed in one way, all outputs in one tensor."""
+
+    kind: str
+    values: Tensor
+    factors: Tensor | None
+    zeros: Tensor | None
+    num_experts: int
+    group: int
+    """Inputs that share a factor; 0: all inputs of an output."""
+    block_k: int
+
+
+PackedWeight = Int8Weight | GroupedWeight | Fp8Weight
+Weight = Tensor | PackedWeight
+
+
+class ExpertBiases(NamedTuple):
+    """The biases of a layer's experts."""
+
+    gate_up: Tensor
+    """[E, 2*I], gates first."""
+    down: Tensor
+    """[E, K]."""
+
+
+class ExpertChoice(NamedTuple):
+    """The rule by which products with the router's weight become a token's experts and weights."""
+
+    num_chosen: int
+    is_sigmoid: bool
+    """Whether scores are sigmoids of products; else their softmax."""
+    normalises: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of all weights."""
+    num_groups: int = 1
+    """Number of equal groups of experts."""
+    num_chosen_groups: int = 1
+    """Number of groups that a token's experts come from: the groups with the largest sums."""
+    group_best: int = 1
+    """Number of a group's best scores in its sum."""
+
+
+class ClampedGate(NamedTuple):
+    """The gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped before."""
+
+    alpha: float
+    limit: float
+    """Largest gate, and largest up on either side of zero."""
+
+    def apply(self, gate_up: Tensor) -> Tensor:
+        """Return the gated features [T, I] of gate_up [T, 2*I], gates first."""
+        gates, ups = gate_up.float().chunk(2, dim=-1)
+        gates, ups = gates.clamp(max=self.limit), ups.clamp(-self.limit, self.limit)
+        # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
+        features = gates / (1.0 + torch.exp(-self.alpha * gates)) * (ups + 1.0)
+        return features.to(gate_up.dtype)

@@ -1,0 +1,231 @@
+"""A step between `launch` and `finish`: its place in the device's work, and its results.
+
+Everything that the result needs of the rows is taken when the step is launched: the next plan,
+launched before this one is finished, may already have put other sequences there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightserve.messages.common import Int32Array, TokenLogprob
+from lightserve.messages.router_worker import NO_TOKEN, RowError, RowResult, StepPlan, plan_columns
+from lightserve.models.pooling import Pooling
+from lightserve.types import RowId
+from lightserve.worker.device import DeviceQueue, Mark
+from lightserve.worker.host_pool import CopyWait
+from lightserve.worker.sampling.interface import LogprobTensors
+from lightserve.worker.sampling.sampler import to_token_logprobs
+
+# Vectors of prompts: one for each row that is there for it, of length 1.
+
+
+class Vectors(NamedTuple):
+    """The vectors of a step."""
+
+    indices: Sequence[int]
+    """Indices of their rows among the rows that sample."""
+    values: Tensor
+    """float32 [len(indices), hidden_size]."""
+
+    def items(self) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yield each with its index, once they are on the host and the step is over."""
+        yield from zip(self.indices, self.values.numpy(), strict=True)
+
+    def on_host(self, queue: DeviceQueue) -> Vectors:
+        """Return the same as they will be on the host."""
+        return self._replace(values=queue.download([self.values])[0])
+
+
+def row_vectors(indices: Sequence[int], hidden: Tensor) -> Vectors:
+    """Return the vectors of rows from pooled hidden states, [len(indices), hidden_size]."""
+    return Vectors(indices, functional.normalize(hidden.float(), dim=-1))
+
+
+def pooled(hidden: Tensor, lengths: Sequence[int], rows: Sequence[int], kind: Pooling) -> Tensor:
+    """Return the pooled hidden states of whole prompts, from which vectors are made.
+
+    Args:
+        hidden: [T, hidden_size], of all tokens of a step.
+        lengths: how many of them each row has, in order.
+        rows: which rows, by their place among those.
+        kind: how a prompt's tokens become one.
+
+    Returns:
+        float32 [len(rows), hidden_size].
+    """
+    prompts = hidden.split_with_sizes(list(lengths))
+    chosen = [prompts[row] for row in rows]
+    match kind:
+        case Pooling.CLS:
+            return torch.stack([prompt[0] for prompt in chosen]).float()
+        case Pooling.MEAN:
+            return torch.stack([prompt.float().mean(0) for prompt in chosen])
+        case Pooling.LAST:
+            return torch.stack([prompt[-1] for prompt in chosen]).float()
+
+
+# Tokens, log-probabilities, and the step as a whole.
+
+
+class StepMarks(NamedTuple):
+    """The place of a step in its device's work."""
+
+    idle_since: Mark
+    """The end of the work before it."""
+    start: Mark
+    end: Mark
+    """Its results are on the host."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A step's tokens; tensors are on the host once the step is over."""
+
+    rows: list[RowId]
+    """Rows that sample."""
+    token_ids: Tensor
+    """int64 [len(rows)]."""
+    is_finite: Tensor | None = None
+    """bool [len(rows)]; rank 0 alone has it."""
+    failed: frozenset[int] = frozenset()
+    """Indices of rows whose grammar failed."""
+    unready: frozenset[int] = frozenset()
+    """Indices of rows whose grammar is not compiled yet: they have drawn nothing."""
+    logprobs: LogprobTensors | None = None
+    """Log-probabilities of the rows of `logprob_indices`."""
+    logprob_indices: Sequence[int] = ()
+    num_logprobs: Sequence[int] = ()
+    """… and how many of the most probable tokens each of them wants."""
+    vectors: Vectors | None = None
+    """Vectors of the rows that ask for one."""
+
+    def others(self) -> dict[int, _Token | None]:
+        """Return by index the results of rows that have more to say than a token.
+
+        None: the grammar of the row is not compiled yet.
+        """
+        found: dict[int, _Token | None] = {}
+        if self.logprobs is not None:
+            logprobs = to_token_logprobs(self.logprobs, self.num_logprobs)
+            for index, logprob in zip(self.logprob_indices, logprobs, strict=True):
+                found[index] = _Token(int(self.token_ids[index]), None, logprob)
+        if self.is_finite is not None and not self.is_finite.numpy().all():
+            for index in (~self.is_finite.numpy()).nonzero()[0].tolist():
+                found[index] = _Token(NO_TOKEN, self._error(index), None)
+        for index, vector in () if self.vectors is None else self.vectors.items():
+            error = None if np.isfinite(vector).all() else RowError.NON_FINITE_LOGITS
+            found[index] = _Token(0, error, None, vector.tobytes())
+        found.update(dict.fromkeys(self.unready))
+        return found
+
+    def _error(self, index: int) -> RowError:
+        """Return the error that kept a row from a token."""
+        if index in self.failed:
+            return RowError.CONSTRAINT_FAILED
+        return RowError.NON_FINITE_LOGITS
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt's chunk; on the host once the step is over."""
+
+    parts: Sequence[LogprobTensors]
+    """In the order of the tokens; rank 0 alone has them."""
+    num_top: int
+
+    def result(self) -> list[TokenLogprob] | None:
+        """Return one per token; None if the model's logits of any are not finite."""
+        if not all(bool(part.is_finite.all()) for part in self.parts):
+            return None
+        return [
+            logprob
+            for part in self.parts
+            for logprob in to_token_logprobs(part, [self.num_top] * len(part.is_finite))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A launched step."""
+
+    plan: StepPlan
+    num_rows: int
+    """Rows of the step."""
+    drawn: Drawn
+    prompts: Mapping[RowId, PromptLogprobs]
+    """By row with PROMPT_LOGPROBS."""
+    constrained_rows: frozenset[RowId]
+    """Rows that sample under a constraint, whose tokens the host must know before their next."""
+    marks: StepMarks
+    copies: CopyWait
+    launch_s: float
+    """Seconds that the host took to launch it beside its work; 0 on the CPU."""
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self.marks.end.is_past()
+
+    def must_precede(self, plan: StepPlan) -> bool:
+        """Whether this step must be finished before `plan`, the next one, draws tokens.
+
+        Its own tokens decide what its constrained rows may draw next.
+        """
+        return bool(self.constrained_rows) and not self.constrained_rows.isdisjoint(
+            [*plan_columns(plan).rows.tolist(), *(sequence.row for sequence in plan.sequences)]
+        )
+
+    def row_results(self) -> tuple[Int32Array, list[RowResult]]:
+        """Return the results of a step that is over, as `StepResult` has them.
+
+        One token, or NO_TOKEN, of each row that samples; and the rows that have more to say.
+        """
+        drawn, prompts = self.drawn, self.prompts
+        token_ids = drawn.token_ids.numpy().astype(np.int32)
+        others = drawn.others()
+        places = {row: index for index, row in enumerate(drawn.rows)} if prompts else {}
+        for row in [row for row in prompts if row in places]:
+            others.setdefault(places[row], _Token(int(token_ids[places[row]]), None, None))
+        results = [
+            _row_result(row, token, prompts.get(row))
+            for row, token in [(drawn.rows[index], token) for index, token in others.items()]
+        ]
+        results += [_row_result(row, None, prompts[row]) for row in prompts if row not in places]
+        if others:
+            token_ids[list(others)] = NO_TOKEN
+        return token_ids, results
+
+
+class _Token(NamedTuple):
+    token_id: int
+    error: RowError | None
+    """Why the token means nothing."""
+    logprob: TokenLogprob | None
+    vector: bytes = b""
+
+
+def _row_result(row: RowId, token: _Token | None, prompt: PromptLogprobs | None) -> RowResult:
+    """Return a row's share of the result; `token` and `prompt` None: none was wanted."""
+    prompt_logprobs = [] if prompt is None else prompt.result()
+    if prompt_logprobs is None:
+        return RowResult(row, [], RowError.NON_FINITE_LOGITS)
+    if token is not None and token.error is not None:
+        return RowResult(row, [], token.error)
+    if token is None:
+        return RowResult(row, [], prompt_logprobs=prompt_logprobs)
+    logprobs = [] if token.logprob is None else [token.logprob]
+    return RowResult(
+        row,
+        [token.token_id],
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        vector=token.vector,
+    )
