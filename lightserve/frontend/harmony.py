@@ -7,7 +7,8 @@ What stands on `analysis` is reasoning, a message to a function that is offered 
 all else is content. The prompt ends with `<|start|>assistant`, or within a message.
 
 A model may spell a mark in ordinary tokens, too, and the text does not tell which. In a string of a
-call's arguments a mark is text; elsewhere it counts, but no text behind it is lost.
+call's arguments a mark is text. Elsewhere it is one if a header follows that ends in
+`<|message|>`, or breaks off behind an end; otherwise it is text of the message before it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,27 @@ OPENING = f"{START}assistant"
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 _QUOTE = re.compile(r'\\.?|"', re.DOTALL)
-_BEFORE_HEADER = re.compile(r"(?:<\|(?:end|call|return)\|>)?\s*(?:<\|(?:start|channel)\|>|\Z)")
+_ENDS = (END, CALL, RETURN)
+_BEGUN = re.compile(r"(<\|(?:end|call|return)\|>)?\s*(?:<\|(?:start|channel)\|>|\Z)")
 _HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "json", "code", "to=")
 
 
-def _is_header(text: str) -> bool:
-    """Whether a text between messages is a header, which may break off, and nothing else."""
+def _is_header(text: str, *, is_first: bool, is_whole: bool) -> bool:
+    """Whether a text before the content of a message, or before the end of all, is its header.
+
+    One that no end of a message precedes, and one that breaks off, have a header's words alone.
+    """
+    if (begun := _BEGUN.match(text)) is None:
+        return is_first and is_whole
+    is_behind_end = is_first or begun[1] is not None
+    if is_whole == is_behind_end:
+        return is_whole
     *words, last = _MARK.sub(" ", text).split() or [""]
-    return (
-        _BEFORE_HEADER.match(text) is not None
-        and all(word in _HEADER_WORDS or word.startswith("to=") for word in words)
-        and (last.startswith("to=") or any(word.startswith(last) for word in _HEADER_WORDS))
+    known = [
+        word for word in _HEADER_WORDS if word == last or (not is_whole and word.startswith(last))
+    ]
+    return all(w in _HEADER_WORDS or w.startswith("to=") for w in words) and (
+        bool(known) or last.startswith("to=")
     )
 
 
@@ -67,8 +78,8 @@ class HarmonyText:
         """Of the message that begins, with its marks."""
         self._emit: Emit | None = content if is_inside else None
         """For the text of a message; None: it has not begun."""
-        self._last = content
-        """For what turns out to be no header: the message before it goes on."""
+        self._last: Emit | None = None
+        """For what turns out to be no header: the message before it goes on. None: it is first."""
         self._held = ""
         """What may be the beginning of a mark."""
         self._function = ""
@@ -98,8 +109,9 @@ class HarmonyText:
         if not self._arguments.getvalue().strip():
             self._function = ""  # it breaks off before its arguments
         self._end_call()
-        if self._emit is None:
-            self._drop_header()
+        header = self._header.getvalue()
+        if header and not _is_header(header, is_first=self._last is None, is_whole=False):
+            self._go_on()
 
     def _text(self, text: str) -> None:
         if self._emit is None:
@@ -117,29 +129,35 @@ class HarmonyText:
             self._content(text)
 
     def _mark(self, mark: str) -> None:
-        if self._emit is None and mark == MESSAGE:
-            self._begin(self._header.getvalue())
-        elif self._emit is None and mark in (CHANNEL, CONSTRAIN):
-            self._header.write(mark)
-        elif self._emit is None:
-            self._drop_header()
-            self._header.write(mark)
-        elif self._in_string or mark in (MESSAGE, CONSTRAIN):
-            self._emit(mark)  # spelled in ordinary tokens
-        else:
+        if self._emit is not None:
+            if self._in_string or mark in (MESSAGE, CONSTRAIN):
+                self._emit(mark)  # spelled in ordinary tokens
+                return
             self._last = self._content if self._function else self._emit
             self._end_call()
-            self._header, self._emit = io.StringIO(), None
-            self._header.write(mark)
+            self._emit = None
+        elif mark == MESSAGE:
+            header = self._header.getvalue()
+            if _is_header(header, is_first=self._last is None, is_whole=True):
+                self._begin(header)
+                return
+            self._go_on()
+            self._emit = self._last
+            self._text(mark)
+            return
+        elif mark in _ENDS or (mark == START and self._header.getvalue().strip() not in _ENDS):
+            self._go_on()
+        self._header.write(mark)
 
-    def _drop_header(self) -> None:
-        """Drop a header without a message; text that is none goes on with the message before it."""
-        text, self._header = self._header.getvalue(), io.StringIO()
-        if text and not _is_header(text):
-            self._last(text)
+    def _go_on(self) -> None:
+        """Tell what is no header as text of the message before it."""
+        self._last = self._last or self._content
+        self._last(self._header.getvalue())
+        self._header = io.StringIO()
 
     def _begin(self, header: str) -> None:
         """Begin the text of a message by what stands before it: role, recipient and channel."""
+        self._header = io.StringIO()
         self._in_string = self._is_escaped = False
         function = _FUNCTION.search(header)
         if function is not None and function[1] in self._names:

@@ -111,6 +111,9 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (),
     "constraints": ([],),
     "top_h": (),
+    # Of a GGUF file's, by its own names.
+    **dict.fromkeys(("mirostat", "xtc_probability"), (0,)),
+    "sequence": (),
 }
 """Further keys that change what transformers writes, and values at which they change nothing."""
 

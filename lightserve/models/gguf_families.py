@@ -144,18 +144,29 @@ def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 def _query_scale(gguf: GgufFile, name: str, *, of_largest: int) -> int:
     """Return the number whose root queries are divided by: the size of a head, or an even share."""
-    num_heads = gguf.integer(f"{name}.attention.head_count")
-    share = gguf.integer(f"{name}.embedding_length") // num_heads
     if gguf.integer(f"{name}.block_count") == of_largest:
-        return share
-    return gguf.integer(f"{name}.attention.key_length", default=share)
+        return gguf.integer(f"{name}.embedding_length") // gguf.integer(
+            f"{name}.attention.head_count", low=1
+        )
+    return _size_of_a_head(gguf, name)
+
+
+def _size_of_a_head(gguf: GgufFile, name: str) -> int:
+    share = gguf.integer(f"{name}.embedding_length") // gguf.integer(
+        f"{name}.attention.head_count", low=1
+    )
+    return gguf.integer(f"{name}.attention.key_length", default=share, low=1)
 
 
 def _granite(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """To llama.cpp, 0 is no scale, and a context that was not extended no embedding of places."""
+    if not gguf.boolean(key := f"{name}.rope.scaling.finetuned", default=True):
+        raise gguf.error(key, "must be true: models without rotary embeddings are not supported")
+    attention = gguf.number(f"{name}.attention.scale", default=0.0)
     return {
-        "embedding_multiplier": gguf.number(f"{name}.embedding_scale", default=1.0),
-        "residual_multiplier": gguf.number(f"{name}.residual_scale", default=1.0),
-        "attention_multiplier": gguf.number(f"{name}.attention.scale"),
+        "embedding_multiplier": gguf.number(f"{name}.embedding_scale", default=0.0) or 1.0,
+        "residual_multiplier": gguf.number(f"{name}.residual_scale", default=0.0) or 1.0,
+        "attention_multiplier": attention or _size_of_a_head(gguf, name) ** -0.5,
         "logits_scaling": gguf.number(f"{name}.logit_scale", default=1.0),
     }
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.gguf"
 _WITHOUT_CACHE = "lightserve-gguf-"
 """Beginning of the name of a directory that is in no cache."""
-_LAYOUT = "4"
+_LAYOUT = "5"
 """Version of the written files: files of another version are written anew."""
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -104,7 +104,9 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 """Splits of texts before tokens are merged, step by step, by `tokenizer.ggml.pre`; without a step:
 as GPT-2's are."""
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_WITH_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
+"""Tokens of Phi-3 behind which blanks stay."""
 _ENDS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
@@ -196,6 +198,7 @@ def _write(path: Path, directory: Path) -> None:
         CONFIG_FILE: config_of(gguf),
         "tokenizer.json": _tokenizer(gguf),
         "tokenizer_config.json": _tokenizer_config(gguf),
+        "generation_config.json": _generation_config(gguf),
     }
     for name, content in files.items():
         with (directory / name).open("w", encoding="utf-8") as file:
@@ -243,7 +246,7 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(gguf, pieces),
-        "post_processor": _end_of_texts(gguf, len(pieces)),
+        "post_processor": None,
         **parts,
     }
 
@@ -251,14 +254,23 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
 def _added_tokens(gguf: GgufFile, pieces: list[str]) -> list[dict[str, Any]]:
     """Return the tokens that are found in texts before they are split.
 
-    One that ends answers is a control token even where the file says otherwise.
+    One that ends answers is a control token even where the file says otherwise. Phi-3's take the
+    blanks behind them, but for three, which llama.cpp, too, knows by the model's name.
     """
     kinds = _kinds(gguf, len(pieces))
     ends = np.fromiter((piece in _ENDS for piece in pieces), bool, count=len(pieces))
-    is_special = (kinds == _CONTROL) | ends
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    is_special = (kinds == _CONTROL) | (kinds == _UNKNOWN) | ends
+    model = str(gguf.metadata.get("general.name", "")).lower()
+    takes_blanks = "phi-3" in model or "phi3" in model
+    flags = {"single_word": False, "lstrip": False, "normalized": False}
     return [
-        {"id": at, "content": pieces[at], "special": bool(is_special[at]), **flags}
+        {
+            "id": at,
+            "content": pieces[at],
+            "special": bool(is_special[at]),
+            "rstrip": takes_blanks and pieces[at] not in _WITH_BLANKS,
+            **flags,
+        }
         for at in np.flatnonzero(is_special | (kinds == _USER_DEFINED)).tolist()
         if pieces[at]
     ]
@@ -271,21 +283,6 @@ def _kinds(gguf: GgufFile, num_pieces: int) -> npt.NDArray[np.generic]:
     if len(kinds := gguf.numbers(key)) != num_pieces:
         raise gguf.error(key, f"must have {num_pieces} entries")
     return kinds
-
-
-def _end_of_texts(gguf: GgufFile, num_pieces: int) -> dict[str, Any] | None:
-    """Return the processor that puts EOS behind texts, as files of models for vectors ask for."""
-    if not gguf.boolean("tokenizer.ggml.add_eos_token", default=False):
-        return None
-    token_id = _token_id(gguf, "tokenizer.ggml.eos_token_id", num_pieces)
-    name = gguf.string_at("tokenizer.ggml.tokens", token_id)
-    behind = {"SpecialToken": {"id": name, "type_id": 0}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [{"Sequence": {"id": "A", "type_id": 0}}, behind],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {name: {"id": name, "ids": [token_id], "tokens": [name]}},
-    }
 
 
 def _pre_tokeniser(gguf: GgufFile) -> str:
@@ -360,7 +357,8 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     is_llama = gguf.string("tokenizer.ggml.model") == "llama"
     adds_bos = is_llama or _pre_tokeniser(gguf) in _WITH_BOS
     config: dict[str, Any] = {
-        "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=adds_bos)
+        "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=adds_bos),
+        "add_eos_token": gguf.boolean("tokenizer.ggml.add_eos_token", default=False),
     }
     by_default = {"bos": 1, "eos": 2} if is_llama and num_pieces > 2 else {}
     ids: dict[str, int] = {}
@@ -376,6 +374,36 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     templates = {name: gguf.string(key) for name, key in _TEMPLATES.items() if key in gguf.metadata}
     if "default" in templates:
         config["chat_template"] = templates
+    return config
+
+
+_SAMPLING = {
+    "temp": ("temperature", 2.0),
+    "top_k": ("top_k", 2**31 - 1),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 1.0),
+    "penalty_repeat": ("repetition_penalty", 10.0),
+}
+"""Keys below `general.sampling.`, as generation_config.json has them, and the most they may be."""
+
+
+def _generation_config(gguf: GgufFile) -> dict[str, Any]:
+    """Return how the file recommends to sample; keys without a like have the file's own names."""
+    config: dict[str, Any] = {}
+    for key, value in gguf.metadata.items():
+        _, found, name = key.partition("general.sampling.")
+        if found and name not in _SAMPLING:
+            config[name] = value if isinstance(value, int | float | str) else True
+        elif found:
+            own, most = _SAMPLING[name]
+            if not 0 <= (number := gguf.number(key)) <= most:
+                raise gguf.error(key, f"must be from 0 to {most:g}, got {number:g}")
+            config[own] = int(number) if own == "top_k" else number
+    if (key := "tokenizer.ggml.suppress_tokens") in gguf.metadata:
+        num_tokens = gguf.count("tokenizer.ggml.tokens")
+        config["suppress_tokens"] = [
+            token_id for token_id in gguf.numbers(key).tolist() if 0 <= token_id < num_tokens
+        ]
     return config
 
 

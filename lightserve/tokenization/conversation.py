@@ -178,7 +178,10 @@ class Forms:
         if not self.has_text_arguments:
             # What is no JSON a model once wrote: the template shows it as it is.
             with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
+                value = json.loads(arguments, parse_float=_finite, parse_constant=_finite)
+                if "\\u" in arguments:
+                    json.dumps(value, ensure_ascii=False).encode()  # fails on half of a character
+                arguments = value
         return {**call, "function": {**function, "arguments": arguments}}
 
 

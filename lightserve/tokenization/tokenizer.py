@@ -55,6 +55,8 @@ class SpecialTokens:
     """Any of these ends a sequence; ascending."""
     adds_bos: bool | None
     """`add_bos_token`; None leaves it to the post-processor."""
+    adds_eos: bool
+    """`add_eos_token`: whether texts end with EOS, where there is no post-processor."""
 
 
 class Tokenizer:
@@ -84,6 +86,8 @@ class Tokenizer:
         self.special_tokens = read_special_tokens(model_dir, self._tokenizer, names)
         self.eos_token_ids = self.special_tokens.eos_token_ids
         added_ids = self._encode("", add_special_tokens=True)
+        self._last_id = self.id_of(names["eos_token"]) if self.special_tokens.adds_eos else None
+        """What texts end with, if the model wants it."""
         self._num_added_bos = sum(i == self.special_tokens.bos_token_id for i in added_ids)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -107,7 +111,7 @@ class Tokenizer:
         self.longest_piece_bytes = max((len(piece.encode()) for piece in pieces), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `text`, with one BOS in front if the model wants one and it is asked.
+        """Return the ids of `text`; if it is asked, with the BOS and EOS that the model wants.
 
         Rendered chat templates bring their own special tokens and pass False. Either way a BOS
         that stands in the text is not doubled.
@@ -119,7 +123,9 @@ class Tokenizer:
             token_ids = self._encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the Rust library raises bare Exceptions of its own
             raise InvalidRequest("the text cannot be tokenised by this model") from error
-        return self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
+        token_ids = self._with_one_bos(token_ids, add_special_tokens=add_special_tokens)
+        token_ids += self._ending(token_ids, add_special_tokens=add_special_tokens)
+        return token_ids
 
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a text that follows others: without the blank some put in front."""
@@ -144,6 +150,10 @@ class Tokenizer:
             start, stop = (encoding.token_to_chars(number) if number >= 0 else None) or (0, 0)
             starts.append(start)
             stops.append(stop)
+        for token_id in self._ending(kept, add_special_tokens=add_special_tokens):
+            kept.append(token_id)
+            starts.append(0)
+            stops.append(0)
         return Spans(array("i", kept), starts, stops)
 
     def name_of(self, token_id: int) -> str:
@@ -185,6 +195,11 @@ class Tokenizer:
         batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = batch[0].ids
         return token_ids
+
+    def _ending(self, token_ids: list[int], *, add_special_tokens: bool) -> list[int]:
+        """Return what the ids of a text lack at their end."""
+        last = self._last_id
+        return [last] if add_special_tokens and last not in (None, *token_ids[-1:]) else []
 
     def _with_one_bos(self, token_ids: list[int], *, add_special_tokens: bool) -> list[int]:
         special = self.special_tokens
@@ -251,6 +266,9 @@ def read_special_tokens(
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         adds_bos=adds_bos,
+        adds_eos="eos_token" in names
+        and tokenizer.post_processor is None
+        and bool(tokenizer_config.boolean("add_eos_token", default=False)),
     )
 
 
@@ -359,7 +377,8 @@ class Infilling:
 
     def encode(self, prefix: str, suffix: str) -> array[int]:
         """Return the ids of a prompt. Raises InvalidRequest: a text cannot be tokenised."""
-        bos = self._tokenizer.encode("", add_special_tokens=True)
+        around = self._tokenizer.encode("", add_special_tokens=True)
+        bos = [i for i in around if i == self._tokenizer.special_tokens.bos_token_id]
         before = [self._prefix, *self._tokenizer.encode(prefix, add_special_tokens=False)]
         after = [self._suffix, *self._tokenizer.encode_within(suffix)]
         if self._is_suffix_first:

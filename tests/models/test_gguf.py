@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -29,6 +30,7 @@ from support.parity import TokenSequence, compare_all, schedule
 from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
 
 from lightserve.errors import ModelLoadError
+from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
@@ -37,7 +39,7 @@ from lightserve.models import gguf_reader
 from lightserve.models.base import Part
 from lightserve.models.config import load_model_config
 from lightserve.models.gguf import GgufFile, read_gguf
-from lightserve.models.gguf_config import one_by_one
+from lightserve.models.gguf_config import config_of, one_by_one
 from lightserve.models.gguf_model import unpack, unpacked_root
 from lightserve.models.layers.attention import frequencies
 from lightserve.models.layers.linear import LinearMethod
@@ -373,6 +375,7 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ),
         ("chatglm", "chatglm.rope.dimension_count", 16, "must be half a head's 16, got 16"),
         ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
+        ("granite", "granite.rope.scaling.finetuned", False, "must be true: models without rotary"),
         ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
     ],
 )
@@ -442,6 +445,45 @@ def rewritten(gguf: GgufFile, **changes: Any) -> bytes:
     return gguf_bytes(metadata, tensors)
 
 
+def test_how_a_file_recommends_to_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As llama.cpp reads it; what has no like here is named."""
+    plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
+    gguf = read_gguf(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
+    keys = {"temp": 0.25, "top_k": 20, "top_p": 0.5, "min_p": 0.125, "penalty_repeat": 1.25}
+    said = {f"general__sampling__{key}": item for key, item in keys.items()}
+    said |= {"general__sampling__mirostat": 2, "tokenizer__ggml__suppress_tokens": [5, 201, 7]}
+    (tmp_path / "said.gguf").write_bytes(rewritten(gguf, **said))
+    found = read_sampling_defaults(unpack(tmp_path / "said.gguf"), vocab_size=201)
+    assert found == SamplingDefaults(
+        temperature=0.25,
+        top_k=20,
+        top_p=0.5,
+        min_p=0.125,
+        repetition_penalty=1.25,
+        suppressed=(5, 7),
+    )
+    assert "mirostat is not taken" in caplog.text
+    (tmp_path / "silent.gguf").write_bytes(rewritten(gguf))
+    silent = read_sampling_defaults(unpack(tmp_path / "silent.gguf"), vocab_size=201)
+    assert silent == SamplingDefaults()
+
+
+@pytest.mark.parametrize("item", [0.0, ...])
+def test_scales_of_granite_that_a_file_does_not_say(item: Any, tmp_path: Path) -> None:
+    """llama.cpp: without scales, or with 0, those of any other model."""
+    _, file = converted("granite", tmp_path)
+    gguf = read_gguf(file)
+    keys = ("embedding_scale", "residual_scale", "attention.scale")
+    metadata = dict(gguf.metadata) | tiny_tokens(200)
+    metadata |= {f"granite.{key}": item for key in keys}
+    kept = {key: value for key, value in metadata.items() if value is not ...}
+    found = config_of(dataclasses.replace(gguf, metadata=kept))
+    size = gguf.metadata["granite.attention.key_length"]
+    assert isinstance(size, int)
+    assert found["attention_multiplier"] == size**-0.5
+    assert (found["embedding_multiplier"], found["residual_multiplier"]) == (1.0, 1.0)
+
+
 def test_named_chat_templates(tmp_path: Path) -> None:
     plain = write_tiny_model(MODELS["llama"], tmp_path / "plain")
     gguf = read_gguf(write_gguf(plain, tmp_path / "model.gguf", name="llama"))
@@ -471,6 +513,9 @@ def test_named_chat_templates(tmp_path: Path) -> None:
         ({"tokenizer__ggml__merges": ["a b"]}, "not of known tokens"),
         ({"tokenizer__ggml__eos_token_id": 201}, "must be below 201, got 201"),
         ({"tokenizer__chat_template": 7}, "must be a string"),
+        ({"general__sampling__temp": 3.0}, "'general.sampling.temp' must be from 0 to 2, got 3"),
+        ({"general__sampling__top_p": "1"}, "'general.sampling.top_p' must be a number"),
+        ({"tokenizer__ggml__suppress_tokens": 7}, "must be an array of numbers"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from lightserve.models import gguf_model
 from lightserve.models.gguf_model import unpack
 from lightserve.supervisor.startup import check_model, resolve_model
 from lightserve.tokenization.chat_template import find_chat_template
-from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.tokenization.tokenizer import Tokenizer, find_infilling
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,51 @@ def test_texts_that_end_with_eos(tmp_path: Path) -> None:
     ids = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.encode("the", add_special_tokens=True) == [1, *ids, 2]
     assert tokenizer.encode("", add_special_tokens=True) == [1, 2]
+
+
+def test_texts_end_with_the_eos_of_other_files(tmp_path: Path) -> None:
+    """Token 2 where a SentencePiece file does not name it; none in prompts that are filled in."""
+    tokens = named_tokens(bos_token_id=1, eos_token_id=2, add_bos_token=True, add_eos_token=True)
+    tokenizer = tokenizer_of(tokens, tmp_path)
+    spans = tokenizer.spans("the", add_special_tokens=True)
+    assert list(spans.token_ids) == tokenizer.encode("the", add_special_tokens=True)
+    assert (spans.starts[-1], spans.stops[-1]) == (0, 0)
+    twice = tokenizer.encode(f"the{tokenizer.name_of(2)}", add_special_tokens=True)
+    assert twice.count(2) == 1
+    marks = [(f"<fim_{part}>", 3) for part in ("middle", "suffix", "prefix")]
+    infilling = find_infilling(tokenizer_of(tokens | named_tokens(ends=marks), tmp_path))
+    assert infilling is not None
+    filled = infilling.encode("the", "the")
+    assert (filled[0], filled.count(2)) == (1, 0)
+    plain = write_tiny_model(TinyModel("", "Llama", {"vocab_size": 300}), tmp_path / "plain")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256],
+        "tokenizer.ggml.add_eos_token": True,
+    }
+    file = write_gguf(plain, tmp_path / "other.gguf", name="llama", tokens=made)
+    ids = Tokenizer(unpack(file)).encode("a<unk>a", add_special_tokens=True)
+    assert (ids[0], ids.count(0), ids[-1]) == (1, 1, 2)  # <unk> is found in texts, as by llama.cpp
+
+
+@pytest.mark.parametrize(
+    ("model", "blanks"), [("Phi-3 Mini 4k", 0), ("my phi3 merge", 0), ("Phi-2", 1), (..., 1)]
+)
+def test_blanks_behind_the_tokens_of_phi_3(model: Any, blanks: int, tmp_path: Path) -> None:
+    """llama.cpp knows by the model's name that its tokens take the blanks behind them."""
+    tokens = named_tokens(ends=[("<|user|>", 3), ("<|endoftext|>", 3)], eos_token_id=2)
+    tokens |= {} if model is ... else {"general.name": model}
+    tokenizer = tokenizer_of(tokens, tmp_path)
+
+    def num_ids(name: str) -> int:
+        return len(tokenizer.encode(f"{name}\nthe", add_special_tokens=False))
+
+    assert num_ids("<|user|>") == len(tokenizer.encode("the", add_special_tokens=False)) + 1 + (
+        blanks
+    )
+    assert num_ids("<|endoftext|>") == num_ids("<|user|>") + 1 - blanks
 
 
 def test_a_sentencepiece_tokeniser_without_keys(tmp_path: Path) -> None:

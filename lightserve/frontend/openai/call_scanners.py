@@ -12,9 +12,11 @@ known tool, or breaks off, is told as such, whole: it was ordinary text.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import Enum, auto
@@ -100,7 +102,7 @@ def arguments_json(text: str) -> str | None:
     """Return arguments as JSON of an object; None: they cannot be made one.
 
     No arguments, written as null, an empty string or an empty list, are an empty object. Line
-    breaks that stand in strings as they are are escaped.
+    breaks that stand in strings as they are are escaped, and so are halves of characters.
     """
     escaped = _STRING.sub(lambda string: _CONTROL.sub(_escape, string[0]), text.strip() or "{}")
     try:
@@ -113,7 +115,7 @@ def arguments_json(text: str) -> str | None:
 
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_CONTROL = re.compile(r"[\x00-\x1f]")
+_CONTROL = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -195,9 +197,11 @@ class Scanner(ABC):
 class CallScanner(Scanner):
     """A JSON object."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], *, needs_arguments: bool) -> None:
+        """`needs_arguments`: without any it is no call."""
         super().__init__()
         self._names = names
+        self._needs_arguments = needs_arguments
         self._expects = "{"
         self._key = ""
         self._value: _Value | None = None
@@ -254,7 +258,8 @@ class CallScanner(Scanner):
         """There is none: an object names itself."""
 
     def _close_object(self) -> None:
-        self._close(arguments_json(self._arguments or ""))
+        is_none = self._arguments is None and self._needs_arguments
+        self._close(None if is_none else arguments_json(self._arguments or ""))
 
     def finish(self) -> None:
         """See `Scanner.finish`: the object's own end may be missing."""
@@ -317,7 +322,8 @@ class PythonScanner(Scanner):
             self._depth += 1
         elif char in ")]}":
             if self._depth == 0:
-                self._close(_json_of_python(self.raw[self.raw.index("(") + 1 : -1]))
+                text = self.raw[self.raw.index("(") + 1 : -1]
+                self._close(_json_of_python(text) if char == ")" else None)
             self._depth -= 1
 
 
@@ -326,8 +332,9 @@ _TOKEN = re.compile(
     r"""|(?P<key>[A-Za-z_]\w*)\s*=|(?P<word>[\w.+-]+)|(?P<sign>[][{}(),:]))\s*""",
     re.DOTALL,
 )
-_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+_ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPES = dict(zip("abfnrtv\n\\'\"", "\a\b\f\n\r\t\v\0\\'\"", strict=True)) | {"\n": ""}
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _JSON_SIGNS = {"(": "[", ")": "]"}
 
@@ -335,6 +342,10 @@ _JSON_SIGNS = {"(": "[", ")": "]"}
 def _json_of_python(text: str) -> str | None:
     """Return what stands between the brackets of a call as JSON; None: it is none."""
     pieces = ["{"]
+    brackets: list[int] = []
+    """Where those that are open stand in `pieces`."""
+    lists: set[int] = set()
+    """Those of them with a comma."""
     place = 0
     while place < len(text):
         token = _TOKEN.match(text, place)
@@ -346,11 +357,19 @@ def _json_of_python(text: str) -> str | None:
         elif token["key"]:
             piece = f'"{token["key"]}": '
         elif token["word"]:
-            piece = _PYTHON_WORDS.get(token["word"], token["word"])
+            piece = _PYTHON_WORDS.get(token["word"]) or _number(token["word"])
         else:
             piece = _JSON_SIGNS.get(token["sign"], token["sign"])
-            if piece in "]}" and pieces[-1] == ", ":
-                pieces.pop()
+            if piece in "]}":
+                opening = brackets.pop() if brackets else 0
+                if pieces[-1] == ", ":
+                    pieces.pop()
+                if token["sign"] == ")" and len(pieces) > opening + 1 and opening not in lists:
+                    pieces[opening] = piece = ""  # a value in brackets, no tuple
+            elif piece in "[{":
+                brackets.append(len(pieces))
+            elif piece == ",":
+                lists.update(brackets[-1:])
             piece = ", " if piece == "," else ": " if piece == ":" else piece
         pieces.append(piece)
     if pieces[-1] == ", ":
@@ -360,9 +379,23 @@ def _json_of_python(text: str) -> str | None:
 
 def _escaped(match: re.Match[str]) -> str:
     code = match[1]
-    if len(code) > 1:
-        return chr(int(code[1:], 16))
-    return _ESCAPES.get(code, code)
+    if code[0] in "01234567":
+        return chr(int(code, 8))
+    if len(code) == 1:
+        return _ESCAPES.get(code, match[0])
+    number = int(code[1:], 16)
+    return chr(number) if number <= sys.maxunicode else match[0]
+
+
+def _number(word: str) -> str:
+    """Return a number as JSON has it, or what is none as it is."""
+    if _JSON_NUMBER.fullmatch(word):
+        return word
+    with contextlib.suppress(ValueError):
+        return str(int(word, 0))
+    with contextlib.suppress(ValueError, OverflowError):
+        return json.dumps(float(word), allow_nan=False)
+    return word
 
 
 class TagScanner(Scanner):
@@ -376,10 +409,10 @@ class TagScanner(Scanner):
         self,
         names: Collection[str],
         form: CallFormat,
-        text_arguments: Mapping[tuple[str, str], bool],
+        text_arguments: Mapping[tuple[str, str], bool | None],
     ) -> None:
         """`text_arguments`: names of a tool and of an argument that is a string, whatever it looks
-        like; True: or null, by that word."""
+        like; True: or null, by that word; None: it need not be one. Without a name: of others."""
         super().__init__(_Name(names, form.name_start, form.name_ends))
         assert form.tags is not None
         self._tags = form.tags
@@ -460,7 +493,7 @@ class TagScanner(Scanner):
         """Return a value as JSON: a string if it has to be one, or is nothing else."""
         if not self._tags.value:
             text = text.removeprefix("\n").removesuffix("\n")
-        may_be_null = self._texts.get((self._name, key))
+        may_be_null = self._texts.get((self._name, key), self._texts.get((self._name, "")))
         if may_be_null and text.lower() == "null":
             return "null"
         if may_be_null is None:
@@ -484,7 +517,7 @@ def new_scanner(
     form: CallFormat,
     first: str,
     names: Collection[str],
-    text_arguments: Mapping[tuple[str, str], bool],
+    text_arguments: Mapping[tuple[str, str], bool | None],
 ) -> Scanner:
     """Return what reads a call that begins with this character."""
     if form.tags is not None:
@@ -493,4 +526,4 @@ def new_scanner(
         return PythonScanner(names)
     if form.body is Body.NAMED or (form.body is Body.OBJECT_OR_NAMED and first != "{"):
         return NamedScanner(names, form)
-    return CallScanner(names)
+    return CallScanner(names, needs_arguments=form.at_start)

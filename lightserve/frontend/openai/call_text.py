@@ -33,7 +33,7 @@ class CallsText:
         self,
         form: CallFormat,
         names: Collection[str],
-        text_arguments: Mapping[tuple[str, str], bool],
+        text_arguments: Mapping[tuple[str, str], bool | None],
         *,
         content: Emit,
         call: Callable[[Call], None],

@@ -35,8 +35,8 @@ class ParserOptions(NamedTuple):
     tool_format: str = NONE
     """A key of `CALL_FORMATS` (`harmony` with that `reasoning` alone), or none."""
     tool_names: frozenset[str] = frozenset()
-    text_arguments: Mapping[tuple[str, str], bool] = MappingProxyType({})
-    """Tool and argument of those that are strings, whatever they look like; True: or null."""
+    text_arguments: Mapping[tuple[str, str], bool | None] = MappingProxyType({})
+    """See `ToolUse.text_arguments`."""
     max_calls: int | None = None
     """Further calls are left out of the answer."""
 

@@ -121,8 +121,11 @@ class ToolUse(NamedTuple):
         return [tool.described() for tool in self.offered] or None
 
     @property
-    def text_arguments(self) -> dict[tuple[str, str], bool]:
-        """Tool and argument of those that are strings, whatever they look like; True: or null."""
+    def text_arguments(self) -> dict[tuple[str, str], bool | None]:
+        """Whether a tool's argument is a string, whatever it looks like; True: or null; None: no.
+
+        Arguments that the schema does not name have the name "", if it says that they are strings.
+        """
         return dict(itertools.chain.from_iterable(map(_text_arguments, self.offered)))
 
     def spec(self, config: ServeConfig, tool_format: str) -> ConstraintSpec | None:
@@ -199,6 +202,10 @@ def _grammar_of_calls(
     return GrammarConstraint(grammar="\n".join(lines))
 
 
+_Arguments = dict[str, frozenset[str] | None]
+"""Kinds of JSON by name; None: every kind."""
+
+
 class _Kinds:
     """The kinds of JSON that schemas of one tool allow; None: every kind."""
 
@@ -206,6 +213,8 @@ class _Kinds:
         self._root = root
         self._of_reference: dict[str, frozenset[str] | None] = {}
         """Of what has been looked up; of what is being looked up, every kind."""
+        self._of_arguments: set[str] = set()
+        """Of objects."""
 
     def of(self, schema: object) -> frozenset[str] | None:
         """Return the kinds of one schema, with those that it refers to."""
@@ -225,6 +234,28 @@ class _Kinds:
             return frozenset.intersection(*known)
         return frozenset({"string"}) if _OF_STRINGS & schema.keys() else None
 
+    def arguments(self, schema: object) -> _Arguments:
+        """Return the kinds of each property of an object, "" for those without a name.
+
+        That of one which several choices have is any of theirs.
+        """
+        if not isinstance(schema, dict):
+            return {}
+        properties = schema.get("properties")
+        named = {**properties} if isinstance(properties, dict) else {}
+        named[""] = schema.get("additionalProperties")
+        parts = [{name: self.of(one) for name, one in named.items()}]
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._of_arguments:
+            self._of_arguments.add(reference)
+            if len(self._of_arguments) <= _MAX_REFERENCES:
+                parts.append(self.arguments(_pointed(self._root, reference)))
+        for key, joins in (("allOf", False), ("anyOf", True), ("oneOf", True)):
+            if isinstance(choices := schema.get(key), list):
+                each = [self.arguments(choice) for choice in choices]
+                parts += [_joined(each)] if joins else each
+        return _met(parts)
+
     def _referred(self, reference: str) -> frozenset[str] | None:
         if reference not in self._of_reference:
             if len(self._of_reference) == _MAX_REFERENCES:
@@ -237,6 +268,24 @@ class _Kinds:
 _MAX_REFERENCES = 64
 """Looked up in one schema; of further ones every kind is allowed."""
 _OF_STRINGS = {"pattern", "minLength", "maxLength", "format", "contentEncoding"}
+
+
+def _met(parts: Sequence[_Arguments]) -> _Arguments:
+    """Return what all parts of a schema together allow."""
+    found: _Arguments = {}
+    for name, kinds in itertools.chain.from_iterable(part.items() for part in parts):
+        known = found.get(name)
+        found[name] = kinds if known is None else known if kinds is None else known & kinds
+    return found
+
+
+def _joined(choices: Sequence[_Arguments]) -> _Arguments:
+    """Return what any of several schemas allows."""
+    found: _Arguments = {}
+    for name, kinds in itertools.chain.from_iterable(part.items() for part in choices):
+        known = found.get(name, kinds)
+        found[name] = None if known is None or kinds is None else known | kinds
+    return found
 
 
 def _own_kinds(schema: dict[str, Any]) -> frozenset[str] | None:
@@ -266,14 +315,16 @@ def _pointed(root: dict[str, Any], reference: str) -> object:
     return found
 
 
-def _text_arguments(tool: Tool) -> Iterable[tuple[tuple[str, str], bool]]:
+def _text_arguments(tool: Tool) -> Iterable[tuple[tuple[str, str], bool | None]]:
     schema = tool.function.parameters or {}
-    kinds_of = _Kinds(schema).of
-    properties = schema.get("properties")
-    for name, one in properties.items() if isinstance(properties, dict) else ():
-        kinds = kinds_of(one)
-        if kinds is not None and "string" in kinds and kinds <= {"string", "null"}:
-            yield (tool.function.name, name), "null" in kinds
+    arguments = _Kinds(schema).arguments(schema)
+    texts = {
+        name: "null" in kinds
+        for name, kinds in arguments.items()
+        if kinds is not None and "string" in kinds and kinds <= {"string", "null"}
+    }
+    for name in arguments if "" in texts else texts:
+        yield (tool.function.name, name), texts.get(name)
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:

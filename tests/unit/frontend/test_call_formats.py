@@ -280,6 +280,39 @@ TAGGED: list[tuple[str, str, str | None, list[Any]]] = [
     ("phi4_mini", "import functools\nfunctools.cache", "import functools\nfunctools.cache", []),
     ("phi4_mini", "x functools[1]", "x functools[1]", []),
     ("mistral", "a [TOOL_CALLS] b", "a [TOOL_CALLS] b", []),
+    # An answer that only looks like a call: nothing opens it, and it has no arguments.
+    ("llama3_json", '{"name": "add", "note": 1}', '{"name": "add", "note": 1}', []),
+    ("llama3_json", '{"name": "add"}', '{"name": "add"}', []),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', None, [("add", {})]),
+    # Values of Python, and halves of characters, which are escaped.
+    *(
+        ("pythonic", f"[add(a={written})]", None, [("add", {"a": item})])
+        for written, item in (
+            (r"'\ud83d\ude00'", "\U0001f600"),
+            (r"'\ud83d'", "\ud83d"),
+            (r"'\U0001F600 \101\0\x41'", "\U0001f600 A\0A"),
+            (r"'\d+\.\\'", "\\d+\\.\\"),
+            (r"'\Uffffffff'", "\\Uffffffff"),
+            ("(1)", 1),
+            ("('x')", "x"),
+            ("((1), [2])", [1, [2]]),
+            ("(1,)", [1]),
+            ("()", []),
+            ("1_000", 1000),
+            ("0x10", 16),
+            ("[.5, +5, 1.]", [0.5, 5, 1.0]),
+        )
+    ),
+    *(
+        ("pythonic", f"[add(a={written})]", f"[add(a={written})]", [])
+        for written in ("inf", "nan", "0x", "7__7", "{1}", "(1")
+    ),
+    (
+        "hermes",
+        r'<tool_call>{"name": "add", "arguments": "{\"b\": \"\ud800\"}"}</tool_call>',
+        None,
+        [("add", {"b": "\ud800"})],
+    ),
     ("olmo3", "a\n\n<function_calls>\n b", "a\n\n<function_calls>\n b", []),
 ]
 
@@ -328,6 +361,37 @@ def test_types_between_tags(schema: dict[str, Any], text: str, expected: Any) ->
     deltas = parser.push(f"{QWEN}<parameter=a>\n{text}\n</parameter>\n{QWEN_END}")
     call = deltas[-1]["tool_calls"][0]["function"]
     assert json.loads(call["arguments"]) == {"a": expected}
+
+
+TEXT = {"type": "string"}
+TEXT_OR_NULL = {"type": ["string", "null"]}
+NUMBER = {"type": "integer"}
+OBJECTS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"$ref": "#/$defs/p", "$defs": {"p": {"properties": {"a": TEXT}}}}, "123", "123"),
+    ({"allOf": [{"required": ["a"]}, {"properties": {"a": TEXT}}]}, "123", "123"),
+    ({"allOf": [{"properties": {"a": TEXT_OR_NULL}}, {"properties": {"a": TEXT}}]}, "null", "null"),
+    ({"anyOf": [{"properties": {"a": TEXT}}, {"properties": {"b": {}}}]}, "123", "123"),
+    ({"anyOf": [{"properties": {"a": TEXT}}, {"properties": {"a": NUMBER}}]}, "123", 123),
+    ({"oneOf": [{"properties": {"a": TEXT}}, {"properties": {"a": {}}}]}, "123", 123),
+    ({"additionalProperties": TEXT}, "123", "123"),
+    ({"additionalProperties": TEXT, "properties": {"a": NUMBER}}, "123", 123),
+    ({"additionalProperties": TEXT_OR_NULL}, "null", None),
+    ({"additionalProperties": True}, "123", 123),
+    ({"$ref": "#", "properties": {"a": TEXT}}, "123", "123"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "expected"), OBJECTS, ids=str)
+def test_types_of_arguments_in_all_parts_of_a_schema(
+    schema: dict[str, Any], text: str, expected: Any
+) -> None:
+    described = {"name": "add", "parameters": schema}
+    use = ToolUse([Tool.model_validate({"type": "function", "function": described})])
+    options = ParserOptions(
+        tool_format="qwen3_coder", tool_names=use.names, text_arguments=use.text_arguments
+    )
+    deltas = OutputParser(options).push(f"{QWEN}<parameter=a>\n{text}\n</parameter>\n{QWEN_END}")
+    assert json.loads(deltas[-1]["tool_calls"][0]["function"]["arguments"]) == {"a": expected}
 
 
 def test_many_references_of_a_schema() -> None:

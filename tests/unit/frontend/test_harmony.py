@@ -81,6 +81,32 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
         '<|channel|>commentary to=functions.add<|message|>{"a": "x<|call|> y',
         {"content": '{"a": "x<|call|> y'},
     ),
+    # At the very end, too; only an end of a message is one there.
+    *(
+        (f"<|channel|>final<|message|>a {spelled}{end}", {"content": f"a {spelled}"})
+        for spelled in (
+            *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+            *("<|start|>assistant", "<|start|><|start|>", "<|channel|>analysis", "<|end|>"),
+            *("<|start|>{role}<|message|>{content}", "<|end|> and <|message|>b", "<|start|>user"),
+            *("<|end|><|start|><|end|>", "<|start|><|message|>", "<|end|> x <|start|>"),
+        )
+        for end in ("<|return|>", "<|end|>", "<|call|>" if spelled.endswith("<|end|>") else "")
+    ),
+    ("<|channel|>analysis<|message|>a<|start|>", {"reasoning_content": "a<|start|>"}),
+    (f"{CALL}<|start|>", {"content": None, "calls": [("add", '{"a": 1}')]}),
+    (
+        f"{CALL}<|start|>assistant x",
+        {"content": "<|call|><|start|>assistant x", "calls": [("add", '{"a": 1}')]},
+    ),
+    # A model that forgets the end of a message.
+    (
+        "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b",
+        {"reasoning_content": "a", "content": "b"},
+    ),
+    (
+        "<|channel|>analysis<|message|>a<|channel|>final <|constrain|>json<|message|>b",
+        {"reasoning_content": "a", "content": "b"},
+    ),
     ("Yes.<|end|>", {"content": "Yes."}),
     ("<|channel|>final<|message|>a<|end|><|start|>assis", {"content": "a"}),
 ]

@@ -274,6 +274,8 @@ def test_digits_of_a_tool_that_only_the_answer_repeats(template: str) -> None:
         ('{"a": 12345678901234567890123}', "12345678901234567890123"),
         ('{"a": -9223372036854775809}', "-9223372036854775809"),
         ('{"a": 1.5e300}', "1.5e+300"),
+        (r'{"a": "\ud83d\ude00"}', "\U0001f600"),
+        (r'{"a": "\ud83d"}', ""),  # half of a character
         *((f'{{"a": {number}}}', "") for number in ("1e400", "NaN", "-Infinity", "9" * 5000)),
     ],
     ids=lambda text: text[:32],

@@ -59,6 +59,30 @@ def test_bos_stands_at_most_once(  # noqa: PLR0917
     assert tokenizer.decode(token_ids) == "hello"
 
 
+@pytest.mark.parametrize("has_processor", [True, False])
+@pytest.mark.parametrize("flag", [True, False, None])
+def test_texts_end_with_eos_where_the_files_say_so(
+    flag: bool | None, has_processor: bool, tmp_path: Path
+) -> None:
+    """The post-processor's word is the last one, as transformers 5 has it; a flag stands for it."""
+    write_byte_level(tmp_path)
+    if not has_processor:
+        file = tmp_path / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    config = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {} if flag is None else {"add_eos_token": flag}
+    write_config(tmp_path, "tokenizer_config.json", config)
+    ours = Tokenizer(tmp_path)
+    if has_processor:
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        for text in ("hello", ""):
+            assert ours.encode(text, add_special_tokens=True) == theirs.encode(text)
+    plain = ours.encode("hello", add_special_tokens=False)
+    ends = [1] if flag and not has_processor else []
+    assert ours.encode("hello", add_special_tokens=True)[-len(plain + ends) :] == plain + ends
+    assert ours.encode(f"hello{EOS}", add_special_tokens=True).count(1) == 1
+
+
 def test_bos_in_the_middle_stays(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_byte_level(tmp_path))
     assert tokenizer.encode(f"a{BOS}{BOS}b", add_special_tokens=True).count(0) == 3
