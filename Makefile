@@ -50,8 +50,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # What the CPU engine's native core is built from, when the package is installed.
 CORE := setup.py $(wildcard lightserve/kernels/cpu/csrc/*)
 
-.PHONY: serve chat bench-client test test-long check fmt bench gpu-check gpu-wheels lock audit sbom clean \
-	clean-cache
+.PHONY: serve chat bench-client test test-long check fmt bench gpu-check gpu-wheels lock audit sbom release \
+	clean clean-cache
 
 serve: $(HAS_SERVE)
 	@exec $(BIN)/lightserve serve --port $(PORT) $(ARGS)
@@ -126,7 +126,7 @@ lock: $(HAS_SUPPLY)
 		--output-file requirements/clients.txt
 	$(COMPILE) requirements/triton.in --output-file requirements/triton.txt
 	$(COMPILE) requirements/triton_oldest.in --output-file requirements/triton_oldest.txt
-	$(COMPILE) requirements/supply.in --constraint requirements/test.txt \
+	$(COMPILE) requirements/supply.in requirements/build.in --constraint requirements/test.txt \
 		--output-file requirements/supply.txt
 
 # Known vulnerabilities of what is installed in VENV: fails if there are some, and if not all of it
@@ -139,6 +139,10 @@ sbom: $(HAS_SERVE) $(HAS_SUPPLY)
 	@mkdir -p build
 	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-file build/sbom.cdx.json $(BIN)/python
+
+# Wheel with the native core, sdist, bill of materials, notes and checksums, in dist/ or in ARGS.
+release: $(HAS_SUPPLY)
+	@$(SUPPLY)/bin/python -m tools.release $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,16 @@
-"""The lock fits pyproject.toml, has a hash for everything, and names no place to get it from."""
+"""The lock fits pyproject.toml, has a hash for everything, and names no place to get it from; what
+releases are made of; the compiler that CXX names."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import runpy
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tools import release
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "requirements"
@@ -53,7 +59,7 @@ WANTED = {
     "clients.txt": wanted_by_clients() + lines_of("build.in"),
     "triton.txt": lines_of("triton.in"),
     "triton_oldest.txt": lines_of("triton_oldest.in"),
-    "supply.txt": lines_of("supply.in"),
+    "supply.txt": lines_of("supply.in") + lines_of("build.in"),
 }
 
 
@@ -174,3 +180,86 @@ def test_a_service_that_never_answers_holds_up_the_audit_for_a_while_only(tmp_pa
     text, complaint = look_up({"a": "1"}, [str(fake)])
     assert (text, complaint) == ("", "no answer within 0.1 s")
     assert AUDIT["judge"]({"a": "1"}, text)[0] == AUDIT["NOT_AUDITED"]
+
+
+# ------------------------------------------------------------------ releases
+
+
+def _packed(names: list[str], *, time: int, owner: str) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as packed:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.mtime, member.uname, member.uid = time, owner, time
+            member.mode = 0o664 if name.endswith("a") else 0o775
+            member.size = len(name)
+            packed.addfile(member, io.BytesIO(name.encode()))
+    return data.getvalue()
+
+
+def test_who_packed_and_when_changes_no_byte() -> None:
+    first = release.repacked(_packed(["x/a", "x/b"], time=1, owner="me"), time=7)
+    second = release.repacked(_packed(["x/b", "x/a"], time=2, owner="you"), time=7)
+    assert first == second
+    with tarfile.open(fileobj=io.BytesIO(first)) as packed:
+        members = packed.getmembers()
+        assert [(m.name, m.mtime, m.uname, m.mode) for m in members] == [
+            ("x/a", 7, "", 0o644),
+            ("x/b", 7, "", 0o755),
+        ]
+        contents = [packed.extractfile(member) for member in members]
+        assert [file.read() for file in contents if file] == [b"x/a", b"x/b"]
+
+
+def test_notes_are_those_of_the_version_or_of_what_is_not_released(tmp_path: Path) -> None:
+    changelog = "# C\n\n## [Unreleased]\n\n### Added\n- new\n\n## [0.1.0] - 2026\n- old\n"
+    file = tmp_path / "some.whl"
+    file.write_bytes(b"x" * 1234)
+    text = release.notes(changelog, "0.1.0", [file])
+    assert "- old" in text and "- new" not in text and "| `some.whl` | 1,234 | `" in text
+    text = release.notes(changelog, "0.2.0", [file])
+    assert text.endswith("### Added\n- new\n") and "- old" not in text
+
+
+def test_a_release_is_of_one_commit_and_goes_into_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "_git", lambda *_: " M setup.py")
+    with pytest.raises(SystemExit, match="changes that no commit has"):
+        release.main([str(tmp_path)])
+    monkeypatch.setattr(release, "_git", lambda *_: "")
+    (tmp_path / "old.whl").touch()
+    with pytest.raises(SystemExit, match="is not empty"):
+        release.main([str(tmp_path)])
+
+
+FAKE_COMPILER = """\
+import pathlib, sys
+assert sys.argv[1:3] == ["c++", "-target"], sys.argv
+pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_text("made")
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"), [("0", ""), ("1", "lightserve: CXX: "), (None, "lightserve: CXX: ")]
+)
+def test_the_compiler_that_is_named_is_used_with_its_arguments(
+    target: str | None, complaint: str, tmp_path: Path
+) -> None:
+    """One that fails, or is not there, ends the installation; another is not taken."""
+    (tmp_path / "zig.py").write_text(FAKE_COMPILER)
+    named = f"{sys.executable} {tmp_path}/zig.py c++ -target {target}"
+    script = f"import pathlib, setup; setup.build_core(pathlib.Path({str(tmp_path)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"CXX": named if target else "no-such-compiler -x"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stderr.startswith(complaint) and bool(done.returncode) is bool(complaint)
+    made = tmp_path / "libcore.so"
+    assert made.exists() is not bool(complaint)
