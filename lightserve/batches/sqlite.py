@@ -198,9 +198,29 @@ def _prepare(directory: Path) -> None:
             if found != "ok":
                 raise StoreError(f"it is damaged: {' '.join(str(found).split())}")
             connection.pragma("synchronous", "full")
-            _upgrade(connection, version)
+            if version < SCHEMA_VERSION:
+                _keep(connection, path.with_name(f"{DATABASE}.schema-{version}"))
+                _upgrade(connection, version)
         finally:
             connection.close()
+
+
+def _keep(connection: apsw.Connection, path: Path) -> None:
+    """Copy a store as it is, for the release that wrote it. Nothing stays where that fails."""
+    path.unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        with contextlib.closing(
+            apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)
+        ) as copy:
+            copy.set_busy_timeout(BUSY_TIMEOUT_MS)
+            with copy.backup("main", connection, "main") as backup:
+                backup.step()
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+    log.info("%s: the store as it was, before its schema changes; delete it when you like", path)
 
 
 def _upgrade(connection: apsw.Connection, version: int) -> None:

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import click
 
-import lightserve
 from lightserve.errors import ConfigError, LightserveError
 from lightserve.logs import one_line, say_last
 
@@ -20,7 +19,8 @@ SUBCOMMANDS: Mapping[str, str] = {
     "batch": "Have a server answer a file of requests as best-effort work.",
     "bench": "Load a server and report what its users would have seen.",
     "convert": "Make safetensors of a model that has pytorch_model*.bin alone.",
-    "collect-env": "Print what a bug report needs to know of this machine.",
+    "models": "List the models that are here, and whether they can be served.",
+    "doctor": "Check this machine, and say what to change; facts for bug reports.",
     "node-key": "Make the key of a server that runs on several machines.",
     "profile": "Measure step times on this machine for the router to plan with.",
     "replay": "Repeat every decision of a decision log.",
@@ -51,11 +51,21 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(
-    lightserve.__version__, prog_name="lightserve", message="%(prog)s %(version)s"
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, is_asked: _print_version(context) if is_asked else None,
+    help="Print version, commit and native core.",
 )
 def cli() -> None:
     """LLM serving for real-time and best-effort traffic on one engine."""
+
+
+def _print_version(context: click.Context) -> NoReturn:
+    click.echo(importlib.import_module("lightserve.cli.doctor").version_line())
+    context.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

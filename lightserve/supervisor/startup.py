@@ -215,7 +215,10 @@ def resolve_model(config: ServeConfig) -> ServeConfig:
         path = unpack(path)
     if not path.is_dir():
         if path.exists() or _HUB_ID.fullmatch(config.model) is None:
-            raise ModelLoadError(f"--model: {config.model!r} is no directory and no hub id")
+            raise ModelLoadError(
+                f"--model: {config.model!r} is no directory and no hub id (lightserve models lists"
+                " what is here)"
+            )
         path = _fetch(config.model)
     names = [*config.model_names, *([ANY_NAME] if config.takes_any_model_name else [])]
     return dataclasses.replace(config, model=str(path.resolve()), served_model_name=",".join(names))
@@ -306,8 +309,17 @@ def _check_profile(path: Path) -> None:
 
 
 def _fetch(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and rarely needed
+    """Return a repository of the hub as a directory. Raises StartupError, in one line."""
+    from huggingface_hub import (  # noqa: PLC0415 - slow, and rarely needed
+        constants,
+        errors,
+        snapshot_download,
+        utils,
+    )
 
+    if not sys.stderr.isatty():  # a line in place of bars
+        utils.disable_progress_bars()
+        log.info("--model %s: no directory; asking the hub", hub_id)
     try:
         return Path(
             snapshot_download(
@@ -317,10 +329,19 @@ def _fetch(hub_id: str) -> Path:
                 max_workers=4,
             )
         )
+    except errors.GatedRepoError:
+        why = "the hub gives it only to those who have accepted its terms there (HF_TOKEN)"
+    except errors.RepositoryNotFoundError:
+        why = "the hub has no such repository, or a private one (HF_TOKEN)"
+    except errors.LocalEntryNotFoundError as error:
+        first = str(error).splitlines()[0].removeprefix("Got: ")
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else first
+        why = f"it is not in {constants.HF_HUB_CACHE}, and the hub cannot be reached: {reason}"
     except Exception as error:  # a dozen types of three libraries
-        raise StartupError(
-            f"--model: {hub_id!r} is no directory, and the hub did not give it: {one_line(error)}"
-        ) from error
+        why = f"the hub did not give it: {one_line(error)}"
+    raise StartupError(
+        f"--model {hub_id}: no such directory, and {why} (lightserve models lists what is here)"
+    )
 
 
 def _port_error(config: ServeConfig, error: OSError | UnicodeError) -> StartupError:

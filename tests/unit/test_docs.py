@@ -16,15 +16,23 @@ from urllib.parse import unquote
 import pytest
 
 import lightserve
+from lightserve.batches import schema
+from lightserve.batches.sqlite import DATABASE
+from lightserve.cli.main import SUBCOMMANDS
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
+from lightserve.cost import profile
+from lightserve.decisions.records import FORMAT_VERSION
 from lightserve.frontend.anthropic.request import MessagesRequest
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.responses_request import ResponsesRequest
+from lightserve.frontend.request_options import TARGET_HEADERS
+from lightserve.metrics.catalogue import all_families
 from lightserve.models.decoder import PLAIN
 from lightserve.models.families import FAMILIES
+from lightserve.types import SLO
 
 PACKAGE = Path(lightserve.__file__).parent
 ROOT = PACKAGE.parent
@@ -132,6 +140,56 @@ def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
     page = (DOCS / "api.md").read_text()
     described = set(re.findall(r"`(\w+)`", page))
     assert set(model.model_fields) - described == set()
+
+
+def _promised(heading: str) -> tuple[set[str], set[str]]:
+    """Return the names that docs/stable.md has under a heading: stable, and experimental."""
+    page = (DOCS / "stable.md").read_text()
+    _, _, section = page.partition(f"## {heading}\n")
+    section, _, _ = section.partition("\n## ")
+    stable, found, experimental = section.partition("**Experimental**")
+    _, begun, stable = stable.partition("**Stable**")
+    assert found and begun, heading
+    names = [re.findall(r"`([^`]+)`", text) for text in (stable, experimental)]
+    both = (set(names[0]), set(names[1]))
+    assert len(names[0]) + len(names[1]) == len(both[0] | both[1]), "a name stands twice"
+    return both
+
+
+def test_every_flag_is_called_stable_or_experimental() -> None:
+    stable, experimental = _promised("Flags")
+    flags = {flag_name(spec.name) for spec in dataclasses.fields(ServeConfig)}
+    assert stable | experimental == flags
+
+
+def test_every_metric_is_called_stable_or_experimental() -> None:
+    stable, experimental = _promised("Metrics")
+    assert stable | experimental == {family.name for family in all_families()}
+
+
+def test_every_command_is_called_stable_or_experimental() -> None:
+    stable, experimental = _promised("Commands")
+    assert stable | experimental == set(SUBCOMMANDS)
+
+
+def test_every_own_field_and_header_is_called_stable_or_experimental() -> None:
+    stable, experimental = _promised("Fields of its own")
+    fields = {f"slo.{name}" for name in SLO.__struct_fields__}
+    names = stable | experimental
+    assert {name for name in names if name.startswith("slo.")} == fields
+    assert {name for name in names if name.startswith("x-")} == set(TARGET_HEADERS)
+
+
+def test_the_versions_of_files_are_those_of_the_code() -> None:
+    section = (DOCS / "stable.md").read_text().partition("\n## Files\n")[2]
+    versions = re.findall(r"^\| ([a-z][^|]*?) \| (\d+) \|", section, re.MULTILINE)
+    assert {name: int(number) for name, number in versions} == {
+        "batch store, SQLite": schema.SCHEMA_VERSION,
+        "batch store, PostgreSQL": schema.SCHEMA_VERSION,
+        "decision log": FORMAT_VERSION,
+        "step-time profile": profile.SCHEMA_VERSION,
+    }
+    assert f"`{DATABASE}.schema-N`" in section
 
 
 # ---------------------------------------------------------------------- the numbers of the router

@@ -109,6 +109,16 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
     old.pragma("user_version", 1)
     old.close()
     prepare(str(tmp_path)).close()
+    # As it was it stays beside it, once.
+    (kept,) = tmp_path.glob(f"{DATABASE}.schema-*")
+    assert kept.name.endswith(".schema-1") and kept.stat().st_mode & 0o777 == 0o600
+    before, state = apsw.Connection(str(kept)), kept.stat()
+    assert before.pragma("user_version") == 1 and before.pragma("quick_check") == "ok"
+    assert list(before.execute("SELECT data FROM chunks")) == [row[2:3] for row in rows[1]]
+    before.close()
+    prepare(str(tmp_path)).close()
+    assert kept.stat().st_mtime_ns == state.st_mtime_ns
+    assert [path.name for path in tmp_path.glob("*schema*")] == [kept.name]
     with open_store(tmp_path) as store:
         assert store.files.get("alice", file.id, NOW_S) == file
         stored = store.database.rows("SELECT * FROM stored")

@@ -12,6 +12,7 @@ import jsonschema_rs
 import pytest
 from support.fake_router import frontend, says
 
+import lightserve
 from lightserve.frontend.request_options import OBJECTIVE_HEADER, TARGET_HEADERS
 
 EOS = 2
@@ -225,3 +226,17 @@ def test_targets_are_headers_of_what_is_computed() -> None:
             )
             expected = [*TARGET_HEADERS, OBJECTIVE_HEADER] if generates else []
             assert headers == expected, path
+
+
+def test_every_route_is_called_stable_or_experimental() -> None:
+    section = (
+        (Path(lightserve.__file__).parents[1] / "docs" / "stable.md")
+        .read_text()
+        .partition("## Routes\n")[2]
+    )
+    stable, _, experimental = section.partition("\n## ")[0].partition("**Experimental**")
+    names = [re.findall(r"`([A-Z]+ /[^`]*)`", text) for text in (stable, experimental)]
+    _, _, schema = _ask("/livez")
+    paths = schema["paths"].items()
+    routes = [f"{method.upper()} {path}" for path, methods in paths for method in methods]
+    assert sorted(names[0] + names[1]) == sorted(routes)
