@@ -19,6 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import lightserve
 from tools import release
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +210,10 @@ def test_who_packed_and_when_changes_no_byte() -> None:
         ]
         contents = [packed.extractfile(member) for member in members]
         assert [file.read() for file in contents if file] == [b"x/a", b"x/b"]
+
+
+def test_the_version_is_said_twice_alike() -> None:
+    assert PROJECT["version"] == lightserve.__version__
 
 
 def test_notes_are_those_of_the_version_or_of_what_is_not_released(tmp_path: Path) -> None:
