@@ -119,8 +119,9 @@ def _write_materials(path: Path) -> None:
 
 def notes(changelog: str, version: str, files: list[Path]) -> str:
     """Return the part of a changelog on a version, or on what is not released, and a table."""
-    parts = dict(re.findall(r"^## \[(.+?)\].*\n((?:(?!## ).*\n?)*)", changelog, re.MULTILINE))
-    text = parts.get(version, parts["Unreleased"]).strip()
+    found = re.findall(r"^## \[(.+?)\].*\n((?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
+    parts: dict[str, str] = dict(found)
+    text = (parts.get(version) or parts["Unreleased"]).strip()
     rows = "".join(
         f"| `{path.name}` | {path.stat().st_size:,} | `{_digest(path)}` |\n" for path in files
     )

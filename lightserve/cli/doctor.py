@@ -15,8 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,24 +188,26 @@ def _tried() -> Iterator[Check]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)[0], config.max_connections
     low = f"--max-connections {most} needs more: ulimit -n 65536" if 0 <= files < 2 * most else ""
     yield Check("open files", "no limit" if files < 0 else f"at most {files}", low)
-    for name, attempt in (
-        ("threads", lambda: check_threads(config)),
-        ("port", lambda: closing(bind_http_port(config)).__exit__(None, None, None)),
-    ):
-        try:
-            attempt()
-        except LightserveError as error:
-            yield Check(name, "cannot be had", str(error), is_fatal=True)
-        else:
-            yield Check(name, str(config.port) if name == "port" else "enough")
-    for name, flag, place in (
+    yield _attempt("threads", "enough", lambda: check_threads(config))
+    yield _attempt("port", str(config.port), lambda: bind_http_port(config).close())
+    places: tuple[tuple[str, str, Callable[[], Path]], ...] = (
         ("batch store", "--batch-store DIR, or XDG_STATE_HOME", lambda: Path(location_of(config))),
         ("cache", "XDG_CACHE_HOME", cache_dir),
-    ):
+    )
+    for name, flag, place in places:
         try:
             yield _check_place(name, flag, place())
-        except (LightserveError, RuntimeError) as error:
+        except (LightserveError, RuntimeError) as error:  # there is no home
             yield Check(name, "none", f"{error} ({flag} names another place)")
+
+
+def _attempt(name: str, fact: str, attempt: Callable[[], None]) -> Check:
+    """Try what a start does."""
+    try:
+        attempt()
+    except LightserveError as error:
+        return Check(name, "cannot be had", str(error), is_fatal=True)
+    return Check(name, fact)
 
 
 def _check_place(name: str, flag: str, place: Path) -> Check:

@@ -314,11 +314,11 @@ def _fetch(hub_id: str) -> Path:
         constants,
         errors,
         snapshot_download,
-        utils,
     )
+    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
 
     if not sys.stderr.isatty():  # a line in place of bars
-        utils.disable_progress_bars()
+        disable_progress_bars()
         log.info("--model %s: no directory; asking the hub", hub_id)
     try:
         return Path(

@@ -199,7 +199,9 @@ class Tokenizer:
     def _ending(self, token_ids: list[int], *, add_special_tokens: bool) -> list[int]:
         """Return what the ids of a text lack at their end."""
         last = self._last_id
-        return [last] if add_special_tokens and last not in (None, *token_ids[-1:]) else []
+        if last is None or not add_special_tokens or token_ids[-1:] == [last]:
+            return []
+        return [last]
 
     def _with_one_bos(self, token_ids: list[int], *, add_special_tokens: bool) -> list[int]:
         special = self.special_tokens
