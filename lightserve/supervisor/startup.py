@@ -310,16 +310,8 @@ def _check_profile(path: Path) -> None:
 
 def _fetch(hub_id: str) -> Path:
     """Return a repository of the hub as a directory. Raises StartupError, in one line."""
-    from huggingface_hub import (  # noqa: PLC0415 - slow, and rarely needed
-        constants,
-        errors,
-        snapshot_download,
-    )
-    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+    from huggingface_hub import constants, errors, snapshot_download  # noqa: PLC0415 - slow
 
-    if not sys.stderr.isatty():  # a line in place of bars
-        disable_progress_bars()
-        log.info("--model %s: no directory; asking the hub", hub_id)
     try:
         return Path(
             snapshot_download(
