@@ -5,16 +5,13 @@
         --be closed:32 --be-lengths uniform:512-1024,32-128 --duration-s 20 --margin-s 5 \\
         --compare own_policy:ShortAnswersFirst,chunked,unified
 
-A policy is an order: it yields groups of requests, and the planner fills the step with as much of
-them as time, tokens, rows and memory allow. It sees lengths and limits, never text, and changes
-nothing: it may be asked several times for one step. docs/scheduling.md has what is built in,
+A policy is an order: it tries requests, and as much of them joins the step as time, tokens, rows
+and memory allow. It sees lengths and limits, never text, and changes nothing: it may be asked
+several times for one step. docs/scheduling.md has what is built in,
 docs/contributing.md how a policy becomes part of lightserve.
 """
 
-from collections.abc import Iterator
-
-from lightserve.router.policies.base import Phase
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Step
 from lightserve.router.request import Request
 from lightserve.types import BE
 
@@ -25,10 +22,10 @@ class ShortAnswersFirst:
     is_class_aware = False  # memory is never taken from best-effort requests for real-time ones
     meets_deadlines = False  # targets are measured, but not planned for
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """Yield what runs, then what waits."""
-        yield step.running_of()
-        yield Phase(newcomers=sorted(step.waiting, key=_rank))  # equal ones: as they came
+    def fill(self, step: Step) -> None:
+        """Try what runs, then what waits."""
+        step.run(step.of())
+        step.take(newcomers=sorted(step.waiting, key=_rank))  # equal ones: as they came
 
 
 def _rank(request: Request) -> tuple[bool, int]:

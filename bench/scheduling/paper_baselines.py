@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from lightserve.router.policies.base import Phase
+from lightserve.router.policies.base import Step
 from lightserve.router.policies.baselines import in_queue_order
-from lightserve.router.policies.step_budget import StepBudget
 
 
 class LongestWait:
@@ -19,18 +16,21 @@ class LongestWait:
     is_class_aware = False
     meets_deadlines = False
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         waiting = sorted(in_queue_order(step), key=lambda request: request.arrival_s)
-        running, table = step.running_of(), step.running.table
+        running, table = step.of(), step.running.table
         is_in_flight = table.inflight_steps[running.decodes] > 0  # in the step before: no wait
         last_s = table.last_s[running.decodes]
         last_s[is_in_flight] = step.limits.start_s
         oldest = running._replace(decodes=running.decodes[last_s.argsort(kind="stable")])
-        prompts = Phase(newcomers=waiting, is_whole=True)
         is_prompt_first = bool(waiting) and (
             len(last_s) == 0 or waiting[0].arrival_s <= float(last_s.min())
         )
-        yield prompts if is_prompt_first else oldest
-        if step.is_empty:
-            yield oldest if is_prompt_first else prompts
+        for is_prompt in (is_prompt_first, not is_prompt_first):
+            if is_prompt:
+                step.take(newcomers=waiting, is_whole=True)
+            else:
+                step.run(oldest)
+            if not step.budget.is_empty:
+                return

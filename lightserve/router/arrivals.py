@@ -309,6 +309,7 @@ class ArrivalStats:
         max_output_tokens: int,
         ttft_s: float = math.inf,
         slack_s: float = math.inf,
+        is_untimed: bool = False,
     ) -> None:
         """Learn that a request has come.
 
@@ -318,11 +319,12 @@ class ArrivalStats:
             max_output_tokens: how many it can have.
             ttft_s: its target, infinite without one.
             slack_s: what its prompt leaves of that on an idle server.
+            is_untimed: whether it has no target that its first token is due by.
         """
         self._note_window(now_s)
         self._tightest_s = min(self._tightest_s, ttft_s)
         self._slack_s = min(self._slack_s, slack_s)
-        self._has_untimed |= ttft_s == math.inf
+        self._has_untimed |= is_untimed
         self._recent, self._seen_s = self._at(now_s)
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
         self._recent += 1.0

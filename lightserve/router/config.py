@@ -16,7 +16,8 @@ from lightserve.router.kv.prefix_node import EvictionOrder, least_recently_used,
 from lightserve.router.output_lengths import OutputLengths, RememberedLengths
 from lightserve.router.pipeline import MAX_STEPS_IN_FLIGHT
 from lightserve.router.policies import make_policy
-from lightserve.router.policies.base import NO_LIMIT, Policy
+from lightserve.router.policies.base import Policy
+from lightserve.router.policies.step_budget import NO_LIMIT
 from lightserve.router.slo import SLO_CLOCKS, SLOClock, curve_clock
 from lightserve.router.victims import VICTIMS, Dispensability
 from lightserve.types import BE, RT, RequestClass

@@ -26,7 +26,7 @@ from lightserve.messages.router_worker import (
     read_result,
 )
 from lightserve.router.arrivals import TimeShare
-from lightserve.router.policies.base import NO_LIMIT
+from lightserve.router.policies.step_budget import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep
 from lightserve.router.step_cost import RATIO_MEMORY, CopyCost, StepCost, StepGuard, StepShape

@@ -1,8 +1,7 @@
-"""Plans steps: the one loop that fills them, in the order of a policy, as far as all limits allow.
+"""Plans steps: what may advance is put before the policy, which fills the step (`Step`).
 
-Time, tokens and rows are the step's (`StepBudget`), slots now the pool's (`MemoryPlan`), slots
-later those of admission's forecast. Pure: changes nothing but notes on waiting requests (what
-starting them would take), which are made anew for every plan.
+Pure: changes nothing but notes on waiting requests (what starting them would take), which are made
+anew for every plan.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from lightserve.router.config import SchedulerConfig
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.policies.base import Phase, Policy, StepLimits, Waiting, merged
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Step, Waiting
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
 from lightserve.router.request import RUNNING, WAITING, Request
 from lightserve.router.request_table import DueTimes, RequestTable, Running
@@ -31,7 +30,6 @@ from lightserve.router.seats import Seats
 from lightserve.router.step import (
     LeftOut,
     PlannedStep,
-    Reason,
     Skips,
     Unseen,
     decodes_and_chunks,
@@ -46,66 +44,6 @@ MAX_NEWCOMERS = 32
 two steps, for forecasts of memory above all, and the worker some time as well."""
 RT_GROWTH = 2
 """Real-time requests may come to hold so many times `ArrivalStats.most_held`."""
-
-
-def fill(policy: Policy, step: StepBudget, memory: MemoryPlan, future: AdmissionRound) -> None:
-    """Fill a step in the order of a policy: what is tried joins it, or is left out for a reason."""
-    for phase in policy.phases(step):
-        if len(phase.gives_way):
-            step.remove_decodes(phase.gives_way)
-            memory.remove_decodes(phase.gives_way)
-        step.open_phase()
-        if len(phase.decodes):
-            _add_decodes(phase, step, memory)
-        for request in _in_order(phase, step):
-            is_newcomer = request.state is WAITING
-            lacking = step.refuses_to_start(request) if is_newcomer else None
-            if lacking is None and is_newcomer and not future.admit(request):
-                is_owed = request in step.limits.seats.owed
-                lacking = None if is_owed else Reason.KV_FUTURE
-            part = lacking or step.offer(request, phase)
-            classes = (request.request_class,) if policy.is_class_aware else phase.classes
-            if not isinstance(part, Reason):
-                part = memory.place(part)
-                if isinstance(part, Reason):  # time and tokens are left for others
-                    step.has_run_out, classes = step.is_full, (request.request_class,)
-            if isinstance(part, Reason):
-                step.skip(request, part, classes)
-            else:
-                step.add(part)
-        if step.has_run_out:
-            step.close_all(phase)
-    step.note_rest()
-
-
-def _add_decodes(phase: Phase, step: StepBudget, memory: MemoryPlan) -> None:
-    wanted = memory.not_stopped(phase.decodes)
-    in_time = step.in_time(wanted)
-    fitting = memory.place_decodes(in_time)
-    step.add_decodes(fitting)
-    if len(in_time) < len(wanted):
-        step.has_run_out = True
-        step.skips.note_rows(np.setdiff1d(wanted, in_time, assume_unique=True), step.full_of)
-    if len(fitting) < len(phase.decodes):
-        step.skips.note_rows(np.setdiff1d(phase.decodes, fitting), Reason.KV_NOW)
-
-
-def _in_order(phase: Phase, step: StepBudget) -> Iterator[Request]:
-    """Yield prompts and newcomers of a phase as they are to be tried, until it has ended."""
-    for request in merged(phase.prompts, _open(phase, step), phase.goes_before):
-        if step.has_run_out and not phase.num_tokens:
-            return
-        yield request
-
-
-def _open(phase: Phase, step: StepBudget) -> Iterator[Request]:
-    """Yield the newcomers of a phase while any of their classes may start."""
-    newcomers = iter(phase.newcomers)
-    while not step.has_run_out and any(map(step.is_open, phase.classes)):
-        if (newcomer := next(newcomers, None)) is None:
-            return
-        if step.is_open(newcomer.request_class):
-            yield newcomer
 
 
 class Planner:
@@ -211,15 +149,18 @@ class Planner:
             seats=self._seats,
             spared=scene.spared,
         )
-        step = StepBudget(
+        future = self._config.admission.begin(list(self._rows), pool)
+        step = Step(
             scene.running,
             scene.waiting,
             self._limits(scene, kv, outlook, start_s),
-            Skips(self._rows),
+            memory,
+            future,
+            is_class_aware=self._policy.is_class_aware,
             meets_deadlines=self._policy.meets_deadlines,
         )
-        future = self._config.admission.begin(list(self._rows), pool)
-        fill(self._policy, step, memory, future)
+        self._policy.fill(step)
+        step.note_rest()
         return _Filled(step, memory, future)
 
     def _limits(self, scene: _Scene, kv: KVStore, outlook: Outlook, start_s: float) -> StepLimits:
@@ -257,8 +198,6 @@ class Planner:
     def _planned(self, filled: _Filled, headroom: int, now_s: float) -> PlannedStep:
         step, memory, future = filled
         decodes, chunks = decodes_and_chunks(self._rows, memory.parts)
-        for request in step.started:
-            step.skips.note(request, Reason.KV_NOW)  # unless it is in the step after all
         for request, reason in memory.stopped_for.items():
             step.skips.lose(request, reason)
         left_out = step.skips.of_step(decodes, chunks)
@@ -280,7 +219,7 @@ class Planner:
             seats_given=self._seats.given(changes.paused, newcomers),
             left_out=left_out,
             unseen=self._unseen(newcomers, left_out, step.skips),
-            limit_s=step.deadline_s if math.isfinite(step.deadline_s) else None,
+            limit_s=step.budget.deadline_s if math.isfinite(step.budget.deadline_s) else None,
             hits_limit=step.hits_limit,
             best_effort_s=step.best_effort_s,
             forecast_peak=future.forecast_peak,
@@ -380,13 +319,13 @@ class _Scene(NamedTuple):
 class _Filled(NamedTuple):
     """A step as it was filled."""
 
-    step: StepBudget
+    step: Step
     memory: MemoryPlan
     future: AdmissionRound
 
 
 class _LookedUp:
-    """The waiting, each with notes on what starting it takes; see `policies.base.Waiting`."""
+    """The waiting, each with notes on what starting it takes; see `Waiting`."""
 
     def __init__(
         self,
@@ -455,7 +394,7 @@ class _LookedUp:
 
 
 class _Only:
-    """These requests and no others; see `policies.base.Waiting`."""
+    """These requests and no others; see `Waiting`."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests

@@ -186,13 +186,14 @@ class Scheduler:
             if request.request_class is RT:
                 num_tokens = expected_kv_tokens(request, self._config.lengths)
                 self._burst.note_arrival(now_s, num_tokens)
-                ttft_ms = (request.scheduled_slo or request.slo).ttft_ms
+                slo = request.scheduled_slo or request.slo
                 self._demand.note_arrival(
                     now_s,
                     request.num_prompt_tokens,
                     max_output_tokens=request.max_tokens,
-                    ttft_s=math.inf if ttft_ms is None else ttft_ms / 1e3,
+                    ttft_s=math.inf if slo.ttft_ms is None else slo.ttft_ms / 1e3,
                     slack_s=slack_s,
+                    is_untimed=slo.ttft_ms is None and slo.completion_s is None,
                 )
             if self._kv is not None:
                 self._kv.expect(request)

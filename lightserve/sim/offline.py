@@ -37,8 +37,7 @@ from lightserve.router.from_submit import QueueLimits
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
-from lightserve.router.policies.base import Phase, Policy
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Policy, Step
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -174,17 +173,21 @@ class RunPolicy:
         """Say that decode steps have been made."""
         self._steps_left = (self._steps_left - num_steps) % self._interval
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         may_admit = self._steps_left == 0 or not len(step.running)
         if not may_admit:
             step.waiting = _Nothing()
-        yield from self._inner.phases(step)
+        self._inner.fill(step)
         if self._limit is None or step.started:
             return
-        rows = step.decode_rows
+        rows = step.budget.decode_rows
         requests = step.running.table.of(rows)
-        if not len(rows) or len(rows) < step.num_tokens or not all(r.is_decoding for r in requests):
+        if (
+            not len(rows)
+            or len(rows) < step.budget.num_tokens
+            or not all(r.is_decoding for r in requests)
+        ):
             return
         num_steps = max(1, self._limit(requests))
         if may_admit:
@@ -192,7 +195,8 @@ class RunPolicy:
         else:
             num_steps = min(num_steps, self._steps_left)
         if num_steps > 1:
-            yield Phase(gives_way=rows, prompts=requests, classes=(), num_tokens=num_steps)
+            step.give_way(rows)
+            step.take(requests, classes=(), num_tokens=num_steps)
 
 
 class _Nothing:

@@ -30,7 +30,7 @@ from lightserve.messages.frontend_router import (
 from lightserve.messages.router_worker import OutputKind, StepPlan
 from lightserve.router.events import FromFrontend, FrontendGone, SchedulerEvent
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies import step_budget
+from lightserve.router.policies import base
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import TimedEvent
 from lightserve.sim.worker import position_logprob
@@ -209,7 +209,7 @@ def test_each_position_once(policy: str, scene: list[tuple[Arrival, bool]]) -> N
         events.append(TimedEvent(arrival.time_s, FromFrontend(FRONTEND, message)))
     with (
         patch.object(simulation._worker, "execute", note),
-        patch.object(step_budget, "MAX_PROMPT_LOGPROB_POSITIONS", CAP),
+        patch.object(base, "MAX_PROMPT_LOGPROB_POSITIONS", CAP),
     ):
         simulation.run(events)
     core.check_integrity()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +13,8 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.policies.base import LOOK_AHEAD, Phase, Policy, StepLimits
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Policy, Step
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
@@ -55,7 +54,7 @@ def play(
     waiting = Queue([r for r in requests if not r.num_computed_tokens])
     policy = UnifiedPolicy(UnifiedOptions(long_prompt_tokens=long_tokens))
     step = filled(policy, in_rows, waiting, limits, Admitting())
-    return {request.arrival_number: count for request, count in step.parts}, step.skips
+    return {request.arrival_number: count for request, count in step.budget.parts}, step.skips
 
 
 def test_a_second_long_prompt_waits_and_short_ones_go_on(cost: StepCost) -> None:
@@ -101,16 +100,16 @@ class TurnTaking:
     is_class_aware = True
     meets_deadlines = True
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        running = step.running_of()
-        yield Phase(decodes=running.decodes)
+    def fill(self, step: Step) -> None:
+        running = step.of()
+        step.take(decodes=running.decodes)
         prompts, newcomers = list(running.prompts), list(step.waiting.of(RT))
-        budget = step.limits.max_num_batched_tokens - step.num_tokens
+        budget = step.limits.max_num_batched_tokens - step.budget.num_tokens
         share = budget // max(1, len(prompts) + len(newcomers))
         for request in prompts:
-            yield Phase(prompts=[request], num_tokens=min(share, request.num_schedulable_tokens))
+            step.take([request], num_tokens=min(share, request.num_schedulable_tokens))
         for request in newcomers:
-            yield Phase(newcomers=[request], num_tokens=min(share, request.num_schedulable_tokens))
+            step.take(newcomers=[request], num_tokens=min(share, request.num_schedulable_tokens))
 
 
 def ends(policy: Policy) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from statistics import mean
 from typing import Any
 
@@ -17,8 +16,8 @@ from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies import POLICIES
-from lightserve.router.policies.base import Phase, StepLimits
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Step
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Scheduled
 from lightserve.sim.worker import SimulatedWorker
@@ -146,15 +145,19 @@ class RunsOn:
     is_class_aware = False
     meets_deadlines = False
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        yield Phase(prompts=list(step.running), classes=(), num_tokens=40)
+    def fill(self, step: Step) -> None:
+        step.take(list(step.running), classes=(), num_tokens=40)
 
 
 def test_runs_of_decodes_do_not_end_with_the_budget() -> None:
     running = running_of([make_request(number, output=3) for number in range(3)])
     limits = StepLimits(64, num_free_rows=4)
     step = filled(RunsOn(), running, Queue([]), limits, Admitting())
-    assert [(r.arrival_number, count) for r, count in step.parts] == [(0, 40), (1, 40), (2, 40)]
+    assert [(r.arrival_number, count) for r, count in step.budget.parts] == [
+        (0, 40),
+        (1, 40),
+        (2, 40),
+    ]
 
 
 @pytest.mark.parametrize("policy", ["priority", "unified"])

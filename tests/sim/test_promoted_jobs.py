@@ -9,7 +9,7 @@ from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request
 from lightserve.config import ServeConfig
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
@@ -46,7 +46,7 @@ def play(cost: StepCost, running: list[Request], waiting: list[Request]) -> dict
     )
     in_rows = running_of(running)
     step = filled(UnifiedPolicy(), in_rows, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in step.parts}
+    return {request.arrival_number: count for request, count in step.budget.parts}
 
 
 @pytest.mark.parametrize(

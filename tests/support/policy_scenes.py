@@ -9,12 +9,11 @@ import numpy as np
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.planner import fill
-from lightserve.router.policies.base import Policy, StepLimits, Waiting
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Policy, Step, Waiting
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.request import Request, RequestState
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
-from lightserve.router.step import PlannedStep, Scheduled, Skips, nums_of_samples, shape_of
+from lightserve.router.step import PlannedStep, Scheduled, nums_of_samples, shape_of
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -75,10 +74,8 @@ def filled(
     waiting: Waiting,
     limits: StepLimits,
     admission: AdmissionRound,
-) -> StepBudget:
-    """Return a step as the planner's loop fills it where slots are no limit."""
-    skips = Skips(running.table)
-    step = StepBudget(running, waiting, limits, skips, meets_deadlines=policy.meets_deadlines)
+) -> Step:
+    """Return a step as a policy fills it where slots are no limit."""
     by_rank = sorted(running, key=lambda request: request.request_class is BE)
     memory = MemoryPlan(
         KVStore(1 << 17, KVOptions()),
@@ -88,8 +85,18 @@ def filled(
         is_class_aware=policy.is_class_aware,
     )
     memory._num_rows = limits.num_free_rows
-    fill(policy, step, memory, admission)
-    parts = step.parts
+    step = Step(
+        running,
+        waiting,
+        limits,
+        memory,
+        admission,
+        is_class_aware=policy.is_class_aware,
+        meets_deadlines=policy.meets_deadlines,
+    )
+    policy.fill(step)
+    step.note_rest()
+    parts = step.budget.parts
     assert len({request for request, _ in parts}) == len(parts)
     return step
 
@@ -178,4 +185,4 @@ def select(
         step_number=step_number,
     )
     step = filled(policy, running, waiting, limits, Admitting(refused))
-    return [(request.key.request_id, num_tokens) for request, num_tokens in step.parts]
+    return [(request.key.request_id, num_tokens) for request, num_tokens in step.budget.parts]

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lightserve.messages.common import StepCoefficients
@@ -37,8 +37,8 @@ from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.policies.base import NO_LIMIT, Phase
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Step
+from lightserve.router.policies.step_budget import NO_LIMIT
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import OLDEST_EVERY
 from lightserve.router.request import Request
@@ -63,17 +63,17 @@ class WatchedPolicy(UnifiedPolicy):
     num_timed = 0
     """Steps in which a deadline limited what best-effort requests or prompts got."""
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        yield from super().phases(step)
-        chosen = [part for part in step.parts if isinstance(part, Scheduled)]
-        assert len({request for request, _ in step.parts}) == len(step.parts)
+    def fill(self, step: Step) -> None:
+        super().fill(step)
+        chosen = [part for part in step.budget.parts if isinstance(part, Scheduled)]
+        assert len({request for request, _ in step.budget.parts}) == len(step.budget.parts)
         assert sum(count for _, count in chosen) <= step.limits.max_num_batched_tokens
         for request, count in chosen:
             assert 1 <= count <= request.num_schedulable_tokens
-        self.num_loads += len(step.parts) - len(chosen)
+        self.num_loads += len(step.budget.parts) - len(chosen)
         self._watch_deadlines(chosen, step)
 
-    def _watch_deadlines(self, chosen: Sequence[Scheduled], step: StepBudget) -> None:
+    def _watch_deadlines(self, chosen: Sequence[Scheduled], step: Step) -> None:
         """No request is late that would be in time without those that rank behind it.
 
         Best-effort rows harm no real-time token, and prompts harm no decode.
@@ -89,12 +89,12 @@ class WatchedPolicy(UnifiedPolicy):
         due: Sequence[Request],
         before: Sequence[Scheduled],
         after: Sequence[Scheduled],
-        step: StepBudget,
+        step: Step,
     ) -> None:
         cost = step.limits.cost
         before_s, after_s = (cost.guard * cost.seconds(shape_of(part)) for part in (before, after))
         for request in due:
-            residual_s = step.residual(request)
+            residual_s = step.budget.residual(request)
             if residual_s >= before_s + ROUNDING_S:
                 assert after_s <= residual_s + ROUNDING_S, "made late by others"
                 self.num_timed += len(after) > len(before)

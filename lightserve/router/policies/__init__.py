@@ -11,7 +11,7 @@ from lightserve.config.fields import is_class_path
 from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
 from lightserve.router.policies.accelgen import AccelGenPolicy
-from lightserve.router.policies.base import Pace, Policy
+from lightserve.router.policies.base import Policy
 from lightserve.router.policies.baselines import (
     ChunkedPolicy,
     FcfsPolicy,
@@ -22,6 +22,7 @@ from lightserve.router.policies.baselines import (
 )
 from lightserve.router.policies.bros import BrosPolicy
 from lightserve.router.policies.echo import EchoPolicy
+from lightserve.router.policies.pace import Pace
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
 # The policies by name, and those of other packages.
@@ -80,7 +81,7 @@ def _own_policy(path: str) -> Policy:
         policy = getattr(importlib.import_module(module_name), name)()
     except Exception as error:
         raise ConfigError(f"--policy {path}: {type(error).__name__}: {error}") from error
-    members = ("is_class_aware", "meets_deadlines", "phases")
+    members = ("is_class_aware", "meets_deadlines", "fill")
     missing = [member for member in members if not hasattr(policy, member)]
     if missing:
         raise ConfigError(f"--policy {path} is no policy: it has no {', '.join(missing)}")

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.policies.base import LOOK_AHEAD, Phase, one_by_one
-from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
+from lightserve.router.policies.base import Step, one_by_one
+from lightserve.router.policies.step_budget import LOOK_AHEAD, MIN_CHUNK
 from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import WAITING, Request
 from lightserve.router.step import Reason
@@ -54,33 +54,33 @@ class AccelGenPolicy:
         self._long_tokens = 0 if "exclusive" in left_out else long_prompt_tokens
         self._left_out = left_out
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         is_ordered = "ordering" not in self._left_out
         order = _Order(step, self._long_tokens, self._left_out)
-        running = step.running_of()
-        decodes = step.due.in_order(running.decodes)
-        due_s = step.due.of_rows(decodes, step.due.residuals.due)
+        running, due = step.of(), step.budget.due
+        decodes = due.in_order(running.decodes)
+        due_s = due.of_rows(decodes, due.residuals.due)
         num_urgent = len(decodes)
         if is_ordered:
             num_urgent = int(np.searchsorted(due_s, 2 * order.step_s, side="right"))
-        yield Phase(decodes=decodes[:num_urgent], classes=())
-        step.limit_by_deadlines()
+        step.decode(decodes[:num_urgent])
+        step.budget.limit_by_deadlines()
         rest = [*running.prompts, *_waiting(step, RT), *_waiting(step, BE)]
         urgent = sorted(filter(order.is_urgent, rest), key=order.rank) if is_ordered else []
         if urgent:
             step.urgent = {r for r in urgent if r.state is WAITING and r.request_class is BE}
-            yield from one_by_one(step, urgent, is_whole=order.is_whole)
+            one_by_one(step, urgent, is_whole=order.is_whole)
             rest = [request for request in rest if request not in urgent]
         has_run_out = step.has_run_out
-        yield Phase(decodes=decodes[num_urgent:], classes=())
+        step.decode(decodes[num_urgent:])
         if not (has_run_out or step.has_run_out):
             rest = [r for r in rest if r.state is not WAITING or _has_its_turn(step, r)]
             selected = order.selected(rest, order.has_long([*running.prompts, *urgent]))
-            yield from one_by_one(step, selected, is_whole=order.is_whole)
+            one_by_one(step, selected, is_whole=order.is_whole)
 
 
-def _waiting(step: StepBudget, request_class: RequestClass) -> list[Request]:
+def _waiting(step: Step, request_class: RequestClass) -> list[Request]:
     """Return requests of a class that wait, jobs with a completion time before others of theirs."""
     waiting = step.waiting.of(request_class)
     if request_class is RT:
@@ -91,21 +91,21 @@ def _waiting(step: StepBudget, request_class: RequestClass) -> list[Request]:
     return list(itertools.islice(found, MAX_CANDIDATES))
 
 
-def _has_its_turn(step: StepBudget, request: Request) -> bool:
+def _has_its_turn(step: Step, request: Request) -> bool:
     return request.request_class is RT or step.limits.turn.allows(request)
 
 
 class _Order:
     """Of the requests that could join a step; what is said of time left holds for all of it."""
 
-    def __init__(self, step: StepBudget, long_tokens: int, left_out: Collection[str]) -> None:
+    def __init__(self, step: Step, long_tokens: int, left_out: Collection[str]) -> None:
         limits = step.limits
         self._step, self._cost, self._left_out = step, limits.cost, left_out
         self._long_tokens = long_tokens
         self._budget = limits.max_num_batched_tokens
         self.step_s = self._cost.seconds(StepShape().plus(0, self._budget))
         """Of the largest step."""
-        num_decodes = len(step.running_of().decodes)
+        num_decodes = len(step.of().decodes)
         self._chunk = max(MIN_CHUNK, self._budget - num_decodes)
         """What a prompt gets of a step on average: all that decodes leave."""
         self._ranks: dict[Request, _Rank] = {}
@@ -121,7 +121,7 @@ class _Order:
     def _rank(self, request: Request) -> _Rank:
         if "ordering" in self._left_out:
             return _Rank(_Prospect.IN_TIME, request.priority, 0.0)
-        residual_s, rest = self._step.residual(request), request.num_schedulable_tokens
+        residual_s, rest = self._step.budget.residual(request), request.num_schedulable_tokens
         alone = StepShape().plus(request.next_position, min(rest, self._budget))
         prospect = _Prospect.IN_TIME
         if residual_s < self._cost.seconds(alone):
@@ -184,9 +184,9 @@ class _Order:
 
     def _distance(self, request: Request) -> float:
         """Return how far what it takes is from what is left, of compute and of the pool."""
-        num_in_step = self._step.num_tokens
+        num_in_step = self._step.budget.num_tokens
         if self._left[0] != num_in_step:
-            compute = self._step.num_tokens_in_time(request, self._budget)
+            compute = self._step.budget.num_tokens_in_time(request, self._budget)
             memory = max(0, self._step.limits.num_available_slots - num_in_step)
             self._left = num_in_step, compute, memory
         _, compute, memory = self._left

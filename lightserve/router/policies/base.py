@@ -1,87 +1,50 @@
-"""What a policy is: in which order requests are tried for a step; and the pace that steps leave."""
+"""What a policy is, and the step that it fills: it says who is to advance, and what fits joins.
+
+Time, tokens and rows are the step's (`StepBudget`), slots now the pool's (`MemoryPlan`), slots
+later those of admission's forecast. Whatever does not join has a reason.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare, is_tight
-from lightserve.router.queue import MAX_CANDIDATES, Turn
+from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
+from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.memory_plan import MemoryPlan
+from lightserve.router.policies.pace import Pace
+from lightserve.router.policies.step_budget import (
+    LOOK_AHEAD,
+    MIN_CHUNK,
+    NO_LIMIT,
+    StepBudget,
+    StepLimits,
+    num_loaded_by,
+)
+from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import WAITING, Request
-from lightserve.router.request_table import NO_ROWS, Rows
-from lightserve.router.seats import Seats, had_of, has_had_less
-from lightserve.router.slo import RESERVE_SHARE
-from lightserve.router.step import ALL_CLASSES, Reason
-from lightserve.router.step_cost import StepCost, StepGuard, StepShape
-from lightserve.types import RT, RequestClass
-
-if TYPE_CHECKING:
-    from lightserve.router.policies.step_budget import StepBudget
-
-NO_LIMIT = 1 << 30
-LOOK_AHEAD = 8
-"""Requests that are looked at in one step where another than the first may be the better choice:
-best-effort ones that are compared, or passed over as a smaller one behind them may fit now; urgent
-ones that wait."""
+from lightserve.router.request_table import NO_ROWS, Rows, Running, SortedOut
+from lightserve.router.seats import had_of, has_had_less
+from lightserve.router.step import ALL_CLASSES, Loading, Reason, Scheduled, Skips
+from lightserve.types import BE, RT, RequestClass
 
 
-@dataclass(frozen=True)
-class StepLimits:
-    """What a step may use."""
-
-    max_num_batched_tokens: int
-    num_free_rows: int
-    """For newcomers of this step, of which there may be no more than `planner.MAX_NEWCOMERS`."""
-    num_yielding_rows: int = 0
-    """Rows of others, which real-time newcomers get beyond these."""
-    max_be_seqs: int = NO_LIMIT
-    """Most best-effort requests that run at once."""
-    step_number: int = 0
-    """Steps that were planned before this one."""
-    num_slots: int = 0
-    """Size of the KV pool."""
-    num_free_slots: int = 0
-    """Slots of it that hold nothing, cached KV counting as something."""
-    num_cached_slots: int = 0
-    """Slots of it whose KV no request reads."""
-    num_wanted_slots: int = 0
-    """Those of them that some request waits for."""
-    num_steps_in_time: int = 0
-    """Steps before this one since one that `StepBudget.hits_limit`."""
-    start_s: float = 0.0
-    """When the step will start, as predicted, on the router's clock."""
-    cost: StepCost = field(default_factory=StepCost)
-    """Predicts what it takes."""
-    best_effort_time: TimeShare = field(default_factory=TimeShare)
-    """What best-effort requests got of the time while they wanted more."""
-    average_step_s: float = 0.0
-    """Execution time of recent steps, on average."""
-    guard: StepGuard | None = None
-    """How far steps may be filled up to a deadline, to be read; None: all of it."""
-    load_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
-    """Predicts the time that it waits for loads of so many tokens."""
-    ahead_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
-    """Predicts the time of loads that it does not wait for; 0: unknown."""
-    overlaps_copies: bool = False
-    """Whether these are made beside it; otherwise they follow it."""
-    outlook: Outlook = NO_OUTLOOK
-    """What real-time requests ask for."""
-    turn: Turn = field(default_factory=Turn)
-    """Whose turn it is among best-effort requests that wait."""
-    seats: Seats = field(default_factory=Seats)
-    """Which requests that wait are owed a seat."""
-    num_owed_be_rows: int = 0
-    """Rows of others of their class that best-effort newcomers get beyond free ones."""
+class Policy(Protocol):
+    """Says in which order requests are tried for a step."""
 
     @property
-    def num_available_slots(self) -> int:
-        """Slots that no request holds."""
-        return self.num_free_slots + self.num_cached_slots
+    def is_class_aware(self) -> bool:
+        """Whether real-time requests may take the memory of best-effort ones."""
+
+    @property
+    def meets_deadlines(self) -> bool:
+        """Whether it looks at requests' deadlines."""
+
+    def fill(self, step: Step) -> None:
+        """Try requests that run and wait, the most urgent first (`Step.take`)."""
 
 
 class Waiting(Protocol):
@@ -109,75 +72,413 @@ class Waiting(Protocol):
         """Whether it should wait for a prefix that another is just computing."""
 
 
-class Phase(NamedTuple):
-    """A group of requests to be tried for a step, in this order.
+MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE, Reason.BYTES}
+"""What newcomers may lack though there is time: those that run go on."""
 
-    A prompt is cut where time or tokens end, and that ends the phase. A newcomer that may not start
-    ends the search for newcomers (of its class, where the policy knows classes); a best-effort one
-    may be passed for want of memory, `LOOK_AHEAD` of them in a phase.
+GoesBefore = Callable[[Request, Request], bool]
+"""Whether a newcomer is tried before a prompt in progress."""
+
+
+class Step:
+    """A step that is being filled.
+
+    Each request is tried once at most, unless it was left out for want of time. A policy reads all
+    of it, and calls `take`, `run`, `decode`, `give_way`; it changes nothing else but time limits
+    (`StepBudget`), `urgent`, `hits_limit` and `best_effort_s`.
     """
 
-    gives_way: Rows = NO_ROWS
-    """Decodes in the step that leave it before anything is tried."""
-    decodes: Rows = NO_ROWS
-    """Rows that compute one token, tried together."""
-    prompts: Iterable[Request] = ()
-    """Requests that run and compute more."""
-    newcomers: Iterable[Request] = ()
-    """Requests that wait; read as far as needed."""
-    classes: tuple[RequestClass, ...] = ALL_CLASSES
-    """Of `newcomers`."""
-    goes_before: Callable[[Request, Request], bool] | None = None
-    """Whether a newcomer is tried before a prompt; None: after all of them."""
-    is_whole: bool = False
-    """Whether prompts are not cut; one that is longer than the budget is a step of its own."""
-    leaves_room: bool = False
-    """Whether prompts of real-time requests that have time leave some of it to arrivals."""
-    num_tokens: int = 0
-    """Where not 0, each gets so many tokens, whatever time and budget are left (simulated workers
-    decode on by themselves)."""
+    def __init__(
+        self,
+        running: Running,
+        waiting: Waiting,
+        limits: StepLimits,
+        memory: MemoryPlan,
+        admission: AdmissionRound,
+        *,
+        is_class_aware: bool,
+        meets_deadlines: bool,
+    ) -> None:
+        """Begin with an empty step.
+
+        Args:
+            running: requests that run and may advance.
+            waiting: requests that may start.
+            limits: what the step may use.
+            memory: the pool, of which nothing is placed yet.
+            admission: forecasts what newcomers will need.
+            is_class_aware: see `Policy`.
+            meets_deadlines: see `Policy`.
+        """
+        self.running = running
+        self.waiting = waiting
+        self.limits = limits
+        self.budget = StepBudget(running.table, limits, meets_deadlines=meets_deadlines)
+        self.skips = Skips(running.table)
+        """What is left out."""
+        self.started: dict[Request, None] = {}
+        """Newcomers in it, those that load to start later included."""
+        self.urgent: set[Request] = set()
+        """Best-effort newcomers that start whatever the turn."""
+        self.has_run_out = False
+        """Whether the last that were tried found too little time, or too few tokens."""
+        self.hits_limit = False
+        """Whether a policy had to leave out a real-time request for want of time."""
+        self.best_effort_s: float | None = None
+        """What best-effort requests add to its time, where a share is theirs and they want more."""
+        self._memory = memory
+        self._admission = admission
+        self._is_class_aware = is_class_aware
+        self._meets_deadlines = meets_deadlines
+        self._closed: set[RequestClass] = set()
+        """Classes of which no more newcomers are tried for now."""
+        self._num_passed = 0
+        """Newcomers that were passed over for want of memory since the last call."""
+        self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
+        """Of prompts whose log-probabilities are wanted."""
+        is_bounded = limits.max_be_seqs < NO_LIMIT
+        self._num_be_left = limits.max_be_seqs - (len(running.of(BE)) if is_bounded else 0)
+        """Best-effort requests that may start."""
+
+    # ---------------------------------------------------------------- filling
+
+    def decode(self, rows: Rows) -> None:
+        """Try rows that compute one token."""
+        self.take(decodes=rows, classes=())
+
+    def run(self, running: SortedOut, *, is_whole: bool = False) -> None:
+        """Try requests that run: decodes, then prompts in progress."""
+        self.take(running.prompts, decodes=running.decodes, is_whole=is_whole)
+
+    def take(
+        self,
+        prompts: Sequence[Request] = (),
+        newcomers: Iterable[Request] = (),
+        *,
+        decodes: Rows = NO_ROWS,
+        classes: tuple[RequestClass, ...] = ALL_CLASSES,
+        goes_before: GoesBefore | None = None,
+        is_whole: bool = False,
+        leaves_room: bool = False,
+        num_tokens: int = 0,
+    ) -> None:
+        """Try requests in order: all decodes, prompts in progress, newcomers.
+
+        A prompt is cut where time or tokens end, and then no other is tried. A newcomer that may
+        not start ends the search for newcomers (of its class, where the policy knows classes); a
+        best-effort one may be passed for want of memory, `LOOK_AHEAD` of them.
+
+        Args:
+            prompts: requests that run and compute more than a token.
+            newcomers: requests that wait; read as far as needed.
+            decodes: rows that compute one token, tried together.
+            classes: of `newcomers`.
+            goes_before: whether a newcomer is tried before a prompt; None: after all of them.
+            is_whole: whether prompts are not cut; one that is longer than the budget is a step of
+                its own.
+            leaves_room: whether prompts of real-time requests that have time leave some of it to
+                arrivals.
+            num_tokens: where not 0, each gets so many tokens, whatever time and budget are left
+                (simulated workers decode on by themselves).
+        """
+        self.has_run_out = self.budget.is_full
+        self._closed.clear()
+        self._num_passed = 0
+        if len(decodes):
+            self._add_decodes(decodes)
+        how = _How(is_whole, leaves_room, num_tokens)
+        waiting, newcomer = iter(newcomers), None
+        place = 0
+        while num_tokens or not self.has_run_out:
+            prompt = prompts[place] if place < len(prompts) else None
+            if newcomer is None and (prompt is None or goes_before is not None):
+                may_start = not self.has_run_out and any(map(self.is_open, classes))
+                newcomer = next(waiting, None) if may_start else None
+                if newcomer is not None and not self.is_open(newcomer.request_class):
+                    newcomer = None
+                    continue
+            if newcomer and (prompt is None or (goes_before and goes_before(newcomer, prompt))):
+                request, newcomer = newcomer, None
+            elif prompt is not None:
+                request, place = prompt, place + 1
+            else:
+                break
+            self._try(request, how, classes)
+        if self.has_run_out:
+            for request in prompts:
+                if request not in self.budget.chunks:
+                    self.skips.note(request, self._full_of)
+            for request_class in classes:
+                self._close(request_class, self._full_of)
+
+    def give_way(self, rows: Rows) -> None:
+        """Take decodes out of the step; they may be tried again."""
+        if len(rows):
+            self.budget.remove_decodes(rows)
+            self._memory.remove_decodes(rows)
+
+    def keep_pace(self, pace: Pace | None, prompts: Iterable[Request]) -> None:
+        """Have others leave real-time decodes without a target their pace.
+
+        Called once, with the real-time decodes in the step and nothing else; `prompts` may be tried
+        next. None: they keep none.
+        """
+        if pace is not None:
+            budget = self.budget
+            budget.pace.keep(
+                pace,
+                self.running,
+                prompts,
+                decodes=budget.decode_rows,
+                due=budget.due,
+                cost=self.limits.cost,
+            )
+
+    def note_rest(self) -> None:
+        """Say of requests that were not tried why: it was not their turn."""
+        reason = Reason.TOKENS if self.budget.is_full else Reason.ORDER
+        table = self.running.table
+        for request in self.started:
+            self.skips.note(request, Reason.KV_NOW)  # unless it is in the step after all
+        if self.budget.num_requests - len(self.started) < len(table.rows):
+            others = self._not_in_it(table.rows)
+            is_blocked = self.running.schedulable[others] == 0
+            self.skips.note_rows(others[is_blocked], Reason.BLOCKED)
+            self.skips.note_rows(others[~is_blocked], reason)
+        for request_class in ALL_CLASSES:
+            self.skips.stop(request_class, reason)
+
+    # ---------------------------------------------------------------- what policies ask
+
+    def of(self, request_class: RequestClass | None = None) -> SortedOut:
+        """Return the requests of a class, or of all, that run and are not in it yet."""
+        rows = self.running.rows if request_class is None else self.running.of(request_class)
+        return self.sort_out(rows)
+
+    def sort_out(self, rows: Rows) -> SortedOut:
+        """Return requests that run by what they can do, those left out that are in it already."""
+        found = self.running.sort_out(self._not_in_it(rows))
+        self.skips.note_rows(found.blocked, Reason.BLOCKED)
+        return found
+
+    def waits_for_memory(self, request_class: RequestClass) -> bool:
+        """Whether memory ended the search for newcomers of a class."""
+        return self.skips.stopped_by.get(request_class) in MEMORY_REASONS
+
+    def leaves_waiting(self, request_class: RequestClass) -> bool:
+        """Return whether a request of a class could have started by now, and is left out."""
+        if self.skips.stopped_by.get(request_class) in (Reason.KV_NOW, Reason.BYTES):
+            return False
+        return any(map(self.could_start, self.waiting.of(request_class)))
+
+    def could_start(self, request: Request) -> bool:
+        """Whether a request that waits is not in it, though it has something to compute."""
+        return request not in self.started and request.num_schedulable_tokens > 0
+
+    def is_open(self, request_class: RequestClass) -> bool:
+        """Whether more newcomers of a class may be tried for now."""
+        limits, is_real_time = self.limits, request_class is RT
+        num_rows = limits.num_yielding_rows if is_real_time else limits.num_owed_be_rows
+        has_row = num_rows + limits.num_free_rows > len(self.started)
+        has_row &= is_real_time or self._num_be_left > 0
+        if request_class not in self._closed and not has_row:
+            self._close(request_class, Reason.ROWS)
+        return request_class not in self._closed
+
+    # ---------------------------------------------------------------- trying
+
+    def _not_in_it(self, rows: Rows) -> Rows:
+        """Return those rows of which nothing is in the step."""
+        if self.budget.is_empty or not len(rows):
+            return rows
+        is_in = np.zeros(self.running.table.num_rows, dtype=np.bool_)
+        is_in[self.budget.decode_rows] = True
+        is_in[[r.row for r in self.budget.chunks if r.row is not None]] = True
+        others: Rows = rows[~is_in[rows]]
+        return others
+
+    def _add_decodes(self, rows: Rows) -> None:
+        wanted = self._memory.not_stopped(rows)
+        in_time = self.budget.decodes_in_time(wanted)
+        fitting = self._memory.place_decodes(in_time)
+        self.budget.add_decodes(fitting)
+        self.has_run_out = self.budget.is_full
+        if len(in_time) < len(wanted):
+            self.has_run_out = True
+            self.skips.note_rows(np.setdiff1d(wanted, in_time, assume_unique=True), self._full_of)
+        if len(fitting) < len(rows):
+            self.skips.note_rows(np.setdiff1d(rows, fitting), Reason.KV_NOW)
+
+    def _try(self, request: Request, how: _How, classes: tuple[RequestClass, ...]) -> None:
+        """Add as much of a request as fits, or note what it lacks."""
+        is_newcomer = request.state is WAITING
+        lacking = self._refuses_to_start(request) if is_newcomer else None
+        if lacking is None and is_newcomer and not self._admission.admit(request):
+            is_owed = request in self.limits.seats.owed
+            lacking = None if is_owed else Reason.KV_FUTURE
+        part = lacking or self._offer(request, how)
+        if self._is_class_aware:
+            classes = (request.request_class,)
+        if not isinstance(part, Reason):
+            part = self._memory.place(part)
+            if isinstance(part, Reason):  # time and tokens are left for others
+                self.has_run_out, classes = self.budget.is_full, (request.request_class,)
+        if isinstance(part, Reason):
+            self._skip(request, part, classes)
+        else:
+            self._add(part)
+
+    def _refuses_to_start(self, request: Request) -> Reason | None:
+        """Return why a request that waits may not start, memory aside; None if it may."""
+        if request.num_schedulable_tokens == 0:  # its frontend has not caught up with it yet
+            return Reason.BLOCKED
+        if request.request_class is BE and request not in self.urgent:
+            if not self.limits.turn.allows(request):
+                return Reason.ORDER
+            if self.waiting.is_prefix_in_flight(request):
+                return Reason.BLOCKED
+        return None
+
+    def _offer(self, request: Request, how: _How) -> Scheduled | Loading | Reason:
+        """Return as much of a request as there is time and budget for, or what is short.
+
+        An empty step takes something, however little time there is. One that resumes and has too
+        much to bring back loads it beside the step; then others may still join it.
+        """
+        budget, rest = self.budget, request.num_schedulable_tokens
+        if rest == 0:
+            return Reason.BLOCKED
+        if request.wants_prompt_logprobs:
+            rest = min(rest, self._num_positions_left)
+            if rest == 0:
+                return Reason.TOKENS
+        if how.num_tokens and not request.is_whole:
+            return Scheduled(request, how.num_tokens)
+        if how.is_whole or request.is_whole:
+            is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
+            return Scheduled(request, rest) if is_in else self._run_out()
+        loads = num_loaded_by(request) > 0
+        can_go_beside = loads and budget.loads.can_go_beside(request, budget.seconds)
+        if can_go_beside and budget.loads.is_free_for(
+            request, budget.seconds, self._due_for(request)
+        ):
+            return self._offer_loading(request)
+        most = budget.leaving_room(request, rest) if how.leaves_room else rest
+        num_tokens = budget.num_tokens_in_time(request, most)
+        is_small = budget.pace.is_limit and request.request_class is BE
+        least = min(rest, MIN_CHUNK) if self._meets_deadlines and not is_small else 1
+        if num_tokens <= 0 or (num_tokens < least and not budget.is_empty):
+            if can_go_beside and not budget.is_full:
+                return self._offer_loading(request)
+            return self._run_out()
+        self.has_run_out = num_tokens < rest
+        return Scheduled(request, num_tokens)
+
+    def _due_for(self, request: Request) -> float:
+        """Return the time that a request has to load its KV beside steps."""
+        if request.request_class is RT and not self._meets_deadlines:
+            return 0.0
+        return self.budget.residual(request) / self.limits.cost.guard
+
+    def _offer_loading(self, request: Request) -> Loading | Reason:
+        budget = self.budget
+        num_tokens = budget.loads.tokens_beside(request, budget.seconds, budget.predicted_limit_s)
+        return Loading(request, num_tokens) if num_tokens else Reason.LOADING
+
+    def _run_out(self) -> Reason:
+        self.has_run_out = True
+        return self._full_of
+
+    @property
+    def _full_of(self) -> Reason:
+        """What there is no more of once something did not fit: tokens, pace or time."""
+        if self.budget.is_full:
+            return Reason.TOKENS
+        if self.budget.pace.is_limit:
+            return Reason.PACE
+        return Reason.TIME if self._meets_deadlines else Reason.TOKENS
+
+    def _add(self, part: Scheduled | Loading) -> None:
+        """Add a part that was offered, or less of it."""
+        request = part.request
+        if request.state is WAITING:
+            self.started[request] = None
+            self._num_be_left -= request.request_class is BE
+            if request.request_class is BE and request not in self.urgent:
+                self.limits.turn.note(request)
+        self.budget.add(part)
+        if isinstance(part, Loading):
+            self.skips.note(request, Reason.LOADING)
+            return
+        if request.wants_prompt_logprobs:
+            self._num_positions_left -= part.num_tokens
+        self.has_run_out = self.has_run_out or self.budget.is_full
+
+    def _skip(self, request: Request, reason: Reason, classes: tuple[RequestClass, ...]) -> None:
+        """Leave a request out; no more newcomers of `classes` are tried if it may not be passed."""
+        self.skips.note(request, reason)
+        if request.state is not WAITING or reason is Reason.BLOCKED:
+            return
+        is_best_effort = request.request_class is BE
+        has_no_positions = request.wants_prompt_logprobs and self._num_positions_left <= 0
+        if (
+            reason is Reason.LOADING
+            or (reason is Reason.KV_FUTURE and is_best_effort)
+            or (reason is Reason.TOKENS and has_no_positions)
+        ):
+            self._num_passed += 1
+            if self._num_passed <= LOOK_AHEAD:
+                return
+        for request_class in classes:
+            self._close(request_class, reason)
+
+    def _close(self, request_class: RequestClass, reason: Reason) -> None:
+        self._closed.add(request_class)
+        self.skips.stop(request_class, reason)
+
+
+class _How(NamedTuple):
+    """See `Step.take`."""
+
+    is_whole: bool
+    leaves_room: bool
+    num_tokens: int
 
 
 def merged(
-    first: Iterable[Request],
-    second: Iterator[Request],
-    goes_before: Callable[[Request, Request], bool] | None,
+    first: Iterable[Request], second: Iterator[Request], goes_before: GoesBefore
 ) -> Iterator[Request]:
-    """Yield both in their own orders, one of `second` before one of `first` where that is said.
-
-    Without `goes_before` all of `second` comes last, and is not asked for anything before.
-    """
-    if goes_before is not None:
-        other = next(second, None)
-        for request in first:
-            while other is not None and goes_before(other, request):
-                yield other
-                other = next(second, None)
-            yield request
-        first = () if other is None else (other,)
-    yield from first
+    """Yield both in their own orders, one of `second` before one of `first` where that is said."""
+    other = next(second, None)
+    for request in first:
+        while other is not None and goes_before(other, request):
+            yield other
+            other = next(second, None)
+        yield request
+    if other is not None:
+        yield other
     yield from second
 
 
+# Orders that several policies have.
+
+
 def in_turns(
-    step: StepBudget, running: Phase, newcomers: Iterable[Request], request_class: RequestClass
-) -> Iterator[Phase]:
-    """Yield requests of a class that run, then those that start.
+    step: Step, running: SortedOut, newcomers: Iterable[Request], request_class: RequestClass
+) -> None:
+    """Try requests of a class that run, then those that start.
 
     Where several accounts have some, prompts of the account that has had least come first, be they
     in progress or not: one that starts does not wait for the ends of others' prompts.
     """
-    if not (step.limits.seats.is_shared and running.prompts):
-        yield running
-        yield Phase(newcomers=newcomers, classes=(request_class,))
-        return
-    yield running._replace(prompts=())
-    yield Phase(
-        prompts=sorted(running.prompts, key=had_of),
-        newcomers=newcomers,
-        classes=(request_class,),
-        goes_before=has_had_less,
-    )
+    prompts, goes_before = running.prompts, None
+    if step.limits.seats.is_shared and prompts:
+        step.run(running._replace(prompts=[]))
+        prompts, goes_before = sorted(prompts, key=had_of), has_had_less
+    else:
+        step.run(running)
+        prompts = []
+    if not step.has_run_out:
+        step.take(prompts, newcomers, classes=(request_class,), goes_before=goes_before)
 
 
 def heads_of_real_time(waiting: Waiting) -> list[Request]:
@@ -186,164 +487,25 @@ def heads_of_real_time(waiting: Waiting) -> list[Request]:
     return list(dict.fromkeys(r for head in heads for r in itertools.islice(head, MAX_CANDIDATES)))
 
 
-def leaves_waiting(step: StepBudget, request_class: RequestClass) -> bool:
-    """Return whether a request of a class could have started by now, and is left out."""
-    if step.skips.stopped_by.get(request_class) in (Reason.KV_NOW, Reason.BYTES):
-        return False
-    return any(
-        request not in step.started and request.num_schedulable_tokens > 0
-        for request in step.waiting.of(request_class)
-    )
-
-
 def one_by_one(
-    step: StepBudget,
+    step: Step,
     requests: Iterable[Request],
     *,
     is_whole: Callable[[Request], bool] = lambda _request: False,
-) -> Iterator[Phase]:
-    """Yield requests, those that run and those that wait in one order, until time runs out.
+) -> None:
+    """Try requests, those that run and those that wait in one order, until time runs out.
 
-    Each is a phase, so that the next may be chosen by what the step then is. Those that wait are
-    left out once one of their class may not start, or too many are short of memory.
+    The next is asked for once the one before is in the step or left out, and may be chosen by that.
+    Those that wait are left out once one of their class may not start, or too many are short of
+    memory.
     """
     num_refused = dict.fromkeys(ALL_CLASSES, 0)
     for request in requests:
         of = request.request_class
         if request.state is not WAITING:
-            yield Phase(prompts=(request,), classes=(), is_whole=is_whole(request))
+            step.take((request,), classes=(), is_whole=is_whole(request))
         elif of not in step.skips.stopped_by and num_refused[of] <= LOOK_AHEAD:
-            yield Phase(newcomers=(request,), classes=(of,), is_whole=is_whole(request))
-            num_refused[of] += request not in step.started and request.num_schedulable_tokens > 0
+            step.take(newcomers=(request,), classes=(of,), is_whole=is_whole(request))
+            num_refused[of] += step.could_start(request)
         if step.has_run_out:
             return
-
-
-# How far others may slow real-time decodes that have no target: the pace.
-#
-# Without a limit a step with a long prompt lasts as long as its tokens take, and all streams beside
-# it stand still. So where real-time requests decode, the tokens of which have no target, a step
-# lasts, as predicted, with `decodes` for the time of its real-time decodes alone,
-#
-#     with real-time prompts     max(2 x decodes, pace) at most, a tenth of the pace left
-#     with best-effort work      be_stretch x decodes at most
-#
-# A tenth is for steps that take longer than predicted: the guard would have prompts crawl where a
-# machine is noisy, and nothing is missed here. Twice the decodes, as a prompt would have no time at
-# all where these take as long as the pace. The first prompt of a step gets `MIN_CHUNK` tokens in
-# any case, with the padding that they bring, and best-effort work what is lent without a pace in
-# one step of `EVERY_BEST_EFFORT` in which nothing of it would fit. A stream whose grammar has to
-# see each token decodes in every other step: both together keep the pace.
-#
-# It is no target. Nothing is refused, counted or judged by it, and what has a target stands above
-# it: a prompt may take the time that deadlines leave while it would need more than half of its own
-# at the pace, together with the prompts that are due before it: less than half is tight. One that
-# is late already keeps the pace. While nothing is known of what steps take there is none.
-
-EVERY_BEST_EFFORT = 128
-"""So rare that the 99th percentile of gaps does not show it."""
-
-
-class Pace(NamedTuple):
-    """What `--pace-ms` and `--be-stretch` set."""
-
-    seconds: float = 0.033
-    be_stretch: float = 1.5
-
-
-class PaceLimits(NamedTuple):
-    """Most predicted seconds of a step; infinite: there is no limit."""
-
-    prompts_s: float = math.inf
-    """With real-time prompts."""
-    best_effort_s: float = math.inf
-    """With best-effort work."""
-
-
-def pace_limits(pace: Pace, decodes_s: float, *, steps_per_token: int = 1) -> PaceLimits:
-    """Return the limits of a step.
-
-    Args:
-        pace: as set.
-        decodes_s: predicted time of its real-time decodes alone.
-        steps_per_token: steps between two tokens of the slowest stream.
-    """
-    prompts_s = max(2.0 * decodes_s, (1.0 - RESERVE_SHARE) * pace.seconds) / steps_per_token
-    return PaceLimits(prompts_s, pace.be_stretch * decodes_s)
-
-
-@dataclass(slots=True)
-class StepPace:
-    """The pace of one step that is being filled."""
-
-    limits: PaceLimits = field(default_factory=PaceLimits)
-    is_limit: bool = False
-    """Whether the limit that was asked for last is one of these."""
-    _may_be_exceeded: bool = False
-    """Whether prompts that can be in time do not keep it."""
-
-    def keep(self, pace: Pace, step: StepBudget, prompts: Iterable[Request]) -> None:
-        """Find the limits of a step; there are none without a stream that keeps a pace.
-
-        Such a stream has no target for its tokens, and decodes, in this step or (its grammar has to
-        see the token before it) in the next one.
-
-        Args:
-            pace: as set.
-            step: with its real-time decodes and nothing else.
-            prompts: those that may be tried next.
-        """
-        running, cost = step.running, step.limits.cost
-        table, rows = running.table, running.of(RT)
-        num_generated = table.num_output[rows] + table.inflight_samples[rows]
-        is_stream = (num_generated > 0) & (num_generated < table.max_tokens[rows])
-        is_stream &= ~table.is_timed[rows] & (running.schedulable[rows] <= 1)
-        streams = rows[is_stream]
-        if not len(streams) or not cost.is_known:
-            return
-        together = np.union1d(step.decode_rows, streams)
-        shape = StepShape().plus_decodes(len(together), int(table.next_position[together].sum()))
-        steps_per_token = 2 if table.awaits_grammar[streams].any() else 1
-        self.limits = pace_limits(pace, cost.seconds(shape), steps_per_token=steps_per_token)
-        done_s, step_s = 0.0, self.limits.prompts_s
-        for request in sorted(prompts, key=step.residual):
-            if 0.0 < (due_s := step.residual(request)) < math.inf:
-                rest = request.num_schedulable_tokens
-                chunk = cost.tokens_within(shape, step_s, request.next_position + rest // 2, rest)
-                done_s += math.ceil(rest / max(1, chunk)) * step_s
-                self._may_be_exceeded |= is_tight(due_s - done_s, due_s)
-
-    def limit(self, limit_s: float, prompt: Request | None = None, due_s: float = 0.0) -> float:
-        """Return how long a step may take in which a prompt is, and note what limits it.
-
-        Args:
-            limit_s: the limit by all other rules; that of best-effort work is in it already.
-            prompt: None: none that keeps the pace.
-            due_s: seconds until its next token is due.
-        """
-        if limit_s > self.limits.prompts_s and prompt and prompt.request_class is RT:
-            may_exceed = self._may_be_exceeded and 0.0 < due_s < math.inf
-            if not (may_exceed or prompt.is_whole):
-                limit_s = self.limits.prompts_s
-        self.is_limit = limit_s < math.inf and limit_s in self.limits
-        return limit_s
-
-
-class Policy(Protocol):
-    """Says in which order requests are tried; the planner's loop fills the step."""
-
-    @property
-    def is_class_aware(self) -> bool:
-        """Whether real-time requests may take the memory of best-effort ones."""
-
-    @property
-    def meets_deadlines(self) -> bool:
-        """Whether it looks at requests' deadlines."""
-
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """Yield what is to be tried, in order.
-
-        When the next phase is asked for, what fitted of those before is in `step`, which also has
-        the requests that run and wait, and the step's limits. Each request is tried once at most; a
-        policy changes nothing but the time limits of the step.
-        """

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightserve.router.policies.base import Pace, Phase, in_turns, leaves_waiting
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.base import Step, in_turns
+from lightserve.router.policies.pace import Pace
 from lightserve.router.queue import MAX_COUNTED
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS
@@ -23,7 +23,7 @@ class _ClassBlind:
     meets_deadlines = False
 
 
-def in_queue_order(step: StepBudget) -> Iterator[Request]:
+def in_queue_order(step: Step) -> Iterator[Request]:
     """Yield requests that wait in the order of the queue, of a class as many as may start."""
     seen: set[Request] = set()
     for request in step.waiting if step.is_open(BE) else step.waiting.of(RT):
@@ -41,20 +41,20 @@ class FcfsPolicy(_ClassBlind):
     AccelGen. A prompt longer than the budget runs alone.
     """
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
-        yield Phase(newcomers=in_queue_order(step), is_whole=True)
-        if step.is_empty:
-            yield step.running_of()
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
+        step.take(newcomers=in_queue_order(step), is_whole=True)
+        if step.budget.is_empty:
+            step.run(step.of())
 
 
 class ChunkedPolicy(_ClassBlind):
     """Decodes first, then chunks of prompts up to the budget (Sarathi-Serve)."""
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
-        yield step.running_of()
-        yield Phase(newcomers=in_queue_order(step))
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
+        step.run(step.of())
+        step.take(newcomers=in_queue_order(step))
 
 
 class RoundRobinPolicy(_ClassBlind):
@@ -67,13 +67,13 @@ class RoundRobinPolicy(_ClassBlind):
         """`is_whole`: prompts are not cut, as there."""
         self._is_whole = is_whole
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         for request_class in (RT, BE) if step.limits.step_number % 2 == 0 else (BE, RT):
-            yield step.running_of(request_class)._replace(is_whole=self._is_whole)
+            step.run(step.of(request_class), is_whole=self._is_whole)
             newcomers = step.waiting.of(request_class)
-            yield Phase(newcomers=newcomers, classes=(request_class,), is_whole=self._is_whole)
-            if not step.is_empty:
+            step.take(newcomers=newcomers, classes=(request_class,), is_whole=self._is_whole)
+            if not step.budget.is_empty:
                 return
 
 
@@ -91,20 +91,20 @@ class PriorityPolicy:
     pace: Pace | None = None
     """Of real-time decodes without targets; None: there is none."""
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
-        real_time = step.running_of(RT)
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
+        real_time = step.of(RT)
         if self.pace is not None:
-            yield Phase(decodes=real_time.decodes, classes=())
-            step.pace.keep(self.pace, step, ())
+            step.decode(real_time.decodes)
+            step.keep_pace(self.pace, ())
             real_time = real_time._replace(decodes=NO_ROWS)
-        yield from in_turns(step, real_time, self.newcomers(step), RT)
-        if step.is_full or leaves_waiting(step, RT):
+        in_turns(step, real_time, self.newcomers(step), RT)
+        if step.budget.is_full or step.leaves_waiting(RT):
             return
-        step.lend(step.pace.limits.best_effort_s)
-        yield from in_turns(step, step.running_of(BE), step.waiting.of(BE), BE)
+        step.budget.lend(step.budget.pace.limits.best_effort_s)
+        in_turns(step, step.of(BE), step.waiting.of(BE), BE)
 
-    def newcomers(self, step: StepBudget) -> Iterable[Request]:
+    def newcomers(self, step: Step) -> Iterable[Request]:
         """Return real-time requests that wait, in the order in which they start."""
         return step.waiting.of(RT)
 
@@ -116,7 +116,7 @@ class SjfPolicy(PriorityPolicy):
     that knows deadlines alone meets more of them; long prompts then wait while shorter ones come.
     """
 
-    def newcomers(self, step: StepBudget) -> Iterable[Request]:
+    def newcomers(self, step: Step) -> Iterable[Request]:
         """Return real-time requests that wait, those with least to compute first."""
         return sorted(step.waiting.of(RT), key=lambda request: request.num_schedulable_tokens)
 
@@ -143,17 +143,17 @@ MAX_OVERTAKEN = 64
 class MlfqPolicy(_ClassBlind):
     """Those that have had least service first."""
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         newcomers = [
             request
             for request_class in RequestClass
             for request in itertools.islice(step.waiting.of(request_class), MAX_COUNTED)
         ]
         newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
-        yield Phase(
-            prompts=sorted(step.running, key=_rank),
-            newcomers=sorted(newcomers, key=_rank),
+        step.take(
+            sorted(step.running, key=_rank),
+            sorted(newcomers, key=_rank),
             goes_before=lambda newcomer, request: _rank(newcomer) < _rank(request),
         )
 

@@ -23,9 +23,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.accounts import Account
-from lightserve.router.policies.base import LOOK_AHEAD, StepLimits, Waiting
-from lightserve.router.policies.step_budget import StepBudget
-from lightserve.router.policies.step_loads import num_loaded_by
+from lightserve.router.policies.base import Waiting
+from lightserve.router.policies.step_budget import (
+    LOOK_AHEAD,
+    StepBudget,
+    StepLimits,
+    num_loaded_by,
+)
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running
 from lightserve.router.slo import PROMOTION_FACTOR, CompletionLedger, LineDeadline
@@ -134,10 +138,10 @@ ALIKE = 0.05
 class BatchOrder:
     """Compares best-effort requests that could start in a step."""
 
-    def __init__(self, step: StepBudget, *, spares_wanted: bool = False) -> None:
+    def __init__(self, budget: StepBudget, *, spares_wanted: bool = False) -> None:
         """`spares_wanted`: of what leaves the cache, only what others wait for counts as lost."""
-        self._step = step
-        limits = step.limits
+        self._budget = budget
+        limits = budget.limits
         self._max_tokens = limits.max_num_batched_tokens
         self._turn = limits.turn
         self._num_free_at_first = limits.num_free_slots
@@ -148,7 +152,7 @@ class BatchOrder:
         self._distances: dict[Request, float] = {}
         self._num_left: dict[tuple[int, int], int] = {}
         """Tokens of a prompt that there is time for, by where it begins and what it loads."""
-        self._num_tokens = step.num_tokens
+        self._num_tokens = budget.num_tokens
         """By others the step was then filled: what was found holds as long."""
 
     def best_first(self, waiting: Iterable[Request]) -> Iterator[Request]:
@@ -170,7 +174,7 @@ class BatchOrder:
 
     def score(self, request: Request) -> float:
         """Return the tokens that a newcomer's chunk gains per second."""
-        num_new, added_s = self._step.share_of(request)
+        num_new, added_s = self._budget.share_of(request)
         num_lost = max(0, num_new - self._num_free)
         num_gained = request.next_position + num_new - num_lost
         return num_gained / added_s if added_s > 0 else math.inf
@@ -178,13 +182,13 @@ class BatchOrder:
     @property
     def _num_free(self) -> int:
         """Slots that hold nothing, and that no request of the step takes."""
-        return max(0, self._num_free_at_first - self._step.num_tokens)
+        return max(0, self._num_free_at_first - self._budget.num_tokens)
 
     def _index_of_best(self, requests: list[Request]) -> int:
         if len(requests) == 1:
             return 0
         if requests[0].num_requeues:
-            loads = [self._step.seconds_added(r, r.num_schedulable_tokens) for r in requests]
+            loads = [self._budget.seconds_added(r, r.num_schedulable_tokens) for r in requests]
             return loads.index(min(loads))
         scores = [self._score_now(request) for request in requests]
         alike = (1.0 - ALIKE) * max(scores)
@@ -195,8 +199,8 @@ class BatchOrder:
 
     def _score_now(self, request: Request) -> float:
         """Return the score, from memory while nothing has joined the step since."""
-        if self._num_tokens != self._step.num_tokens:
-            self._num_tokens = self._step.num_tokens
+        if self._num_tokens != self._budget.num_tokens:
+            self._num_tokens = self._budget.num_tokens
             self._scores.clear()
             self._distances.clear()
             self._num_left.clear()
@@ -215,7 +219,7 @@ class BatchOrder:
         num_rest = request.num_schedulable_tokens
         place = request.next_position, num_loaded_by(request)
         if (num_left := self._num_left.get(place)) is None:
-            num_left = self._step.num_tokens_in_time(request, self._max_tokens)
+            num_left = self._budget.num_tokens_in_time(request, self._max_tokens)
             self._num_left[place] = num_left
         compute = (num_rest - num_left) / self._max_tokens
         return math.hypot(compute, (num_rest - self._num_free) / self._num_slots)

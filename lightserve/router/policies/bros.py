@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from lightserve.router.policies.base import Phase, heads_of_real_time, merged, one_by_one
-from lightserve.router.policies.step_budget import StepBudget
-from lightserve.router.policies.step_loads import num_loaded_by
+from lightserve.router.policies.base import Step, heads_of_real_time, merged, one_by_one
+from lightserve.router.policies.step_budget import num_loaded_by
 from lightserve.router.request import Request
 from lightserve.router.request_table import Rows
 from lightserve.router.step_cost import StepShape
@@ -45,21 +44,19 @@ class BrosPolicy:
     is_class_aware = True
     meets_deadlines = True
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         size = BASE_BATCH << min(step.limits.num_steps_in_time, MAX_DOUBLINGS)
         waiting = heads_of_real_time(step.waiting)
-        waiting.sort(key=lambda request: (request.priority, step.residual(request)))
+        waiting.sort(key=lambda request: (request.priority, step.budget.residual(request)))
         limit_s = _least_residual(step, waiting)
-        step.lend(limit_s / step.limits.cost.guard)
-        for phase in _real_time(step, waiting, size):
-            yield phase
-            step.hits_limit |= step.has_run_out and not step.is_full
-        yield from _best_effort(step, size)
-        yield from _replacements(step, size)
+        step.budget.lend(limit_s / step.limits.cost.guard)
+        _try_real_time(step, waiting, size)
+        _try_best_effort(step, size)
+        _replace_one_by_one(step, size)
 
 
-def _least_residual(step: StepBudget, waiting: Iterable[Request]) -> float:
+def _least_residual(step: Step, waiting: Iterable[Request]) -> float:
     """Return the least time left to a real-time token that can be in time; inf: to none.
 
     A prompt alone, a decode beside all that are more urgent: were one to count that they make late,
@@ -67,8 +64,9 @@ def _least_residual(step: StepBudget, waiting: Iterable[Request]) -> float:
     """
     cost = step.limits.cost
     rows = step.running.of(RT)
-    rows = step.due.in_order(rows[step.running.schedulable[rows] > 0])
-    due_s = step.due.of_rows(rows, step.due.residuals.due).tolist()
+    due = step.budget.due
+    rows = due.in_order(rows[step.running.schedulable[rows] > 0])
+    due_s = due.of_rows(rows, due.residuals.due).tolist()
     contexts = np.cumsum(step.running.table.next_position[rows]).tolist()
     in_time = (
         residual_s
@@ -77,44 +75,50 @@ def _least_residual(step: StepBudget, waiting: Iterable[Request]) -> float:
     )
     least_s = float(next(in_time, math.inf))
     for request in waiting:
-        residual_s = step.residual(request)
+        residual_s = step.budget.residual(request)
         shape = StepShape().plus(request.next_position, request.num_schedulable_tokens)
         if cost.seconds(shape) <= residual_s < least_s:
             least_s = residual_s
     return least_s
 
 
-def _real_time(step: StepBudget, waiting: Sequence[Request], size: int) -> Iterator[Phase]:
-    """Yield decodes and whole prompts in one order, until the first for which there is no time."""
-    running = step.phase_of(step.running.of(RT))
-    decodes = step.due.in_order(running.decodes)
-    due_s = step.due.of_rows(decodes, step.due.residuals.due)
+def _try_real_time(step: Step, waiting: Sequence[Request], size: int) -> None:
+    """Try decodes and whole prompts in one order, until the first for which there is no time."""
+    budget = step.budget
+    running = step.sort_out(step.running.of(RT))
+    decodes = budget.due.in_order(running.decodes)
+    due_s = budget.due.of_rows(decodes, budget.due.residuals.due)
     prompts = merged(
-        sorted(running.prompts, key=step.residual),
+        sorted(running.prompts, key=budget.residual),
         iter(waiting),
-        lambda newcomer, request: step.residual(newcomer) < step.residual(request),
+        lambda newcomer, request: budget.residual(newcomer) < budget.residual(request),
     )
     num_done = 0
     for request in prompts:
-        num_before = int(np.searchsorted(due_s, step.residual(request), side="right"))
+        num_before = int(np.searchsorted(due_s, budget.residual(request), side="right"))
         if num_before > num_done:
-            yield _decodes(step, decodes[num_done:num_before], size)
+            _decode(step, decodes[num_done:num_before], size)
             num_done = num_before
-            if step.has_run_out:
-                return
-        if step.num_requests >= size:
+        if _is_through(step) or budget.num_requests >= size:
             return
-        yield from one_by_one(step, [request], is_whole=_fits(step))
-        if step.has_run_out:
+        one_by_one(step, [request], is_whole=_fits(step))
+        if _is_through(step):
             return
-    yield _decodes(step, decodes[num_done:], size)
+    _decode(step, decodes[num_done:], size)
+    _is_through(step)
 
 
-def _decodes(step: StepBudget, rows: Rows, size: int) -> Phase:
-    return Phase(decodes=rows[: max(0, size - step.num_requests)], classes=())
+def _decode(step: Step, rows: Rows, size: int) -> None:
+    step.decode(rows[: max(0, size - step.budget.num_requests)])
 
 
-def _fits(step: StepBudget) -> Callable[[Request], bool]:
+def _is_through(step: Step) -> bool:
+    """Return whether time or tokens have ended, and note whether it was time."""
+    step.hits_limit |= step.has_run_out and not step.budget.is_full
+    return step.has_run_out
+
+
+def _fits(step: Step) -> Callable[[Request], bool]:
     """Return whether a step has room for all of a request's prompt, so that it is never cut.
 
     With all real-time decodes, each of which has just had a token, and no other prompt.
@@ -133,31 +137,33 @@ def _fits(step: StepBudget) -> Callable[[Request], bool]:
     return fits
 
 
-def _best_effort(step: StepBudget, size: int) -> Iterator[Phase]:
-    """Yield those that run, which are in the pool, then those that wait by what they load."""
-    running = step.phase_of(step.running.of(BE))
-    yield _decodes(step, running.decodes, size)
+def _try_best_effort(step: Step, size: int) -> None:
+    """Try those that run, which are in the pool, then those that wait by what they load."""
+    running = step.sort_out(step.running.of(BE))
+    _decode(step, running.decodes, size)
     if step.has_run_out or step.waits_for_memory(RT):
         return
     waiting = iter(step.waiting.of(BE))
     oldest = list(itertools.islice(waiting, 1)) if step.limits.turn.is_of_oldest else []
     others = [*running.prompts, *oldest, *sorted(waiting, key=num_loaded_by)]
-    not_too_many = itertools.takewhile(lambda _request: step.num_requests < size, others)
-    yield from one_by_one(step, not_too_many, is_whole=_fits(step))
+    not_too_many = itertools.takewhile(lambda _request: step.budget.num_requests < size, others)
+    one_by_one(step, not_too_many, is_whole=_fits(step))
 
 
-def _replacements(step: StepBudget, size: int) -> Iterator[Phase]:
-    """Yield decodes of best-effort requests in place of real-time ones that can wait."""
-    left_out = step.phase_of(step.running.of(BE)).decodes[:MAX_REPLACED]
-    if not len(left_out) or (not step.has_run_out and step.num_requests < size) or step.is_full:
+def _replace_one_by_one(step: Step, size: int) -> None:
+    """Try decodes of best-effort requests in place of real-time ones that can wait."""
+    budget = step.budget
+    left_out = step.sort_out(step.running.of(BE)).decodes[:MAX_REPLACED]
+    is_full = step.has_run_out or budget.num_requests >= size
+    if not len(left_out) or not is_full or budget.is_full:
         return
-    can_wait = step.decodes_due_after(step.seconds + step.limits.average_step_s)
+    can_wait = budget.decodes_due_after(budget.seconds + step.limits.average_step_s)
     can_wait = can_wait[step.running.table.is_rt[can_wait]]
-    least_urgent = step.due.in_order(can_wait)[::-1]
+    least_urgent = budget.due.in_order(can_wait)[::-1]
     for number in range(min(len(left_out), len(least_urgent))):
         rows, instead = left_out[number : number + 1], least_urgent[number : number + 1]
-        yield Phase(gives_way=instead)
-        yield Phase(decodes=rows, classes=())
-        if len(step.not_in_it(rows)):
-            yield Phase(decodes=instead, classes=())
+        step.give_way(instead)
+        step.decode(rows)
+        if len(step.sort_out(rows).decodes):
+            step.decode(instead)
             return

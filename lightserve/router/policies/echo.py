@@ -19,13 +19,10 @@ requests is `router.arrivals`. The paper does not say whether prompts are cut; h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from lightserve.router.policies.base import Phase, heads_of_real_time, leaves_waiting
+from lightserve.router.policies.base import Step, heads_of_real_time
 from lightserve.router.policies.batch_order import BatchOrder
-from lightserve.router.policies.step_budget import StepBudget
 from lightserve.router.request import Request
 from lightserve.router.request_table import Rows
 from lightserve.types import BE, RT
@@ -41,36 +38,36 @@ class EchoPolicy:
         """`best_first`: offline requests start by what they gain, not as the queue has them."""
         self._best_first = best_first
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
-        online = step.running_of(RT)
-        yield Phase(decodes=online.decodes, classes=())
-        step.limit_by_deadlines()
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
+        online = step.of(RT)
+        step.decode(online.decodes)
+        step.budget.limit_by_deadlines()
         prompts = sorted(online.prompts, key=_by_arrival)
         newcomers = sorted(heads_of_real_time(step.waiting), key=_by_arrival)
-        yield Phase(prompts=prompts, newcomers=newcomers, classes=(RT,))
-        if step.has_run_out or leaves_waiting(step, RT):
+        step.take(prompts, newcomers, classes=(RT,))
+        if step.has_run_out or step.leaves_waiting(RT):
             return
-        running = step.running_of(BE)
+        running = step.of(BE)
         is_kept = step.running.table.inflight_steps[running.decodes] > 0
         for decodes in (running.decodes[is_kept], running.decodes[~is_kept]):
-            yield Phase(decodes=_shortest_first(step, decodes), classes=())
+            step.decode(_shortest_first(step, decodes))
         if step.has_run_out:
             return
-        yield Phase(prompts=running.prompts, classes=())
+        step.take(running.prompts, classes=())
         if step.has_run_out or step.waits_for_memory(RT):
             return
         offline = step.waiting.of(BE)
         if self._best_first:
-            offline = BatchOrder(step, spares_wanted=True).best_first(offline)
-        yield Phase(newcomers=offline, classes=(BE,))
+            offline = BatchOrder(step.budget, spares_wanted=True).best_first(offline)
+        step.take(newcomers=offline, classes=(BE,))
 
 
 def _by_arrival(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival_number
 
 
-def _shortest_first(step: StepBudget, decodes: Rows) -> Rows:
+def _shortest_first(step: Step, decodes: Rows) -> Rows:
     positions = step.running.table.next_position[decodes]
     in_order: Rows = decodes[np.argsort(positions, kind="stable")]
     return in_order

@@ -1,88 +1,195 @@
-"""A step that is being filled: what is in it, how long that takes, and what else fits."""
+"""Time and tokens of a step that is being filled: what is in it, how long that takes, what fits."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
-from lightserve.router.policies.base import (
-    LOOK_AHEAD,
-    NO_LIMIT,
-    Phase,
-    StepLimits,
-    StepPace,
-    Waiting,
-)
-from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
+from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
+from lightserve.router.policies.pace import StepPace
+from lightserve.router.queue import Turn
 from lightserve.router.request import WAITING, Request
-from lightserve.router.request_table import NO_ROWS, DueTimes, Rows, Running
-from lightserve.router.step import ALL_CLASSES, Loading, Reason, Scheduled, Skips
-from lightserve.router.step_cost import StepShape
-from lightserve.types import BE, RT, RequestClass
+from lightserve.router.request_table import NO_ROWS, DueTimes, RequestTable, Rows
+from lightserve.router.seats import Seats
+from lightserve.router.step import Loading, Scheduled
+from lightserve.router.step_cost import StepCost, StepGuard, StepShape
+from lightserve.types import BE, RT
 
 MIN_CHUNK = 16
 """Under deadlines, fewer tokens of a prompt are not worth a row, unless they end it."""
-MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE, Reason.BYTES}
-"""What newcomers may lack though there is time: those that run go on."""
+
+
+NO_LIMIT = 1 << 30
+LOOK_AHEAD = 8
+"""Requests that are looked at in one step where another than the first may be the better choice:
+best-effort ones that are compared, or passed over as a smaller one behind them may fit now; urgent
+ones that wait."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step may use."""
+
+    max_num_batched_tokens: int
+    num_free_rows: int
+    """For newcomers of this step, of which there may be no more than `planner.MAX_NEWCOMERS`."""
+    num_yielding_rows: int = 0
+    """Rows of others, which real-time newcomers get beyond these."""
+    max_be_seqs: int = NO_LIMIT
+    """Most best-effort requests that run at once."""
+    step_number: int = 0
+    """Steps that were planned before this one."""
+    num_slots: int = 0
+    """Size of the KV pool."""
+    num_free_slots: int = 0
+    """Slots of it that hold nothing, cached KV counting as something."""
+    num_cached_slots: int = 0
+    """Slots of it whose KV no request reads."""
+    num_wanted_slots: int = 0
+    """Those of them that some request waits for."""
+    num_steps_in_time: int = 0
+    """Steps before this one since one that `StepBudget.hits_limit`."""
+    start_s: float = 0.0
+    """When the step will start, as predicted, on the router's clock."""
+    cost: StepCost = field(default_factory=StepCost)
+    """Predicts what it takes."""
+    best_effort_time: TimeShare = field(default_factory=TimeShare)
+    """What best-effort requests got of the time while they wanted more."""
+    average_step_s: float = 0.0
+    """Execution time of recent steps, on average."""
+    guard: StepGuard | None = None
+    """How far steps may be filled up to a deadline, to be read; None: all of it."""
+    load_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Predicts the time that it waits for loads of so many tokens."""
+    ahead_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Predicts the time of loads that it does not wait for; 0: unknown."""
+    overlaps_copies: bool = False
+    """Whether these are made beside it; otherwise they follow it."""
+    outlook: Outlook = NO_OUTLOOK
+    """What real-time requests ask for."""
+    turn: Turn = field(default_factory=Turn)
+    """Whose turn it is among best-effort requests that wait."""
+    seats: Seats = field(default_factory=Seats)
+    """Which requests that wait are owed a seat."""
+    num_owed_be_rows: int = 0
+    """Rows of others of their class that best-effort newcomers get beyond free ones."""
+
+    @property
+    def num_available_slots(self) -> int:
+        """Slots that no request holds."""
+        return self.num_free_slots + self.num_cached_slots
+
+
+# KV that comes back from the host in a step: what it waits for, and what is loaded beside it.
+#
+# A request that resumes brings its KV along in the step in which it runs again, if there is time
+# for all of it. Otherwise it stays paused while its KV comes back bit by bit, beside the steps of
+# others, and runs in the step after the last bit; it may lose what it has got at any time, at no
+# cost, as all of it is still on the host. How much is loaded beside a step:
+#
+#     where copies overlap (GPU)    what the link can do while the step computes, at no cost to it
+#     where they do not (CPU)       what there is time for in the step: they follow it, a sum
+#
+# Where copies overlap they make no step longer, unless nothing else is in it, or its own deadline
+# is too near for bits: then it is waited for, as far as all deadlines are kept.
+
+
+class StepLoads:
+    """The loads of a step that is being filled."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._overlaps = limits.overlaps_copies
+        self._waited_seconds = limits.load_seconds
+        self._beside_seconds = limits.ahead_seconds
+        self._num_waited = 0
+        self._num_beside = 0
+
+    def seconds(self, num_more: int = 0) -> float:
+        """Return what the step takes longer for its loads, and for those of one more request."""
+        seconds = 0.0
+        if num_waited := self._num_waited + num_more:  # as a rule there are none
+            seconds = self._waited_seconds(num_waited)
+        if self._num_beside and not self._overlaps:
+            seconds += self._beside_seconds(self._num_beside)
+        return seconds
+
+    def wait_for(self, request: Request) -> None:
+        """Load all that a request lacks before the step: it runs in it."""
+        self._num_waited += num_loaded_by(request)
+
+    def can_go_beside(self, request: Request, step_s: float) -> bool:
+        """Whether a request that has to load could do so beside the step instead of running in it.
+
+        Another has to be in it, and there has to be an idea of what copies take. `step_s` is
+        what it takes without its loads; 0: it is empty.
+        """
+        return step_s > 0.0 and self._beside_seconds(num_loaded_by(request)) > 0.0
+
+    def is_free_for(self, request: Request, step_s: float, due_s: float) -> bool:
+        """Whether loading a request beside steps costs nothing, to itself or to others.
+
+        Its next token is due in `due_s`, perhaps inf; steps are taken to be as long as this one.
+        """
+        if not self._overlaps:
+            return False
+        load_s = self._beside_seconds(num_loaded_by(request))
+        return (math.ceil(load_s / step_s) + 1) * step_s <= due_s
+
+    def tokens_beside(self, request: Request, step_s: float, limit_s: float) -> int:
+        """Return how much of a request there is time to load beside the step.
+
+        Args:
+            request: it can go beside the step.
+            step_s: what the step takes without its loads.
+            limit_s: what it may take with them.
+        """
+        free_s = step_s
+        if not self._overlaps:
+            free_s = limit_s - step_s - self._waited_seconds(self._num_waited)
+        counts = range(1, num_loaded_by(request) + 1)
+        return bisect.bisect_right(
+            counts, free_s, key=lambda count: self._beside_seconds(self._num_beside + count)
+        )
+
+    def add_beside(self, num_tokens: int) -> None:
+        """Load so many tokens beside the step."""
+        self._num_beside += num_tokens
+
+
+def num_loaded_by(request: Request) -> int:
+    """Return the tokens that a request brings back when it starts."""
+    return request.num_loaded_by_start if request.state is WAITING else 0
 
 
 class StepBudget:
-    """Time, tokens and rows of a step; what is in it, and what was left out.
+    """See the module. Policies read it and set its time limits; `Step` fills it."""
 
-    Policies read it and set its time limits; the planner's loop fills it.
-    """
+    def __init__(self, table: RequestTable, limits: StepLimits, *, meets_deadlines: bool) -> None:
+        """Begin with an empty step.
 
-    def __init__(
-        self,
-        running: Running,
-        waiting: Waiting,
-        limits: StepLimits,
-        skips: Skips,
-        *,
-        meets_deadlines: bool,
-    ) -> None:
-        """Begin with an empty step, of requests that run and that may start.
-
-        `skips` is told what is left out; `meets_deadlines`: whether the policy looks at deadlines.
+        `table` has the requests that run; `meets_deadlines`: whether the policy looks at deadlines.
         """
-        self.running = running
-        self.waiting = waiting
         self.limits = limits
-        self.skips = skips
-        self.started: dict[Request, None] = {}
-        """Newcomers in it, those that load to start later included."""
-        self.due = DueTimes(running.table, limits.start_s)
-        self.urgent: set[Request] = set()
-        """Best-effort newcomers that start whatever the turn."""
-        self.has_run_out = False
-        """Whether the last phase found too little time, or too few tokens."""
-        self.closed: set[RequestClass] = set()
-        """Classes of which no more newcomers are tried in this phase."""
-        self.hits_limit = False
-        """Whether a policy had to leave out a real-time request for want of time."""
-        self.best_effort_s: float | None = None
-        """What best-effort requests add to its time, where a share is theirs and they want more."""
+        self.due = DueTimes(table, limits.start_s)
         self.deadline_s = math.inf
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
         self.pace = StepPace()
         """Of real-time decodes that have no target."""
+        self.num_left = limits.max_num_batched_tokens
+        """Tokens that it has room for."""
+        self.loads = StepLoads(limits)
+        self.chunks: set[Request] = set()
+        """All that advance in it but its decodes."""
+        self._table = table
         self._meets_deadlines = meets_deadlines
-        self._budget = limits.max_num_batched_tokens
-        self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
-        """Of prompts whose log-probabilities are wanted."""
-        is_bounded = limits.max_be_seqs < NO_LIMIT
-        self._num_be_left = limits.max_be_seqs - (len(running.of(BE)) if is_bounded else 0)
-        """Best-effort requests that may start."""
-        self._num_passed = 0
         self._cost = limits.cost
-        self._loads = StepLoads(limits)
         self._shape = StepShape()
         self._timed = self._shape, 0.0
         """What it was when its time was last asked for, and that time."""
@@ -96,11 +203,8 @@ class StepBudget:
         """Predicted time of what was in it before anything was lent."""
         self._added: list[Rows | Scheduled | Loading] = []
         """What is in it, in order; arrays are rows of decodes."""
-        self._chunks: set[Request] = set()
-        """All others that advance in it."""
-        self._table = running.table
 
-    # ---------------------------------------------------------------- what policies ask
+    # ---------------------------------------------------------------- what is in it
 
     @property
     def is_empty(self) -> bool:
@@ -110,7 +214,7 @@ class StepBudget:
     @property
     def is_full(self) -> bool:
         """Whether the token budget is used up."""
-        return self._budget <= 0
+        return self.num_left <= 0
 
     @property
     def num_tokens(self) -> int:
@@ -123,13 +227,6 @@ class StepBudget:
         return self._shape.num_decodes + self._shape.num_chunks
 
     @property
-    def full_of(self) -> Reason:
-        """What there is no more of once something did not fit: tokens, pace or time."""
-        if self.pace.is_limit and not self.is_full:
-            return Reason.PACE
-        return Reason.TIME if self._meets_deadlines and not self.is_full else Reason.TOKENS
-
-    @property
     def parts(self) -> list[Scheduled | Loading]:
         """What is in it, one by one: for tests, and for those that watch policies."""
         parts: list[Scheduled | Loading] = []
@@ -140,47 +237,14 @@ class StepBudget:
                 parts.append(part)
         return parts
 
-    def running_of(self, request_class: RequestClass | None = None) -> Phase:
-        """Return a phase of the requests of a class, or of all, that run and are not in it yet."""
-        rows = self.running.rows if request_class is None else self.running.of(request_class)
-        return self.phase_of(rows)
-
-    def phase_of(self, rows: Rows) -> Phase:
-        """Return a phase of requests that run, those left out that are in the step already."""
-        decodes, prompts, blocked = self.running.sort_out(self.not_in_it(rows))
-        self.skips.note_rows(blocked, Reason.BLOCKED)
-        return Phase(decodes=decodes, prompts=prompts)
-
-    def not_in_it(self, rows: Rows) -> Rows:
-        """Return those rows of which nothing is in the step."""
-        if self.is_empty or not len(rows):
-            return rows
-        is_in = np.zeros(self._table.num_rows, dtype=np.bool_)
-        is_in[self.decode_rows] = True
-        is_in[[r.row for r in self._chunks if r.row is not None]] = True
-        others: Rows = rows[~is_in[rows]]
-        return others
-
-    def waits_for_memory(self, request_class: RequestClass) -> bool:
-        """Whether memory ended the search for newcomers of a class."""
-        return self.skips.stopped_by.get(request_class) in MEMORY_REASONS
-
-    # ---------------------------------------------------------------- what the loop asks
-
-    def open_phase(self) -> None:
-        """Begin another phase."""
-        self.has_run_out = self.is_full
-        self.closed.clear()
-        self._num_passed = 0
-
-    def in_time(self, rows: Rows) -> Rows:
+    def decodes_in_time(self, rows: Rows) -> Rows:
         """Return as many decodes as budget and time allow, from the first on.
 
         Where tokens are short, the most urgent ones.
         """
-        if len(rows) > self._budget and self._meets_deadlines:
+        if len(rows) > self.num_left and self._meets_deadlines:
             rows = self.due.in_order(rows)
-        rows = rows[: max(0, self._budget)]
+        rows = rows[: max(0, self.num_left)]
         positions, count = self._table.next_position[rows], len(rows)
         if not count or self._has_time_for(count, int(positions.sum())):
             return rows
@@ -193,95 +257,28 @@ class StepBudget:
         )
         return rows[: max(count, int(self.is_empty))]  # an empty step takes one
 
-    def refuses_to_start(self, request: Request) -> Reason | None:
-        """Return why a request that waits may not start, memory aside; None if it may."""
-        if request.num_schedulable_tokens == 0:  # its frontend has not caught up with it yet
-            return Reason.BLOCKED
-        if request.request_class is BE and request not in self.urgent:
-            if not self.limits.turn.allows(request):
-                return Reason.ORDER
-            if self.waiting.is_prefix_in_flight(request):
-                return Reason.BLOCKED
-        return None
-
-    def is_open(self, request_class: RequestClass) -> bool:
-        """Whether more newcomers of a class may be tried in this phase."""
-        limits, is_real_time = self.limits, request_class is RT
-        num_rows = limits.num_yielding_rows if is_real_time else limits.num_owed_be_rows
-        has_row = num_rows + limits.num_free_rows > len(self.started)
-        has_row &= is_real_time or self._num_be_left > 0
-        if request_class not in self.closed and not has_row:
-            self._close(request_class, Reason.ROWS)
-        return request_class not in self.closed
-
-    def offer(self, request: Request, phase: Phase) -> Scheduled | Loading | Reason:
-        """Return as much of a request as there is time and budget for, or what is short.
-
-        An empty step takes something, however little time there is. One that resumes and has too
-        much to bring back loads it beside the step; then others may still join it.
-        """
-        rest = request.num_schedulable_tokens
-        if rest == 0:
-            return Reason.BLOCKED
-        if request.wants_prompt_logprobs:
-            rest = min(rest, self._num_positions_left)
-            if rest == 0:
-                return Reason.TOKENS
-        if phase.num_tokens and not request.is_whole:
-            return Scheduled(request, phase.num_tokens)
-        if phase.is_whole or request.is_whole:
-            is_in = self.is_empty or self.num_tokens_in_time(request, rest) == rest
-            return Scheduled(request, rest) if is_in else self._run_out()
-        loads = num_loaded_by(request) > 0
-        can_go_beside = loads and self._loads.can_go_beside(request, self.seconds)
-        if can_go_beside and self._loads.is_free_for(request, self.seconds, self._due_for(request)):
-            return self._offer_loading(request)
-        most = self._leaving_room(request, rest) if phase.leaves_room else rest
-        num_tokens = self.num_tokens_in_time(request, most)
-        is_small = self.pace.is_limit and request.request_class is BE
-        least = min(rest, MIN_CHUNK) if self._meets_deadlines and not is_small else 1
-        if num_tokens <= 0 or (num_tokens < least and not self.is_empty):
-            if can_go_beside and not self.is_full:
-                return self._offer_loading(request)
-            return self._run_out()
-        self.has_run_out = num_tokens < rest
-        return Scheduled(request, num_tokens)
-
-    def _due_for(self, request: Request) -> float:
-        """Return the time that a request has to load its KV beside steps."""
-        if request.request_class is RT and not self._meets_deadlines:
-            return 0.0
-        return self.residual(request) / self._cost.guard
-
-    def _offer_loading(self, request: Request) -> Loading | Reason:
-        num_tokens = self._loads.tokens_beside(request, self.seconds, self._predicted_limit_s)
-        return Loading(request, num_tokens) if num_tokens else Reason.LOADING
-
-    def _run_out(self) -> Reason:
-        self.has_run_out = True
-        return self.full_of
-
     def add_decodes(self, rows: Rows) -> None:
         """Add rows that compute one token."""
         if len(rows):
             self._added.append(rows)
             context = int(self._table.next_position[rows].sum())
             self._shape = self._shape.plus_decodes(len(rows), context)
-            self._budget -= len(rows)
-            self.has_run_out = self.has_run_out or self.is_full
+            self.num_left -= len(rows)
+
+    def remove_decodes(self, rows: Rows) -> None:
+        """Take decodes out; they may be added again."""
+        self._shape = self._without(rows)
+        for place, part in enumerate(self._added):
+            if isinstance(part, np.ndarray):
+                self._added[place] = part[~np.isin(part, rows)]
+        self.num_left += len(rows)
 
     def add(self, part: Scheduled | Loading) -> None:
-        """Add a part that was offered, or less of it."""
+        """Add what a prompt computes, or loads beside the step."""
         request, num_tokens = part
-        if request.state is WAITING:
-            self.started[request] = None
-            self._num_be_left -= request.request_class is BE
-            if request.request_class is BE and request not in self.urgent:
-                self.limits.turn.note(request)
+        self._added.append(part)
         if isinstance(part, Loading):
-            self._loads.add_beside(num_tokens)
-            self._added.append(part)
-            self.skips.note(request, Reason.LOADING)
+            self.loads.add_beside(num_tokens)
             return
         shape = self._shape.plus(request.next_position, num_tokens)
         if num_tokens == request.num_schedulable_tokens and request.request_class is RT:
@@ -292,61 +289,10 @@ class StepBudget:
                 self.deadline_s = min(self.deadline_s, residual_s)
             elif residual_s >= self._cost.seconds(shape):
                 self._best_effort_limit_s = min(self._best_effort_limit_s, residual_s)
-        if request.wants_prompt_logprobs:
-            self._num_positions_left -= num_tokens
-        self._added.append(part)
-        self._chunks.add(request)
-        self._loads.wait_for(request)
+        self.chunks.add(request)
+        self.loads.wait_for(request)
         self._shape = shape
-        self._budget -= num_tokens
-        self.has_run_out = self.has_run_out or self.is_full
-
-    def skip(self, request: Request, reason: Reason, classes: tuple[RequestClass, ...]) -> None:
-        """Leave a request out; what that ends, is ended.
-
-        Args:
-            request: it was tried.
-            reason: what it lacks.
-            classes: of the newcomers that are not tried any more where this one may not be passed.
-        """
-        self.skips.note(request, reason)
-        if request.state is not WAITING or reason is Reason.BLOCKED:
-            return
-        is_best_effort = request.request_class is BE
-        has_no_positions = request.wants_prompt_logprobs and self._num_positions_left <= 0
-        if (
-            reason is Reason.LOADING
-            or (reason is Reason.KV_FUTURE and is_best_effort)
-            or (reason is Reason.TOKENS and has_no_positions)
-        ):
-            self._num_passed += 1
-            if self._num_passed <= LOOK_AHEAD:
-                return
-        for request_class in classes:
-            self._close(request_class, reason)
-
-    def _close(self, request_class: RequestClass, reason: Reason) -> None:
-        self.closed.add(request_class)
-        self.skips.stop(request_class, reason)
-
-    def close_all(self, phase: Phase) -> None:
-        """End a phase in which time or tokens ran out."""
-        for request in phase.prompts:
-            if request not in self._chunks:
-                self.skips.note(request, self.full_of)
-        for request_class in phase.classes:
-            self._close(request_class, self.full_of)
-
-    def note_rest(self) -> None:
-        """Say of requests that were not tried why: it was not their turn."""
-        reason = Reason.TOKENS if self.is_full else Reason.ORDER
-        if self.num_requests - len(self.started) < len(self._table.rows):
-            others = self.not_in_it(self._table.rows)
-            is_blocked = self.running.schedulable[others] == 0
-            self.skips.note_rows(others[is_blocked], Reason.BLOCKED)
-            self.skips.note_rows(others[~is_blocked], reason)
-        for request_class in ALL_CLASSES:
-            self.skips.stop(request_class, reason)
+        self.num_left -= num_tokens
 
     # ---------------------------------------------------------------- deadlines
 
@@ -365,7 +311,7 @@ class StepBudget:
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
         rest, shape = request.num_schedulable_tokens, self._without(without)
-        fits = rest <= self._budget + len(without)
+        fits = rest <= self.num_left + len(without)
         if fits and (whole_s := self._seconds_with_all_of(request, shape)) <= self._limit_s:
             return whole_s
         decodes = shape.decodes
@@ -443,7 +389,7 @@ class StepBudget:
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         self._base_s = max(self.seconds, min(doubtless_s, self._limit_s))
         self._lent_until_s = until_s
-        self.pace.limit(self._predicted_limit_s)
+        self.pace.limit(self.predicted_limit_s)
 
     @contextmanager
     def in_any_case(self, seconds: float) -> Iterator[None]:
@@ -463,13 +409,13 @@ class StepBudget:
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
-        limit_s = self._predicted_limit_s
+        limit_s = self.predicted_limit_s
         if self.pace.limits.prompts_s < math.inf:
             limit_s = self.pace.limit(limit_s, request, self.residual(request))
-        return limit_s - self._loads.seconds(num_loaded_by(request))
+        return limit_s - self.loads.seconds(num_loaded_by(request))
 
     @property
-    def _predicted_limit_s(self) -> float:
+    def predicted_limit_s(self) -> float:
         """Return how long the step may take as predicted, copies included.
 
         Whatever the doubts, tokens that make it no longer may be in it: below the knee of the cost
@@ -482,7 +428,7 @@ class StepBudget:
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
         """Whether the step keeps its limits with so many more decodes, contexts summed."""
         shape = self._shape.plus_decodes(num_decodes, context)
-        return self._cost.seconds(shape) + self._loads.seconds() <= self._predicted_limit_s
+        return self._cost.seconds(shape) + self.loads.seconds() <= self.predicted_limit_s
 
     def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> Rows:
         """Return decodes in it whose residual is longer, or `lent`, what of it is lent."""
@@ -510,14 +456,6 @@ class StepBudget:
         context = int(self._table.next_position[rows].sum())
         return self._shape.plus_decodes(-len(rows), -context)
 
-    def remove_decodes(self, rows: Rows) -> None:
-        """Take decodes out; they may be added again."""
-        self._shape = self._without(rows)
-        for place, part in enumerate(self._added):
-            if isinstance(part, np.ndarray):
-                self._added[place] = part[~np.isin(part, rows)]
-        self._budget += len(rows)
-
     @property
     def deadline_limit_s(self) -> float:
         """What deadlines leave, of the whole step; inf: what is lent ends before, or is unknown."""
@@ -527,24 +465,24 @@ class StepBudget:
     def gained_by_prompt(self, without: Rows) -> int:
         """Return how many more tokens of a prompt would fit until then without decodes."""
         limit_s = self._limit_s / self._cost.guard
-        before = self._cost.tokens_within(self._shape, limit_s, 0, self._budget)
-        return self._cost.tokens_within(self._without(without), limit_s, 0, self._budget) - before
+        before = self._cost.tokens_within(self._shape, limit_s, 0, self.num_left)
+        return self._cost.tokens_within(self._without(without), limit_s, 0, self.num_left) - before
 
     def num_tokens_in_time(self, request: Request, most: int) -> int:
         """Return how many of a prompt's next tokens, `most` at most, fit time and budget."""
-        most = min(most, self._budget)
+        most = min(most, self.num_left)
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
         least, start = min(most, MIN_CHUNK), request.next_position
-        if self.pace.is_limit and request.request_class is RT and not self._chunks:  # it gets on
+        if self.pace.is_limit and request.request_class is RT and not self.chunks:  # it gets on
             least_s = self._cost.seconds(self._shape.plus(start, least))
-            most_s = self._predicted_limit_s - self._loads.seconds(num_loaded_by(request))
+            most_s = self.predicted_limit_s - self.loads.seconds(num_loaded_by(request))
             limit_s = min(max(limit_s, least_s), most_s)
         in_time = self._cost.tokens_within(self._shape, limit_s, start, most)
         return max(in_time, least) if self.is_empty else in_time
 
-    def _leaving_room(self, request: Request, most: int) -> int:
+    def leaving_room(self, request: Request, most: int) -> int:
         """Return how many of a prompt's tokens leave time to arrivals, if it is in time so.
 
         They wait for the rest of the step. But it has tokens to which the constant is little.
@@ -568,7 +506,7 @@ class StepBudget:
 
         As `num_tokens_in_time` and `seconds_added` say, which as a rule are one question.
         """
-        most = min(request.num_schedulable_tokens, self._budget)
+        most = min(request.num_schedulable_tokens, self.num_left)
         if most > 1:
             seconds = self._cost.seconds(self._shape.plus(request.next_position, most))
             if seconds <= self._limit_for(request) or not self._cost.is_known:
@@ -579,7 +517,7 @@ class StepBudget:
     def _seconds_loading(self, request: Request) -> float:
         """Return what the step takes longer for the loads of one more request."""
         num_loaded = num_loaded_by(request)
-        return self._loads.seconds(num_loaded) - self._loads.seconds() if num_loaded else 0.0
+        return self.loads.seconds(num_loaded) - self.loads.seconds() if num_loaded else 0.0
 
     def _seconds(self, shape: StepShape) -> float:
-        return (self._cost.seconds(shape) + self._loads.seconds()) * self._cost.guard
+        return (self._cost.seconds(shape) + self.loads.seconds()) * self._cost.guard

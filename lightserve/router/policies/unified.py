@@ -3,7 +3,7 @@
 One time limit per step (BROS, section IV; Echo, section 4.2): the smallest residual among tokens
 that this step completes and that can still be in time; token budgets are the inverse of the cost
 model at that limit (AccelGen, section 3), so that prompts fill it exactly; only those that have
-time to spare leave some of it to what may come (`Phase.leaves_room`). Slack that early tokens
+time to spare leave some of it to what may come (`leaves_room`). Slack that early tokens
 bought is what long chunks and best-effort work live on.
 
     1. real-time decodes: they make the limit
@@ -34,23 +34,17 @@ import numpy as np
 
 from lightserve.router.accounts import Account
 from lightserve.router.arrivals import IDLE_SHARE, Outlook
-from lightserve.router.policies.base import (
-    EVERY_BEST_EFFORT,
-    LOOK_AHEAD,
-    Pace,
-    Phase,
-    in_turns,
-    merged,
-)
+from lightserve.router.policies.base import MEMORY_REASONS, Step, in_turns, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
-from lightserve.router.policies.step_budget import MEMORY_REASONS, StepBudget
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget
 from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
 from lightserve.router.seats import had_of, has_had_less, in_fair_order
 from lightserve.router.step import Reason
 from lightserve.router.step_cost import StepShape
-from lightserve.types import BE, RT, RequestClass
+from lightserve.types import BE, RT
 
 # What `--policy unified` can be told.
 
@@ -79,13 +73,13 @@ class UnifiedPolicy:
         """`options` are frozen."""
         self._options = options
 
-    def phases(self, step: StepBudget) -> Iterator[Phase]:
-        """See `Policy.phases`."""
+    def fill(self, step: Step) -> None:
+        """See `Policy.fill`."""
         order = _Order(self._options, step)
-        yield from order.decodes()
-        yield from order.owed()
-        yield from order.urgent()
-        yield from order.best_effort()
+        order.decode()
+        order.pay_owed()
+        order.try_urgent()
+        order.fill_rest()
         if self._options.be_min_share > 0 and order.wants_more:
             step.best_effort_s = order.best_effort_s
 
@@ -93,19 +87,19 @@ class UnifiedPolicy:
 class _Order:
     """The order of one step, from the most urgent requests to the least."""
 
-    def __init__(self, options: UnifiedOptions, step: StepBudget) -> None:
+    def __init__(self, options: UnifiedOptions, step: Step) -> None:
         self.best_effort_s = 0.0
         """What best-effort requests add to the step's time."""
         self.wants_more = False
         """Whether there are some that could do with more time."""
         self._options = options
-        self._step, self._limits = step, step.limits
+        self._step, self._budget, self._limits = step, step.budget, step.limits
         self._table = step.running.table
         self._real_time, self._best_effort = step.running.of(RT), step.running.of(BE)
         self._num_held = int(self._table.next_position[self._real_time].sum())
         """Tokens of real-time requests."""
         promoted = promote(step.running, self._best_effort, step.waiting, step.limits)
-        step.due.of_jobs = promoted.due_s
+        step.budget.due.of_jobs = promoted.due_s
         step.urgent = set(promoted.waiting)
         self._jobs = promoted.waiting
         """Best-effort requests that wait, and go with real-time ones."""
@@ -126,38 +120,36 @@ class _Order:
         self._is_left = False
         """Whether something urgent that could move or start was left out, or cut."""
 
-    def decodes(self) -> Iterator[Phase]:
-        """Yield the decodes of real-time requests: they make the limit. Jobs' may not break it."""
-        step = self._step
+    def decode(self) -> None:
+        """Try decodes of real-time requests: they make the limit. Jobs' may not break it."""
+        step, budget = self._step, self._budget
         for rows in (self._real_time, self._promoted):
-            of_rows = step.phase_of(rows)
+            of_rows = step.sort_out(rows)
             self._prompts += of_rows.prompts
             if len(of_rows.decodes) or rows is self._real_time:
-                yield Phase(decodes=of_rows.decodes, classes=())
-                step.limit_by_deadlines()
+                step.decode(of_rows.decodes)
+                budget.limit_by_deadlines()
         newcomers = itertools.islice(step.waiting.of(RT), LOOK_AHEAD)
-        prompts = itertools.chain(self._prompts, newcomers)
-        self._gave_way = _rescued(step, prompts)
+        self._gave_way = _rescued(budget, itertools.chain(self._prompts, newcomers))
         if len(self._gave_way):
-            yield Phase(gives_way=self._gave_way)
-            step.limit_by_deadlines()
-        if self._options.pace is not None:
-            heads = itertools.islice(step.waiting.of(RT), MAX_CANDIDATES)
-            due = itertools.takewhile(lambda request: step.residual(request) < math.inf, heads)
-            step.pace.keep(self._options.pace, step, itertools.chain(self._prompts, due))
+            step.give_way(self._gave_way)
+            budget.limit_by_deadlines()
+        heads = itertools.islice(step.waiting.of(RT), MAX_CANDIDATES)
+        due = itertools.takewhile(lambda request: budget.residual(request) < math.inf, heads)
+        step.keep_pace(self._options.pace, itertools.chain(self._prompts, due))
 
-    def owed(self) -> Iterator[Phase]:
-        """Yield what is missing from the share of best-effort requests, whatever the limit."""
+    def pay_owed(self) -> None:
+        """Try what is missing from the share of best-effort requests, whatever the limit."""
         owed_s = self._limits.best_effort_time.owed_s(self._options.be_min_share)
         if owed_s > 0:
-            with self._step.in_any_case(owed_s):
-                yield from self._fill_with_best_effort()
+            with self._budget.in_any_case(owed_s):
+                self._try_best_effort()
 
-    def urgent(self) -> Iterator[Phase]:
-        """Yield real-time prompts: those that can be in time, then those that cannot."""
-        options, step = self._options, self._step
-        prompts = sorted(self._prompts, key=lambda r: (step.residual(r), had_of(r)))
-        late = [r for r in prompts if not step.can_be_in_time(r)]
+    def try_urgent(self) -> None:
+        """Try real-time prompts: those that can be in time, then those that cannot."""
+        options, step, budget = self._options, self._step, self._budget
+        prompts = sorted(self._prompts, key=lambda r: (budget.residual(r), had_of(r)))
+        late = [r for r in prompts if not budget.can_be_in_time(r)]
         late.sort(key=had_of)
         in_time = [r for r in prompts if r not in late]
         late_goes_first = is_turn_of_late(
@@ -167,105 +159,102 @@ class _Order:
             self._limits.outlook.load,
             self._limits.step_number,
         )
-        newcomers = self._newcomers(late_first=late_goes_first)
-        newcomers = self._most_in_time(newcomers, in_time)
-        newcomers = self._one_long_at_once(newcomers, in_time)
-        classes: tuple[RequestClass, ...] = (RT,)
-        if jobs := [r for r in self._jobs if r not in step.started]:
-            newcomers, classes = merged(jobs, newcomers, self._goes_before), (RT, BE)
-        late_first, late_last = (late, []) if late_goes_first else ([], late)
-        middle = Phase(prompts=in_time, newcomers=newcomers, goes_before=self._goes_before)
-        for phase in (Phase(prompts=late_first), middle, Phase(prompts=late_last)):
-            if phase is middle or phase.prompts:
-                yield phase._replace(classes=classes, leaves_room=True)
+        jobs = [r for r in self._jobs if r not in step.started]
+        classes = (RT, BE) if jobs else (RT,)
+        for prompts in (late, in_time) if late_goes_first else (in_time, late):
+            newcomers: Iterator[Request] = iter(())
+            if prompts is in_time:
+                newcomers = self._newcomers(in_time, late_first=late_goes_first)
+                newcomers = self._one_long_at_once(newcomers, in_time)
+                if jobs:
+                    newcomers = merged(jobs, newcomers, self._goes_before)
+            if prompts or prompts is in_time:
+                step.take(
+                    prompts,
+                    newcomers,
+                    classes=classes,
+                    goes_before=self._goes_before,
+                    leaves_room=True,
+                )
                 if step.has_run_out:
                     self._is_left = True
                     return
         self._is_left = not step.waits_for_memory(RT) and any(
-            request not in step.started
-            and request.num_schedulable_tokens > 0
-            and step.skips.reason_of(request) not in MEMORY_REASONS
+            step.could_start(request) and step.skips.reason_of(request) not in MEMORY_REASONS
             for request in step.waiting.of(RT)
         )
 
-    def best_effort(self) -> Iterator[Phase]:
-        """Yield what fills the rest of the step, as far as it is lent, if nothing urgent waits."""
-        step = self._step
+    def fill_rest(self) -> None:
+        """Fill the rest of the step, as far as it is lent, if nothing urgent waits."""
+        step, budget = self._step, self._budget
         if len(self._gave_way):
-            yield Phase(decodes=step.due.in_order(self._gave_way), classes=())
-        if self._is_left or step.is_full:
+            step.decode(budget.due.in_order(self._gave_way))
+        if self._is_left or budget.is_full:
             self.wants_more = self._options.be_min_share > 0 and (
                 bool(len(self._best_effort)) or next(iter(step.waiting.of(BE)), None) is not None
             )
             return
         outlook = self._limits.outlook
-        pace_s = step.pace.limits.best_effort_s
+        pace_s = budget.pace.limits.best_effort_s
         lent_s = self._lent_until_s()
-        until_s, ample = min(lent_s, pace_s), 0.0 if outlook.is_tight else ample_share(outlook)
-        step.lend(until_s)
-        displaced = _displaced(step)
-        if len(displaced):
-            yield Phase(gives_way=displaced)
+        until_s = min(lent_s, pace_s)
+        ample = 0.0 if outlook.is_tight else max(0.0, 1.0 - outlook.load - MUCH_FREE)
+        budget.lend(until_s)
+        displaced = _displaced(budget)
+        step.give_way(displaced)
         if ample > 0 and len(self._best_effort):
-            before_s = step.seconds
-            step.lend(min(max(until_s, before_s * (1.0 + DECODE_STRETCH * ample)), pace_s))
-            yield Phase(decodes=step.phase_of(self._best_effort).decodes, classes=())
-            self.best_effort_s += step.seconds - before_s
-            step.lend(until_s)
+            before_s = budget.seconds
+            budget.lend(min(max(until_s, before_s * (1.0 + DECODE_STRETCH * ample)), pace_s))
+            step.decode(step.sort_out(self._best_effort).decodes)
+            self.best_effort_s += budget.seconds - before_s
+            budget.lend(until_s)
         if len(self._lines.rows) or self._lines.waiting:
-            yield from self._late_lines()
-            until_s = min(until_s, step.seconds)
-            step.lend(until_s)
-        yield from self._fill_with_best_effort()
-        if self.wants_more and (ample > 0 or step.is_padded):
-            nearly_s = step.seconds * (1.0 + NEARLY_FREE)
-            step.lend(max(until_s, nearly_s), doubtless_s=nearly_s if step.is_padded else 0.0)
-            yield from self._fill_with_best_effort(has_decodes=False)
+            self._try_late_lines()
+            until_s = min(until_s, budget.seconds)
+            budget.lend(until_s)
+        self._try_best_effort()
+        if self.wants_more and (ample > 0 or budget.is_padded):
+            nearly_s = budget.seconds * (1.0 + NEARLY_FREE)
+            doubtless_s = nearly_s if budget.is_padded else 0.0
+            budget.lend(max(until_s, nearly_s), doubtless_s=doubtless_s)
+            self._try_best_effort(has_decodes=False)
             self.wants_more = True
         is_rare = self._limits.step_number % EVERY_BEST_EFFORT == 0
         if pace_s < lent_s and is_rare and self.best_effort_s == 0.0:
-            step.lend(lent_s)
-            yield from self._fill_with_best_effort()
+            budget.lend(lent_s)
+            self._try_best_effort()
         if len(displaced):
-            yield Phase(decodes=displaced, classes=())
+            step.decode(displaced)
 
-    def _late_lines(self) -> Iterator[Phase]:
-        """Yield lines of batches that are behind, and the decodes of other best-effort requests.
+    def _try_late_lines(self) -> None:
+        """Try lines of batches that are behind, and the decodes of other best-effort requests.
 
         The prompts of these then have what adds nothing to the step: without them steps are short,
         and as more and more of them end, the lines get their memory.
         """
-        step = self._step
-        before_s = step.seconds
+        step, before_s = self._step, self._budget.seconds
         has_memory = not step.waits_for_memory(RT)
         newcomers = (r for r in self._lines.waiting if has_memory and self._may_be_tried(r))
-        yield step.phase_of(self._lines.rows)._replace(newcomers=newcomers, classes=(BE,))
+        lines = step.sort_out(self._lines.rows)
+        step.take(lines.prompts, newcomers, decodes=lines.decodes, classes=(BE,))
         if not step.has_run_out:
-            yield Phase(decodes=step.phase_of(self._best_effort).decodes, classes=())
-        self.best_effort_s += step.seconds - before_s
+            step.decode(step.sort_out(self._best_effort).decodes)
+        self.best_effort_s += self._budget.seconds - before_s
 
-    def _fill_with_best_effort(self, *, has_decodes: bool = True) -> Iterator[Phase]:
-        """Yield those that run, then those that start, up to the limit that is set."""
-        step = self._step
-        before_s = step.seconds
-        running = step.phase_of(self._best_effort)
+    def _try_best_effort(self, *, has_decodes: bool = True) -> None:
+        """Try those that run, then those that start, up to the limit that is set."""
+        step, before_s = self._step, self._budget.seconds
+        running = step.sort_out(self._best_effort)
         if not has_decodes:
             running = running._replace(decodes=NO_ROWS)
-        for phase in in_turns(step, running, self._best_effort_newcomers(), BE):
-            yield phase
-            if step.has_run_out:
-                break
+        newcomers: Iterator[Request] = iter(())
+        if not step.waits_for_memory(RT):
+            newcomers = filter(self._may_be_tried, step.waiting.of(BE))
+            if self._options.best_first:
+                newcomers = BatchOrder(self._budget).best_first(newcomers)
+        in_turns(step, running, newcomers, BE)
         self.wants_more = step.has_run_out
-        self.best_effort_s += step.seconds - before_s
-
-    def _best_effort_newcomers(self) -> Iterator[Request]:
-        step = self._step
-        if step.waits_for_memory(RT):
-            return
-        newcomers: Iterator[Request] = filter(self._may_be_tried, step.waiting.of(BE))
-        if self._options.best_first:
-            newcomers = BatchOrder(step).best_first(newcomers)
-        yield from newcomers
+        self.best_effort_s += self._budget.seconds - before_s
 
     def _may_be_tried(self, request: Request) -> bool:
         """Whether a newcomer is neither in the step nor was left out of it for want of memory."""
@@ -274,13 +263,13 @@ class _Order:
         return request not in step.started and not is_tried
 
     def _lent_until_s(self) -> float:
-        step, limits = self._step, self._limits
+        budget, limits = self._budget, self._limits
         floor_s = limits.cost.seconds(StepShape().plus(0, 1))
         held_share = self._num_held / limits.num_slots
         tpot_s = float(self._table.tpot_s[self._real_time].min(initial=math.inf))
         pace = self._options.pace
         return lent_until_s(
-            step.seconds,
+            budget.seconds,
             floor_s,
             held_share,
             limits.outlook,
@@ -291,43 +280,33 @@ class _Order:
 
     # ---------------------------------------------------------------- real-time newcomers
 
-    def _newcomers(self, *, late_first: bool) -> Iterator[Request]:
-        """Yield those that may start: one late one first, or all of these last or not at all."""
-        waiting = self._step.waiting
-        owed = self._limits.seats.owed
-        late = next((r for r in waiting.late() if r not in owed), None)
-        if late_first and late is not None:
-            yield late
-            yield from (r for r in waiting.of(RT) if r is not late)
-            return
-        has_room = self._num_held < LATE_POOL_SHARE * self._limits.num_slots
-        for request in waiting.of(RT):
-            if request is late and not has_room:  # and all behind it are
-                return
-            yield request
-
-    def _most_in_time(
-        self, newcomers: Iterator[Request], in_progress: Iterable[Request]
-    ) -> Iterator[Request]:
-        """Yield newcomers by deadline while all can be in time, otherwise the shortest first.
+    def _newcomers(self, in_progress: Iterable[Request], *, late_first: bool) -> Iterator[Request]:
+        """Return those that may start, by deadline, or where not all can be in time by length.
 
         By deadlines alone those that cannot be in time would be at the head of the queue in
         overload; and as one is worth as much as another, most are in time if those go first that
-        take least, time as well as memory. Those that cannot be in time follow, before those that
-        are late. Those that never ran and that nothing is due of are not looked at before it is
-        their turn: they come by arrival, as otherwise shorter ones would pass a long one for ever.
-        Where there is too much, or has been, accounts take turns by what they have had.
+        take least, time as well as memory. Those that cannot be in time follow, then those that
+        are late: one of these goes before all others, or all of them last or not at all. Those that
+        never ran and that nothing is due of are not looked at before it is their turn: they come by
+        arrival, as otherwise shorter ones would pass a long one for ever. Where there is too much,
+        or has been, accounts take turns by what they have had.
 
         Args:
-            newcomers: by deadline, those without any and those that are late at the end.
             in_progress: prompts that compute as well.
+            late_first: whether it is the turn of a late one.
         """
-        step, seats = self._step, self._limits.seats
+        step, budget, seats = self._step, self._budget, self._limits.seats
+        late = next((r for r in step.waiting.late() if r not in seats.owed), None)
+        newcomers = step.waiting.of(RT)
+        if late_first and late is not None:
+            newcomers = itertools.chain([late], (r for r in newcomers if r is not late))
+        elif self._num_held >= LATE_POOL_SHARE * self._limits.num_slots:
+            newcomers = itertools.takewhile(lambda r: r is not late, newcomers)
         weighed: list[Request] = []
         owed: list[Request] = []
         rest: Iterator[Request] = newcomers
         for request in itertools.islice(newcomers, MAX_CANDIDATES):
-            residual_s = step.residual(request)
+            residual_s = budget.residual(request)
             if request in seats.owed and not 0 < residual_s < math.inf:
                 owed.append(request)
                 continue
@@ -335,15 +314,15 @@ class _Order:
                 rest = itertools.chain([request], newcomers)
                 break
             weighed.append(request)
-        hopeless = [r for r in weighed if not step.can_be_in_time(r)]
+        hopeless = [r for r in weighed if not budget.can_be_in_time(r)]
         in_time = [r for r in weighed if r not in hopeless]
         num_free = LATE_POOL_SHARE * self._limits.num_slots - self._num_held
         is_too_much = next(iter(step.waiting.late()), None) is not None
         freed_per_s = 0.0  # of slots, by real-time requests, as recent steps were
         if (average_step_s := self._limits.average_step_s) > 0:
-            num_decodes = int(self._table.is_rt[step.decode_rows].sum())
+            num_decodes = int(self._table.is_rt[budget.decode_rows].sum())
             freed_per_s = num_decodes * self._limits.outlook.freed_per_decode / average_step_s
-        if not _fit_all(in_time, in_progress, step, num_free, freed_per_s):
+        if not _fit_all(in_time, in_progress, budget, num_free, freed_per_s):
             in_time.sort(key=lambda request: request.num_schedulable_tokens)
             is_too_much = True
         self._is_too_much = is_too_much
@@ -352,16 +331,13 @@ class _Order:
             if seats.is_shared:
                 untimed, rest = self._untimed(rest)
             in_time = in_fair_order([*in_time, *untimed])
-        yield from owed
-        yield from in_time
-        yield from in_fair_order(hopeless)
-        yield from rest
+        return itertools.chain(owed, in_time, in_fair_order(hopeless), rest)
 
     def _untimed(self, newcomers: Iterator[Request]) -> tuple[list[Request], Iterator[Request]]:
         """Return the next few newcomers that nothing is due of, and those behind them."""
         found: list[Request] = []
         for request in newcomers:
-            if self._step.residual(request) < math.inf or len(found) == LOOK_AHEAD:
+            if self._budget.residual(request) < math.inf or len(found) == LOOK_AHEAD:
                 return found, itertools.chain([request], newcomers)
             found.append(request)
         return found, iter(())
@@ -393,7 +369,7 @@ class _Order:
             }
         for request in newcomers:
             is_long = request.num_schedulable_tokens >= long_tokens
-            if not is_long or request.account not in is_at_it or step.is_urgent(request):
+            if not is_long or request.account not in is_at_it or self._budget.is_urgent(request):
                 yield request
                 continue
             step.skips.note(request, Reason.ORDER)
@@ -403,31 +379,31 @@ class _Order:
 
     def _goes_before(self, newcomer: Request, request: Request) -> bool:
         """Whether it is due before; where nothing is due, or too much, whether it has had less."""
-        step = self._step
-        due_s, other_due_s = step.residual(newcomer), step.residual(request)
+        budget = self._budget
+        due_s, other_due_s = budget.residual(newcomer), budget.residual(request)
         if due_s == other_due_s == math.inf:
             return has_had_less(newcomer, request)
         if self._is_too_much and other_due_s == math.inf and has_had_less(request, newcomer):
             return False
-        return due_s < other_due_s and step.can_be_in_time(newcomer)
+        return due_s < other_due_s and budget.can_be_in_time(newcomer)
 
 
 def _fit_all(
     newcomers: Sequence[Request],
     in_progress: Iterable[Request],
-    step: StepBudget,
+    budget: StepBudget,
     num_free: float,
     freed_per_s: float,
 ) -> bool:
     """Return whether newcomers, one after the other, have memory in time, and are all in time."""
-    done_s = sum(step.seconds_to_end_beside_others(request) for request in in_progress)
+    done_s = sum(budget.seconds_to_end_beside_others(request) for request in in_progress)
     for request in newcomers:
         num_free -= request.num_known_tokens
         wait_s = 0.0
         if num_free < 0:
             wait_s = -num_free / freed_per_s if freed_per_s > 0 else math.inf
-        done_s += step.seconds_to_end_beside_others(request)
-        if done_s + wait_s > step.residual(request):
+        done_s += budget.seconds_to_end_beside_others(request)
+        if done_s + wait_s > budget.residual(request):
             return False
     return True
 
@@ -480,8 +456,8 @@ def is_turn_of_late(
 # Below the knee of the cost model tokens cost next to nothing. A step is stretched by a share of
 # itself in any case, as far as there is free time, so that these are not left unused.
 #
-# Where much time is free (`ample_share`) and little is lent, it is memory that is short. Decodes of
-# best-effort requests go beyond what is lent then, as one that waits keeps its memory from others,
+# Where much time is free (beyond MUCH_FREE) and little is lent, it is memory that is short. Decodes
+# of best-effort requests go beyond what is lent, as one that waits keeps its memory from others,
 # and prompts get what adds next to nothing to a step (NEARLY_FREE). So they do in any case where
 # workers pad a step with a chunk: up to its size tokens cost their attention alone.
 
@@ -503,11 +479,6 @@ DECODE_STRETCH = 2.0
 """Share of a step by which best-effort decodes may stretch it, per share that is ample."""
 NEARLY_FREE = 0.01
 """Share of a step by which tokens that are all but free may."""
-
-
-def ample_share(outlook: Outlook) -> float:
-    """Return the share of time that is free beyond what best-effort requests had better not use."""
-    return max(0.0, 1.0 - outlook.load - MUCH_FREE)
 
 
 def lent_until_s(
@@ -556,35 +527,35 @@ def lent_until_s(
 # best-effort prompts two. What gave way comes back if the step has time left for it.
 
 
-def _rescued(step: StepBudget, prompts: Iterable[Request]) -> Rows:
+def _rescued(budget: StepBudget, prompts: Iterable[Request]) -> Rows:
     """Return decodes that give way to the most urgent request that they make late.
 
     Args:
-        step: with the decodes, its limit known.
+        budget: with the decodes, its limit known.
         prompts: of real-time requests, that may join.
     """
-    average_step_s = step.limits.average_step_s
+    average_step_s = budget.limits.average_step_s
     if average_step_s <= 0:
         return NO_ROWS
-    in_danger = [r for r in step.in_danger if step.residual(r) > 0]
-    in_danger += [r for r in prompts if step.residual(r) > 0 and not step.can_be_in_time(r)]
-    for request in sorted(in_danger, key=step.residual):
-        others = step.decodes_due_after(step.residual(request) + average_step_s)
-        if len(others) and step.would_be_in_time(request, without=others):
+    in_danger = [r for r in budget.in_danger if budget.residual(r) > 0]
+    in_danger += [r for r in prompts if budget.residual(r) > 0 and not budget.can_be_in_time(r)]
+    for request in sorted(in_danger, key=budget.residual):
+        others = budget.decodes_due_after(budget.residual(request) + average_step_s)
+        if len(others) and budget.would_be_in_time(request, without=others):
             return others
     return NO_ROWS
 
 
-def _displaced(step: StepBudget) -> Rows:
+def _displaced(budget: StepBudget) -> Rows:
     """Return decodes that give way to best-effort prompts.
 
     Only where deadlines are what limits the step: time that is not lent is no gain.
     """
-    average_step_s = step.limits.average_step_s
-    limit_s = step.deadline_limit_s
+    average_step_s = budget.limits.average_step_s
+    limit_s = budget.deadline_limit_s
     if average_step_s <= 0 or limit_s == math.inf:
         return NO_ROWS
-    ample = step.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
-    if not len(ample) or step.gained_by_prompt(without=ample) <= len(ample):
+    ample = budget.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
+    if not len(ample) or budget.gained_by_prompt(without=ample) <= len(ample):
         return NO_ROWS
     return ample

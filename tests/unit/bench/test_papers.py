@@ -20,7 +20,7 @@ from bench.scheduling.paper_loads import (
     peak_load,
 )
 from bench.scheduling.papers import GROUNDS, PRESETS, System, play
-from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.sim import HybridConfig
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import parse_block_ids, read_trace
@@ -104,4 +104,4 @@ def test_what_has_waited_longest_goes_on_first(
     limits = StepLimits(max_num_batched_tokens=10, num_free_rows=4, start_s=10.0)
     waiting = Queue([make_request(5, prompt=6)])
     step = filled(LongestWait(), running, waiting, limits, Admitting())
-    assert [request.key.request_id for request, _ in step.parts] == expected
+    assert [request.key.request_id for request, _ in step.budget.parts] == expected

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.policy_scenes import BE, Queue, make_request, running_of
+from support.policy_scenes import BE, make_request, running_of
 
-from lightserve.router.policies.base import LOOK_AHEAD, Phase, StepLimits
 from lightserve.router.policies.batch_order import BatchOrder
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget, StepLimits
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
-from lightserve.router.step import Scheduled, Skips
+from lightserve.router.step import Scheduled
 from lightserve.router.step_cost import StepCost, StepShape
 
 
@@ -35,8 +34,7 @@ def waiting(number: int, *, rest: int, there: int = 0, loaded: int = 0) -> Reque
 
 
 def empty_step(limits: StepLimits) -> StepBudget:
-    running = running_of([])
-    return StepBudget(running, Queue([]), limits, Skips(running.table), meets_deadlines=True)
+    return StepBudget(running_of([]).table, limits, meets_deadlines=True)
 
 
 def order(
@@ -127,9 +125,7 @@ def test_slots_that_the_step_takes_are_free_no_more(cost: StepCost) -> None:
     order = BatchOrder(step)
     request = waiting(0, rest=200, there=100)
     before = order.score(request)
-    part = step.offer(waiting(1, rest=250), Phase())
-    assert isinstance(part, Scheduled) and part.num_tokens == 250
-    step.add(part)
+    step.add(Scheduled(waiting(1, rest=250), 250))
     gained = 100 + 200 - (200 - 50)
     added_s = step.seconds_added(request, 200)
     assert order.score(request) == pytest.approx(gained / added_s)

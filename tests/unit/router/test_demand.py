@@ -55,7 +55,7 @@ def test_nothing_is_asked_for_at_first() -> None:
     demand = ArrivalStats()
     assert demand.outlook(_tokens, 0.0) == NO_OUTLOOK
     demand.note_arrival(0.0, 10, max_output_tokens=1000)
-    assert demand.outlook(_tokens, 0.4) == Outlook(has_untimed=True)
+    assert demand.outlook(_tokens, 0.4) == NO_OUTLOOK
 
 
 def test_a_steady_stream_is_known() -> None:
@@ -188,7 +188,8 @@ def test_a_first_token_without_a_target_waits_for_less_than_the_pace() -> None:
     demand = ArrivalStats()
 
     def limit_after(now_s: float, ttft_s: float, pace_s: float = 0.033) -> float:
-        demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s)
+        is_untimed = ttft_s == math.inf
+        demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s, is_untimed=is_untimed)
         outlook = demand.outlook(_tokens, now_s)._replace(load=0.0, kv_per_step_s=0.0)
         return lent_until_s(0.0, 0.001, 0.0, outlook, 60_000, pace_s=pace_s)
 

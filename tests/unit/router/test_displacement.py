@@ -7,7 +7,7 @@ import pytest
 from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
 
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
@@ -52,7 +52,7 @@ def play(
         average_step_s=average_step_s,
     )
     step = filled(UnifiedPolicy(), in_rows, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in step.parts}, step.skips
+    return {request.arrival_number: count for request, count in step.budget.parts}, step.skips
 
 
 def test_an_ample_decode_gives_way_to_a_prompt() -> None:

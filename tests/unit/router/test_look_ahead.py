@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.policy_scenes import Queue, filled, running_of
 from test_admission import make_request
 
-from lightserve.router.policies.base import LOOK_AHEAD, StepLimits
 from lightserve.router.policies.baselines import ChunkedPolicy
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepLimits
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.types import RequestClass

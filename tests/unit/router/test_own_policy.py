@@ -54,7 +54,7 @@ def test_a_decision_log_says_which_it_was() -> None:
         ("own policy:X", "unified, MODULE:CLASS, got 'own policy:X'"),
         ("gone:X", "--policy gone:X: ModuleNotFoundError: No module named 'gone'"),
         ("own_policy:Gone", "--policy own_policy:Gone: AttributeError: module 'own_policy' has"),
-        ("own_policy:StepBudget", "--policy own_policy:StepBudget: TypeError: "),
+        ("own_policy:Step", "--policy own_policy:Step: TypeError: "),
         ("pathlib:Path", "--policy pathlib:Path is no policy: it has no is_class_aware, meets_d"),
     ],
 )

@@ -12,14 +12,9 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.policies import make_policy
-from lightserve.router.policies.base import (
-    EVERY_BEST_EFFORT,
-    Pace,
-    PaceLimits,
-    StepLimits,
-    pace_limits,
-)
-from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
+from lightserve.router.policies.base import Step
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace, PaceLimits, pace_limits
+from lightserve.router.policies.step_budget import MIN_CHUNK, StepLimits
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step import Reason
@@ -60,7 +55,7 @@ def play(
     cost: StepCost | None = None,
     step_number: int = 1,
     **options: Any,
-) -> StepBudget:
+) -> Step:
     limits = StepLimits(
         max_num_batched_tokens=2048,
         num_free_rows=8,
@@ -72,8 +67,8 @@ def play(
     return filled(made, running_of(running), Queue(waiting), limits, Admitting())
 
 
-def shares(step: StepBudget) -> dict[int, int]:
-    return {request.arrival_number: count for request, count in step.parts}
+def shares(step: Step) -> dict[int, int]:
+    return {request.arrival_number: count for request, count in step.budget.parts}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +89,7 @@ def test_a_prompt_leaves_a_stream_its_pace(policy: str) -> None:
     running, waiting = [stream(0)], [make_request(1, prompt=5000), make_request(2, prompt=5000)]
     step = play(running, waiting, policy=policy)
     assert shares(step) == {0: 1, 1: pytest.approx(246, abs=1)}
-    assert step.seconds <= 0.033
+    assert step.budget.seconds <= 0.033
     assert step.skips.stopped_by[running[0].request_class] is Reason.PACE
     assert shares(play(running, waiting, policy=policy, pace_ms=0))[1] == 2047
     assert shares(play(running, waiting, policy=policy, pace_ms=60))[1] == pytest.approx(489, abs=1)
@@ -109,7 +104,7 @@ def test_prompts_among_themselves_have_no_limit(policy: str) -> None:
 @pytest.mark.parametrize("policy", PACED)
 def test_where_decodes_take_as_long_as_the_pace_a_step_takes_twice_as_long(policy: str) -> None:
     step = play([stream(0)], [make_request(1, prompt=5000)], policy=policy, cost=cost_of(40.0))
-    assert step.seconds == pytest.approx(2 * 0.0401, abs=1e-4)
+    assert step.budget.seconds == pytest.approx(2 * 0.0401, abs=1e-4)
 
 
 @pytest.mark.parametrize("policy", PACED)
@@ -138,10 +133,10 @@ def test_best_effort_work_stretches_a_step_by_half(policy: str) -> None:
     decodes = [make_request(20 + n, BE, prompt=10, output=2) for n in range(25)]
     prompt = make_request(90, BE, prompt=5000)
     step = play([*streams, *decodes], [prompt], policy=policy)
-    assert step.seconds <= 1.5 * 0.006 + 1e-9
+    assert step.budget.seconds <= 1.5 * 0.006 + 1e-9
     assert shares(step)[90] == pytest.approx(5, abs=1) and len(shares(step)) == 36
     step = play(streams, [prompt], policy=policy, be_stretch=3)
-    assert step.seconds == pytest.approx(3 * 0.006, abs=1e-4)
+    assert step.budget.seconds == pytest.approx(3 * 0.006, abs=1e-4)
     assert play(streams, [prompt], policy=policy, pace_ms=0).seconds > 0.05
 
 
@@ -190,7 +185,7 @@ def test_a_prompt_keeps_the_pace_while_that_takes_half_of_its_time(
     slo = SLO(ttft_ms=ttft_ms)
     prompts = [with_targets(make_request(1 + n, prompt=5000), slo) for n in range(1 + num_others)]
     step = play([stream(0)], prompts)
-    assert (step.seconds <= 0.033) == is_paced
+    assert (step.budget.seconds <= 0.033) == is_paced
     if not is_paced:
         assert shares(step)[1] > 1000
 
@@ -206,7 +201,7 @@ def test_a_stream_that_waits_for_its_grammar_keeps_the_pace_in_two_steps() -> No
     policy = make_policy(ServeConfig())
     step = filled(policy, running, Queue([make_request(1, prompt=5000)]), limits, Admitting())
     assert shares(step) == {1: pytest.approx(98, abs=1)}
-    assert step.seconds <= 0.0165
+    assert step.budget.seconds <= 0.0165
 
 
 def test_its_last_token_in_flight_a_stream_keeps_no_pace() -> None:
@@ -263,12 +258,12 @@ def test_no_step_of_random_scenes_breaks_it(policy: str, seed: int) -> None:
         make_request(60 + n, prompt=int(rng.integers(20, 6000))) for n in range(rng.integers(0, 3))
     ]
     waiting += [make_request(70 + n, BE, prompt=800) for n in range(rng.integers(0, 3))]
-    own_s = play(streams, [], policy=policy, cost=cost).seconds
+    own_s = play(streams, [], policy=policy, cost=cost).budget.seconds
     step = play([*streams, *batch], waiting, policy=policy, cost=cost)
     assert all(shares(step)[n] == 1 for n in range(len(streams)))
     has_prompt = any(60 <= number < 70 for number in shares(step))
     most_s = max(0.033, 2 * own_s) if has_prompt else 1.5 * own_s
-    assert step.seconds <= most_s + 1e-9
+    assert step.budget.seconds <= most_s + 1e-9
     assert has_prompt == any(60 <= request.arrival_number < 70 for request in waiting)
 
 

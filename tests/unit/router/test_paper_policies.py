@@ -9,10 +9,10 @@ import pytest
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.policies.accelgen import AccelGenPolicy
-from lightserve.router.policies.base import Policy, StepLimits
+from lightserve.router.policies.base import Policy, Step
 from lightserve.router.policies.bros import BASE_BATCH, BrosPolicy
 from lightserve.router.policies.echo import EchoPolicy
-from lightserve.router.policies.step_budget import StepBudget
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.request import WAITING, Request, RequestState
 from lightserve.router.request_table import Running
 from lightserve.router.slo import TokenDeadlines
@@ -42,7 +42,7 @@ def due(request: Request, left_s: float) -> Request:
     return request
 
 
-def step_of(policy: Policy, requests: Sequence[Request], **limits: Any) -> StepBudget:
+def step_of(policy: Policy, requests: Sequence[Request], **limits: Any) -> Step:
     running = running_of([r for r in requests if r.state is RequestState.RUNNING])
     waiting = Queue([r for r in requests if r.state is WAITING])
     values: dict[str, Any] = {
@@ -59,7 +59,7 @@ def step_of(policy: Policy, requests: Sequence[Request], **limits: Any) -> StepB
 
 def parts(policy: Policy, requests: Sequence[Request], **limits: Any) -> list[tuple[int, int]]:
     step = step_of(policy, requests, **limits)
-    return [(request.key.request_id, num_tokens) for request, num_tokens in step.parts]
+    return [(request.key.request_id, num_tokens) for request, num_tokens in step.budget.parts]
 
 
 class TestBros:
@@ -156,7 +156,7 @@ class TestEcho:
         running.table.send(running.rows[1:4])  # the last one was left out
         limits = StepLimits(1000, num_free_rows=9, start_s=NOW_S, cost=cost())
         step = filled(EchoPolicy(), Running(running.table), Queue([]), limits, Admitting())
-        assert [request.key.request_id for request, _ in step.parts] == [0, 2, 3]
+        assert [request.key.request_id for request, _ in step.budget.parts] == [0, 2, 3]
 
     @pytest.mark.parametrize(("num_wanted", "first"), [(600, 2), (0, 1)])
     def test_what_others_wait_for_is_a_loss(self, num_wanted: int, first: int) -> None:

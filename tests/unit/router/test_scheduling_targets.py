@@ -170,7 +170,7 @@ def test_where_a_prompt_leaves_little_of_its_time_best_effort_steps_are_short(
 ) -> None:
     """42 ms of 83 are more than half; of what is cached, as family 2 is, next to none."""
     server = Server(make_core("unified", 64, lengths=average_of(11), cache_order=task_aware))
-    server.arrive(0, Arrival(0.0, 40, 1, 1, family=2))
+    server.arrive(0, Arrival(0.0, 40, 1, 1, family=2), slo=SLO(completion_s=9))
     server.first_delta(0)
     server.arrive(3, Arrival(0.0, 40, 1, 1, family=family), slo=SLO(ttft_ms=ttft_ms))
     server.first_delta(3)

@@ -7,8 +7,7 @@ import math
 import pytest
 from support.policy_scenes import BE, RT, make_request
 
-from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.step_loads import StepLoads, num_loaded_by
+from lightserve.router.policies.step_budget import StepLimits, StepLoads, num_loaded_by
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 

@@ -8,7 +8,7 @@ from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.arrivals import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
-from lightserve.router.policies.base import StepLimits
+from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
@@ -47,7 +47,9 @@ def play(
     )
     policy = UnifiedPolicy(UnifiedOptions(be_min_share=SHARE))
     step = filled(policy, in_rows, Queue(waiting), limits, Admitting())
-    return {request.arrival_number: count for request, count in step.parts}, step.best_effort_s
+    return {
+        request.arrival_number: count for request, count in step.budget.parts
+    }, step.best_effort_s
 
 
 def test_a_share_is_owed_while_more_is_wanted() -> None:

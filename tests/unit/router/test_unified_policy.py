@@ -10,8 +10,8 @@ from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request
 
 from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.arrivals import IDLE_LIMIT_S, NO_OUTLOOK, Outlook
-from lightserve.router.policies.base import StepLimits
-from lightserve.router.policies.step_budget import MIN_CHUNK, StepBudget
+from lightserve.router.policies.base import Step
+from lightserve.router.policies.step_budget import MIN_CHUNK, StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
@@ -53,7 +53,7 @@ def play(
     num_slots: int = 100_000,
     copy_ms: float = 0.0,
     guard: StepGuard | None = None,
-    into: list[StepBudget] | None = None,
+    into: list[Step] | None = None,
     late_min_share: float = 0.1,
     outlook: Outlook = NO_OUTLOOK,
     average_step_s: float = 0.0,
@@ -77,7 +77,7 @@ def play(
     step = filled(policy, in_rows, Queue(waiting or [], late), limits, Admitting(refused))
     if into is not None:
         into.append(step)
-    return {request.arrival_number: count for request, count in step.parts}
+    return {request.arrival_number: count for request, count in step.budget.parts}
 
 
 def decode(number: int, residual_ms: float) -> Request:
@@ -96,10 +96,10 @@ def test_after_misses_a_step_is_filled_by_less(cost: StepCost) -> None:
     """One time limit: 30 ms are 300 tokens; of what the two decodes leave of them, half."""
     running = [decode(0, 200), decode(1, 30)]
     waiting = [due(make_request(2, prompt=1000), 400)]
-    steps: list[StepBudget] = []
+    steps: list[Step] = []
     shares = play(cost, running, waiting, guard=StepGuard(share=0.5), into=steps)
     assert shares[2] == pytest.approx(149, abs=3)
-    assert steps[0].deadline_s == pytest.approx(0.03), (
+    assert steps[0].budget.deadline_s == pytest.approx(0.03), (
         "what it is to keep is the deadline all the same"
     )
 
@@ -185,7 +185,7 @@ def test_late_newcomers_leave_memory_to_arrivals(cost: StepCost) -> None:
     running = holding([decode(0, 100), decode(1, 100)])
     in_time, late = due(make_request(2, prompt=20), 90), due(make_request(3, prompt=20), -10)
     both = [in_time, late]
-    steps: list[StepBudget] = []
+    steps: list[Step] = []
     assert set(play(cost, running, both, late_min_share=0.0)) == {0, 1, 2, 3}
     shares = play(cost, running, both, num_slots=20, late_min_share=0.0, into=steps)
     assert set(shares) == {0, 1, 2}

@@ -1,0 +1,136 @@
+"""How far others may slow real-time decodes that have no target: the pace.
+
+Without a limit a step with a long prompt lasts as long as its tokens take, and all streams beside
+it stand still. So where real-time requests decode, the tokens of which have no target, a step
+lasts, as predicted, with `decodes` for the time of its real-time decodes alone,
+
+    with real-time prompts     max(2 x decodes, pace) at most, a tenth of the pace left
+    with best-effort work      be_stretch x decodes at most
+
+A tenth is for steps that take longer than predicted: the guard would have prompts crawl where a
+machine is noisy, and nothing is missed here. Twice the decodes, as a prompt would have no time at
+all where these take as long as the pace. The first prompt of a step gets `MIN_CHUNK` tokens in
+any case, with the padding that they bring, and best-effort work what is lent without a pace in
+one step of `EVERY_BEST_EFFORT` in which nothing of it would fit. A stream whose grammar has to
+see each token decodes in every other step: both together keep the pace.
+
+It is no target. Nothing is refused, counted or judged by it, and what has a target stands above
+it: a prompt may take the time that deadlines leave while it would need more than half of its own
+at the pace, together with the prompts that are due before it: less than half is tight. One that
+is late already keeps the pace. While nothing is known of what steps take there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lightserve.router.arrivals import is_tight
+from lightserve.router.request import Request
+from lightserve.router.request_table import DueTimes, Rows, Running
+from lightserve.router.slo import RESERVE_SHARE
+from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.types import RT
+
+EVERY_BEST_EFFORT = 128
+"""So rare that the 99th percentile of gaps does not show it."""
+
+
+class Pace(NamedTuple):
+    """What `--pace-ms` and `--be-stretch` set."""
+
+    seconds: float = 0.033
+    be_stretch: float = 1.5
+
+
+class PaceLimits(NamedTuple):
+    """Most predicted seconds of a step; infinite: there is no limit."""
+
+    prompts_s: float = math.inf
+    """With real-time prompts."""
+    best_effort_s: float = math.inf
+    """With best-effort work."""
+
+
+def pace_limits(pace: Pace, decodes_s: float, *, steps_per_token: int = 1) -> PaceLimits:
+    """Return the limits of a step.
+
+    Args:
+        pace: as set.
+        decodes_s: predicted time of its real-time decodes alone.
+        steps_per_token: steps between two tokens of the slowest stream.
+    """
+    prompts_s = max(2.0 * decodes_s, (1.0 - RESERVE_SHARE) * pace.seconds) / steps_per_token
+    return PaceLimits(prompts_s, pace.be_stretch * decodes_s)
+
+
+@dataclass(slots=True)
+class StepPace:
+    """The pace of one step that is being filled."""
+
+    limits: PaceLimits = field(default_factory=PaceLimits)
+    is_limit: bool = False
+    """Whether the limit that was asked for last is one of these."""
+    _may_be_exceeded: bool = False
+    """Whether prompts that can be in time do not keep it."""
+
+    def keep(
+        self,
+        pace: Pace,
+        running: Running,
+        prompts: Iterable[Request],
+        *,
+        decodes: Rows,
+        due: DueTimes,
+        cost: StepCost,
+    ) -> None:
+        """Find the limits of a step; there are none without a stream that keeps a pace.
+
+        Such a stream has no target for its tokens, and decodes, in this step or (its grammar has to
+        see the token before it) in the next one.
+
+        Args:
+            pace: as set.
+            running: requests that run.
+            prompts: those that may be tried next.
+            decodes: real-time ones in the step, which has nothing else.
+            due: deadlines of the step's tokens.
+            cost: predicts its time.
+        """
+        table, rows = running.table, running.of(RT)
+        num_generated = table.num_output[rows] + table.inflight_samples[rows]
+        is_stream = (num_generated > 0) & (num_generated < table.max_tokens[rows])
+        is_stream &= ~table.is_timed[rows] & (running.schedulable[rows] <= 1)
+        streams = rows[is_stream]
+        if not len(streams) or not cost.is_known:
+            return
+        together = np.union1d(decodes, streams)
+        shape = StepShape().plus_decodes(len(together), int(table.next_position[together].sum()))
+        steps_per_token = 2 if table.awaits_grammar[streams].any() else 1
+        self.limits = pace_limits(pace, cost.seconds(shape), steps_per_token=steps_per_token)
+        done_s, step_s = 0.0, self.limits.prompts_s
+        for request in sorted(prompts, key=due.of):
+            if 0.0 < (due_s := due.of(request)) < math.inf:
+                rest = request.num_schedulable_tokens
+                chunk = cost.tokens_within(shape, step_s, request.next_position + rest // 2, rest)
+                done_s += math.ceil(rest / max(1, chunk)) * step_s
+                self._may_be_exceeded |= is_tight(due_s - done_s, due_s)
+
+    def limit(self, limit_s: float, prompt: Request | None = None, due_s: float = 0.0) -> float:
+        """Return how long a step may take in which a prompt is, and note what limits it.
+
+        Args:
+            limit_s: the limit by all other rules; that of best-effort work is in it already.
+            prompt: None: none that keeps the pace.
+            due_s: seconds until its next token is due.
+        """
+        if limit_s > self.limits.prompts_s and prompt and prompt.request_class is RT:
+            may_exceed = self._may_be_exceeded and 0.0 < due_s < math.inf
+            if not (may_exceed or prompt.is_whole):
+                limit_s = self.limits.prompts_s
+        self.is_limit = limit_s < math.inf and limit_s in self.limits
+        return limit_s
