@@ -247,7 +247,7 @@ class Outlook(NamedTuple):
     @property
     def is_tight(self) -> bool:
         """Whether first tokens can hardly wait for anything."""
-        return is_tight(self.slack_s, self.ttft_s)
+        return self.slack_s < TIGHT_SHARE * self.ttft_s
 
     @property
     def idle_limit_s(self) -> float:

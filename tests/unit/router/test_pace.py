@@ -137,7 +137,7 @@ def test_best_effort_work_stretches_a_step_by_half(policy: str) -> None:
     assert shares(step)[90] == pytest.approx(5, abs=1) and len(shares(step)) == 36
     step = play(streams, [prompt], policy=policy, be_stretch=3)
     assert step.budget.seconds == pytest.approx(3 * 0.006, abs=1e-4)
-    assert play(streams, [prompt], policy=policy, pace_ms=0).seconds > 0.05
+    assert play(streams, [prompt], policy=policy, pace_ms=0).budget.seconds > 0.05
 
 
 @pytest.mark.parametrize("policy", PACED)
