@@ -293,12 +293,11 @@ def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 def _numbers_of_the_router() -> dict[str, Number]:
     """Return its constants that are numbers, as MODULE.NAME where a name occurs twice."""
-    paths = [
-        path for part in ("router", "cost") for path in sorted(PACKAGE.glob(f"{part}/**/*.py"))
-    ]
+    parts = ("router", "papers", "cost")
     found = [
         (path.stem, name, number)
-        for path in [*paths, *PACKAGE.glob("cost.py")]
+        for part in parts
+        for path in sorted(PACKAGE.glob(f"{part}/**/*.py"))
         for name, value in _assigned(ast.parse(path.read_text()))
         if name.isupper() and (number := _number(value)) is not None
     ]

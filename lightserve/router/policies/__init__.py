@@ -10,7 +10,6 @@ from lightserve.config import ServeConfig
 from lightserve.config.fields import is_class_path
 from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
-from lightserve.router.policies.accelgen import AccelGenPolicy
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.baselines import (
     ChunkedPolicy,
@@ -20,26 +19,15 @@ from lightserve.router.policies.baselines import (
     RoundRobinPolicy,
     SjfPolicy,
 )
-from lightserve.router.policies.bros import BrosPolicy
-from lightserve.router.policies.echo import EchoPolicy
 from lightserve.router.policies.pace import Pace
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 
-# The policies by name, and those of other packages.
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "accelgen": AccelGenPolicy,
-    "bros": BrosPolicy,
-    "chunked": ChunkedPolicy,
-    "echo": EchoPolicy,
-    "fcfs": FcfsPolicy,
-    "mlfq": MlfqPolicy,
-    "priority": partial(PriorityPolicy, Pace()),
-    "unified": UnifiedPolicy,
-    "round-robin": RoundRobinPolicy,
-    "sjf": SjfPolicy,
+PAPERS = {
+    "accelgen": "lightserve.papers.accelgen:AccelGenPolicy",
+    "bros": "lightserve.papers.bros:BrosPolicy",
+    "echo": "lightserve.papers.echo:EchoPolicy",
 }
-"""Factories of the choices of --policy, with what they take unless told otherwise."""
+"""Published systems: they come through the same door as a policy of one's own."""
 
 
 def make_policy(config: ServeConfig) -> Policy:
@@ -48,8 +36,8 @@ def make_policy(config: ServeConfig) -> Policy:
     Raises:
         ConfigError: a class of another package cannot be had, or is no policy.
     """
-    if is_class_path(config.policy):
-        return _own_policy(config.policy)
+    if is_class_path(path := PAPERS.get(config.policy, config.policy)):
+        return _imported(path, config)
     pace = Pace(config.pace_ms / 1e3, config.be_stretch) if config.pace_ms > 0 else None
     if config.policy == "unified":
         return UnifiedPolicy(
@@ -63,22 +51,18 @@ def make_policy(config: ServeConfig) -> Policy:
         )
     if config.policy == "priority":
         return PriorityPolicy(pace)
-    if config.policy == "echo":
-        return EchoPolicy(best_first=config.be_by_sharing())
-    if config.policy == "accelgen":
-        return AccelGenPolicy(
-            long_prompt_tokens=config.long_prompt_tokens, left_out=split_names(config.without)
-        )
     if config.policy == "round-robin":
         return RoundRobinPolicy(is_whole="chunking" in split_names(config.without))
     return POLICIES[config.policy]()
 
 
-def _own_policy(path: str) -> Policy:
-    """Return what MODULE:CLASS makes, called without arguments."""
+def _imported(path: str, config: ServeConfig | None = None) -> Policy:
+    """Return a policy of MODULE:CLASS: what its `of_config` makes of a configuration, if it has one."""
     module_name, _, name = path.partition(":")
     try:
-        policy = getattr(importlib.import_module(module_name), name)()
+        kind = getattr(importlib.import_module(module_name), name)
+        of_config = None if config is None else getattr(kind, "of_config", None)
+        policy = kind() if of_config is None else of_config(config)
     except Exception as error:
         raise ConfigError(f"--policy {path}: {type(error).__name__}: {error}") from error
     members = ("is_class_aware", "meets_deadlines", "fill")
@@ -87,3 +71,16 @@ def _own_policy(path: str) -> Policy:
         raise ConfigError(f"--policy {path} is no policy: it has no {', '.join(missing)}")
     made: Policy = policy
     return made
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "chunked": ChunkedPolicy,
+    "fcfs": FcfsPolicy,
+    "mlfq": MlfqPolicy,
+    "priority": partial(PriorityPolicy, Pace()),
+    "unified": UnifiedPolicy,
+    "round-robin": RoundRobinPolicy,
+    "sjf": SjfPolicy,
+    **{name: partial(_imported, path) for name, path in PAPERS.items()},
+}
+"""Factories of the choices of --policy, with what they take unless told otherwise."""

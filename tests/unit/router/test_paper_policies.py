@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.policies.accelgen import AccelGenPolicy
+from lightserve.papers.accelgen import AccelGenPolicy
+from lightserve.papers.bros import BASE_BATCH, BrosPolicy
+from lightserve.papers.echo import EchoPolicy
 from lightserve.router.policies.base import Policy, Step
-from lightserve.router.policies.bros import BASE_BATCH, BrosPolicy
-from lightserve.router.policies.echo import EchoPolicy
 from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.request import WAITING, Request, RequestState
 from lightserve.router.request_table import Running

@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.config import ServeConfig
+from lightserve.config.options import split_names
 from lightserve.router.policies.base import Step, one_by_one
 from lightserve.router.policies.step_budget import LOOK_AHEAD, MIN_CHUNK
 from lightserve.router.queue import MAX_CANDIDATES
@@ -53,6 +55,13 @@ class AccelGenPolicy:
         """`left_out` are parts as `--without` has them."""
         self._long_tokens = 0 if "exclusive" in left_out else long_prompt_tokens
         self._left_out = left_out
+
+    @classmethod
+    def of_config(cls, config: ServeConfig) -> AccelGenPolicy:
+        """Return the policy with what `--long-prompt-tokens` and `--without` say."""
+        return cls(
+            long_prompt_tokens=config.long_prompt_tokens, left_out=split_names(config.without)
+        )
 
     def fill(self, step: Step) -> None:
         """See `Policy.fill`."""

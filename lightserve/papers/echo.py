@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightserve.config import ServeConfig
 from lightserve.router.policies.base import Step, heads_of_real_time
 from lightserve.router.policies.batch_order import BatchOrder
 from lightserve.router.request import Request
@@ -37,6 +38,11 @@ class EchoPolicy:
     def __init__(self, *, best_first: bool = True) -> None:
         """`best_first`: offline requests start by what they gain, not as the queue has them."""
         self._best_first = best_first
+
+    @classmethod
+    def of_config(cls, config: ServeConfig) -> EchoPolicy:
+        """Return the policy with the order of best-effort requests that is configured."""
+        return cls(best_first=config.be_by_sharing())
 
     def fill(self, step: Step) -> None:
         """See `Policy.fill`."""
