@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_on_a_cpu_it_is_what_the_profile_finds_worth_it(
 class _Runner:
     """What a profile asks a runner for."""
 
-    context_len, num_kv_slots = 10_000, 20_000
+    context_len, pool = 10_000, SimpleNamespace(num_slots=20_000)
     graph_sizes = GraphSizes(mixed=(64, 512))
 
     def __init__(self, device_type: str) -> None:
