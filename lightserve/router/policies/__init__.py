@@ -57,7 +57,7 @@ def make_policy(config: ServeConfig) -> Policy:
 
 
 def _imported(path: str, config: ServeConfig | None = None) -> Policy:
-    """Return a policy of MODULE:CLASS: what its `of_config` makes of a configuration, if it has one."""
+    """Return a policy of MODULE:CLASS, by its `of_config` if it has one and there is a `config`."""
     module_name, _, name = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module_name), name)
