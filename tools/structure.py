@@ -221,7 +221,8 @@ class Way:
     """What was called of a package while something ran."""
 
     files: set[str] = field(default_factory=set)
-    functions: set[tuple[str, int]] = field(default_factory=set)
+    functions: dict[tuple[str, str], None] = field(default_factory=dict)
+    """File and qualified name of each function, in the order of their first calls."""
     depth: int = 0
     """The most calls of the package that were within each other."""
 
@@ -240,7 +241,7 @@ def followed(package: str) -> Iterator[Way]:
         if event != "call" or not is_ours(frame):
             return
         way.files.add(frame.f_code.co_filename)
-        way.functions.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        way.functions[frame.f_code.co_filename, frame.f_code.co_qualname] = None
         depth, caller = 0, frame
         while caller is not None:
             depth += is_ours(caller)

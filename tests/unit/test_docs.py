@@ -33,6 +33,7 @@ from lightserve.metrics.catalogue import all_families
 from lightserve.models.decoder import PLAIN
 from lightserve.models.families import FAMILIES
 from lightserve.types import SLO
+from tools.structure import follow_body, follow_plan
 
 PACKAGE = Path(lightserve.__file__).parent
 ROOT = PACKAGE.parent
@@ -338,3 +339,25 @@ def test_layers_and_attention_of_a_familys_own_are_told() -> None:
     told = re.findall(r"^\| `(\w+)`(?: \(`\w+\.py`\))?: ", (DOCS / "models.md").read_text(), re.M)
     own = {part for family in FAMILIES.values() for part in family} - set(PLAIN)
     assert sorted(told) == sorted(part.__name__ for part in own)
+
+
+STEP = re.compile(r"^\d+\. \*\*\w+\*\*: `([\w.]+)` in `([\w/.]+)`\.", re.M)
+
+
+def test_the_steps_of_a_request_are_those_that_it_goes_through() -> None:
+    """A traced request calls the functions of docs/architecture.md in the order of the page."""
+    told = [(path, name) for name, path in STEP.findall((DOCS / "architecture.md").read_text())]
+    assert len(told) == 10
+    called = [
+        (str(Path(file).relative_to(PACKAGE)), name)
+        for way in (follow_body(), follow_plan())
+        for file, name in way.functions
+    ]
+    places = [called.index(step) for step in told[:7]]
+    assert places == sorted(places)
+    for path, name in told[7:]:  # after it has left for the workers
+        module = ast.parse((PACKAGE / path).read_text())
+        kind, _, method = name.partition(".")
+        classes = [c for c in ast.walk(module) if isinstance(c, ast.ClassDef) and c.name == kind]
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        assert any(isinstance(f, functions) and f.name == method for c in classes for f in c.body)
