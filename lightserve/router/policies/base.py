@@ -186,16 +186,13 @@ class Step:
         if len(decodes):
             self._add_decodes(decodes)
         how = _How(is_whole, leaves_room, num_tokens)
-        waiting, newcomer = iter(newcomers), None
-        place = 0
+        waiting = filter(lambda request: self.is_open(request.request_class), newcomers)
+        newcomer, place = None, 0
         while num_tokens or not self.has_run_out:
             prompt = prompts[place] if place < len(prompts) else None
-            if newcomer is None and (prompt is None or goes_before is not None):
-                may_start = not self.has_run_out and any(map(self.is_open, classes))
-                newcomer = next(waiting, None) if may_start else None
-                if newcomer is not None and not self.is_open(newcomer.request_class):
-                    newcomer = None
-                    continue
+            is_next = newcomer is None and (prompt is None or goes_before is not None)
+            if is_next and not self.has_run_out and any(map(self.is_open, classes)):
+                newcomer = next(waiting, None)
             if newcomer and (prompt is None or (goes_before and goes_before(newcomer, prompt))):
                 request, newcomer = newcomer, None
             elif prompt is not None:
