@@ -44,7 +44,7 @@ GAMMA_S = 0.75
 
 
 class AccelGenPolicy:
-    """See the module."""
+    """AccelGen (section 4), as the module describes it."""
 
     is_class_aware = True
     meets_deadlines = True
@@ -64,7 +64,7 @@ class AccelGenPolicy:
         )
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         is_ordered = "ordering" not in self._left_out
         order = _Order(step, self._long_tokens, self._left_out)
         running, due = step.of(), step.budget.due
@@ -105,7 +105,7 @@ def _has_its_turn(step: Step, request: Request) -> bool:
 
 
 class _Order:
-    """Of the requests that could join a step; what is said of time left holds for all of it."""
+    """The order of requests that could join a step; times left are found once per step."""
 
     def __init__(self, step: Step, long_tokens: int, left_out: Collection[str]) -> None:
         limits = step.limits
@@ -113,10 +113,10 @@ class _Order:
         self._long_tokens = long_tokens
         self._budget = limits.max_num_batched_tokens
         self.step_s = self._cost.seconds(StepShape().plus(0, self._budget))
-        """Of the largest step."""
+        """Predicted time of the largest step."""
         num_decodes = len(step.of().decodes)
         self._chunk = max(MIN_CHUNK, self._budget - num_decodes)
-        """What a prompt gets of a step on average: all that decodes leave."""
+        """Tokens that decodes leave to a prompt in an average step."""
         self._ranks: dict[Request, _Rank] = {}
         self._left = (-1, 0, 0)
         """Tokens in the step, and what was left then of its compute and of the pool."""

@@ -39,13 +39,13 @@ MAX_REPLACED = 16
 
 
 class BrosPolicy:
-    """See the module."""
+    """BROS (algorithm 1), as the module describes it."""
 
     is_class_aware = True
     meets_deadlines = True
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         size = BASE_BATCH << min(step.limits.num_steps_in_time, MAX_DOUBLINGS)
         waiting = heads_of_real_time(step.waiting)
         waiting.sort(key=lambda request: (request.priority, step.budget.residual(request)))

@@ -30,7 +30,7 @@ from lightserve.types import BE, RT
 
 
 class EchoPolicy:
-    """See the module."""
+    """Echo (sections 4 and 6), as the module describes them."""
 
     is_class_aware = True
     meets_deadlines = True
@@ -45,7 +45,7 @@ class EchoPolicy:
         return cls(best_first=config.be_by_sharing())
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         online = step.of(RT)
         step.decode(online.decodes)
         step.budget.limit_by_deadlines()

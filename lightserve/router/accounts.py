@@ -25,7 +25,7 @@ from lightserve.messages.frontend_router import Client, ErrorCode
 from lightserve.types import RequestClass
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Of a token of a prompt that is computed, and of one that is generated (section 5.1)."""
+"""Weights of a computed prompt token and of a generated one (VTC, section 5.1)."""
 MAX_ACCOUNTS = 1024
 """Behind one key: beyond it those are forgotten that have had no request for longest."""
 MINUTE_S = 60.0
@@ -54,11 +54,11 @@ class Account:
         self.num_live = 0
         """Requests that the router has."""
         self.num_waiting = 0
-        """Those of them that never ran."""
+        """Waiting requests that never ran."""
         self.num_waiting_tokens = 0
-        """Of their prompts."""
+        """Prompt tokens of requests that never ran."""
         self.members: dict[str, Account] = {}
-        """Those without a request from the one idle for longest on; the others among them."""
+        """Accounts behind the key, those idle for longest first."""
         self.last_served = 0.0
         """Largest counter with which a member had nothing waiting any more."""
 
@@ -70,7 +70,7 @@ class Account:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Those with less go first: keys by what they had, then those behind a key."""
+        """Order of service: keys by served tokens, then accounts behind a key."""
         return self.key.served, self.served
 
     def member(self, name: str) -> Account:
@@ -136,14 +136,14 @@ class Account:
 
 
 class Share(NamedTuple):
-    """What an account has of a queue that is bounded, as shares of the bounds."""
+    """Shares of a bounded queue that an account holds."""
 
     of_key: float
     own: float
 
 
 class QueueBounds(NamedTuple):
-    """Of a class."""
+    """Bounds of a class's queue."""
 
     max_requests: int
     max_tokens: int
@@ -165,7 +165,7 @@ def share_of_queue(account: Account, bounds: QueueBounds, *, joining: int | None
 
 
 class _Used:
-    """What was used within the last minute: all of a quota drains in one."""
+    """Use within the last minute: a whole quota drains in one."""
 
     __slots__ = ("since_s", "used")
 
@@ -187,7 +187,7 @@ class Refusal(NamedTuple):
 
 
 class Budget:
-    """What a key has used of its quotas."""
+    """Use of a key's quotas."""
 
     __slots__ = ("requests", "tokens")
 
@@ -219,7 +219,7 @@ class Budget:
 
 
 class Computed(NamedTuple):
-    """What a step computes for a request."""
+    """Tokens that a step computes for a request."""
 
     account: Account | None
     budget: Budget | None

@@ -1,4 +1,4 @@
-"""What real-time requests ask for, as a rate: how much of the time, and of memory per step time.
+"""Demand of real-time requests as a rate: share of time, and memory per second of step time.
 
 The core tells of arrivals, of the decodes that were done for them, and of ends. From the rate of
 arrivals (an exponential average over MEMORY_S), the mean length of prompts and the decodes of an
@@ -128,7 +128,7 @@ class BurstHeadroom:
 
 
 class HeldByRealTime:
-    """What real-time requests held of late, for a threshold at mean + deviations (Echo, 5.3).
+    """KV that real-time requests held of late, for a threshold of mean + deviations (Echo, 5.3).
 
     Averages over time, the recent counting most (BURST_WINDOW_S). Pure, O(1) per call.
     """
@@ -214,8 +214,8 @@ IDLE_SHARE = 0.33
 """Otherwise so much of the tightest time to a first token: it waits for the rest of one such step,
 runs in the next one, and has as much again in reserve."""
 ROOM_SHARE = 0.25
-"""The same where a real-time prompt makes the step long: best-effort requests give way at once to
-what has come, but a prompt goes on beside it."""
+"""Share likewise where a real-time prompt makes the step long: best-effort requests give way to an
+arrival at once, but a prompt goes on beside it."""
 TIGHT_SHARE = 0.5
 """Targets are tight where a prompt leaves less than this share of the time to a first token."""
 SLACK_SHARE = 0.1
@@ -231,7 +231,7 @@ def is_tight(slack_s: float, ttft_s: float) -> bool:
 
 
 class Outlook(NamedTuple):
-    """See the module."""
+    """Demand of real-time requests at one moment."""
 
     load: float = 0.0
     kv_per_step_s: float = 0.0
@@ -256,7 +256,7 @@ class Outlook(NamedTuple):
 
     @property
     def room_limit_s(self) -> float:
-        """Likewise of a step with real-time prompts that can wait."""
+        """Most time of a step with real-time prompts that can wait."""
         return self._share_of_ttft(ROOM_SHARE)
 
     def _share_of_ttft(self, share: float) -> float:
@@ -276,10 +276,10 @@ class ArrivalStats:
         self._output = 0.0
         """Mean of those that have ended."""
         self._held = 0.0
-        """Likewise, of slots times steps."""
+        """Mean of slots times steps of lives that have ended."""
         self._num_ends = 0
         self._assumed_share = 1.0
-        """Of the lives that both stand for, those that are assumed."""
+        """Share of assumed lives in both means."""
         self._going_on = 0.0
         """Decodes of requests that have not ended."""
         self._held_going_on = 0.0
@@ -296,7 +296,7 @@ class ArrivalStats:
         self._tightest_s = self._tightest_before_s = math.inf
         """To first tokens, in this window and in the one before in which any came."""
         self._slack_s = self._slack_before_s = math.inf
-        """Likewise, least slack."""
+        """Least slack, in this window and in the one before."""
         self._most_held = self._most_held_before = 0
         self._has_untimed = self._had_untimed = False
         """Whether any came without a target, in this window and in the one before."""

@@ -130,7 +130,7 @@ class KVCounters:
     taken_tokens: int = 0
     """Tokens whose slots went to another request, and which are on the host."""
     saved_tokens: int = 0
-    """Those of them that had to be copied in the step that took them."""
+    """Taken tokens that had to be copied in the step that took them."""
     ahead_tokens: int = 0
     """Tokens that were copied to the host before their slots were needed."""
     loaded_tokens: int = 0

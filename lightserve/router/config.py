@@ -1,4 +1,4 @@
-"""What a Scheduler is made of: limits, and the choice of its parts."""
+"""Configuration of a Scheduler: limits, and the choice of its parts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lightserve.types import BE, RT, RequestClass
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the core needs of the server's configuration, and its two choices."""
+    """The server's configuration, as far as the core needs it, and its two choices."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    """Of a step, unless the workers say otherwise."""
+    """Most tokens of a step, unless the workers say otherwise."""
     max_be_seqs: int = NO_LIMIT
     """Most best-effort requests that run at once."""
     rt_kv_deviations: float = 0.0
     """Standard deviations above what real-time requests held on average that stay free of
     best-effort ones; 0: nothing."""
     burst_headroom_s: float = 0.0
-    """What real-time requests bring in this time stays free of best-effort ones; 0: nothing."""
+    """Seconds of real-time arrivals for which best-effort requests leave memory; 0: none."""
     queue_limits: Mapping[RequestClass, QueueLimits]
-    """Of every class."""
+    """Queue limits of every class."""
     last_ones_go: bool = False
     """Whether a real-time request leaves a full queue for a newcomer that would start before it:
     where late ones go last, and the shortest first if there are too many."""

@@ -1,4 +1,4 @@
-"""What goes into `Scheduler` besides step results, and what comes out of it."""
+"""Events that go into `Scheduler` besides step results, and messages that come out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightserve.types import FinishReason, FrontendId
 
 @dataclass(frozen=True, slots=True)
 class FromFrontend:
-    """What a frontend says of its requests, with its id."""
+    """A message of a frontend, with its id."""
 
     frontend_id: FrontendId
     message: Submit | Acknowledge | Finish | Abort | BatchDue
@@ -54,13 +54,13 @@ class WorkersReady:
     num_host_slots: int = 0
     """Tokens that the host pool of each rank holds."""
     step_cost: StepCoefficients | None = None
-    """What a profile says of their steps."""
+    """Measured step times of the workers."""
     overlaps_copies: bool = False
-    """See `WorkerHello`."""
+    """Whether copies run beside steps (`WorkerHello`)."""
     max_num_batched_tokens: int | None = None
-    """Of a step; None: as configured."""
+    """Most tokens of a step; None: as configured."""
     graph_sizes: GraphSizes = NO_SIZES
-    """See `WorkerHello`."""
+    """Sizes to which steps are padded (`WorkerHello`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class StepTimesKnown:
 
     step_cost: StepCoefficients
     max_num_batched_tokens: int
-    """Of a step."""
+    """Most tokens of a step."""
 
 
 SchedulerEvent = FromFrontend | FrontendGone | WorkersReady | StepTimesKnown | WorkersGone

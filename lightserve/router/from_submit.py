@@ -1,4 +1,4 @@
-"""What may enter the queues: requests from messages, and bounds per class.
+"""Requests made from messages, and the bounds of the queues per class.
 
 Prompts are bounded as tokens; everything else of a request that may be large is bounded as memory,
 from its arrival to its end, and kept once for all choices.
@@ -33,15 +33,15 @@ from lightserve.types import FrontendId, RequestClass, RequestKey
 # than enough.
 
 MAX_NEWCOMER_BYTES = 4 * 1024 * 1024
-"""Of those that begin in one step, but for a large one beside a few: also a bound on the time that
-the router and the workers spend on them between two steps, in the router up to 20 ms."""
+"""Bytes of requests that begin in one step, except a large one beside a few. They bound the time
+between two steps as well, in the router to 20 ms."""
 ROW_BYTES = 40
 """A `PlanRow` and the `SlotRange` of its new tokens, without these."""
 FEW_NEWCOMER_BYTES = 512 * 1024
 """Beside so much one of any size may begin: where small ones come with every step it would never
 have a step for itself."""
 SEQUENCE_BYTES = 256
-"""The same of a newcomer, with its `AddSequence` and its second range, and all parameters of one
+"""Bytes of a newcomer, with its `AddSequence` and its second range, and all parameters of one
 number each."""
 SLOT_BYTES = TOKEN_BYTES = 4
 COPY_BYTES = 8
@@ -78,13 +78,13 @@ def most_tokens_in_plans(request: Request, max_model_len: int) -> int:
 ID_BYTES = 40
 """Memory of a token id in a tuple."""
 BIAS_BYTES = 128
-"""Of an id and its bias in one."""
+"""Bytes of an id and its bias."""
 WORD_BYTES = 64
-"""Of a bad word, without its ids."""
+"""Bytes of a bad word, without its ids."""
 EOS_BYTES = 104
-"""Of an id in a set."""
+"""Bytes of an id in a set."""
 CHARACTER_BYTES = 8
-"""Of a text that is not ASCII, with what Python keeps of it in UTF-8."""
+"""Bytes of a character that is not ASCII, with its UTF-8 copy in Python."""
 
 MAX_SECONDS = 1e9
 MAX_ADDED = 100.0
@@ -92,7 +92,7 @@ MAX_ADDED = 100.0
 MAX_LOGPROBS = 20
 MAX_CLIENT_CHARS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 192, 32
-"""Of the 64 of a request each in three forms."""
+"""Bad words: 64 of a request, each in three forms."""
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -81,15 +81,15 @@ class WithNewcomer(NamedTuple):
     peaks: IntArray
     """M* of each future, int64 [num_futures]."""
     num_tokens: int
-    """That the newcomer holds, shared or not."""
+    """Tokens that the newcomer holds, shared or not."""
     rest: IntArray
-    """Those it is still to generate, int64 [num_futures]."""
+    """Tokens that it is still to generate, int64 [num_futures]."""
     is_alive: npt.NDArray[np.bool_]
     """Whether the newcomer still lives at each moment, bool [num_futures, n]."""
     brings: IntArray | int
-    """What it then holds of what no other does, [num_futures, n]."""
+    """Tokens that it then holds alone, [num_futures, n]."""
     grown: IntArray
-    """What is needed at each moment, the newcomer included, the same."""
+    """Tokens needed at each moment, newcomer included, [num_futures, n]."""
     held: IntArray
     """By those who live at the newcomer's own end, without growth, int64 [num_futures]."""
     needed: IntArray
@@ -130,9 +130,9 @@ class FutureMemory:
             order += np.arange(0, packed.size, num_requests, dtype=order.dtype)[:, None]
         base = base.astype(dtype, order="C").ravel().take(order)
         self._held = base.cumsum(axis=1, dtype=dtype)
-        """What requests that then live hold now, the same."""
+        """Tokens that requests alive then hold now, [num_futures, n]."""
         self._needed = self._ends * np.arange(1, num_requests + 1, dtype=dtype)
-        """What they then need, the same."""
+        """Tokens that they then need, [num_futures, n]."""
         self._needed += self._held
         self._ends_at_peak: IntArray | None = None
         self._peaks: IntArray = self._needed.max(axis=1, initial=0).astype(np.int64)

@@ -33,7 +33,7 @@ TOPIC = b""
 
 
 class EventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """What one message tells."""
+    """Events of one message."""
 
     ts: float
     """Unix time, seconds."""

@@ -37,7 +37,7 @@ from lightserve.types import BE, RT
 
 
 class MemoryChanges(NamedTuple):
-    """What must happen before a step is sent; see `PlannedStep`."""
+    """Changes to memory that come before a step, as `PlannedStep` lists them."""
 
     paused: tuple[Request, ...]
     checkpointed: tuple[Checkpointed, ...]
@@ -92,7 +92,7 @@ class MemoryPlan:
         self._taker: Request | None = None
         self._num_left = kv.num_available
         self._newcomer_bytes = 0
-        """What requests that begin or load take in the plan."""
+        """Bytes of the plan that newcomers and loads take."""
         self._whole: list[Decodes | Scheduled] = []
         """Parts that were placed as they are before anything was taken from anything."""
         self._placed: dict[Request, int] = {}
@@ -106,7 +106,7 @@ class MemoryPlan:
         self._checkpointed: dict[Request, int] = {}
         self._preempted: dict[Request, None] = {}
         self._pinned: set[PrefixNode] = set()
-        """What newcomers of the step found in the prefix tree: it is not taken now."""
+        """Nodes of the prefix tree that newcomers of the step read: they are not taken."""
         self.robbed: list[Request] = []
         """Real-time newcomers that do not start, as what they found is being taken."""
         self._barren_rank: float = math.inf
@@ -114,7 +114,7 @@ class MemoryPlan:
         self._barren_from: dict[int, int] = {}
         """By where ranks end that are taken from: from which on nothing is left of them."""
         self._untaken: tuple[Any, ...] | None = None
-        """What was placed before decodes took anything; None: they did not."""
+        """State before decodes took memory; None: they took none."""
         for newcomer in spared:
             self._pinned |= set(_path_of_hit(newcomer))
 
@@ -122,7 +122,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> list[Decodes | Scheduled]:
-        """What advances."""
+        """Parts of the step that have memory."""
         return [*self._whole, *itertools.starmap(Scheduled, self._placed.items())]
 
     @property
@@ -588,7 +588,7 @@ class Tails:
         self._found: dict[Request, int] = {}
 
     def takeable(self, request: Request, pinned: Container[PrefixNode]) -> int:
-        """See `KVStore.takeable`; another `pinned` is another object."""
+        """Return `KVStore.takeable`, remembered as long as `pinned` is the same object."""
         if pinned is not self._pinned:
             self._pinned, self._found = pinned, {}
         if (found := self._found.get(request)) is None:

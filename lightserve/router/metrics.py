@@ -1,4 +1,4 @@
-"""What the router counts: queues, steps, memory. Its loop calls this around the core's calls."""
+"""Counters of the router: queues, steps, memory. Its loop calls this around the core's calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from lightserve.types import SLO, RequestClass, StepId
 
 
 class _Sent(NamedTuple):
-    """What is kept of a step until its result is there."""
+    """A sent step, until its result is there."""
 
     predicted_s: float
     kind: StepKind

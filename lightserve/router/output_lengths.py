@@ -62,12 +62,12 @@ _Lengths = Annotated[
 
 
 class RememberedLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a history knows of no one in particular, the oldest first; at most MAX_REMEMBERED."""
+    """Lengths without a user, the oldest first; at most MAX_REMEMBERED."""
 
     lengths: _Lengths
-    """Of all requests."""
+    """Lengths of all requests."""
     by_class: dict[RequestClass, _Lengths]
-    """Of those that name no user."""
+    """Lengths of requests that name no user."""
 
 
 class _Window:
@@ -98,7 +98,7 @@ class _OfKey:
 
     window: _Window
     in_table: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Those that are in the table of version `version`; in later ones are those of the window."""
+    """Lengths in the table of version `version`; later tables hold those of the window."""
     version: int = -1
 
     def known(self, version: int) -> IntArray:
@@ -124,9 +124,9 @@ class OutputLengths:
         self._rows: dict[Hashable, _Row] = {}
         """By key, None for those without a history."""
         self._lengths: LengthArray = np.zeros((4, _TABLE_SIZE), dtype=np.int32)
-        """Of each row equally likely ones, ascending."""
+        """Equally likely lengths of each row, ascending."""
         self._raised: IntArray = _empty_rows(0, 4)
-        """The same, those of a row raised by its index times `_ROW_OFFSET`: one search in all."""
+        """Lengths of each row raised by its index times `_ROW_OFFSET`: one search for all rows."""
         self._free_rows = list(range(4))
         self._table_of: dict[Hashable, int] = {}
         """By key, those asked for since the tables were renewed: their numbers."""
@@ -134,7 +134,7 @@ class OutputLengths:
         self.prior: IntArray = np.rint(prior).astype(np.int64)
         """Lengths, equally likely, that are believed in before any has been seen."""
         self._table: IntArray = self.prior
-        """What samples without a key are drawn from, ascending."""
+        """Lengths from which samples without a key are drawn, ascending."""
         self._num_in_table = 0
         """How many lengths had been recorded when it was made."""
         self.version = 0

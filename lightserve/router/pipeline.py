@@ -67,7 +67,7 @@ class Pipeline:
     ) -> None:
         self._max_steps_in_flight = max_steps_in_flight
         self.max_num_batched_tokens = max_num_batched_tokens
-        """Of a step, as far as the workers of now are prepared for it."""
+        """Most tokens of a step that the workers are prepared for."""
         self.cost = StepCost()
         self.copy_cost = CopyCost()
         self.guard = StepGuard()
@@ -85,10 +85,10 @@ class Pipeline:
         self._in_flight: deque[SentStep] = deque()
         self._router_s = 0.0
         self._launch_s = 0.0
-        """What a worker's host takes to launch a step, at most of late."""
+        """Longest recent time that a worker's host took to launch a step."""
         self._had_work = False
         self._shape = StepShape()
-        """Of the step that finished last."""
+        """Shape of the step that finished last."""
         self._num_in_the_way = 0
         """Tokens that the step that finished last has saved ahead; loads ahead are made in time."""
 

@@ -64,7 +64,7 @@ class Planner:
         self._pipeline = pipeline
         self._demand = demand
         self._seats = Seats()
-        """Of the last plan."""
+        """Seats of the last plan."""
 
     def plan(
         self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float
@@ -305,7 +305,7 @@ class Planner:
 
 
 class _Scene(NamedTuple):
-    """What may advance in a step."""
+    """Requests that may advance in a step."""
 
     running: Running
     waiting: Waiting
@@ -394,7 +394,7 @@ class _LookedUp:
 
 
 class _Only:
-    """These requests and no others; see `Waiting`."""
+    """A fixed list of waiting requests, as `Waiting`."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests

@@ -226,7 +226,7 @@ class _WorkerGroup:
 
 @dataclass
 class _Session:
-    """What follows a hello of a frontend."""
+    """A frontend's link after its hello."""
 
     incarnation: int
     number: int

@@ -119,20 +119,20 @@ class Backlog(NamedTuple):
 
     num_requests: int
     num_tokens: int
-    """That have to be computed before the first new one."""
+    """Tokens to compute before the first new one."""
     num_output_tokens: int = 0
     """Most that may come yet."""
 
 
 class WaitingQueue:
-    """See the module. Reading it changes nothing."""
+    """Requests that wait, in order. Reading changes nothing."""
 
     def __init__(self) -> None:
         self._put_back: dict[RequestClass, OrderedDict[RequestKey, Request]] = {
             request_class: OrderedDict() for request_class in RequestClass
         }
         self._fresh = {request_class: _ByAccount() for request_class in RequestClass}
-        """Those that never ran."""
+        """Requests that never ran."""
         self._late: dict[Account | None, dict[RequestKey, Request]] = {}
         """Real-time ones that never ran, and whose first token is late."""
         self._jobs = _Sorted()
@@ -446,7 +446,7 @@ class _Sorted:
 
 
 class _ByAccount:
-    """The same, by whose they are; where there is one account, it is as if there were none."""
+    """Sorted requests by account; one account is as none."""
 
     def __init__(self) -> None:
         self._of: dict[Account | None, _Sorted] = {}

@@ -58,7 +58,7 @@ class RequestState(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    """It has a row and holds slots."""
+    """The request has a row and holds slots."""
     ENDED = "ended"
     """Finished, failed or aborted; keeps row and slots until no plan in flight names them."""
 
@@ -87,7 +87,7 @@ class HostRange:
 
 @dataclass(slots=True, eq=False)
 class Parameters:
-    """What may be large of a request besides its prompt; its choices have it in common."""
+    """Large parts of a request besides its prompt; its choices share them."""
 
     allowed_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -97,7 +97,7 @@ class Parameters:
     num_bytes: int = 0
     """Memory that it takes."""
     num_plan_bytes: int = 0
-    """What it takes in a plan."""
+    """Bytes in a plan."""
     num_holders: int = 0
     """Requests of the router that have it."""
 
@@ -119,11 +119,11 @@ class Request:
     priority: int = 0
     """Within its class, lower ones start first."""
     slo: SLO = NO_SLO
-    """What it should be served in."""
+    """Targets that the client asked for."""
     batch: int = 0
     """Lines with equal numbers, of one frontend, are due together; 0: it is none."""
     scheduled_slo: SLO | None = None
-    """What it is scheduled by, where an idle server could not meet some of `slo`."""
+    """Targets of the schedule, where an idle server could not meet some of `slo`."""
     prediction_key: Hashable = None
     """Requests with equal keys are expected to have outputs of like length."""
     constraint: Constraint | None = None
@@ -131,7 +131,7 @@ class Request:
     """Whether the workers may still be compiling its constraint: no token since it (re)started."""
     output: RequestOutput = RequestOutput.TOKENS
     is_first: bool = True
-    """Of what one HTTP request asks for."""
+    """Whether it is the first choice of an HTTP request."""
     prefix_salt: str = ""
     num_retained_tokens: int = 0
     """So many at the beginning of the prompt are to stay longer in the prefix cache."""
@@ -142,7 +142,7 @@ class Request:
     account: Account | None = None
     """Whose it is; None: all requests are one's."""
     budget: Budget | None = None
-    """What it counts against; None: its key has no quotas."""
+    """Quotas that it counts against; None: its key has none."""
     parameters: Parameters = field(default_factory=Parameters)
     """Where its large parameters are counted."""
     num_acknowledged_tokens: int | None = None

@@ -80,13 +80,13 @@ class Residuals(NamedTuple):
     due: FloatArray
     """The next token's, behind those in flight; inf: never."""
     lent: FloatArray
-    """What of that best-effort work may take."""
+    """Seconds of `due` that best-effort work may take."""
     of_late: FloatArray
     """The next token's if nothing had to be made up for."""
 
 
 class RequestTable:
-    """See the module. The scheduler alone writes to it."""
+    """Columns of running requests, as the module describes. The scheduler alone writes to them."""
 
     next_position: Rows
     """First position that no plan has computed or is computing."""
@@ -103,14 +103,14 @@ class RequestTable:
     num_kept: Rows
     """Tokens whose deadlines have been counted."""
     num_missed: Rows
-    """Those of them that were late."""
+    """Counted tokens that were late."""
     request_id: Rows
     frontend_id: Rows
     admission_limit: Rows
     """Output tokens that admission believes it can reach."""
     arrival_number: Rows
     due_s: FloatArray
-    """These are `TokenDeadlines`' state, on the router's clock."""
+    """Columns from here to `debt_s` hold `TokenDeadlines`, on the router's clock."""
     by_mean_s: FloatArray
     last_s: FloatArray
     tpot_s: FloatArray
@@ -154,7 +154,7 @@ class RequestTable:
         self._order: dict[RowId, Request] = {}
         """Requests by row, in order of admission."""
         self._rows: Rows | None = None
-        """Those of them that have not ended; None: to be made anew."""
+        """Rows that have not ended; None: to be found anew."""
         self._left: set[RowId] = set()
         self._jobs: dict[RowId, CompletionLedger] = {}
         self._ends: Counter[int] = Counter()
@@ -366,7 +366,7 @@ class RequestTable:
         residuals.of_late[rows] = np.where(is_first, due_s, late_s) - start_s
 
     def _mean_behind(self, rows: Rows, num_tokens: Rows | int, now_s: float) -> FloatArray:
-        """See `TokenDeadlines`."""
+        """Return the deadlines by the mean behind tokens in flight, as `TokenDeadlines` does."""
         by_mean_s = self.by_mean_s[rows]
         counts = (self.num_kept[rows] > 0) & (by_mean_s < np.inf)
         anchor_s = np.where(counts, np.maximum(by_mean_s, now_s - self.debt_s[rows]), now_s)
@@ -397,7 +397,7 @@ class DueTimes:
 
     @property
     def residuals(self) -> Residuals:
-        """Those of the requests that run, but for `of_jobs`."""
+        """Residuals of running requests, except `of_jobs`."""
         if self._residuals is None:
             self._residuals = self._table.residuals(self._start_s)
         return self._residuals
@@ -476,7 +476,7 @@ class Decodes:
 
     @property
     def requests(self) -> list[Request]:
-        """Theirs, in order."""
+        """Requests of the rows, in order."""
         return self.table.of(self.rows) if self._requests is None else self._requests
 
     def kept(self) -> Decodes:

@@ -43,9 +43,9 @@ MAX_RETRY_S = 600.0
 PACE_MEMORY_S = 20.0
 """Time constant of the average pace."""
 PRIOR_S = 1.0
-"""What was seen counts as much as the cost model alone after this time."""
+"""Seconds after which observations count as much as the cost model."""
 AVERAGE_WEIGHT = 0.005
-"""Of the newest one in averages over requests, once there are enough."""
+"""Weight of the newest request in averages, once there are enough."""
 FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 
@@ -76,13 +76,13 @@ class _Average:
 
 
 class _OfClass:
-    """What is known about one class."""
+    """Observations of one class."""
 
     def __init__(self) -> None:
         self.num_output = _Average(0.0)
         """Tokens of an output."""
         self.uncached_share = _Average(1.0)
-        """Of the known tokens of those that start, what has to be computed."""
+        """Share of known tokens that starting requests have to compute."""
         self.seen_s = 0.0
         """Time in which some of it waited; this and the work done then fade."""
         self.seen = Work()
@@ -101,7 +101,7 @@ class _OfClass:
 
 
 class QueueDelay:
-    """See the module. Told of steps and requests by the core and its booking."""
+    """Predicts waiting times. Told of steps and requests by the core and its booking."""
 
     def __init__(
         self, config: SchedulerConfig, waiting: WaitingQueue, rows: RequestTable, pipeline: Pipeline
@@ -245,12 +245,12 @@ class QueueDelay:
 
 
 class _Output(NamedTuple):
-    """Of requests that wait, on average."""
+    """Mean output of waiting requests."""
 
     mean: float
     """Tokens."""
     young: float
-    """What one that has just begun has left, beyond what those that run have on average."""
+    """Tokens left to a request that has just begun, beyond the mean of running ones."""
 
 
 class _Batch(NamedTuple):

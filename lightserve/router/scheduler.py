@@ -87,7 +87,7 @@ from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RequestOu
 
 
 class Scheduler:
-    """See the module's docstring."""
+    """The router's core: requests in, plans out, results in."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -531,7 +531,7 @@ class Scheduler:
 
     @property
     def counters(self) -> Mapping[RequestClass, KVCounters]:
-        """What happened to requests' KV."""
+        """Counters of requests' KV by class."""
         return self._commit.counters
 
     @property
@@ -541,7 +541,7 @@ class Scheduler:
 
     @property
     def computed_tokens(self) -> Mapping[RequestClass, Work]:
-        """What steps have computed for each class."""
+        """Tokens that steps have computed for each class."""
         return self._waits.computed
 
     def predicted_wait_s(self, request_class: RequestClass) -> float:
@@ -610,7 +610,7 @@ def _tokens(entries: list[int]) -> list[int]:
 
 
 _USUAL_TOKENS = 512
-"""Of a sequence, where what an engine could do is said in one number."""
+"""Tokens of a usual sequence, for capacity in one number."""
 
 # What must hold between any two calls of the core. Pure.
 

@@ -1,4 +1,4 @@
-"""What a newcomer is scheduled by: its targets, raised to what an idle server can do.
+"""Targets by which newcomers are scheduled, raised to the times of an idle server.
 
 A target that an idle server could not meet is replaced, for scheduling, by 1.2
 times the predicted idle time. The client is told (`Request.scheduled_slo`), it is counted here,
@@ -53,7 +53,7 @@ class SchedulingTargets:
         self._meets_deadlines = config.policy.meets_deadlines
         self._shared: WeakValueDictionary[tuple[FrontendId, int], SharedDue]
         self._shared = WeakValueDictionary()
-        """Of the batches that have lines here: these hold them."""
+        """Shared times of batches; their lines hold them."""
         self._has_jobs = False
         """Whether any request has had a completion time."""
         self._clock = config.slo_clock

@@ -160,7 +160,7 @@ class _Turns:
 
     def __init__(self, had: float) -> None:
         self.had = had
-        """What the key has had, what was put in order included."""
+        """Tokens that the key has had, including requests put in order."""
         self._accounts: list[tuple[float, int, Iterator[Request]]] = []
 
     def add(self, had: float, requests: Iterator[Request]) -> None:

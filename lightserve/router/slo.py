@@ -42,12 +42,12 @@ from lightserve.types import SLO
 FEASIBLE_FACTOR = 1.2
 """A raised target, in predicted times on an idle server."""
 LEAST_SHARE = 0.75
-"""Of tpot: the tokens after a late one are due at least so much after another, until the mean is
+"""Share of tpot by which tokens after a late one are due one after another, until the mean is
 kept again."""
 RESERVE_SHARE = 0.1
-"""Of tpot: what each token leaves of its time while only best-effort work would take it."""
+"""Share of tpot that each token leaves in reserve while only best-effort work would take it."""
 MAX_RESERVE_SHARE = 0.5
-"""Of what tokens may come too early or too late: more is not kept."""
+"""Share of the time by which tokens may be early or late that a reserve may reach."""
 PROMOTION_FACTOR = 1.5
 """A best-effort job is urgent once its time left is below so many times of its work left."""
 
@@ -143,19 +143,22 @@ class TokenDeadlines:
         return self._deadline_s - now_s
 
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the residual of the token behind those in flight."""
         return self._due(self._mean_behind(num_tokens, now_s), now_s) - now_s
 
     def residual_of_late(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the residual of a token that is late in any case."""
         if self.kept.num_tokens == 0 and num_tokens == 0:
             return self.residual(now_s)
         last_s = now_s if num_tokens else self._last_s
         return last_s + min(self._tpot_s, self._mtpot_s) - now_s
 
     def lent_behind(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`: all but what tokens are to leave to bursts of others, and to the
-        last ones, which nothing behind them can make up for."""
+        """Return the time that best-effort work may take.
+
+        Tokens leave a reserve to bursts, and to the last tokens, which nothing behind them can
+        make up for.
+        """
         num_before = self.kept.num_tokens + num_tokens
         if num_before == 0:
             return self.residual(now_s)
@@ -201,7 +204,7 @@ class CompletionLedger:
 
     @property
     def num_tokens_to_come(self) -> float:
-        """As predicted; none or fewer: there were more than that."""
+        """Predicted tokens to come; 0 or fewer once the prediction is exceeded."""
         return self._num_to_come
 
     @property
@@ -237,17 +240,17 @@ class CompletionLedger:
         return self.deadline_of_next_token - now_s
 
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the residual of the token behind those in flight."""
         granted_s = self._grant(num_tokens)
         share = min(1.0, 1.0 / max(1.0, self._num_to_come - num_tokens))
         return self._granted_until_s + granted_s + share * (self.ungranted_s - granted_s) - now_s
 
     def residual_of_late(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`: a job's time does not come back."""
+        """Return the residual of a token that is late: a job's time does not come back."""
         return self.residual_behind(num_tokens, now_s)
 
     def lent_behind(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`: all of it."""
+        """Return the time that best-effort work may take: all of it."""
         return self.residual_behind(num_tokens, now_s)
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
@@ -283,27 +286,27 @@ class LineDeadline:
 
     @property
     def deadline_of_next_token(self) -> float:
-        """See `DeadlineTracker`."""
+        """Deadline of the next token, on the router's clock."""
         return math.inf
 
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
-        """See `DeadlineTracker`."""
+        """Move the deadlines by tokens that have come."""
         _count(self.kept, num_tokens, now_s, math.inf)
 
     def residual(self, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the seconds until the next token is due."""
         return math.inf
 
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the residual of the token behind those in flight."""
         return math.inf
 
     def residual_of_late(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the residual of a token that is late in any case."""
         return math.inf
 
     def lent_behind(self, num_tokens: int, now_s: float) -> float:
-        """See `DeadlineTracker`."""
+        """Return the time that best-effort work may take."""
         return math.inf
 
 
@@ -335,7 +338,7 @@ SLO_CLOCKS: dict[str, SLOClock] = {"curve": curve_clock, "gap": gap_clock}
 
 
 class IdleTimes(NamedTuple):
-    """What a request is predicted to take on a server that does nothing else, in seconds."""
+    """Predicted times of a request on an idle server, seconds."""
 
     ttft_s: float
     tpot_s: float

@@ -1,4 +1,4 @@
-"""What a step is made of: who advances by how much, what is left out and why, what must be done."""
+"""The parts of a step: requests that advance, requests left out with reasons, changes to memory."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ ALL_CLASSES = tuple(RequestClass)
 
 
 class Reason(StrEnum):
-    """What keeps a request out of a step."""
+    """Reasons that keep a request out of a step."""
 
     TIME = "time"
     """The step would take longer than its limit."""
@@ -135,11 +135,11 @@ class Reason(StrEnum):
     KV_FUTURE = "kv_future"
     """Memory: admission expects the pool to run out."""
     ORDER = "order"
-    """It is the turn of others: one before it waits, or a better one took its place."""
+    """Another request goes first: an earlier one waits, or a better one took its place."""
     LOADING = "loading"
     """Its KV is on its way back from the host, or waits for the link."""
     BLOCKED = "blocked"
-    """It has nothing to compute: its frontend is to catch up with its output first, or its last
+    """The request has nothing to compute: its frontend is to catch up with its output, its last
     token is in flight, or another request is just computing its prefix."""
 
     __hash__ = str.__hash__  # see `RequestClass`
@@ -161,7 +161,7 @@ class LeftOut:
     requests: Sequence[Request] = ()
     """Some that run."""
     codes: Sequence[int] = ()
-    """Their reasons, see `count`."""
+    """Reasons of `requests`, as `count` reads them."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.requests)
@@ -187,21 +187,21 @@ class Unseen(NamedTuple):
 
     num_requests: int
     stopped_by: Reason | None
-    """What ended the search; None: there are none."""
+    """Reason that ended the search; None: no request was unseen."""
 
 
 class Skips:
-    """What a step that is being planned leaves out; the first reason of a request stays."""
+    """Requests that a step leaves out; the first reason of a request stays."""
 
     def __init__(self, table: RequestTable) -> None:
         """`table` is that of the requests that run."""
         self._table = table
         self._waiting: dict[Request, Reason] = {}
-        """Of those that have no row."""
+        """Reasons of requests without a row."""
         self._codes: npt.NDArray[np.int8] | None = None
-        """Of those that have one, by row; None: of none."""
+        """Reason codes of running requests by row; None: no code yet."""
         self.stopped_by: dict[RequestClass, Reason] = {}
-        """What ended the search of those of a class that wait."""
+        """Reason that ended the search for newcomers of a class."""
 
     def note(self, request: Request, reason: Reason) -> None:
         """Say why a request is left out."""
@@ -276,7 +276,7 @@ class PlannedStep:
     loaded: tuple[Loading, ...] = ()
     """KV of paused requests that comes back beside the step."""
     seats_given: tuple[Request, ...] = ()
-    """Those of `paused` whose seats others are owed."""
+    """Requests of `paused` whose seats others are owed."""
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Requests that were considered and do not advance."""
     unseen: Mapping[RequestClass, Unseen] = field(default_factory=dict)
@@ -285,9 +285,9 @@ class PlannedStep:
     limit_s: float | None = None
     """The nearest deadline that the policy keeps to, from the start of the step."""
     hits_limit: bool = False
-    """See `StepBudget.hits_limit`."""
+    """Whether a policy left out a real-time request for want of time."""
     best_effort_s: float | None = None
-    """What best-effort requests add to its time, where a share is theirs and they want more."""
+    """Time that best-effort requests add to the step, where they are owed a share and want more."""
     forecast_peak: int | None = None
     """Slots that the batch is expected to need at its peak, if the step starts a request."""
     headroom: int = 0

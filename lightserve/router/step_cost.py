@@ -29,8 +29,8 @@ from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 FORGETTING = 0.98
 """Weight of an observation against the one after it."""
 MIN_VARIANCE = 64.0**2
-"""Of observed numbers of tokens, summed: with less, what copies take is rather put down to their
-number than to their tokens. A rate that is too low is corrected by the next load."""
+"""Summed variance of observed token counts. With less, time of copies is put down to their number
+rather than to their tokens. The next load corrects a rate that is too low."""
 
 
 class CopyCost:
@@ -84,7 +84,7 @@ RATIO_MEMORY = 0.1
 """Weight of the newest observation in the ratio, and in the average time of a step, so that ten
 steps show a change."""
 SPREAD_MEMORY = 0.03
-"""The same in the ratio's variance, which needs more of them; it grows at RATIO_MEMORY."""
+"""Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY."""
 GUARD_DEVIATIONS = 2.5
 OUTLIER_DEVIATIONS, LEAST_OUTLIER = 3.0, 0.3
 """A step that took longer than predicted by more than so many deviations, and by this share at
@@ -154,7 +154,7 @@ class StepGuard:
 
 @dataclass(slots=True)
 class StepCost:
-    """See the module. Queries are O(1); a fit takes a few milliseconds, and only without profile.
+    """Predicts step times. Queries are O(1); a fit takes milliseconds, and only without profile.
 
     `error_s` is the running average of the absolute error.
     """
@@ -167,14 +167,14 @@ class StepCost:
     _samples: dict[int, deque[StepSample]] = field(default_factory=dict)
     _num_observed: int = 0
     _all: _Ratio = field(default_factory=_Ratio)
-    """Of all kinds: for those that have not been seen."""
+    """Ratio of all kinds, for kinds that have not been seen."""
     _ratios: dict[StepKind, _Ratio] = field(
         default_factory=lambda: {kind: _Ratio() for kind in StepKind}
     )
     _means: dict[StepKind, float] = field(default_factory=lambda: dict.fromkeys(StepKind, 1.0))
-    """Of observed over modelled time by kind, `_all` for those not seen."""
+    """Means of observed over modelled time by kind, `_all` for kinds not seen."""
     _guard: float | None = None
-    """Of all kinds; None: to be computed anew."""
+    """Guard of all kinds; None: to be computed anew."""
 
     @property
     def is_known(self) -> bool:
@@ -193,7 +193,7 @@ class StepCost:
 
     @property
     def worthwhile_s(self) -> float:
-        """See `StepModel.worthwhile_s`; 0: nothing is known."""
+        """`StepModel.worthwhile_s`, corrected; 0: nothing is known."""
         if self._model is None:
             return 0.0
         return self._ratio(MIXED).mean * self._model.worthwhile_s

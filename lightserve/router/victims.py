@@ -19,7 +19,7 @@ from lightserve.types import BE
 
 
 class VictimView(NamedTuple):
-    """What the orders look at."""
+    """State that the orders read."""
 
     kv: KVStore
     due: DueTimes

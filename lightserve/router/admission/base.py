@@ -11,7 +11,7 @@ from lightserve.router.request import Request
 
 @dataclass(frozen=True)
 class PoolView:
-    """What an admission rule is told of the KV pool."""
+    """The KV pool as an admission rule sees it."""
 
     num_slots: int
     headroom: int = 0

@@ -1,4 +1,4 @@
-"""What the rules that look into the future share: a round over sampled futures.
+"""The round over sampled futures, which all rules that look into the future share.
 
 A rule says how long outputs will be (one or more futures per request) and by how much the peaks
 exceed what it accepts; the round does the rest, lazily: with nothing waiting nothing is sampled.
@@ -114,9 +114,9 @@ class PeakRound:
         """Tokens that all can come to hold, by their limits; None: not summed up yet."""
         self._shared = SharedPrefixes(self._live)
         self._rest: IntArray = np.empty((0, 0), dtype=np.int64)
-        """What live requests are still to generate, [n, num_futures]."""
+        """Tokens that live requests are still to generate, [n, num_futures]."""
         self._rests_of_newcomers: list[IntArray] = []
-        """The same of those admitted, [num_futures] each."""
+        """Tokens that admitted newcomers are still to generate, [num_futures] each."""
         self._held_for: dict[PrefixNode, IntArray] = {}
         self.forecast_peak: int | None = None
         self.excess: dict[Request, int] = {}
@@ -196,7 +196,7 @@ class Held(NamedTuple):
 
     node: PrefixNode
     num_tokens: int
-    """Those of nodes above it that are held by the same may be among them."""
+    """Tokens, perhaps with those of nodes above it that have the same holders."""
     holders: list[int]
     """Indices of requests, in the order in which they came to count."""
 

@@ -42,7 +42,7 @@ _NUM_ROWS = 4096
 
 
 class RiskAdmission(PeakAdmission):
-    """See the module's docstring."""
+    """Admission by the risk that memory runs out."""
 
     def __init__(self, lengths: OutputLengths, accepted: AcceptedRisk, *, seed: int) -> None:
         self._lengths = lengths
@@ -51,7 +51,7 @@ class RiskAdmission(PeakAdmission):
         self._uniforms = _stratified(rng, NUM_FUTURES)
         ranks = (np.arange(NUM_FUTURES) + 0.5) / NUM_FUTURES
         self._errors = rng.permutation([NormalDist().inv_cdf(rank) for rank in ranks])
-        """Of the history in each future, in standard errors."""
+        """Error of the history in each future, in standard errors."""
         self._tilted = self._uniforms
         self._tilted_for = -1
 

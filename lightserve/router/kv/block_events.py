@@ -1,4 +1,4 @@
-"""What of the prefix cache came and went, in blocks, as prefix-aware gateways want to hear of it.
+"""Events of the prefix cache in blocks, for prefix-aware gateways.
 
 The cache knows single tokens; gateways know blocks of a fixed number of them, named by a hash of
 all tokens up to their end. A block is there once the KV of its last token is, since a resident
@@ -31,9 +31,9 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first; None: they begin a prompt."""
+    """Hash of the block before the first; None: the blocks begin a prompt."""
     token_ids: list[int]
-    """Of all these blocks."""
+    """Tokens of all these blocks."""
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -44,7 +44,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, frozen=True):
-    """It is not there any more."""
+    """Blocks that have left the cache."""
 
     block_hashes: list[int]
     medium: str | None

@@ -37,17 +37,17 @@ LoadIsCheaper = Callable[[int, int], bool]
 """Whether loading n tokens from a position on is predicted to cost less than computing them."""
 
 EVICTION_PORTIONS = 128
-"""Of the pool, one part is evicted at least, if it is in few nodes: full pools would evict in every
-step otherwise, and leave no request room to grow side by side (docs/results/router.md)."""
+"""Parts of the pool. One part is evicted at least, if it is in few nodes: full pools would evict in
+every step otherwise, and leave no request room to grow side by side (docs/results/router.md)."""
 
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class Preemption(StrEnum):
-    """What becomes of the KV of a request whose memory is needed; choices of `--preemption`."""
+    """Fate of the KV of a request whose memory is needed; choices of `--preemption`."""
 
     CHECKPOINT = "checkpoint"
-    """It loses as much from its end as is needed, which is saved on the host (BROS)."""
+    """Only the needed tokens at its end are taken, and saved on the host (BROS)."""
     SWAP = "swap"
     """All that no other reads is saved and taken at once."""
     RECOMPUTE = "recompute"
@@ -56,7 +56,7 @@ class Preemption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class KVOptions:
-    """What `KVStore` is made of."""
+    """Options of a `KVStore`."""
 
     cache_order: EvictionOrder | None = None
     """In which order cached prefixes go; None: nothing is cached."""
@@ -72,7 +72,7 @@ class KVOptions:
     event_block_size: int = 0
     """Tokens of the blocks in which `KVStore.take_events` tells what is cached; 0: it does not."""
     max_retained_tokens: int = 0
-    """Of each key, tokens that are kept longer where requests ask for it; -1: a tenth of the
+    """Tokens of each key that are kept longer where requests ask for it; -1: a tenth of the
     pool."""
 
     def num_retained(self, num_slots: int) -> int:
@@ -129,7 +129,7 @@ class KVStore:
 
     @property
     def num_wanted(self) -> int:
-        """Those of them that requests wait for."""
+        """Cached slots that requests wait for."""
         return 0 if self._tree is None else self._tree.num_evictable_wanted
 
     @property
@@ -514,7 +514,7 @@ class RetainedPrefixes:
         self._tree = tree
         self._max_tokens = max_tokens
         self._until_s: dict[PrefixKey, dict[PrefixNode, float]] = {}
-        """Of each key, where its prefixes end and how long they are kept, the newest last."""
+        """Ends of each key's prefixes and how long they are kept, the newest last."""
         self._num_tokens: dict[PrefixKey, int] = {}
         self._num_prefixes = 0
         self._heap: list[tuple[float, int, PrefixKey, PrefixNode]] = []

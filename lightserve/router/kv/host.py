@@ -75,7 +75,7 @@ class CopyList:
 
 
 class PlanCopies(NamedTuple):
-    """What a plan copies; see `StepPlan`."""
+    """Copies of a plan, as `StepPlan` names them."""
 
     saves: KVCopies = NO_COPIES
     loads: KVCopies = NO_COPIES
@@ -113,7 +113,7 @@ class Checkpoints:
         return PlanCopies(*[copies.take() for copies in lists])
 
     def save(self, request: Request, start: int) -> int | None:
-        """See that positions `start` … of a paused request are on the host.
+        """Save what is missing so that positions `start` … of a paused request are on the host.
 
         Returns:
             How many tokens are copied for that; None: there is no room for them, and no copy of

@@ -11,7 +11,7 @@ import numpy as np
 from lightserve.messages.common import Int32Array
 
 PrefixKey = str
-"""What besides equal tokens two requests must have in common to share KV: the salt."""
+"""Salt that two requests must have in common, besides tokens, to share KV."""
 
 NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -35,9 +35,9 @@ class PrefixNode:
     children: dict[int, PrefixNode] = field(default_factory=dict)
     """By their first token."""
     residents: dict[int, PrefixNode] = field(default_factory=dict)
-    """Those of the children that are resident."""
+    """Children that are resident."""
     awaited: dict[int, PrefixNode] = field(default_factory=dict)
-    """Those of the children that requests are expected in."""
+    """Children that requests are expected in."""
     waiting: dict[Hashable, None] = field(default_factory=dict)
     """Requests whose expected prefixes end here, those that may start in any order; the tree hands
     them back as it got them."""
@@ -97,7 +97,7 @@ class Hit(NamedTuple):
 
     num_tokens: int
     num_evictable: int
-    """Those of them that no request reads: holding them takes them out of what can be evicted."""
+    """Tokens of the hit that no request reads: holding them ends that they can be evicted."""
     node: PrefixNode | None
     """Where they end, perhaps in the middle; None: there are none."""
 

@@ -58,7 +58,7 @@ and nodes may be as short as one token."""
 
 
 class PrefixTree:
-    """See the module. Slots that it holds are neither free nor a request's own."""
+    """Cached prefixes. Slots that the tree holds are neither free nor a request's own."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PrefixTree:
         self._max_depth = max_depth
         self._roots: dict[PrefixKey, PrefixNode] = {}
         self._keys: dict[int, PrefixKey] = {}
-        """Of each root, by its id."""
+        """Key of each root, by its id."""
         self._heap: list[tuple[tuple[float, ...], int, int, PrefixNode]] = []
         self._ticket = itertools.count()
         self._num_nodes = 0
@@ -81,11 +81,11 @@ class PrefixTree:
         self.num_resident = 0
         """Tokens whose KV the tree holds."""
         self.num_evictable = 0
-        """Those of them that no live request reads."""
+        """Resident tokens that no live request reads."""
         self.num_evictable_rt = 0
-        """Those of these that a real-time request read last."""
+        """Evictable tokens that a real-time request read last."""
         self.num_evictable_wanted = 0
-        """Those of these that requests are expected to read."""
+        """Evictable tokens that requests are expected to read."""
 
     # ---------------------------------------------------------------- reading
 

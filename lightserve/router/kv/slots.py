@@ -432,7 +432,7 @@ class BlockEnd:
         self.block_of: dict[Hashable, int] = {}
         """Where sequences grow; the block may be full."""
         self.owner_of: dict[int, Hashable] = {}
-        """The same the other way round."""
+        """Owners by block."""
         self._masks = masks
         self._mask_array: npt.NDArray[np.uint16] = np.frombuffer(masks, dtype=np.uint16)
         self._size = block_size

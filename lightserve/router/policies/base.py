@@ -1,7 +1,7 @@
-"""What a policy is, and the step that it fills: it says who is to advance, and what fits joins.
+"""Policies, and the step that a policy fills: it tries requests in order, and all that fit join.
 
-Time, tokens and rows are the step's (`StepBudget`), slots now the pool's (`MemoryPlan`), slots
-later those of admission's forecast. Whatever does not join has a reason.
+`StepBudget` bounds time, tokens and rows, `MemoryPlan` today's slots, and admission's forecast the
+slots of later steps. Every request that does not join has a reason.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Waiting(Protocol):
 
 
 MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE, Reason.BYTES}
-"""What newcomers may lack though there is time: those that run go on."""
+"""Reasons that stop newcomers but no running requests: memory is short, not time."""
 
 GoesBefore = Callable[[Request, Request], bool]
 """Whether a newcomer is tried before a prompt in progress."""
@@ -114,7 +114,7 @@ class Step:
         self.limits = limits
         self.budget = StepBudget(running.table, limits, meets_deadlines=meets_deadlines)
         self.skips = Skips(running.table)
-        """What is left out."""
+        """Requests that the step leaves out, and why."""
         self.started: dict[Request, None] = {}
         """Newcomers in it, those that load to start later included."""
         self.urgent: set[Request] = set()
@@ -124,7 +124,7 @@ class Step:
         self.hits_limit = False
         """Whether a policy had to leave out a real-time request for want of time."""
         self.best_effort_s: float | None = None
-        """What best-effort requests add to its time, where a share is theirs and they want more."""
+        """Time that best-effort requests add to it, where they are owed a share and want more."""
         self._memory = memory
         self._admission = admission
         self._is_class_aware = is_class_aware
@@ -134,7 +134,7 @@ class Step:
         self._num_passed = 0
         """Newcomers that were passed over for want of memory since the last call."""
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
-        """Of prompts whose log-probabilities are wanted."""
+        """Positions left for prompts whose log-probabilities are wanted."""
         is_bounded = limits.max_be_seqs < NO_LIMIT
         self._num_be_left = limits.max_be_seqs - (len(running.of(BE)) if is_bounded else 0)
         """Best-effort requests that may start."""
@@ -387,7 +387,7 @@ class Step:
 
     @property
     def _full_of(self) -> Reason:
-        """What there is no more of once something did not fit: tokens, pace or time."""
+        """The resource that ran out: tokens, pace or time."""
         if self.budget.is_full:
             return Reason.TOKENS
         if self.budget.pace.is_limit:
@@ -434,7 +434,7 @@ class Step:
 
 
 class _How(NamedTuple):
-    """See `Step.take`."""
+    """How `Step.take` tries each request."""
 
     is_whole: bool
     leaves_room: bool

@@ -42,7 +42,7 @@ class FcfsPolicy(_ClassBlind):
     """
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         step.take(newcomers=in_queue_order(step), is_whole=True)
         if step.budget.is_empty:
             step.run(step.of())
@@ -52,7 +52,7 @@ class ChunkedPolicy(_ClassBlind):
     """Decodes first, then chunks of prompts up to the budget (Sarathi-Serve)."""
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         step.run(step.of())
         step.take(newcomers=in_queue_order(step))
 
@@ -68,7 +68,7 @@ class RoundRobinPolicy(_ClassBlind):
         self._is_whole = is_whole
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         for request_class in (RT, BE) if step.limits.step_number % 2 == 0 else (BE, RT):
             step.run(step.of(request_class), is_whole=self._is_whole)
             newcomers = step.waiting.of(request_class)
@@ -89,10 +89,10 @@ class PriorityPolicy:
     is_class_aware: ClassVar[bool] = True
     meets_deadlines: ClassVar[bool] = False
     pace: Pace | None = None
-    """Of real-time decodes without targets; None: there is none."""
+    """The pace of real-time decodes without targets; None: they keep none."""
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         real_time = step.of(RT)
         if self.pace is not None:
             step.decode(real_time.decodes)
@@ -141,10 +141,10 @@ MAX_OVERTAKEN = 64
 
 
 class MlfqPolicy(_ClassBlind):
-    """Those that have had least service first."""
+    """Requests that have had least service go first."""
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         newcomers = [
             request
             for request_class in RequestClass

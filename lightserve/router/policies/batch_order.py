@@ -53,7 +53,7 @@ class Promoted(NamedTuple):
     """Jobs that are urgent."""
 
     rows: Rows
-    """Those that run."""
+    """Rows of urgent requests that run."""
     waiting: list[Request]
     due_s: dict[Request, float]
     """From the start of the step to when each should have its prompt behind it."""
@@ -87,7 +87,7 @@ class UrgentLines(NamedTuple):
     """Lines of batches that are behind."""
 
     rows: Rows
-    """Those that run."""
+    """Rows of urgent requests that run."""
     waiting: list[Request]
 
 

@@ -41,7 +41,7 @@ EVERY_BEST_EFFORT = 128
 
 
 class Pace(NamedTuple):
-    """What `--pace-ms` and `--be-stretch` set."""
+    """The values of `--pace-ms`, in seconds, and of `--be-stretch`."""
 
     seconds: float = 0.033
     be_stretch: float = 1.5

@@ -33,7 +33,7 @@ ones that wait."""
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What a step may use."""
+    """The resources of a step, and predictions of its cost."""
 
     max_num_batched_tokens: int
     num_free_rows: int
@@ -51,7 +51,7 @@ class StepLimits:
     num_cached_slots: int = 0
     """Slots of it whose KV no request reads."""
     num_wanted_slots: int = 0
-    """Those of them that some request waits for."""
+    """Cached slots that a waiting request would read."""
     num_steps_in_time: int = 0
     """Steps before this one since one that `StepBudget.hits_limit`."""
     start_s: float = 0.0
@@ -59,7 +59,7 @@ class StepLimits:
     cost: StepCost = field(default_factory=StepCost)
     """Predicts what it takes."""
     best_effort_time: TimeShare = field(default_factory=TimeShare)
-    """What best-effort requests got of the time while they wanted more."""
+    """The share of time that best-effort requests got while they wanted more."""
     average_step_s: float = 0.0
     """Execution time of recent steps, on average."""
     guard: StepGuard | None = None
@@ -71,7 +71,7 @@ class StepLimits:
     overlaps_copies: bool = False
     """Whether these are made beside it; otherwise they follow it."""
     outlook: Outlook = NO_OUTLOOK
-    """What real-time requests ask for."""
+    """Demand of real-time requests."""
     turn: Turn = field(default_factory=Turn)
     """Whose turn it is among best-effort requests that wait."""
     seats: Seats = field(default_factory=Seats)
@@ -167,7 +167,7 @@ def num_loaded_by(request: Request) -> int:
 
 
 class StepBudget:
-    """See the module. Policies read it and set its time limits; `Step` fills it."""
+    """The contents of a step, its predicted time and its limits. Policies set the limits."""
 
     def __init__(self, table: RequestTable, limits: StepLimits, *, meets_deadlines: bool) -> None:
         """Begin with an empty step.
@@ -181,7 +181,7 @@ class StepBudget:
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
         self.pace = StepPace()
-        """Of real-time decodes that have no target."""
+        """The pace of real-time decodes without a target."""
         self.num_left = limits.max_num_batched_tokens
         """Tokens that it has room for."""
         self.loads = StepLoads(limits)
@@ -192,17 +192,17 @@ class StepBudget:
         self._cost = limits.cost
         self._shape = StepShape()
         self._timed = self._shape, 0.0
-        """What it was when its time was last asked for, and that time."""
+        """The shape of the last prediction, and the predicted time."""
         self._limit_s = math.inf
         """By deadlines: of the whole step, with both guards."""
         self._best_effort_limit_s = math.inf
         """By deadlines that are met at best, before anything is lent."""
         self._lent_until_s = math.inf
-        """As predicted, the copies of those that resume included."""
+        """Latest predicted end, copies of resuming requests included."""
         self._base_s = 0.0
         """Predicted time of what was in it before anything was lent."""
         self._added: list[Rows | Scheduled | Loading] = []
-        """What is in it, in order; arrays are rows of decodes."""
+        """Contents in order; arrays are rows of decodes."""
 
     # ---------------------------------------------------------------- what is in it
 
@@ -228,7 +228,7 @@ class StepBudget:
 
     @property
     def parts(self) -> list[Scheduled | Loading]:
-        """What is in it, one by one: for tests, and for those that watch policies."""
+        """Contents one by one, for tests and for watchers of policies."""
         parts: list[Scheduled | Loading] = []
         for part in self._added:
             if isinstance(part, np.ndarray):
@@ -402,7 +402,7 @@ class StepBudget:
 
     @property
     def seconds(self) -> float:
-        """What it takes as predicted, without copies."""
+        """Predicted time of the step without copies."""
         if self._timed[0] is not self._shape:
             self._timed = self._shape, self._cost.seconds(self._shape)
         return self._timed[1]
@@ -458,7 +458,7 @@ class StepBudget:
 
     @property
     def deadline_limit_s(self) -> float:
-        """What deadlines leave, of the whole step; inf: what is lent ends before, or is unknown."""
+        """Limit of the step by deadlines; inf: lending ends it earlier, or no time is known."""
         is_first = self._limit_s / self._cost.guard < self._lent_until_s and self._cost.is_known
         return self._limit_s if is_first else math.inf
 

@@ -60,11 +60,11 @@ class UnifiedOptions:
     long_prompt_tokens: int = 4096
     """AccelGen's bound of long prompts."""
     pace: Pace | None = field(default_factory=Pace)
-    """Of real-time decodes without targets; None: there is none."""
+    """The pace of real-time decodes without targets; None: they keep none."""
 
 
 class UnifiedPolicy:
-    """See the module."""
+    """Real-time requests by deadline, best-effort requests in the time that is left."""
 
     is_class_aware = True
     meets_deadlines = True
@@ -74,7 +74,7 @@ class UnifiedPolicy:
         self._options = options
 
     def fill(self, step: Step) -> None:
-        """See `Policy.fill`."""
+        """Fill a step; `Policy.fill` says how."""
         order = _Order(self._options, step)
         order.decode()
         order.pay_owed()
@@ -89,7 +89,7 @@ class _Order:
 
     def __init__(self, options: UnifiedOptions, step: Step) -> None:
         self.best_effort_s = 0.0
-        """What best-effort requests add to the step's time."""
+        """Time that best-effort requests add to the step."""
         self.wants_more = False
         """Whether there are some that could do with more time."""
         self._options = options
