@@ -156,7 +156,7 @@ def _open(location: str, min_free_bytes: int) -> Database:
 
 
 class Store:
-    """What is in a database."""
+    """The parts of a store, over one open database."""
 
     def __init__(self, location: str, *, min_free_bytes: int = 0) -> None:
         """`location`: as --batch-store says."""
@@ -168,7 +168,7 @@ class Store:
 
 
 class StoreThread:
-    """See the module. Calls wait for their clients' turns; the event loop does not."""
+    """The thread of a store. Keys take turns in it; the event loop waits for no call."""
 
     def __init__(
         self,

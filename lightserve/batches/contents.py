@@ -1,4 +1,4 @@
-"""What is in files: rows of the store, or objects beside it that a row knows of.
+"""Contents of files: rows of the store, or objects beside it that a row names.
 
 A row comes before its objects and goes after them, so that none is ever without. What is deleted or
 has expired becomes an upload that was given up, which clients do not see: its objects go, then its
@@ -29,7 +29,7 @@ MAX_SPAN_BYTES = 8 * OBJECT_BYTES
 """Lines that follow one another are read at once, up to so many bytes."""
 
 Lines = dict[tuple[int, int], bytes]
-"""What lines say, by batch and number."""
+"""Texts of lines, by batch and number."""
 
 
 class _Run(Protocol):
@@ -42,11 +42,11 @@ class Contents:
     """See the module. Methods raise StoreError: store or objects cannot be read or written now."""
 
     def __init__(self, run: _Run, objects: Objects | None) -> None:
-        """Without `objects` all is in rows."""
+        """`objects` None: all contents are rows."""
         self._run = run
         self._objects = objects
         self.piece_bytes = CHUNK_BYTES if objects is None else OBJECT_BYTES
-        """Of an upload, at a time."""
+        """Bytes of an upload that are written at a time."""
 
     # ------------------------------------------------------------------ uploads
 

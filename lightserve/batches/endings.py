@@ -1,4 +1,4 @@
-"""How lines and batches end: the parts of a transaction that is under way."""
+"""Ends of lines and batches: parts of a transaction that is under way."""
 
 from __future__ import annotations
 

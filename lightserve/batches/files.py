@@ -18,9 +18,10 @@ STALE_UPLOAD_S = 3600
 """An upload of which nothing has come for so long is dropped: its frontend has died."""
 PAGE_LINES = 256
 PAGE_BYTES = 256 * 1024
-"""Of results, at a time: the more of them, or the first part of a longer one."""
+"""The most of a result file that one read returns: whole lines, or a part of a longer one."""
 LONG_PAGE_BYTES = 4 * 1024 * 1024
-"""Of a line that is longer than a page: databases read all of it for each part."""
+"""The part of a line longer than a page that one read returns: databases read the whole line each
+time."""
 
 SLICE_ROWS, SLICE_BYTES = 1000, 4 * 1024 * 1024
 """The most that is deleted, or given an error, in one transaction: others wait for its end."""
@@ -30,14 +31,14 @@ _IN_USE = "SELECT 1 FROM batches WHERE input_file = files.number AND status = 'i
 
 
 class Cursor(NamedTuple):
-    """Where a piece of a file begins."""
+    """The start of a piece of a file."""
 
     part: int = 0
     """Number of the chunk, or of the line."""
     position: int = 0
     """Bytes before it."""
     offset: int = 0
-    """Of these, bytes of the line."""
+    """Bytes of the line before it, where the line is read in parts."""
 
 
 START = Cursor()

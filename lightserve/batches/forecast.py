@@ -35,7 +35,7 @@ FEW_BUSY_S = 15.0
 """From so little on it is too little to promise anything by, but lines are due by it where it is
 worse than what was assumed: a batch must not be behind before that is noticed."""
 LEAST_OWN_LINES = 16
-"""Of a batch, before it is judged by its own lines."""
+"""Lines of a batch with results, before its own lines say how long the others are."""
 LEAST_SHARE = 0.01
 TAIL_LINES = 1.5
 """A batch ends with the last of its lines: of those that are begun last, later than the mean by so
@@ -46,29 +46,29 @@ ASSUMED_OUTPUT_TOKENS = 256
 
 
 class Pace(NamedTuple):
-    """How fast lines get on, and what they are like."""
+    """The speed of lines, and their mean sizes."""
 
     prompt_token_s: float
     output_token_s: float
-    """What a token takes of an idle engine."""
+    """Seconds of an idle engine for a token of a prompt, and of an output."""
     share: float
-    """Of the engine; of several servers' engines together, above 1 too."""
+    """Share of the engine that batches have; above 1 where several servers share the store."""
     low_share: float
-    """The lowest of late."""
+    """The lowest recent share."""
     is_observed: bool
     tokens_per_byte: float
-    """Prompts' tokens, by bytes of lines."""
+    """Tokens of prompts for each byte of lines."""
     output_tokens: float
-    """Of a line."""
+    """Mean for each line."""
     sure_share: float = 1.0
-    """What lines are due by: the lowest of late, also while there is little of it."""
+    """The lowest recent share, also while the history is short; due times follow from it."""
     num_servers: int = 1
     tail_s: float = 0.0
-    """From when as much has been done as all of a batch takes until its last line has ended."""
+    """Seconds from the time at which all the work of a batch is done until its last line ends."""
 
 
 class Left(NamedTuple):
-    """The same as the store has it: sums over lines."""
+    """The rest of a batch as the store has it: sums over lines."""
 
     number: int
     expires_s: float
@@ -79,9 +79,9 @@ class Left(NamedTuple):
     done_bytes: int
     prompt_tokens: int
     output_tokens: int
-    """Of those that are done."""
+    """Of the lines with results."""
     limit_tokens: int | None
-    """What all outputs may have at most; None: not every line says so."""
+    """The most tokens of all outputs; None: some line sets no limit."""
 
 
 def work_of(left: Left, pace: Pace) -> Work:
@@ -120,7 +120,7 @@ def earliest_window(
     per_s = MARGIN / share
     before = list(itertools.accumulate((work.seconds for work in waiting), initial=0.0))
     rooms: list[float] = []
-    """What may be put before each of them, from the last on."""
+    """Seconds of work that fit before each of them, from the last on."""
     for work, done_s in zip(reversed(waiting), reversed(before), strict=False):
         spare_s = (work.expires_s - now_s) / per_s - done_s
         least = rooms[-1] if rooms else math.inf
@@ -164,14 +164,14 @@ def dues(
 
 
 class Costs(NamedTuple):
-    """What tokens take of an idle engine, in seconds; 0: not known."""
+    """Seconds of an idle engine for a token; 0: not known."""
 
     prompt_token_s: float
     output_token_s: float
 
 
 class Tokens(NamedTuple):
-    """What a line that is over has cost."""
+    """Tokens of a line that has its result."""
 
     prompt: int = 0
     output: int = 0
@@ -198,7 +198,7 @@ class Due(NamedTuple):
 
 
 class Forecasts:
-    """What the store knows of the pace, and what follows for its batches."""
+    """The history of the pace in the store, and the forecasts that follow from it."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

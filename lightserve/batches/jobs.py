@@ -60,12 +60,12 @@ FORGET_OWNER_S = 86_400.0
 
 
 class Held(NamedTuple):
-    """What an owner has to do."""
+    """The work of an owner."""
 
     batches: frozenset[int]
-    """All that are in progress."""
+    """Numbers of all batches in progress."""
     lines: frozenset[tuple[int, int]]
-    """Batches and numbers of those leased to it."""
+    """Lines leased to the owner, by batch and number."""
 
 
 class Jobs:

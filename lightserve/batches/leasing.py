@@ -22,7 +22,7 @@ SUSPECT_CRASHES = 2
 """A line with which the process has died so often runs beside no other such one: so no line is
 taken for the reason that only ran beside it."""
 LOSS_DELAY_S = 60.0
-"""What a line waits after its second loss, and twice as long after each further one. With it, no
+"""Seconds that a line waits after its second loss, twice as long after each further one. So no
 line alone costs as many restarts of workers as a server allows by default."""
 MAX_LOSS_DELAY_S = 16 * LOSS_DELAY_S
 """No line waits longer: what seems to was lost before the clock was put back."""
@@ -37,13 +37,13 @@ _BATCHES = (
 
 
 class Place(NamedTuple):
-    """Where a line is."""
+    """The place of a line: a stretch of a file, or a response."""
 
     file: int
     position: int
     num_bytes: int
     response: int | None
-    """In the background, whose request it is."""
+    """Number of the response in the background that the line asks for; None: it is in a file."""
 
 
 class _Batch(NamedTuple):
@@ -141,7 +141,7 @@ class _Taking:
         self._now_s = now_s
         self._max_bytes = max_bytes
         self._last: dict[int, int] = {}
-        """Of each batch, the last line that was taken."""
+        """The number of the last line taken, by batch."""
         self._num_suspects = self._db.value(
             "SELECT count(*) FROM lines WHERE state = 'leased' AND owner = ? AND crashes >= ?",
             *(owner, SUSPECT_CRASHES),
@@ -149,7 +149,7 @@ class _Taking:
 
     @property
     def has_room(self) -> bool:
-        """Whether lines may have more bytes in all."""
+        """Whether more bytes of lines may be taken."""
         return self._max_bytes > 0
 
     def take(self, batches: Sequence[_Batch], max_lines: int) -> int:

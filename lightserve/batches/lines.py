@@ -32,7 +32,7 @@ class InputLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What of a body a batch decides; all else is checked when the line runs."""
+    """Fields of a body that a batch decides; the routes check all others when the line runs."""
 
     model: str
     stream: bool | None = None
@@ -71,7 +71,7 @@ class LineCheck:
         self._seen: dict[bytes, int] = {}
         """Numbers of lines, by digests of their ids."""
         self._number, self._position, self._rest = 1, 0, b""
-        """Of the line that has begun."""
+        """Number, position in the file and bytes of the line that has begun."""
 
     def add(self, data: bytes) -> list[NewLine]:
         """Take in the next piece of the file; return the lines that end in it."""

@@ -25,7 +25,7 @@ from lightserve.errors import StartupError, StoreError
 
 SCHEMA = "lightserve"
 LOCK = 0x6C737276
-"""Of PostgreSQL's advisory locks, which belong to one database."""
+"""The number of the advisory lock; PostgreSQL has them for each database."""
 CONNECT_S = 5
 IDLE_S = 5
 STATEMENT_S = 60
@@ -42,7 +42,7 @@ SELECT set_config('synchronous_commit', 'on', false)
 HINTS = "lightserve_work"
 """A channel of LISTEN and NOTIFY."""
 HINT_WAIT_S = 1.0
-"""How long it is listened at a time, and how long after an error it is tried again."""
+"""Seconds of one wait for hints, and before the next try after an error."""
 
 
 class _Integer(Loader):

@@ -182,7 +182,7 @@ def _code_of(answer: bytearray) -> str | None:
 
 
 def _is_queue_full(scope: Scope) -> bool:
-    """Whether a request was refused for what the router has to do already."""
+    """Whether a request was refused because the router has too much work."""
     error = scope.get(REFUSAL_KEY)
     return isinstance(error, RequestFailed) and error.is_queue_full
 

@@ -1,4 +1,4 @@
-"""What the store holds, as its readers see it, and the limits of it."""
+"""Records of the store, as its readers see them, and their limits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_LINES = 50_000
 MAX_LINE_BYTES = 1024 * 1024
 MAX_FILE_BYTES = 200 * 1000 * 1000
 MAX_ACTIVE_BATCHES = 100
-"""Of one key."""
+"""The most batches in progress of one key."""
 MAX_ACTIVE_RESPONSES = 1000
-"""Of one key, in the background."""
+"""The most responses in the background of one key."""
 RESPONSE_WINDOW_S = 24 * 3600
 """In which a response in the background has to come."""
 RESPONSES = "/v1/responses"
@@ -25,12 +25,12 @@ MAX_LINKS = 1024
 MAX_CUSTOM_ID_CHARS = 512
 MAX_FILENAME_CHARS = 255
 CHUNK_BYTES = 256 * 1024
-"""Of a file's content in the store; only its last chunk has fewer."""
+"""Bytes of a chunk of a file in the store; only the last chunk has fewer."""
 OBJECT_BYTES = 1024 * 1024
-"""Of each of a file's objects but the last."""
+"""Bytes of each object of a file but the last."""
 DAY_S = 86_400
 DEFAULT_TTL_S = 30 * DAY_S
-"""How long files are kept, unless their owner says otherwise."""
+"""Seconds for which a file is kept, unless its owner says otherwise."""
 MIN_TTL_S, MAX_TTL_S = 3600, 30 * DAY_S
 MIN_WINDOW_S, MAX_WINDOW_S = 60, 30 * DAY_S
 
@@ -52,9 +52,9 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     batch: int | None
     """Number of the batch whose results it is; None: it was uploaded."""
     has_errors: bool
-    """Whether it is that batch's error file."""
+    """Whether the file is the error file of `batch`."""
     is_in_objects: bool = False
-    """Whether what is in it is in objects, and not in rows."""
+    """Whether the content is in objects, and not in rows."""
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -72,14 +72,14 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be expected of a batch in progress."""
+    """The expected end of a batch in progress."""
 
     ends_s: int
     is_in_time: bool
     ratio: float
     """Time until it ends over time until its window does; above 1 it is late."""
     is_observed: bool
-    """Whether it follows from the pace so far, and not from what an engine could do."""
+    """Whether it follows from the pace so far, and not from the cost model alone."""
 
     def body(self) -> dict[str, Any]:
         """Return `x_forecast`."""
@@ -149,14 +149,14 @@ class NewLine(msgspec.Struct, frozen=True):
 
     custom_id: str
     position: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
     max_tokens: int | None = None
-    """Of all its outputs; None: it does not say."""
+    """The most tokens of all its outputs; None: the line sets no limit."""
 
 
 class LineSums(msgspec.Struct):
-    """How much the lines of a batch are in all."""
+    """Sums over the lines of a batch."""
 
     num_lines: int = 0
     num_bytes: int = 0
@@ -175,7 +175,7 @@ class LineSums(msgspec.Struct):
 
 
 class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch is made of."""
+    """A batch that is to be made."""
 
     key_name: str
     endpoint: str
@@ -186,13 +186,13 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     output_ttl_s: int
     idempotency_key: str | None
     accepts_late: bool = False
-    """Whether it is made though its window is too short."""
+    """Whether the batch is made although its window is too short."""
     max_lines: int = 0
     """That its key may have in all without a result; 0: any."""
     max_bytes: int = 0
     """That its key may have stored in all; 0: any."""
     request_digest: str
-    """Of all that the request said: the same key may not come with another request."""
+    """Digest of the whole request: an idempotency key belongs to one request."""
 
 
 class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,9 +201,9 @@ class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     key_name: str
     previous_id: str | None
-    """Of the response that it goes on from."""
+    """Id of the response that it continues."""
     input: bytes
-    """What was asked now, as a JSON list of items."""
+    """The input of this request, as a JSON list of items."""
     response: bytes
     """OpenAI's object, as JSON."""
     request: bytes = b""
@@ -222,24 +222,24 @@ class LeasedLine(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     key_name: str
     attempt: int
-    """How often it has failed by itself before."""
+    """Failures of the line itself before this attempt."""
     losses: int
-    """How often workers have died with it."""
+    """Times that workers have died with the line."""
     crashes: int = 0
-    """How often the process of batches has."""
+    """Times that the process of batches has died with the line."""
     line: bytes
-    """As it stands in the input file; nothing: it is still to be read."""
+    """The text of the line in the input file; empty: it is still to be read."""
     num_bytes: int = 0
     object_id: str = ""
-    """Of the file, in objects, in which it is still to be read."""
+    """Id of the file in objects from which the line is to be read."""
     position: int = 0
     """There."""
     expires_s: int
-    """Of its batch."""
+    """End of the window of its batch, Unix time."""
 
     @property
     def id(self) -> str:
-        """What its result is called."""
+        """The id of its result."""
         return f"batch_req_{self.batch_id.removeprefix('batch_')}_{self.number}"
 
 
@@ -248,14 +248,14 @@ class LeaseLost(StoreError):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a leased line: a result, or it waits for another turn."""
+    """The outcome of a leased line: a result, or another turn later."""
 
     batch: int
     number: int
     result: bytes | None
     """A line of the output or error file; None: it is queued again."""
     num_bytes: int = 0
-    """Of the line."""
+    """Bytes of the line."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     is_error: bool = False

@@ -14,7 +14,7 @@ from lightserve.errors import InvalidRequest
 
 PAGE_ROWS = 64
 PAGE_LINKS = 16
-"""Of a chain, in one query."""
+"""Responses of a chain that one query reads."""
 
 _IS_THERE = "id = ? AND key_name = ? AND expires_s > ?"
 _CHAIN = f"""
@@ -29,7 +29,7 @@ WITH RECURSIVE chain AS (
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What of a response is of interest here."""
+    """Fields of a response that this module needs."""
 
     status: str
     output: msgspec.Raw
@@ -59,7 +59,7 @@ class _Result(msgspec.Struct, frozen=True):
 _STATE = msgspec.json.Decoder(_State)
 _RESULT = msgspec.json.Decoder(_Result)
 _OWN = ("id", "created_at", "background", "store", "previous_response_id")
-"""What a response in the background says of itself, and its answer does not know."""
+"""Fields of a response in the background that its answer does not change."""
 _CANCELLED = {"status": b'"cancelled"'}
 
 

@@ -37,31 +37,32 @@ from lightserve.batches.records import (
 from lightserve.errors import StoreError
 
 OWNER = "server"
-"""Of leases, in a store that has one server at a time: what one before it leased is free. Servers
+"""The owner of leases in a store of one server: the leases of an earlier server are free. Servers
 that share a store have names of their own."""
 LEASE_S = 30.0
-"""Lines of a server of which nothing was heard for so long are others'. It may be stopped or cut
-off: it gives them up by its own clock."""
+"""A server that renews its lease later than this loses its lines to others. It may be stopped or
+cut off: it gives them up by its own clock."""
 RENEW_S = 5.0
 PURGE_S = 60.0
 COUNT_S = 2.0
 POLL_S = 0.25
-"""How often it is looked for new batches, and for those that have been cancelled."""
+"""Seconds between two looks for new and cancelled batches."""
 GATHER_S = 0.05
-"""Results that come within it are written in one transaction."""
+"""Seconds within which results are written in one transaction."""
 LEAST_MOVE_S, MOVE_SHARE = 0.5, 0.02
 """When lines are due is said again where it is off by more than this, or than this share of the
 time until then."""
 MAX_SLICES = 16
-"""Of what is deleted and ended, until the runner looks at other things again."""
+"""Slices of rows that are deleted or given an error before other work goes on."""
 MAX_LEASED_BYTES = 64 * 1024 * 1024
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Of answers that have come, in part or as a whole, and are not written yet; see `Room`."""
+"""Bytes of answers, whole or in part, that are not written yet; see `Room`."""
 MAX_ATTEMPTS = 2
 MAX_REFUSALS = 10
-"""Times that a line gets a 429 that is not the router's: then that is its result."""
+"""Times that a line gets a 429 for its own content; the last one is its result."""
 LEAST_REFUSAL_S, MAX_REFUSAL_S = 1.0, 64.0
-"""What it waits after the first, twice as long after each further one, and at most."""
+"""Seconds that the line waits after the first one, twice as long after each further one, and at
+most."""
 MAX_LOSSES = 6
 """Times that workers die with a line, before it is taken for the reason."""
 STORE_RETRY_S = 1.0
@@ -77,18 +78,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How a line was answered."""
+    """The answer to a line."""
 
     status: int
-    """Of HTTP."""
+    """Status of HTTP."""
     body: bytes
     request_id: str
     retry_after_s: float = 0.0
-    """With 429 and 503."""
+    """Seconds to wait, with 429 and 503."""
     is_lost: bool = False
-    """With 503: whether workers died with it."""
+    """Whether workers died with the line (503)."""
     is_own_refusal: bool = False
-    """With 429: whether it is not the router that takes no more, but perhaps for what it says."""
+    """Whether the line was refused for its own content, not because the router is full (429)."""
 
 
 class Room:
@@ -103,9 +104,9 @@ class Room:
         """Held now, and at any time."""
         self._max_bytes = max_bytes
         self._held: Counter[tuple[int, int]] = Counter()
-        """By batch and number of lines."""
+        """Bytes by batch and number of a line."""
         self._coming: dict[tuple[int, int], None] = {}
-        """Those that have begun and not ended, in order."""
+        """Lines whose answers have begun and not ended, in order."""
         self._ended: set[tuple[int, int]] = set()
         self._news = asyncio.Event()
 
@@ -137,16 +138,16 @@ class Room:
 
 @dataclass
 class Counts:
-    """What the runner has seen."""
+    """Figures that the runner keeps."""
 
     lines: dict[str, int]
     batches: dict[str, int]
     num_late: int = 0
-    """Results that came when the line was no longer leased."""
+    """Results of lines that were no longer leased."""
     late_batches: frozenset[int] = frozenset()
-    """Those in progress that will not be done in their windows."""
+    """Numbers of batches in progress that will not be done in their windows."""
     oldest_age_s: float = 0.0
-    """Of those in progress; 0: there is none."""
+    """Age of the oldest batch in progress; 0: there is none."""
     forecast_ratio: float = 0.0
     """The largest `Forecast.ratio`; 0: there is none."""
     num_leases_lost: int = 0
@@ -154,7 +155,7 @@ class Counts:
 
 
 class Engine(Protocol):
-    """What answers lines; see `process`."""
+    """The engine that answers lines; see `process`."""
 
     @property
     def is_ready(self) -> bool:
@@ -166,7 +167,7 @@ class Engine(Protocol):
 
     @property
     def costs(self) -> Costs:
-        """What tokens take of the engine."""
+        """Seconds of the engine for a token."""
 
     async def answer(self, line: LeasedLine, *, due_in_s: float) -> Answer:
         """Return the answer to a line, which should be there in so many seconds."""
@@ -204,7 +205,7 @@ class Runner:
         self._epoch = 0
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._num_bytes = 0
-        """Of the lines in flight."""
+        """Bytes of the lines in flight."""
         self._outcomes: list[Outcome] = []
         self._wake = asyncio.Event()
         self._pause_until_s = 0.0

@@ -123,12 +123,12 @@ CREATE TABLE costs (
     output_token_s REAL NOT NULL
 );
 """
-"""How much batches are, and how fast lines get on: see `forecast`."""
+"""Sizes of batches and the pace of lines: see `forecast`."""
 
 _CRASHES = """
 ALTER TABLE lines ADD COLUMN crashes INTEGER NOT NULL DEFAULT 0;
 """
-"""How often the process of batches has died with a line."""
+"""Times that the process of batches has died with a line."""
 
 _LEASES = """
 ALTER TABLE owners ADD COLUMN lease_until_s REAL NOT NULL DEFAULT 0;
@@ -140,12 +140,12 @@ _PROMISES = """
 ALTER TABLE batches ADD COLUMN is_promised BOOLEAN NOT NULL DEFAULT FALSE;
 UPDATE batches SET is_promised = TRUE WHERE response IS NULL;
 """
-"""Whether a window was promised, or taken though it is too short."""
+"""Whether a window was promised, or accepted although it is too short."""
 
 _OBJECTS = """
 ALTER TABLE files ADD COLUMN kept TEXT NOT NULL DEFAULT 'rows';
 """
-"""Where the content of a file is: in 'rows', in rows of which objects are made ('moving'), in
+"""The place of the content of a file: in 'rows', in rows of which objects are made ('moving'), in
 'objects', or in objects that are to be deleted ('gone')."""
 
 _ENDS = """
@@ -153,19 +153,19 @@ CREATE INDEX batches_by_end ON batches (ended_s) WHERE ended_s IS NOT NULL;
 CREATE INDEX files_by_end ON files (expires_s) WHERE is_whole;
 CREATE INDEX files_by_touch ON files (touched_s) WHERE NOT is_whole;
 """
-"""By which `purge` finds what is over. It asks with whole seconds: PostgreSQL looks up no fraction
-in an index of whole numbers."""
+"""Indexes by which `purge` finds ended rows. It asks with whole seconds: PostgreSQL finds no
+fraction in an index of whole numbers."""
 
 LINE_BYTES = 512
-"""What a line is counted with beside its custom_id: the row, and the error that may come of it."""
+"""Bytes counted for a line beside its custom_id: its row, and the error that may be its result."""
 FILE_BYTES, RESPONSE_BYTES, BATCH_BYTES = 512, 512, 1024
-"""What other rows are counted with, beside contents, names and metadata."""
+"""Bytes counted for other rows, beside contents, names and metadata."""
 _CHARGES = {
     "files": f"{{0}}.num_bytes + octet_length({{0}}.filename) + {FILE_BYTES}",
     "responses": f"{{0}}.num_bytes + {RESPONSE_BYTES}",
     "batches": f"coalesce(octet_length({{0}}.metadata), 0) + {BATCH_BYTES}",
 }
-"""What a row of each table is counted with, in bytes."""
+"""Bytes counted for a row of each table."""
 _CHANGING = {"files": "num_bytes, filename", "responses": "num_bytes"}
 _COUNTED = (
     f"""
@@ -196,7 +196,7 @@ INSERT INTO stored SELECT key_name, sum(charge) FROM ("""
     )
     + ") AS charges GROUP BY key_name;\n"
 )
-"""How much a batch in progress has in lines' rows, which `stored` does not count, and in results;
+"""Bytes of a batch in progress in rows of lines, which `stored` does not count, and in results;
 why its lines fail without being run; rows that are to be deleted."""
 
 _SQLITE_TRIGGERS = "".join(
@@ -277,7 +277,7 @@ CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE
 
 _LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS, _ENDS)
 VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER, _COUNTED + _SQLITE_CHARGES)
-"""What makes each version of SQLite's schema of the one before."""
+"""Statements that make each version of SQLite's schema of the one before."""
 SCHEMA_VERSION = len(VERSIONS)
 _POSTGRES_WORDS = (
     ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),

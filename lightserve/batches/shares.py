@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """What is left of a batch."""
+    """The rest of a batch."""
 
     number: int
     expires_s: float
     seconds: float
-    """Of an idle engine."""
+    """Time of an idle engine."""
     num_lines: int = 1
-    """Without a result."""
+    """Lines without a result."""
     is_promised: bool = True
-    """Whether it is to be done in its window."""
+    """Whether the batch is to be done in its window."""
     key_name: str = ""
 
 
@@ -62,7 +62,7 @@ def work_until(works: Iterable[Work], *, by_keys: bool) -> dict[int, float]:
 
 
 class Turns:
-    """How much each key has had that has lines waiting; one that comes saves up nothing."""
+    """Work that each key with waiting lines has had; a key that comes has saved up nothing."""
 
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
