@@ -24,8 +24,13 @@ def _body(arena: Arena, prompt: list[int], max_tokens: int, **fields: object) ->
     return json.dumps({**body, **fields}).encode()
 
 
-def _waits_beside(arena: Arena, flood: Callable[[], Awaitable[None]], **fields: object) -> Outcome:
-    """Return how long another key's requests of two tokens take while a flood goes on."""
+def _waits_beside(
+    arena: Arena, flood: Callable[[], Awaitable[None]], *, num_blanks: int = 0, **fields: object
+) -> Outcome:
+    """Return how long another key's requests of two tokens take while a flood goes on.
+
+    `num_blanks`: at the end of their bodies.
+    """
 
     async def run() -> list[Answer]:
         answers = []
@@ -34,7 +39,7 @@ def _waits_beside(arena: Arena, flood: Callable[[], Awaitable[None]], **fields: 
             await asyncio.sleep(FLOOD_S)
             for number in range(NUM_ASKED):
                 body = _body(arena, [300 + number] * 8, 2, **fields)
-                request = post(COMPLETIONS, body, key=arena.admin_key)
+                request = post(COMPLETIONS, body + b" " * num_blanks, key=arena.admin_key)
                 answer = Answer(time.monotonic())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(GIVEN_UP_S):
@@ -137,6 +142,29 @@ def bodies_of_blanks(arena: Arena) -> Outcome:
     return _waits_beside(arena, flood)
 
 
+NUM_SLOW_BODIES = 16
+MAX_INLINE_BYTES = 16 * 1024
+"""Bodies beyond it wait for a thread that parses them."""
+
+
+def slow_bodies(arena: Arena) -> Outcome:
+    """Send bodies that take long to parse, as many at a time as all that wait may have bytes.
+
+    Another key's bodies wait for the same thread.
+    """
+    head = _body(arena, [300] * 8, 2)[:-1] + b', "logit_bias": {"300": '
+    request = arena.post(COMPLETIONS, head + b"[" + b"1.5," * (BODY_BYTES // 4 - 100) + b"1.5]}}")
+
+    async def one_client() -> None:
+        while True:
+            await ask(arena.address, request)
+
+    async def flood() -> None:
+        await asyncio.gather(*(one_client() for _ in range(NUM_SLOW_BODIES)))
+
+    return _waits_beside(arena, flood, num_blanks=2 * MAX_INLINE_BYTES)
+
+
 _BOUND = f"another key's request of two tokens within {MAX_WAIT_S:g} s, three times"
 
 SHARES = [
@@ -179,6 +207,13 @@ SHARES = [
     Attack(
         f"{NUM_BLANK_BODIES} bodies of 4 MiB of blanks",
         bodies_of_blanks,
+        before="429, three times",
+        bound=_BOUND,
+        has_victim=False,
+    ),
+    Attack(
+        f"{NUM_SLOW_BODIES} bodies of 4 MiB that wait for a thread, without a pause",
+        slow_bodies,
         before="429, three times",
         bound=_BOUND,
         has_victim=False,
