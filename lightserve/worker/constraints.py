@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId
 from lightserve.worker.matchers import (
     AT_WORK,
+    NOTHING,
     Ask,
     Begun,
     Drawn,
@@ -39,6 +41,7 @@ from lightserve.worker.matchers import (
     Setup,
     Update,
     Wait,
+    digest_of,
 )
 from lightserve.worker.sampling.interface import RowMasks
 from lightserve.worker.tables import Upload
@@ -82,7 +85,8 @@ class StepMasks:
 class RowConstraints:
     """Asks a process which tokens all constrained rows may draw, see `matchers`.
 
-    Where that process ends, what it was at fails, and all other rows go on with a new one.
+    Where that process ends, rows under the constraint that it ended with fail, and all other rows
+    go on with a new one.
     """
 
     def __init__(
@@ -100,17 +104,15 @@ class RowConstraints:
         self._setup = Setup(str(model_dir), shown, vocab_size)
         self._unpack = unpack
         self._rows: dict[RowId, _Row] = {}
-        self._guilty: OrderedDict[Constraint, None] = OrderedDict()
-        """Constraints that have ended a process; rows under them fail."""
+        self._guilty: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of constraints that have ended a process; rows under them fail."""
         self._num_asked = 0
         self._at_work = os.memfd_create("constraints")
         self._process, self._link = self._start()
 
     def close(self) -> None:
         """End the process."""
-        self._link.close()
-        self._process.kill()
-        self._process.wait()
+        self._end()
         if self._at_work >= 0:
             os.close(self._at_work)
             self._at_work = -1
@@ -134,9 +136,9 @@ class RowConstraints:
                     [unpack_int32(part.token_ids) for part in sequence.segments]
                 )
                 output = array("i", tokens[sequence.num_prompt_tokens :].tolist())
-                row = _Row(sequence.constraint, output, is_real_time=sequence.is_real_time)
+                row = _Row(sequence.constraint, output, sequence.is_real_time)
                 self._rows[sequence.row] = row
-                if row.constraint not in self._guilty:
+                if row.digest not in self._guilty:
                     begun.append(row.begun(sequence.row))
         if gone or begun:
             self._send(Update(gone, begun))
@@ -181,7 +183,7 @@ class RowConstraints:
     def _live(self, rows: Sequence[RowId]) -> list[RowId]:
         """Return the rows of `rows` that the process knows."""
         known = self._rows
-        return [row for row in rows if row in known and known[row].constraint not in self._guilty]
+        return [row for row in rows if row in known and known[row].digest not in self._guilty]
 
     def _ask(self, rows: Sequence[RowId], *, is_repair: bool = False) -> None:
         self._num_asked += 1
@@ -222,7 +224,7 @@ class RowConstraints:
     # ------------------------------------------------------------------ the process
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        os.pwrite(self._at_work, AT_WORK.pack(-1, -1), 0)
+        os.pwrite(self._at_work, AT_WORK.pack(NOTHING, NOTHING), 0)
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -245,15 +247,20 @@ class RowConstraints:
     def _receive(self) -> Masks | None:
         """Return the answer to a request; None: the process has ended, and there is a new one."""
         try:
-            while True:
-                (length,) = HEADER.unpack(self._read(HEADER.size))
-                masks = _MASKS.decode(self._read(length))
-                self._link.settimeout(ANSWER_TIMEOUT_S)
-                if masks.number == self._num_asked:
-                    return masks  # what is older was asked in a step that broke down
-        except (OSError, EOFError, msgspec.MsgspecError):
-            self._replace()
-            return None
+            return self._answer()
+        except TimeoutError:
+            self._replace(is_late=True)
+        except _BROKEN:
+            self._replace(is_late=False)
+        return None
+
+    def _answer(self) -> Masks:
+        while True:
+            (length,) = HEADER.unpack(self._read(HEADER.size))
+            masks = _MASKS.decode(self._read(length))
+            self._link.settimeout(ANSWER_TIMEOUT_S)
+            if masks.number == self._num_asked:
+                return masks  # an older one was asked for in a step that broke down
 
     def _read(self, length: int) -> bytes:
         data = bytearray(length)
@@ -265,22 +272,61 @@ class RowConstraints:
             view = view[num_read:]
         return bytes(data)
 
-    def _replace(self) -> None:
-        """Start the process anew; the rows of its unfinished work fail, the others go on."""
+    def _end(self) -> int:
+        """End the process; return its exit code."""
         self._link.close()
         self._process.kill()
-        code = self._process.wait()
-        blamed = set(AT_WORK.unpack(os.pread(self._at_work, AT_WORK.size, 0)))
-        guilty = {self._rows[RowId(row)].constraint for row in blamed if RowId(row) in self._rows}
-        log.error("the process of constraints ended with code %d; %d blamed", code, len(guilty))
+        return self._process.wait()
+
+    def _replace(self, *, is_late: bool) -> None:
+        """Start the process anew; rows under the constraint that is to blame fail.
+
+        `is_late`: it has not ended by itself, and does not answer.
+        """
+        code = self._end()
+        compiled, masked = AT_WORK.unpack(os.pread(self._at_work, AT_WORK.size, 0))
+        blamed = {compiled, masked} - {NOTHING}
+        if is_late and masked != NOTHING:
+            blamed = {masked}  # the thread that answers is at that one
+        elif len(blamed) > 1:
+            taken = {digest: self._bytes_alone(digest) for digest in blamed}
+            blamed = {digest for digest in blamed if taken[digest] == max(taken.values())}
+        log.error("the process of constraints ended with code %d; %d blamed", code, len(blamed))
         self._process, self._link = self._start()
-        self._guilty.update(dict.fromkeys(guilty))
+        self._guilty.update(dict.fromkeys(blamed))
         while len(self._guilty) > MAX_GUILTY:
             self._guilty.popitem(last=False)
         live = self._live(list(self._rows))
         self._send(Update([], [self._rows[row].begun(row) for row in live]))
 
+    def _bytes_alone(self, digest: bytes) -> float:
+        """Return the most memory that a process takes which has one constraint alone.
 
+        Infinite: the process ends, or has no mask in time. A constraint whose rows have all left
+        cannot be tried: it comes before the infinite ones, and after all others.
+        """
+        row = next((row for row, one in self._rows.items() if one.digest == digest), None)
+        if row is None:
+            return sys.float_info.max
+        self._process, self._link = self._start()
+        self._send(Update([], [self._rows[row].begun(row)]))
+        self._ask([row], is_repair=True)
+        try:
+            return math.inf if self._answer().unready else _peak_bytes(self._process.pid)
+        except _BROKEN:
+            return math.inf
+        finally:
+            self._end()
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+_BROKEN = (OSError, EOFError, msgspec.MsgspecError)
+"""Raised where a process ends while it is read from."""
 _MASKS = msgspec.msgpack.Decoder(Masks)
 
 
@@ -292,6 +338,10 @@ class _Row:
     output: array[int]
     """Its tokens so far."""
     is_real_time: bool
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digest = digest_of(self.constraint)
 
     def begun(self, row: RowId) -> Begun:
         """Return how the process is told of it."""

@@ -6,12 +6,13 @@ low priority and one grammar after the other; the main one computes masks. llgui
 threads run. Standard input is a socket: it brings `Request`s and takes a reply for each `Ask` and
 `Wait`, in order, each four bytes of length, then msgpack. The process ends with its input.
 
-FD is a file in memory, `AT_WORK`: the rows at which the two threads are, or -1. It is still there
-when they are not.
+FD is a file in memory, `AT_WORK`: digests of the constraints at which the two threads are. It is
+still there when they are not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
@@ -65,7 +66,15 @@ PATIENCE_S = 0.02
 """Longest wait of a step that has nothing to do but ask for tokens whose grammars are not ready."""
 REPAIR_S = 10.0
 """Longest wait of a step for grammars that were ready before the process that had them ended."""
-AT_WORK = Struct("<qq")
+AT_WORK = Struct("<16s16s")
+"""The constraint that is compiled, and the one under which a row draws."""
+NOTHING = bytes(16)
+"""The digest of no constraint."""
+
+
+def digest_of(constraint: Constraint) -> bytes:
+    """Return 16 bytes that tell a constraint from others, in every process."""
+    return hashlib.blake2b(msgspec.msgpack.encode(constraint), digest_size=16).digest()
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -145,11 +154,12 @@ def _matcher_of(work: _Matcher) -> LLMatcher | None:
 
 class _Row(NamedTuple):
     constraint: Constraint | None
+    digest: bytes
     matcher: _Matcher
     """Never done while it waits for its turn."""
 
 
-_NO_ROW = _Row(None, Future())
+_NO_ROW = _Row(None, NOTHING, Future())
 """One that is not known, or has failed."""
 _NO_ROW.matcher.set_result(None)
 
@@ -176,11 +186,11 @@ class RowMatchers:
         vocabulary: LLTokenizer,
         *,
         used: Callable[[], int] = used_bytes,
-        note: Callable[[int, int], None] = lambda compiled, masked: None,
+        note: Callable[[bytes, bytes], None] = lambda compiled, masked: None,
     ) -> None:
         """`used`: the memory that grammars take, in bytes, beside what else there is.
 
-        `note` is told at which rows the two threads are, or -1.
+        `note` is told the digests of the constraints at which the two threads are, or `NOTHING`.
         """
         self._vocabulary = vocabulary
         self._used_before = used()
@@ -201,8 +211,8 @@ class RowMatchers:
         """The compiler's."""
         self._grown: Counter[Constraint] = Counter()
         """By how many bytes each has grown since there is much of all, see `masks`."""
-        self._compiling = -1
-        """The row whose grammar is, …"""
+        self._compiling = NOTHING
+        """The digest of the constraint that is, …"""
         self._compiling_since_s = 0.0
         """… and since when, …"""
         self._compiler_clock = self._compiler.submit(_own_clock).result()
@@ -216,7 +226,7 @@ class RowMatchers:
     def check_time(self) -> None:
         """End the process if a compilation takes too long: a thread cannot be ended."""
         now_s = time.clock_gettime(self._compiler_clock)
-        if self._compiling >= 0 and now_s - self._compiling_since_s > MAX_COMPILE_S:
+        if self._compiling != NOTHING and now_s - self._compiling_since_s > MAX_COMPILE_S:
             os._exit(1)
 
     def update(self, left: Sequence[int], begun: Sequence[Begun]) -> None:
@@ -228,7 +238,7 @@ class RowMatchers:
                 if self._waiting.pop(row, None) is None and before.constraint is not None:
                     self._release(before.constraint)
         for one in begun:
-            self._rows[one.row] = _Row(one.constraint, Future())
+            self._rows[one.row] = _Row(one.constraint, digest_of(one.constraint), Future())
             self._waiting[one.row] = one
         self._begin_waiting()
 
@@ -238,7 +248,9 @@ class RowMatchers:
             if not self._reserve(one.constraint, is_real_time=one.is_real_time):
                 break
             del self._waiting[row]
-            self._rows[row] = _Row(one.constraint, self._compiler.submit(self._matcher, one))
+            digest = self._rows[row].digest
+            work = self._compiler.submit(self._matcher, one, digest)
+            self._rows[row] = _Row(one.constraint, digest, work)
 
     def _reserve(self, constraint: Constraint, *, is_real_time: bool) -> bool:
         """Count a row under `constraint`, unless that is too much."""
@@ -270,18 +282,18 @@ class RowMatchers:
         failed, unready = list[int](), list[int]()
         is_much = self.num_bytes > MAX_USED_BYTES
         for index, row in enumerate(rows):
-            constraint, work = self._rows.get(row, _NO_ROW)
+            constraint, digest, work = self._rows.get(row, _NO_ROW)
             if not work.done():
                 unready.append(index)
                 bits[index] = 255
                 continue
             before = self.num_bytes if is_much else 0
-            self._note(self._compiling, row)
+            self._note(self._compiling, digest)
             if not self._draw(bits[index], _matcher_of(work)):
                 failed.append(index)
             if is_much and constraint is not None:
                 self._grown[constraint] += self.num_bytes - before
-        self._note(self._compiling, -1)
+        self._note(self._compiling, NOTHING)
         if is_much and self.num_bytes > MAX_GROWN_BYTES and self._grown:
             self._fail(max(self._grown, key=self._grown.__getitem__))
         return Masks(number, bits.tobytes(), tuple(failed), tuple(unready))
@@ -291,7 +303,7 @@ class RowMatchers:
         del self._grown[constraint]
         for row, one in self._rows.items():
             if one.constraint == constraint and row not in self._waiting:
-                self._rows[row] = _Row(constraint, _NO_ROW.matcher)
+                self._rows[row] = one._replace(matcher=_NO_ROW.matcher)
         self._compiler.submit(self._forget, constraint)
 
     def _draw(self, bits: npt.NDArray[np.uint8], matcher: LLMatcher | None) -> bool:
@@ -309,12 +321,12 @@ class RowMatchers:
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take in the tokens that rows drew."""
         for row, token_id in zip(rows, token_ids, strict=True):
-            work = self._rows.get(row, _NO_ROW).matcher
+            _, digest, work = self._rows.get(row, _NO_ROW)
             # What is not compiled in this process has failed in the one before: no wait for it.
             if work.done() and (matcher := _matcher_of(work)) is not None:
-                self._note(self._compiling, row)
+                self._note(self._compiling, digest)
                 matcher.consume_token(token_id)  # if it does not fit, the next mask says so
-        self._note(self._compiling, -1)
+        self._note(self._compiling, NOTHING)
 
     def wait_for_any(self, rows: Sequence[int]) -> None:
         """Wait a moment for the grammar of one of these rows, if they have not been left."""
@@ -323,10 +335,10 @@ class RowMatchers:
 
     # ------------------------------------------------------------------ in the compiler's thread
 
-    def _matcher(self, begun: Begun) -> LLMatcher | None:
+    def _matcher(self, begun: Begun, digest: bytes) -> LLMatcher | None:
         self._compiling_since_s = time.thread_time()
-        self._compiling = begun.row
-        self._note(begun.row, -1)
+        self._compiling = digest
+        self._note(digest, NOTHING)
         try:
             matcher = self._compile(begun.constraint).deep_copy()
             matcher.consume_tokens(unpack_int32(begun.token_ids).tolist())
@@ -334,8 +346,8 @@ class RowMatchers:
             return None
         finally:
             self._pending.discard(begun.constraint)
-            self._compiling = -1
-            self._note(-1, -1)
+            self._compiling = NOTHING
+            self._note(NOTHING, NOTHING)
         return matcher
 
     def _compile(self, constraint: Constraint) -> LLMatcher:

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -389,13 +391,16 @@ def test_the_grammar_that_has_grown_most_fails_where_all_have_too_much(
     draw = made._draw
 
     def grow(bits: Any, matcher: LLMatcher | None) -> bool:
-        sizes[made._rows[at_row[0]].constraint] += 30 if at_row[0] == 1 else 1  # type: ignore[index]
+        sizes[by_digest[at_work[0]]] += (
+            30 if at_work[0] == matchers.digest_of(regexes("b")[0]) else 1
+        )
         return draw(bits, matcher)
 
-    def note(compiled: int, masked: int) -> None:
-        at_row[0] = masked
+    def note(compiled: bytes, masked: bytes) -> None:
+        at_work[0] = masked
 
-    at_row = [-1]
+    by_digest = {matchers.digest_of(one): one for one in sizes}
+    at_work = [b""]
     monkeypatch.setattr(made, "_draw", grow)
     monkeypatch.setattr(made, "_note", note)
     failed = [made.masks(range(4)).failed for _ in range(6)]
@@ -441,8 +446,8 @@ def test_a_process_that_ends_fails_what_it_was_at_alone(tokenizer: Tokenizer, mo
         before = enforcer._process.pid
         enforcer.advance([RowId(n) for n in range(4)], drawn, frozenset())
         other = masks_of(enforcer, 0, 1, 2, 3)
-        at_work = [-1, -1]
-        at_work[moment] = 1  # "b"
+        at_work = [matchers.NOTHING, matchers.NOTHING]
+        at_work[moment] = matchers.digest_of(regexes("b")[0])
         os.pwrite(enforcer._at_work, constraints.AT_WORK.pack(*at_work), 0)
         enforcer._process.kill()
         enforcer._process.wait()
@@ -455,6 +460,65 @@ def test_a_process_that_ends_fails_what_it_was_at_alone(tokenizer: Tokenizer, mo
         enforcer.update([RowId(1)], [sequence(1, regexes("c")[0]), sequence(4, regexes("b")[0])])
         assert masks_of(enforcer, 0, 1, 2).failed == frozenset()
         assert masks_of(enforcer, 0, 4).failed == {1}, "it ends no second process"
+    finally:
+        enforcer.close()
+
+
+SMALL = regexes("a")[0]
+LARGE = JsonSchemaConstraint(
+    schema=json.dumps(
+        {"prefixItems": [{"type": "integer", "multipleOf": 9000 + n} for n in range(12)]}
+        | {"type": "array", "minItems": 12}
+    )
+)
+LIMITED = "from lightserve.worker import matchers; matchers.MAX_BYTES = {} * 2**20; matchers.main()"
+
+
+@pytest.mark.parametrize("limit_mib", [32, 1024], ids=["dies alone", "is the larger one"])
+@pytest.mark.parametrize("killer", [0, 1])
+@pytest.mark.parametrize("has_left", [False, True])
+def test_of_two_constraints_at_work_the_killer_alone_is_blamed(
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_mib: int,
+    killer: int,
+    has_left: bool,
+) -> None:
+    """Memory fails whichever thread asks for it; and a client may leave before its row's process
+    does, and its row be another's by then."""
+    enforcer = constraints.RowConstraints(BUNDLED_MODEL_DIR, 4096)
+    try:
+        enforcer.update([], [sequence(0, SMALL), sequence(1, LARGE), sequence(2, SMALL)])
+        masks_of(enforcer, 0, 1, 2)
+        command = (sys.executable, "-P", "-c", LIMITED.format(limit_mib))
+        monkeypatch.setattr(constraints, "COMMAND", command)
+        at_work = [matchers.digest_of(one) for one in (SMALL, LARGE)]
+        if has_left:
+            enforcer.update([RowId(1)], [sequence(1, regexes("c")[0])])
+        os.pwrite(enforcer._at_work, constraints.AT_WORK.pack(*at_work[:: 1 - 2 * killer]), 0)
+        enforcer._process.kill()
+        enforcer._process.wait()
+        assert masks_of(enforcer, 0, 1, 2).failed == (frozenset() if has_left else {1})
+        assert list(enforcer._guilty) == at_work[1:]
+        enforcer.update([], [sequence(3, LARGE)])
+        assert masks_of(enforcer, 0, 3).failed == {1}, "it ends no second process"
+    finally:
+        enforcer.close()
+
+
+def test_a_process_that_does_not_answer_is_at_the_mask_that_takes_so_long(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enforcer = constraints.RowConstraints(BUNDLED_MODEL_DIR, 4096)
+    try:
+        a, b = regexes("ab")
+        enforcer.update([], [sequence(0, a), sequence(1, b)])
+        masks_of(enforcer, 0, 1)
+        os.kill(enforcer._process.pid, signal.SIGSTOP)
+        at_work = map(matchers.digest_of, (a, b))
+        os.pwrite(enforcer._at_work, constraints.AT_WORK.pack(*at_work), 0)
+        enforcer._link.settimeout(0.01)
+        assert masks_of(enforcer, 0, 1).failed == {1}
     finally:
         enforcer.close()
 
@@ -498,18 +562,18 @@ def test_a_process_that_breaks_down_does_not_compile_on(tokenizer: Tokenizer) ->
         large = [JsonSchemaConstraint(schema=json.dumps(schema)) for schema in schemas]
         enforcer.update([], [sequence(number, one) for number, one in enumerate(large)])
 
-        def compiled() -> int:
-            at_work: tuple[int, int] = constraints.AT_WORK.unpack(
-                os.pread(enforcer._at_work, 16, 0)
+        def compiled() -> bytes:
+            at_work: tuple[bytes, bytes] = constraints.AT_WORK.unpack(
+                os.pread(enforcer._at_work, 32, 0)
             )
             return at_work[0]
 
-        while compiled() < 0:
+        while compiled() == matchers.NOTHING:
             assert enforcer._process.poll() is None
             time.sleep(0.001)
         enforcer._link.sendall(constraints.HEADER.pack(1) + b"\xc1")  # no request
         assert enforcer._process.wait(60.0) == 1
-        assert 0 <= compiled() < 23, "it was at one of the first"
+        assert compiled() in map(matchers.digest_of, large[:-1]), "it was at one of the first"
     finally:
         enforcer.close()
 
@@ -524,7 +588,7 @@ def test_a_compilation_s_time_is_its_own(
     made = Text(tokenizer, lambda constraint: 0)
     made.may_go_on.clear()
     made.begin(*regexes("a"))
-    while made._compiling < 0:
+    while made._compiling == matchers.NOTHING:
         time.sleep(0.001)
     until_s = time.thread_time() + 0.5
     while time.thread_time() < until_s:
