@@ -41,9 +41,8 @@ def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
     theta = fields.number("rotary_emb_base", default=DEFAULT_THETA, above=1.0)
     has_bias = fields.boolean("attention_bias", default=True)
     return {
-        **_sizes(fields, heads),
+        **_sizes(fields, heads, is_tied=False),
         **_rotary(fields, heads["head_dim"], share=share, theta=theta),
-        **_same_window(None, heads["num_layers"]),
         "rms_norm_eps": fields.number("layer_norm_eps", default=1e-5),
         "activation": _activation(fields, "hidden_act", "gelu"),
         "qkv_bias": has_bias,
@@ -51,7 +50,6 @@ def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
         "mlp_bias": True,
         "merged": frozenset({"grouped_qkv"}),
         "is_parallel": fields.boolean("use_parallel_residual", default=True),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "stored_names": (
             ("model.norm", "model.final_layer_norm"),
             ("model.embed_tokens", "model.embed_in"),
@@ -71,18 +69,14 @@ def parse_phi(fields: JsonFields) -> dict[str, Any]:
         raise fields.error("qk_layernorm", "must be false")
     heads = _heads(fields)
     return {
-        **_sizes(fields, heads),
+        **_sizes(fields, heads, is_tied=False),
         **_rotary(fields, heads["head_dim"], share=0.5),
-        **_same_window(None, heads["num_layers"]),
         "rms_norm_eps": fields.number("layer_norm_eps", default=1e-5),
         "activation": _activation(fields, "hidden_act", "gelu_new"),
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
+        **_biases(True),
         "lm_head_bias": True,
         "is_parallel": True,
         "layer_norms": _ONE_NORM,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "stored_names": (
             ("model.norm", "model.final_layernorm"),
             ("self_attn.o_proj", "self_attn.dense"),
@@ -100,13 +94,10 @@ def parse_starcoder2(fields: JsonFields) -> dict[str, Any]:
     return {
         **_sizes(fields, heads),
         **_rotary(fields, heads["head_dim"]),
-        **_same_window(window, heads["num_layers"]),
+        "sliding_windows": (window,) * heads["num_layers"],
         "rms_norm_eps": fields.number("norm_epsilon", default=1e-5),
         "activation": _activation(fields, "hidden_act", "gelu_pytorch_tanh"),
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": has_bias,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
+        **_biases(has_bias),
         "stored_names": (("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
     }
 
@@ -127,17 +118,13 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
     last_norm = f"model.layers.{num_layers - 1}." if is_post_norm else "model."
     return {
         **_sizes(fields, heads, inner_key="ffn_dim"),
-        **_same_window(None, num_layers),
         **_unrotated(num_layers),
         "position_offset": 2,
         "is_post_norm": is_post_norm,
         "word_size": fields.integer("word_embed_proj_dim", default=heads["hidden_size"]),
         "rms_norm_eps": 1e-5,
         "activation": _activation(fields, "activation_function", "relu"),
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": has_bias,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
+        **_biases(has_bias),
         "stored_names": (
             ("post_attention_layernorm", "final_layer_norm"),
             ("input_layernorm", "self_attn_layer_norm"),
@@ -181,16 +168,12 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
     return {
         **_sizes(fields, heads, inner=inner),
         **positions,
-        **_same_window(None, heads["num_layers"]),
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": _activation(fields, "activation", "gelu"),
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": has_bias,
+        **_biases(has_bias),
         "merged": frozenset({"grouped_qkv"}),
         "is_parallel": is_parallel,
         "layer_norms": _ONE_NORM if is_parallel and num_norms == 1 else _TWO_NORMS,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
         "stored_names": tuple(names),
     }
 
@@ -205,17 +188,13 @@ def parse_bloom(fields: JsonFields) -> dict[str, Any]:
     heads = _heads(fields, kv_heads_key=None, keys=(heads_key, hidden_key, layers_key))
     return {
         **_sizes(fields, heads, inner=4 * heads["hidden_size"], length_key="seq_length"),
-        **_same_window(None, heads["num_layers"]),
         **_unrotated(heads["num_layers"]),
         "alibi_slopes": slopes_of(heads["num_heads"]),
         "has_embedding_norm": True,
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": Activation.GELU_TANH,
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
+        **_biases(True),
         "merged": frozenset({"grouped_qkv"}),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
         "stored_names": (
             ("model.layers.", "transformer.h."),
             ("model.embed_tokens", "transformer.word_embeddings"),
@@ -251,18 +230,14 @@ def parse_mpt(fields: JsonFields) -> dict[str, Any]:
         raise fields.error("no_bias", "must be true")
     return {
         **_sizes(fields, heads, inner=inner, length_key="max_seq_len"),
-        **_same_window(None, heads["num_layers"]),
         **_unrotated(heads["num_layers"]),
         "alibi_slopes": mpt_slopes(heads["num_heads"], max_bias),
         "attention_scale": scale,
         "has_norm_bias": False,
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": Activation.GELU,
-        "qkv_bias": False,
-        "attention_output_bias": False,
-        "mlp_bias": False,
+        **_biases(False),
         "merged": frozenset({"qkv"}),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
         "stored_names": (
             ("model.layers.", "transformer.blocks."),
             ("model.embed_tokens", "transformer.wte"),
@@ -288,16 +263,12 @@ def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
     inner = fields.integer("n_inner", default=4 * heads["hidden_size"])
     return {
         **_sizes(fields, heads, inner=inner, length_key="n_positions"),
-        **_same_window(None, heads["num_layers"]),
         **_unrotated(heads["num_layers"]),
         "position_offset": 0,
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": _activation(fields, "activation_function", "gelu_pytorch_tanh"),
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
+        **_biases(True),
         "merged": frozenset({"qkv"}),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
         "stored_names": (
             ("model.layers.", "transformer.h."),
             ("model.embed_tokens", "transformer.wte"),
@@ -349,15 +320,22 @@ def _sizes(
     inner_key: str = "intermediate_size",
     inner: int | None = None,
     length_key: str = "max_position_embeddings",
+    is_tied: bool = True,
 ) -> dict[str, Any]:
     return {
         **heads,
         "vocab_size": fields.integer("vocab_size"),
         "intermediate_size": fields.integer(inner_key) if inner is None else inner,
         "max_position_embeddings": fields.integer(length_key, default=2048),
+        "sliding_windows": (None,) * heads["num_layers"],
         "has_layer_norm": True,
         "qk_norm": False,
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=is_tied),
     }
+
+
+def _biases(has_bias: bool) -> dict[str, bool]:
+    return dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), has_bias)
 
 
 def _rotary(
@@ -374,10 +352,6 @@ def _rotary(
 def _unrotated(num_layers: int) -> dict[str, Any]:
     rope = DefaultRope(theta=DEFAULT_THETA)
     return {"rope": rope, "unrotated_layers": frozenset(range(num_layers))}
-
-
-def _same_window(window: int | None, num_layers: int) -> dict[str, Any]:
-    return {"sliding_windows": (window,) * num_layers}
 
 
 def _activation(fields: JsonFields, key: str, default: str) -> Activation:
