@@ -29,10 +29,10 @@ from lightserve.kernels.interface import (
     UnknownValues,
 )
 from lightserve.kernels.triton import elementwise, experts, quantized
+from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
-from lightserve.kernels.triton.kernels import attention
 from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, ProductKey, candidates
 from lightserve.kernels.triton.products import multiply as multiply_rows
 from lightserve.kernels.weights import (

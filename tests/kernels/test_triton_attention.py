@@ -28,7 +28,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, AttentionBatch, MostTokens
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.triton import decode, kernels, merge, plan, prefill
+from lightserve.kernels.triton import attention as attention_kernels
+from lightserve.kernels.triton import merge, plan
 from lightserve.kernels.triton.configs import (
     GPUS,
     INTERPRETER,
@@ -121,7 +122,7 @@ def test_a_decode_has_the_same_bits_beside_anyone(
     assert torch.equal(decodes_beside([(1, 400), (1, 3)], window), alone)
     assert torch.equal(decodes_beside([(40, 90), (1, 700), (0, 4)], window), alone)
     gpu = replace(INTERPRETER, num_sms=7)
-    monkeypatch.setattr(kernels, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(attention_kernels, "gpu_of", lambda device: gpu)
     assert torch.equal(decodes_beside([], window), alone), "however many programs there are"
 
 
@@ -196,8 +197,7 @@ def test_a_wrong_walk_is_seen(fault: str, rows: str, monkeypatch: pytest.MonkeyP
             values[names.index(name)] += change
         return walk(*values, **kwargs)
 
-    monkeypatch.setattr(prefill, "walk", wrong)
-    monkeypatch.setattr(decode, "walk", wrong)
+    monkeypatch.setattr(attention_kernels, "walk", wrong)
     window = 24 if "window" in fault or "masks" in fault else None
     case = AttentionCase(rows, "scattered", HEADS, window, torch.float32)
     error = attention_error(TritonKernels(), case)

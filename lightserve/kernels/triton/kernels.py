@@ -10,11 +10,8 @@ from torch.nn import functional as F
 
 from lightserve.kernels.interface import AttentionBatch, Can, Kernels, QKNorm, ScoreMod
 from lightserve.kernels.triton import elementwise, experts, quantized
-from lightserve.kernels.triton.configs import AttentionConfigs, attention_shape, gpu_of
-from lightserve.kernels.triton.decode import attend_decodes
-from lightserve.kernels.triton.merge import LOG2_E, merge
-from lightserve.kernels.triton.plan import attention_work
-from lightserve.kernels.triton.prefill import attend_chunks
+from lightserve.kernels.triton.attention import attention
+from lightserve.kernels.triton.configs import AttentionConfigs
 from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
 from lightserve.kernels.weights import (
     ClampedGate,
@@ -26,71 +23,6 @@ from lightserve.kernels.weights import (
     PackedExperts,
     Weight,
 )
-
-# Attention over a mixed batch: chunks in a launch, decodes in another, then a merge of parts.
-
-
-def attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    batch: AttentionBatch,
-    *,
-    configs: AttentionConfigs,
-    scale: float,
-    sliding_window: int | None,
-    score_mod: ScoreMod | None = None,
-) -> Tensor:
-    """See `Kernels.attention`; both pools must lie in memory in the same way.
-
-    Values that are shorter than keys must be the first numbers of these.
-    """
-    assert q.stride(2) == k_pool.stride(2) == 1, "head_dim is not contiguous"
-    assert k_pool.stride() == v_pool.stride(), "one offset serves both pools"
-    num_heads, value_dim = q.shape[1], v_pool.shape[2]
-    if not len(q):
-        return q.new_empty(*q.shape[:2], value_dim)
-    out = _output(q, value_dim, batch)
-    shape = attention_shape(
-        num_heads,
-        k_pool.shape[1],
-        q.shape[2],
-        q.dtype,
-        has_window=sliding_window is not None,
-        value_dim=value_dim,
-    )
-    if shape.turned_dim:
-        assert k_pool.data_ptr() == v_pool.data_ptr(), "values are not those of the keys"
-        k_pool = k_pool.expand(-1, shape.num_kv_heads, -1)
-    gpu, mod = gpu_of(q.device), score_mod or ScoreMod()
-    work = attention_work(batch, shape, sliding_window, configs, gpu)
-    options = (scale * LOG2_E, sliding_window, mod)
-    attend_chunks(q, k_pool, v_pool, out, batch, work, *options)
-    attend_decodes(q, k_pool, v_pool, out, batch, work, *options, gpu)
-    merge(
-        work.parts,
-        out,
-        merged=work.merged,
-        totals=work.totals,
-        max_splits=work.max_splits,
-        num_sms=gpu.num_sms,
-        sinks=mod.sinks,
-    )
-    return out
-
-
-def _output(q: Tensor, value_dim: int, batch: AttentionBatch) -> Tensor:
-    """Return where attention's result goes; tokens of padding, which nothing writes, are 0.
-
-    All layers of a recorded pass share it: each has been read before the next one is written.
-    """
-    if batch.most is None:
-        return q.new_empty(*q.shape[:2], value_dim)
-    key = ("triton output", q.shape[1], value_dim)
-    if key not in batch.prepared:
-        batch.prepared[key] = q.new_zeros(*q.shape[:2], value_dim)
-    out: Tensor = batch.prepared[key]
-    return out
 
 
 class TritonKernels(Kernels):

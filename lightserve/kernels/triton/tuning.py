@@ -29,6 +29,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from lightserve import __version__
 from lightserve.cost.profile import cache_dir
 from lightserve.kernels.interface import AttentionBatch, KernelShapes
+from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import (
     AttentionConfigs,
     AttentionShape,
@@ -45,7 +46,7 @@ from lightserve.kernels.triton.configs import (
     prefill_bytes,
     programs_per_sm,
 )
-from lightserve.kernels.triton.kernels import TritonKernels, attention
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.merge import MIN_DOT
 from lightserve.kernels.triton.products import (
     PRODUCT_ROWS,
