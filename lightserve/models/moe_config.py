@@ -387,7 +387,7 @@ def parse_gpt_oss(fields: JsonFields) -> dict[str, Any]:
         "has_sinks": True,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "sliding_windows": _gpt_oss_windows(fields, num_layers),
-        "moe": _gpt_oss_experts(fields, num_layers, hidden, inner),
+        "moe": _gpt_oss_experts(fields, num_layers, inner),
     }
 
 
@@ -420,7 +420,7 @@ def _gpt_oss_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, .
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _gpt_oss_experts(fields: JsonFields, num_layers: int, hidden: int, inner: int) -> MoeConfig:
+def _gpt_oss_experts(fields: JsonFields, num_layers: int, inner: int) -> MoeConfig:
     num_experts = fields.integer("num_local_experts", default=128, high=MAX_EXPERTS)
     return MoeConfig(
         layers=frozenset(range(num_layers)),

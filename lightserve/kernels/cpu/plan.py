@@ -188,17 +188,15 @@ def _decode_group(
 def _prefill_row(
     slots: SlotArray, token_start: int, q_len: int, sliding_window: int | None
 ) -> PrefillRow:
-    mask = causal_mask(q_len, len(slots), sliding_window, torch.device("cpu"))
+    mask = _causal_mask(q_len, len(slots), sliding_window)
     return PrefillRow(slice(token_start, token_start + q_len), _source(slots[None]), mask)
 
 
-def causal_mask(
-    q_len: int, length: int, sliding_window: int | None, device: torch.device
-) -> Tensor | None:
+def _causal_mask(q_len: int, length: int, sliding_window: int | None) -> Tensor | None:
     """Return the mask of the last `q_len` of `length` positions, see `PrefillRow.mask`."""
     if length == q_len and (sliding_window is None or sliding_window >= length):
         return None
-    k_positions = torch.arange(length, device=device)
+    k_positions = torch.arange(length)
     q_positions = k_positions[length - q_len :, None]
     mask = k_positions <= q_positions
     if sliding_window is not None:
