@@ -185,16 +185,11 @@ class RowMatchers:
         self,
         vocabulary: LLTokenizer,
         *,
-        used: Callable[[], int] = used_bytes,
         note: Callable[[bytes, bytes], None] = lambda compiled, masked: None,
     ) -> None:
-        """`used`: the memory that grammars take, in bytes, beside what else there is.
-
-        `note` is told the digests of the constraints at which the two threads are, or `NOTHING`.
-        """
+        """`note` is told the digests of the constraints at which the two threads are, or `NOTHING`."""
         self._vocabulary = vocabulary
-        self._used_before = used()
-        self._used_bytes = used
+        self._used_before = used_bytes()
         self._note = note
         self._compiler = ThreadPoolExecutor(
             1, thread_name_prefix="grammars", initializer=yield_to_others
@@ -221,7 +216,7 @@ class RowMatchers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all grammars."""
-        return self._used_bytes() - self._used_before
+        return used_bytes() - self._used_before
 
     def check_time(self) -> None:
         """End the process if a compilation takes too long: a thread cannot be ended."""

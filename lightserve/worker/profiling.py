@@ -253,14 +253,13 @@ def take_profile(
     tp: TensorParallel,
     *,
     seconds: float,
-    num_repeats: int = NUM_REPEATS,
     progress: Callable[[float], None] | None = None,
 ) -> StepProfile:
     """Measure for about so many seconds, every rank alike, and fit; `progress` gets the share."""
     measuring = _Measuring(runner, config, tp)
     samples = measuring.samples
     while agreed(tp, is_true=_goes_on(len(samples), measuring.elapsed_s, seconds)):
-        measuring.measure(num_repeats)
+        measuring.measure(NUM_REPEATS)
         if progress is not None:
             progress(min(1.0, measuring.elapsed_s / seconds))
     return measuring.profile()
