@@ -1,7 +1,7 @@
 """The operations of a forward pass: one signature per operation, several implementations.
 
-An implementation has what is abstract here, and says by `Kernels.can` what else it has. What can
-be made of its other operations, or of torch's, is written here once.
+An implementation defines the abstract operations, and names its further ones by `Kernels.can`.
+Operations that can be made of others, or of torch's, have a body here.
 
 `T` is the number of new tokens of the step over all rows, `R` the number of rows, `S` the number
 of KV slots, `Hq`/`Hkv` the query/KV heads of this rank, `D` the head size. A request's KV is a

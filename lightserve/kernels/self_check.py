@@ -1,9 +1,9 @@
-"""Before a server serves: do its kernels compute what the reference computes, on its own shapes?
+"""Before a server serves: do its kernels compute as the reference does, on its own shapes?
 
-Run by every rank at its start, whatever the kernels: a driver, a compiler or a chip that is
-wrong must not answer requests. Fresh random data of a fixed seed; what kernels allocate is filled
-with NaN first; inputs are views and strides as the model has them. Small batches and parts of
-large weights keep it to milliseconds and some hundred megabytes.
+Run by every rank at its start, whatever the kernels: a driver, a compiler or a chip that is wrong
+must not answer requests. Fresh random data of a fixed seed; memory that kernels allocate is filled
+with NaN first; inputs are views and strides as the model has them. Small batches and parts of large
+weights keep it to milliseconds and some hundred megabytes.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The KV of one rank; a list of groups, of which today's models have one."""
+    """The KV of one rank; a list of groups; today's models have one."""
 
     groups: tuple[KVGroup, ...]
 
@@ -148,8 +148,8 @@ class KVTensors(Protocol):
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the type of the logits of a model of type `dtype`.
 
-    The CPU's sampler computes with them as they are; a GPU's kernels read the model's own type, of
-    which a copy in float32 would take twice the memory and say no more.
+    The CPU's sampler computes with them as they are; a GPU's kernels read the model's own type: a
+    copy in float32 would take twice the memory and say no more.
     """
     return torch.float32 if device.type == "cpu" else dtype
 

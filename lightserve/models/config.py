@@ -155,7 +155,7 @@ class ModelConfig:
     is_encoder: bool = False
     """Whether a prompt's tokens see all others: it is computed whole, and has no KV."""
     num_token_types: int = 0
-    """Rows of an encoder's table of token types, of which all tokens take the first."""
+    """Rows of an encoder's table of token types; all tokens take the first."""
     is_headless: bool = False
     """Whether a decoder is for vectors of prompts alone, and needs no LM head of its own."""
     vocab_size: int

@@ -92,7 +92,8 @@ class DecoderLayer:
 
 
 class OutputNormLayer(DecoderLayer):
-    """A layer that norms what its parts give, too: x = x + norm(attention(norm(x))), as the MLP.
+    """A layer that norms the results of its parts, too: x = x + norm(attention(norm(x))), as the
+    MLP.
 
     `ModelConfig.layer_norms` names the four, in the order of their use.
     """
@@ -134,7 +135,7 @@ class ParallelLayer(DecoderLayer):
 class PostNormLayer(DecoderLayer):
     """x = norm(x + attention(x)); x = norm(x + mlp(x)).
 
-    The second norm is left to what comes next, the following layer or the model's last norm, which
+    The second norm is left to the following layer, or to the model's last norm, which
     `ModelConfig.stored_names` makes that of the last layer: sums stay fused with their norms.
     """
 

@@ -5,8 +5,8 @@
     query head: plain part · W_UK [plain_dim, rank], beside the rotated part
     value head: (weighted latents) · W_UV [rank, value_dim]
 
-The products with W_UK and W_UV, both in `kv_b_proj`, are done on queries and on what attention
-gives: a token's keys and values are never written out. Ranks share the latent, and split the heads.
+The products with W_UK and W_UV, both in `kv_b_proj`, are done on queries and on attention's result:
+a token's keys and values are never written out. Ranks share the latent, and split the heads.
 
 Source: DeepSeek-V2 (DeepSeek-AI 2024), section 2.1 and appendix C.
 """
@@ -117,7 +117,7 @@ class LatentAttention:
         return keys.contiguous(), values.transpose(1, 2).contiguous()
 
     def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Write what is kept of the new tokens, and attend.
+        """Write the kept vectors of the new tokens, and attend.
 
         x [T, hidden], k_pool [S, 1, rank + rope_dim] (written), v_pool the first `rank` numbers of
         it -> [T, Hq * value_dim].

@@ -43,8 +43,8 @@ def groups_of(batch: AttentionBatch, share: float) -> list[Group]:
     """Return a step's prompts, those of about one length together.
 
     `share`: at least so much of the longest of a group is the shortest; 1: all are of one length,
-    and nothing depends, to the bit, on what is beside a prompt. Waits for no device: rows are
-    sorted on both sides, which gives the same order.
+    and no bit of a prompt depends on its neighbours. Waits for no device: rows are sorted on both
+    sides, which gives the same order.
     """
     num_tokens = len(batch.positions)
     lengths = batch.cu_seqlens_q.diff()

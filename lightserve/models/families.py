@@ -62,7 +62,7 @@ class GrowingQueries(SelfAttention):
 
 
 class _SplitNorm:
-    """An RMS norm over features of which each rank has some."""
+    """An RMS norm over features that are split over the ranks."""
 
     def __init__(self, context: ModelContext, name: str, part: Part, num_features: int) -> None:
         """`part`: this rank's features; with fewer KV heads than ranks several have the same."""

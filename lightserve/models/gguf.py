@@ -1,4 +1,4 @@
-"""GGUF files: what is in them, checked against their length before it is believed. Torch-free.
+"""GGUF files: their contents, checked against their length before they are believed. Torch-free.
 
 The layout is that of llama.cpp's `gguf.md`, versions 2 and 3, little-endian:
 

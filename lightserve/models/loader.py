@@ -39,7 +39,7 @@ def load_model(
 
     Args:
         path: the directory that `config` was read from.
-        config: what `load_model_config` returned.
+        config: the result of `load_model_config`.
         dtype: float32, bfloat16 or float16, of all parameters.
         kernels: operations the layers call.
         tp: this rank's group.

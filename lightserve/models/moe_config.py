@@ -39,7 +39,7 @@ class Stacked(StrEnum):
     PLAIN = "plain"
     """Inputs before outputs, gates and ups by turns."""
     MXFP4 = "mxfp4"
-    """Outputs before inputs, of which 32 share a power of two (OCP Microscaling, section 5.3)."""
+    """Outputs before inputs; 32 inputs share a power of two (OCP Microscaling, section 5.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)

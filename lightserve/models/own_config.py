@@ -1,8 +1,8 @@
 """Families whose repositories bring their own code, as fields of `ModelConfig`. Torch-free.
 
 Qwen 1, Baichuan 1 and 2, InternLM 1 and 2, ChatGLM 2 and 3 with GLM-4-9B in its first format. The
-code (`auto_map`) is never looked at: keys mean what the authors' published configuration and model
-files make of them. All are Llama but for names, merged products and positions.
+code (`auto_map`) is never looked at: keys have the meaning of the authors' published configuration
+and model files. All are Llama but for names, merged products and positions.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 These files are pickles. No server ever opens one: this is the only module that does, by torch's
 loader for plain tensors (`weights_only`), which makes no other objects and calls nothing, in a
-process that ends when it has written what it found. One shard is in memory at a time, and the
-process has no more memory than that takes. A small file can stand for huge tensors, by strides of
-0 or by many names: so the tensors of a file have at most MAX_TIMES its bytes.
+process that ends when it has written the tensors. One shard is in memory at a time, and the process
+has no more memory than that takes. A small file can stand for huge tensors, by strides of 0 or by
+many names: so the tensors of a file have at most MAX_TIMES its bytes.
 """
 
 from __future__ import annotations

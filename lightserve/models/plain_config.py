@@ -35,7 +35,7 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
-    """Return GPT-NeoX, of which Pythia is one: both blocks read the same sum, each normed."""
+    """Return GPT-NeoX, such as Pythia: both blocks read the same sum, each normed."""
     heads = _heads(fields, kv_heads_key=None)
     share = fields.number("rotary_pct", default=0.25)
     theta = fields.number("rotary_emb_base", default=DEFAULT_THETA, above=1.0)
@@ -252,7 +252,7 @@ def parse_mpt(fields: JsonFields) -> dict[str, Any]:
 
 
 def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
-    """Return GPT-BigCode, of which StarCoder 1 is one: learned positions, one KV head for all."""
+    """Return GPT-BigCode, such as StarCoder 1: learned positions, one KV head for all."""
     for key in ("scale_attn_weights", "multi_query"):
         if not fields.boolean(key, default=True):
             raise fields.error(key, "must be true")

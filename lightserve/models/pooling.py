@@ -1,7 +1,7 @@
 """Whether a model's files, or --pooling, have it make vectors of prompts, and how. Torch-free.
 
-The files are those of Sentence Transformers (Reimers and Gurevych, 2019): `modules.json` lists what
-follows the transformer, and the folder of its pooling has a `config.json`.
+The files are those of Sentence Transformers (Reimers and Gurevych, 2019): `modules.json` lists the
+steps behind the transformer, and the folder of its pooling has a `config.json`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def load_embedding(path: Path, config: ModelConfig, asked: str) -> Embedding | N
 
     Args:
         path: of a model whose configuration is `config`.
-        config: what `load_model_config` returned.
+        config: the result of `load_model_config`.
         asked: --pooling; auto goes by the model's files.
 
     Raises:
-        ModelLoadError: its files ask for what is not supported; names file and key.
+        ModelLoadError: its files ask for an unsupported step; names file and key.
         ConfigError: --pooling does not go with the model, or it needs one.
     """
     modules = path / MODULES_FILE

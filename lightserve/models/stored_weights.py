@@ -1,7 +1,7 @@
 """Quantised weights as checkpoints have them: read in parts, made numbers or integers in groups.
 
-What every layout comes down to is a `StoredWeight`. `numbers` is what it stands for; `groups_of`
-is the same as the native core's products take it, where these lose nothing.
+Every layout becomes a `StoredWeight`. `numbers` are its numbers; `groups_of` is the same as the
+native core's products take it, where these lose nothing.
 """
 
 from __future__ import annotations

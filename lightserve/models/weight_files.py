@@ -73,7 +73,7 @@ class WeightFiles:
     def tensors_of(self, stored: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
         """Return the tensors that must be there for one of this name and shape, by name.
 
-        A plain weight, or what stands for it in the files' format.
+        A plain weight, or the tensors that stand for it in the files' format.
         """
         if stored.endswith((BLOCKS, SCALES)):
             return {stored: StoredTensor((shape,), ("U8",))}
@@ -295,7 +295,8 @@ def _stacked_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def needed_tensors(config: ModelConfig, files: WeightFiles) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of what is read from these files, by the names that layers know.
+    """Return name and shape of the tensors that are read from these files, by the names that layers
+    know.
 
     A tied model may have stored the embedding, the LM head, or both; of the tensors expected
     otherwise, none may be missing.

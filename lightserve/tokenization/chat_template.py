@@ -2,8 +2,8 @@
 
 Looked for in this order: the file given with --chat-template; `chat_template.jinja` beside the
 model, with `additional_chat_templates/tool_use.jinja`; `chat_template` in tokenizer_config.json;
-the same in chat_template.json. A key holds a text or named ones, of which `default` is taken, and
-`tool_use` for conversations with tools. The environment offers what transformers offers.
+the same in chat_template.json. A key holds a text or named ones: `default` is taken, and `tool_use`
+for conversations with tools. The environment offers the functions that transformers offers.
 """
 
 from __future__ import annotations

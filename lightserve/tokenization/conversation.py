@@ -361,10 +361,10 @@ _Test = Callable[[str], bool]
 
 
 def find_forms(render: Render, variables: Collection[str], *, has_tools: bool) -> Forms:
-    """Return how a template shows conversations, and what it leaves out of them.
+    """Return how a template shows conversations, and which parts it leaves out.
 
     Args:
-        render: gives a conversation's text in some forms, and raises what templates raise.
+        render: gives a conversation's text in some forms, and passes errors of templates on.
         variables: those of the template.
         has_tools: whether the conversations have tools.
     """

@@ -1,4 +1,4 @@
-"""In which file a model's tokeniser is, and what that says in the words of a tokenizer.json.
+"""The file of a model's tokeniser, and its contents in the words of a tokenizer.json.
 
 A tokenizer.json is taken as it is. Where there is none, SentencePiece's `tokenizer.model` or a file
 of tiktoken's ranks is described that way. The files beside it add tokens, change their flags and
@@ -163,7 +163,7 @@ def _token(fields: JsonFields, key: str, value: Any) -> tokenizers.AddedToken:
 def add_tokens(
     tokenizer: tokenizers.Tokenizer, model_dir: Path, *, vocab_size: int | None
 ) -> NamedTokens:
-    """Add to a tokenizer what the files beside it add, and return the special tokens by name.
+    """Add the tokens of the files beside a tokenizer to it, and return the special tokens by name.
 
     A token whose id would be `vocab_size` or more is left out, with a warning: the model cannot
     read it.

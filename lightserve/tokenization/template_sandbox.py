@@ -1,8 +1,7 @@
 """A Jinja environment that hostile or broken chat templates cannot leave, stall or blow up.
 
-Jinja's immutable sandbox bars the way to Python's internals and to mutation. What it lacks are
-limits, so every render has a `Budget` that is charged at each place where a template can spend
-time or memory:
+Jinja's immutable sandbox bars the way to Python's internals and to mutation. It has no limits, so
+every render has a `Budget` that is charged at each place where a template can spend time or memory:
 
     loop step        `For` nodes are rewritten to iterate through the filter `charge_steps`
     call             `call`: macros, methods, functions; sizes of results
@@ -293,7 +292,7 @@ def _filtered(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
 class _Generation(ext.Extension):
     """`{% generation %}…{% endgeneration %}`, which training marks with, renders as its body.
 
-    What is set in it ends with it, as in a macro.
+    Variables that are set in it end with it, as in a macro.
     """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration

@@ -1,4 +1,5 @@
-"""Text to token ids and back, over a `tokenizer.json` or what stands for it, without transformers.
+"""Text to token ids and back, over a `tokenizer.json` or a description of that form, without
+transformers.
 
 Facts about special tokens come from three files that often disagree: generation_config.json,
 config.json and tokenizer_config.json. The ids that end a sequence are the union of all three.

@@ -1,7 +1,7 @@
 """Vocabularies of other formats as a tokenizer.json would say them: SentencePiece and tiktoken.
 
 SentencePiece's `tokenizer.model` is a protocol buffer, `ModelProto` of SentencePiece's own schema,
-of which the pieces and a few settings are read. BPE models become merges: the best piece of two
+and its pieces and a few settings are read. BPE models become merges: the best piece of two
 neighbours is made first.
 
 tiktoken's files of ranks (Qwen 1's and Llama 3's own): a line is a token's bytes in base64, a

@@ -93,7 +93,7 @@ def make_pools(
         layout: of both pools.
         device: of the KV pool.
         is_shown: whether to show progress: rank 0 does.
-        measure: called on a GPU with a pool of a few slots: what everything else takes there.
+        measure: called on a GPU with a pool of a few slots: the memory of everything else there.
 
     Raises:
         ConfigError, StartupError: they do not fit.

@@ -122,7 +122,8 @@ class RowConstraints:
         self.close()
 
     def update(self, left_rows: Sequence[RowId], sequences: Sequence[AddSequence]) -> None:
-        """Forget what was left, whose grammars are compiled no more, then take in new sequences.
+        """Forget rows that have left, whose grammars are compiled no more, then take in new
+        sequences.
 
         Output that these bring was drawn under the same constraint.
         """

@@ -46,7 +46,7 @@ class Mark(Protocol):
         """Return when the device has passed it; may be called by any thread.
 
         Raises:
-            RuntimeError: what the device did failed.
+            RuntimeError: the device's work failed.
         """
 
     def seconds_since(self, earlier: Mark) -> float:

@@ -1,7 +1,7 @@
 """The host pool of one rank: KV of paused requests, and copies between it and the KV pool.
 
-KV bytes are never altered on the way. Here: what every host pool does, and the one
-of a KV pool on the CPU, which copies between the steps. Beside a GPU: `staged_host_pool`.
+KV bytes are never altered on the way. Here: the common part of host pools, and the host pool of a
+KV pool on the CPU, which copies between the steps. Beside a GPU: `staged_host_pool`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _places(copies: KVCopies) -> tuple[Tensor, Tensor]:
 def _copy(source: Tensor, source_slots: Tensor, target: Tensor, target_slots: Tensor) -> None:
     """Copy tokens of one group, [2, num_layers, num_kv_heads, num_slots, head_dim] both.
 
-    Many tokens go layer by layer, so that what is gathered is still in the caches when it is
+    Many tokens go layer by layer, so that gathered tokens are still in the caches when they are
     scattered; for few, one call for all layers costs less.
     """
     if len(source_slots) == 0:

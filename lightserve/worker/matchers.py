@@ -1,8 +1,8 @@
 """Which tokens each constrained row may draw next: `python -m lightserve.worker.matchers FD`.
 
-A process of rank 0, so that what a grammar takes is measured, bounded by the kernel, and no part of
-the worker: the bytes that its allocator has in use are the grammars'. Compiling is one thread's, at
-low priority and one grammar after the other; the main one computes masks. llguidance lets other
+A process of rank 0, so that the memory of grammars is measured, bounded by the kernel, and no part
+of the worker: the bytes that its allocator has in use are the grammars'. Compiling is one thread's,
+at low priority and one grammar after the other; the main one computes masks. llguidance lets other
 threads run. Standard input is a socket: it brings `Request`s and takes a reply for each `Ask` and
 `Wait`, in order, each four bytes of length, then msgpack. The process ends with its input.
 
@@ -176,7 +176,7 @@ def _is_best_effort(waiting: tuple[int, Begun]) -> bool:
 class RowMatchers:
     """The matchers of all constrained rows.
 
-    Rows under the same constraint share what was compiled. Those whose constraint would be too
+    Rows under the same constraint share the compiled grammar. Those whose constraint would be too
     much beside the others' wait until enough rows have left: real-time ones first, those of a class
     in the order in which they came.
     """
@@ -187,7 +187,7 @@ class RowMatchers:
         *,
         note: Callable[[bytes, bytes], None] = lambda compiled, masked: None,
     ) -> None:
-        """`note` is told the digests of the constraints at which the two threads are, or `NOTHING`."""
+        """`note` is told the digests of the constraints of both threads' work, or `NOTHING`."""
         self._vocabulary = vocabulary
         self._used_before = used_bytes()
         self._note = note
@@ -360,7 +360,8 @@ class RowMatchers:
         trim()
 
     def _make_room(self) -> None:
-        """Forget what no row is under, as far as all takes too much; rows share what they have."""
+        """Forget constraints that no row is under, as far as all take too much; rows share compiled
+        ones."""
         num_bytes = self.num_bytes
         for oldest in [one for one in self._compiled if one not in self._used]:
             if num_bytes <= MAX_KEPT_BYTES:

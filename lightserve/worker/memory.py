@@ -1,7 +1,7 @@
 """How many tokens the KV pool may hold: from flags, and from the memory that is really free.
 
-Linux only counts what a container may still take (cgroup v2 and v1) as well as what the machine
-has available.
+Linux only: counts the rest of a container's limit (cgroup v2 and v1) as well as the machine's
+available memory.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ def empty_pool(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 class KVPool:
     """Keys and values of `num_slots` tokens; pages are touched only when they are written.
 
-    In memory a head's tokens lie together, [num_kv_heads, num_slots + 1, head_size]: what
-    attention gathers is then in the order in which it multiplies, and consecutive slots need no
-    gather.
+    In memory a head's tokens lie together, [num_kv_heads, num_slots + 1, head_size]: attention then
+    gathers in the order in which it multiplies, and consecutive slots need no gather.
 
         slot:  0 ······················ num_slots-1 │ num_slots
                └── the router gives these out ────┘ │ scratch: what pads CUDA graphs writes here
@@ -173,7 +172,8 @@ class KVPool:
     def touch(self, first_slot: int, end_slot: int) -> None:
         """Write into the memory of some slots, which hold nothing that counts, as steps would.
 
-        Reading what was never written costs less: the system shows the same empty page everywhere.
+        Reading memory that was never written costs less: the system shows the same empty page
+        everywhere.
         """
         for tensor in self.tensors:
             tensor[:, :, :, first_slot:end_slot, :1].zero_()
@@ -196,7 +196,8 @@ SLOTS_WITHOUT_KV = 65_536
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Return what this process could still allocate: the machine's rest, or a container's.
+    """Return the bytes that this process could still allocate: the machine's rest, or a
+    container's.
 
     Page cache that the kernel would drop counts as free, above all memory-mapped weights.
     """
@@ -333,9 +334,9 @@ STAGING_SHARE = 128
 
 
 KEPT_FREE = 50
-"""One part in so many of the device is free where --kv-memory is given, 2.8 GiB of an H200: what is
-measured at the start is not all (blocks of torch's allocator with gaps, what drivers and NCCL take
-late)."""
+"""One part in so many of the device is free where --kv-memory is given, 2.8 GiB of an H200: the
+measurement at the start misses some memory (blocks of torch's allocator with gaps, late allocations
+of drivers and NCCL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +378,7 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
         memory: of this rank's GPU.
 
     Raises:
-        StartupError: what is asked for does not fit, or not even `MIN_SLOTS` tokens do.
+        StartupError: the wanted size does not fit, or not even `MIN_SLOTS` tokens do.
     """
     if config.kv_memory == "auto":
         limit = int(memory.total * config.gpu_memory_utilization)

@@ -2,7 +2,7 @@
 
 `launch` puts a step into the device's queue and `finish` waits until its results are on the
 host, so that the next step can be launched between the two. On a device the host waits nowhere
-else: what a step needs of the one before it, its tokens, is in the tables there.
+else: the tokens of the step before, which a step needs, are in the tables there.
 
     host     launch i ─► launch i+1 ─────► finish i ─► launch i+2 ─────► finish i+1
     device         └─ step i ──────────────┘└─ step i+1 ─────────────────┘└─ step i+2
@@ -86,7 +86,7 @@ class ModelRunner:
             pool: KV of all layers.
             tp: this rank's group.
             host_pool: where `pool` is copied from and to.
-            queue: what steps are put into.
+            queue: the queue that steps are put into.
             max_num_seqs: rows of the tables.
             incarnation: of the worker group, see `StepResult`.
             constraints: enforces those of the sequences; rank 0 alone has it.

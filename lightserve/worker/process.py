@@ -1,8 +1,8 @@
 """The worker process: one per tensor-parallel rank.
 
-Plans arrive over a link, of which one may wait while another runs; see `step_loop`. A step that
-raises, when it is launched or when it is waited for, ends the process: the supervisor replaces
-the whole group and the router replays what can be replayed.
+Plans arrive over a link, and one may wait while another runs; see `step_loop`. A step that raises,
+when it is launched or when it is waited for, ends the process: the supervisor replaces the whole
+group and the router replays the requests that can be replayed.
 """
 
 from __future__ import annotations

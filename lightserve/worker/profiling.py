@@ -58,8 +58,8 @@ IDLE_SECONDS = 4.0
 """Seconds for the profile that is taken after a server's start, as long as no plan comes: each
 shape is run once, as more shapes say more than more runs of the same."""
 LONGEST_S = 0.25
-"""Steps that take longer, by what was measured before them, are left out of it: the first request
-may have to wait for one to end."""
+"""Steps that earlier measurements predict to take longer are left out of it: the first request may
+have to wait for one to end."""
 SMALL_TOKENS, SMALL_CONTEXT = 32, 2048
 """Largest steps while nothing is known of how long they take."""
 MIN_SAMPLES = 24
@@ -158,7 +158,7 @@ class StepTimer:
         """Slots, the first ones of the pool."""
 
     def prepare(self, rows: list[Row]) -> None:
-        """Put sequences into the tables, one row of which is run for a plan to have any."""
+        """Put sequences into the tables; one row of them is run, as a plan needs a row."""
         sequences, ranges, first_slot = [], [], 0
         num_slots = self._touched_slots(sum(start + count + 1 for start, count in rows))
         self._slots = []
@@ -195,8 +195,8 @@ class StepTimer:
     def run(self, rows: list[Row]) -> float:
         """Return the seconds of a step that was prepared.
 
-        On a GPU it runs behind the same one, as in serving: alone, its time would be what the
-        host takes to launch it.
+        On a GPU it runs behind the same one, as in serving: alone, its time would be the host's for
+        the launch.
         """
         decodes = [
             (row, start, self._slots[row][start])
@@ -268,7 +268,7 @@ def take_profile(
 def profile_while_idle(
     runner: ModelRunner, config: ServeConfig, tp: TensorParallel, is_idle: Callable[[], bool]
 ) -> StepProfile | None:
-    """Measure until a plan comes, for `IDLE_SECONDS` or so; what was measured is kept in a file.
+    """Measure until a plan comes, for `IDLE_SECONDS` or so; the measurements are kept in a file.
 
     All ranks call, before the first plan: the pool and its tables are written over. Rank 0's
     `is_idle` decides. None: on other ranks, and where too little was measured, or too badly.
@@ -399,7 +399,7 @@ def stored_profile(config: ServeConfig, sizes: GraphSizes = NO_SIZES) -> StepPro
 
 
 def profile_key(config: ServeConfig) -> ProfileKey:
-    """Return what a profile of this configuration belongs to; read in the worker itself.
+    """Return the key of this configuration's profile; read in the worker itself.
 
     Raises:
         ModelLoadError: there is no such model.

@@ -1,8 +1,8 @@
 """The host pool beside a GPU: copies overlap with forward passes and never stop the host.
 
-What is saved is gathered into staging memory on the device first, at the speed of its memory, so
-that slots can be overwritten at once; from there it drains to the host while the next steps run.
-What is loaded comes the same way back. Over the bus the copy engines do the work and not the
+Saved KV is gathered into staging memory on the device first, at the speed of its memory, so that
+slots can be overwritten at once; from there it drains to the host while the next steps run.
+Loaded KV comes the same way back. Over the bus the copy engines do the work and not the
 GPU's processors: copies are put into the order of their host slots, which mostly are a few runs
 that lie together in memory. Only where they are scattered, a kernel takes them one by one.
 
@@ -13,10 +13,10 @@ that lie together in memory. Only where they are scattered, a kernel takes them 
 Ordering, with pool copies and drains each in the order in which they are queued:
 
 1. A copy that touches the pool waits for every forward pass launched before it: that may have
-   written what is saved, and may still read or write what is overwritten.
+   written the saved KV, and may still read or write the overwritten slots.
 2. A forward pass waits for the saves and loads of its plan and for all copies of plans before:
-   it may overwrite what they read, and read what they bring. It does not wait for drains.
-3. A gather into staging memory waits until what was there has drained.
+   it may overwrite slots that they read, and read KV that they bring. It does not wait for drains.
+3. A gather into staging memory waits until its earlier contents have drained.
 4. A drain waits for its gather. So it also follows every load queued before, from the host slots
    that it may overwrite.
 5. A load waits for the drains that wrote its host slots.
@@ -102,7 +102,7 @@ def pinned_bytes(num_bytes: int, *, label: str, is_shown: bool = True) -> Tensor
 
     Args:
         num_bytes: at least 1.
-        label: what progress calls it.
+        label: its name in the progress.
         is_shown: whether progress is shown.
 
     Raises:
@@ -173,7 +173,7 @@ class StagedHostPool(HostPool):
                 page-locked where the pool is on a GPU.
             staging: the same for fewer tokens, at least one, where the pool is.
             queues: where copies run.
-            kernels: what copies.
+            kernels: the kernels of the copies.
             max_runs: from more runs on, a kernel copies over the bus.
         """
         super().__init__(len(rows[0]), pool)

@@ -11,8 +11,8 @@ drawn: their step is finished when the forward pass behind it has been launched.
 is over when it has been launched, so each is finished before the next plan is looked at.
 
 To be woken takes longer than to ask. So the loop sleeps until shortly before a step's predicted end
-and then asks until it is there: decodes take as long as the last ones of their number did. What
-takes longer than that, and what cannot be predicted, is slept for.
+and then asks until it is there: decodes take as long as the last ones of their number did. The loop
+sleeps through steps that take longer than that, and steps that cannot be predicted.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class StepLoop:
 def _naming(step_id: StepId) -> Iterator[None]:
     """Say in one line which step was put to the GPU, or waited for, when it failed.
 
-    What fails there shows later, so that the step may also be an earlier one. CUDA's errors have
-    no type of their own, and much advice behind their first line.
+    A failure there shows later, so that the step may also be an earlier one. CUDA's errors have no
+    type of their own, and much advice behind their first line.
     """
     try:
         yield

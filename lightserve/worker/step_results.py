@@ -177,7 +177,7 @@ class Pending:
     def must_precede(self, plan: StepPlan) -> bool:
         """Whether this step must be finished before `plan`, the next one, draws tokens.
 
-        Its own tokens decide what its constrained rows may draw next.
+        Its own tokens decide which tokens its constrained rows may draw next.
         """
         return bool(self.constrained_rows) and not self.constrained_rows.isdisjoint(
             [*plan_columns(plan).rows.tolist(), *(sequence.row for sequence in plan.sequences)]

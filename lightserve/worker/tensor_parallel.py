@@ -1,16 +1,16 @@
 """Tensor parallelism over torch.distributed: a process per rank, on one machine or several.
 
-Tensors on GPUs travel over NCCL, tensors on the host over gloo, in one group: what a host decides
-on (how long a profile lasts) never waits for a device, and collectives on a device never wait
-for the host. Each is an operation of the current stream, so that it can be part of a CUDA graph.
+Tensors on GPUs travel over NCCL, tensors on the host over gloo, in one group: decisions of hosts
+(how long a profile lasts) never wait for a device, and collectives on a device never wait for the
+host. Each is an operation of the current stream, so that it can be part of a CUDA graph.
 
 The ranks of one incarnation meet at a file of the private run directory; sockets are on the
 loopback interface alone, and NCCL's data goes over NVLink, PCIe or shared memory. Those of several
 machines meet at a socket of rank 0's, and all of their sockets are on the interface by which that
-is reached: neither torch's rendezvous nor what the ranks send each other is encrypted, so that
-network has to be theirs alone.
+is reached: neither torch's rendezvous nor the ranks' messages are encrypted, so that network has to
+be theirs alone.
 
-On GPUs there are two communicators: what CUDA graphs have recorded goes over one, everything else
+On GPUs there are two communicators: recorded collectives of CUDA graphs go over one, all others
 over the other, so that neither finds the other's state in its own.
 
 A dead peer. gloo raises at once. NCCL's kernels go on waiting on the device, so nothing is left

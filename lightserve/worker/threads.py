@@ -5,12 +5,12 @@ OpenMP's threads wait for each other at the end of every operation, so the slowe
 one that shares its core with another process makes all of them several times as slow. A small
 model gains little from a second thread, as each of its operations is over too soon.
 
-With `--num-threads N` nothing is chosen. With `auto`, each rank begins with its share of the cores
-or with what its weights are worth, whichever is less; between steps, a few times a second, it asks
-how long its own threads had to wait for a core, and takes no more than had one. It takes them back
-when other processes leave the cores idle. Ranks do so each for itself, in the belief that the
-others use as much as they. After a time without requests it begins anew: what others did meanwhile
-says nothing about now.
+With `--num-threads N` nothing is chosen. With `auto`, each rank begins with its share of the cores,
+or with fewer threads if its weights are small; between steps, a few times a second, it asks how
+long its own threads had to wait for a core, and takes no more than had one. It takes them back when
+other processes leave the cores idle. Ranks do so each for itself, in the belief that the others use
+as much as they. After a time without requests it begins anew: the load of that time says nothing
+about now.
 """
 
 from __future__ import annotations

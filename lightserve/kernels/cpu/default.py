@@ -1,13 +1,13 @@
-"""The CPU kernels for everyday use: packed weights, and attention that gathers what it must.
+"""The CPU kernels for everyday use: packed weights, and attention that gathers only scattered keys.
 
 torch's fused attention keeps scores in float32 whatever the model's type. Two products around a
 softmax are no faster over the same gathered keys, and in bfloat16 they round a score of 200 by
 one half and generate code for each new shape (0.5 ms), while contexts grow with every step.
 
 Of 64 queries and more in half precision the fused attention also generates code, and keeps it for
-ever: 30 to 90 KiB for each number of queries and keys modulo its tiles, of which there are 100,000.
-So these numbers are rounded up. (One core with AMX, 8 heads of 32, lengths at random: 1,500 prompts
-left 78 MiB and took 3.1 ms each; padded 2 MiB and 2.1 ms.)
+ever: 30 to 90 KiB for each number of queries and keys modulo its tiles, and there are 100,000 such
+pairs. So these numbers are rounded up. (One core with AMX, 8 heads of 32, lengths at random: 1,500
+prompts left 78 MiB and took 3.1 ms each; padded 2 MiB and 2.1 ms.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The CPU kernels of the native core: products, attention and what lies between them.
+"""The CPU kernels of the native core: products, attention and the operations between them.
 
-bfloat16 and float32; what is of another type (float16) goes the way of `TorchKernels`. Nothing
-depends on how many threads there are or on which of them did what: the same batch gives the same
-bits.
+bfloat16 and float32; other types (float16) go the way of `TorchKernels`. Nothing depends on how
+many threads there are or on which of them did what: the same batch gives the same bits.
 """
 
 from __future__ import annotations
@@ -444,10 +443,10 @@ class NativeKernels(TorchKernels):
 class InvariantNativeKernels(NativeKernels):
     """The native kernels in float32, where a token's results depend on nothing beside it.
 
-    Products add their terms from the first input to the last, norms and activations know one row:
-    what differs from `NativeKernels` is attention, whose blocks begin at fixed positions and whose
-    contexts are in one piece. What these kernels cannot do ends in an error: torch's would add in
-    an order of their own.
+    Products add their terms from the first input to the last, norms and activations know one row.
+    Attention differs from that of `NativeKernels`: blocks begin at fixed positions, and contexts
+    are in one piece. An operation that these kernels lack is an error: torch's would add in an
+    order of its own.
     """
 
     name = "native-batch-invariant"

@@ -1,19 +1,19 @@
 """A pass's operations, noted once and run by one call of the native core.
 
-The layers run once on tensors whose contents mean nothing. What they ask of the native kernels is
-noted instead of done: which function of the core, with which arguments. An argument is an address
-in a weight or a KV pool, which stays as it is; a place in what a pass is given or in a buffer that
-the layers made; a number of rows; the number of threads; or a number that never changes. So
-nothing is said twice about what a layer does, and the core computes what it would one by one.
+The layers run once on tensors whose contents mean nothing. Their calls of native kernels are noted
+instead of made: which function of the core, with which arguments. An argument is an address in a
+weight or a KV pool, which stays as it is; a place in a pass's inputs or in a buffer that the layers
+made; a number of rows; the number of threads; or a number that never changes. So nothing is said
+twice about what a layer does, and the core computes what it would one by one.
 
     noted     linear(x + 0, rows T, 0x7f..weight, …, buffer 3 + 0, threads)
     run       places = [T, R, L, threads, address of x, …, addresses of buffers]: patch, call
 
 All that torch is asked for meanwhile goes through `Notes`: making tensors, looking at them in
-another shape, choosing rows by `logit_rows`, and what is done number by number and rounded once,
-which the core does to torch's bit (sums, products, copies, ReLU). Anything else ends the attempt,
-and a second one with other numbers of rows has to give the same notes, or a choice by the number
-of rows would stay what it was the first time.
+another shape, choosing rows by `logit_rows`, and operations on single numbers that are rounded
+once, which the core does to torch's bit (sums, products, copies, ReLU). Anything else ends the
+attempt, and a second one with other numbers of rows has to give the same notes, or a choice by the
+number of rows would stay what it was the first time.
 
 With several ranks the calls are cut where their results are added: so many calls of the core, with
 the sums between them.
@@ -578,7 +578,7 @@ def record(
     level: int,
     ranks: Summing | None,
 ) -> Program:
-    """See `Kernels.record`; `level`: instructions of what `Notes` adds."""
+    """See `Kernels.record`; `level`: instructions of the calls that `Notes` adds."""
     examples = [_example(like, sizes) for sizes in _SIZES]
     attempts = [
         _note(Notes(core, level, example, sizes), layers, example, ranks)

@@ -1,8 +1,7 @@
 """How attention kernels are cut up: block sizes, warps, stages, splits.
 
-The built-in ones are made by reading what the compiler makes of them, by
-bench/engine/kernels_offline.py, with the reasons in docs/results/kernels_offline.md; `tuning`
-measures better ones for a machine.
+The built-in ones were chosen by reading compiled kernels (bench/engine/kernels_offline.py), with
+the reasons in docs/results/kernels_offline.md; `tuning` measures better ones for a machine.
 """
 
 from __future__ import annotations
@@ -237,7 +236,7 @@ def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
     """Return the built-in configuration of decodes.
 
     A block of keys and values is 32 KiB, and three programs per multiprocessor have one or two of
-    them on the way each: about three times what the latency of memory asks for on an H200.
+    them on the way each: about three times as much as the latency of memory asks for on an H200.
     """
     if gpu.capability == 0:
         return DecodeConfig(64, 4, 2, 1, 128)

@@ -50,8 +50,8 @@ def _rotate(
 ):
     """Normalise and rotate some heads of one token, from x to out.
 
-    What all heads share is loaded once for each, from the cache, so that it comes to the threads
-    that need it without a detour over shared memory.
+    Inputs that all heads share are loaded once for each, from the cache, so that they come to the
+    threads that need it without a detour over shared memory.
     """
     kind: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK_HALF)[None, :]

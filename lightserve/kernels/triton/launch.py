@@ -67,7 +67,7 @@ class Kernel:
         """Kernels by kinds of arguments; with the constants, in the order of the parameters."""
 
     def __getitem__(self, grid):
-        """Return what launches on a grid of one to three dimensions."""
+        """Return a function that launches on a grid of one to three dimensions."""
         return partial(self._launch, grid)
 
     def _launch(self, grid, *arguments, **options):

@@ -1,6 +1,6 @@
 """Merges the parts of an attention that was split over the context, by log-sum-exp.
 
-A part is what a softmax over a stretch of the context gave: a mean of values for each head, and
+A part is the result of a softmax over a stretch of the context: a mean of values for each head, and
 the logarithm of the sum behind it. Decodes and chunks of prompts split alike (flash-decoding).
 """
 
@@ -32,12 +32,12 @@ _LOG2_E = tl.constexpr(LOG2_E)
 MIN_DOT = 16
 """Smallest side of a matrix product on tensor cores."""
 MASKED = tl.constexpr(-(2.0**126))
-"""Score of what a query does not see.
+"""Score of a position that a query does not see.
 
-Finite: where a query has seen nothing yet, its difference with itself must not be NaN; what is
-gathered meanwhile is wiped out by the first position that it sees. A power of two: its product
-with the scale is exact, so that in a fused multiply-add too the difference is 0, and not a
-rounding error of 1e30, whose power of two is infinite.
+Finite: where a query has seen nothing yet, its difference with itself must not be NaN; values
+gathered meanwhile are wiped out by the first position that it sees. A power of two: its product
+with the scale is exact, so that in a fused multiply-add too the difference is 0, and not a rounding
+error of 1e30, whose power of two is infinite.
 """
 
 

@@ -62,8 +62,8 @@ def _decode_parts(
 ):  # fmt: skip
     """Return where contexts begin, their number of parts, and the blocks of each part.
 
-    Stretches of whole blocks, at least SPLIT_LEN long, at most SPLITS of them: what a row is cut
-    into depends on its own length alone.
+    Stretches of whole blocks, at least SPLIT_LEN long, at most SPLITS of them: the cuts of a row
+    depend on its own length alone.
     """
     begins = context_lens * 0
     if HAS_WINDOW:

@@ -48,7 +48,7 @@ taken."""
 
 @triton.jit
 def _widened(values, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Return packed values as numbers of DTYPE: of fp8 and fp4 a part of what they stand for."""
+    """Return packed values as numbers of DTYPE: of fp8 and fp4 a fixed part of the number."""
     numbers = values
     if KIND == "fp8":
         # A sign, four bits of exponent and three behind it, as they stand in float16: without a
@@ -102,7 +102,7 @@ def add_tile(
     GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
-    """Add to float32 [R, N] what BLOCK_K values of each output give, from `start` on.
+    """Add the products of BLOCK_K values of each output, from `start` on, to float32 [R, N].
 
     Of rows that begin at x_lines [R, 1], and some outputs [N] of a weight: values [all outputs,
     NUM_BYTES], factors and zeros [groups, all outputs]. GROUP 0: one factor for all inputs, see

@@ -168,8 +168,8 @@ class Candidates:
     keys: Tensor
     """int64 [L, 2, CANDIDATES], in any order, see `sampling_scan`; then room for a search."""
     kept: Tensor
-    """float32 [L, C], sum of exp((logit - row's largest) / temperature) over what min-p leaves;
-    of rows with min-p alone."""
+    """float32 [L, C], sum of exp((logit - row's largest) / temperature) over the tokens that min-p
+    leaves; of rows with min-p alone."""
 
 
 def scan(
@@ -210,7 +210,7 @@ def scan(
 
 
 def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
-    """Look again at the rows with min-p, top-k or top-p, at what may be drawn."""
+    """Look again at the rows with min-p, top-k or top-p, at the tokens that may be drawn."""
     own = logits.own
     num_rows, vocab_size = own.shape
     num_chunks, num_groups = found.largest.shape[1], found.peaks.shape[1]
@@ -308,7 +308,7 @@ def draw_top(
     candidates: Candidates,
     drawn: tuple[Tensor, Tensor],
 ) -> None:
-    """Put the tokens of rows with top-k or top-p into what `draw` returned."""
+    """Put the tokens of rows with top-k or top-p into the result of `draw`."""
     own = logits.own
     num_rows, vocab_size = own.shape
     num_chunks = found.largest.shape[1]

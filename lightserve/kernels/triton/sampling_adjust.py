@@ -46,8 +46,8 @@ def count_kernel(
 ):
     """NUM_PARTS programs per row: add known tokens that are not counted yet to the row's counts.
 
-    Bits 0 to 29: how often in the output; bit 30: whether in the prompt. `adjust_kernel` notes
-    what is counted, when all programs have read what was.
+    Bits 0 to 29: how often in the output; bit 30: whether in the prompt. `adjust_kernel` notes the
+    number of counted tokens, when all programs have read the old one.
     """
     part, changed = tl.program_id(0), tl.program_id(1)
     index = tl.load(indices_ptr + changed)
@@ -194,7 +194,7 @@ class Changes:
 def adjust(own: Tensor, changes: Changes) -> Tensor:
     """Return copies of the changed rows, float32 [A, V]; see `sampling.Logits.adjusted`.
 
-    Rows of which a logit was not finite before have NaN there.
+    A logit that was not finite before becomes NaN.
     """
     vocab_size, num_changed = own.shape[1], len(changes.indices)
     has_bias = len(changes.bias_values) > 0
@@ -242,7 +242,7 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
 
 
 def _count(changes: Changes) -> None:
-    """Count what is newly known in rows with penalties."""
+    """Count newly known tokens in rows with penalties."""
     count_kernel[COUNT_PARTS, len(changes.indices)](
         changes.token_ids,
         changes.rows,

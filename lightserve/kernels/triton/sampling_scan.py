@@ -77,7 +77,7 @@ def uniform(states_ptr, positions_ptr, row):
 
 @triton.jit
 def chunk_totals(largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, HAS_KEPT):
-    """Return each chunk's sum of weights without what min-p drops, float64 [BLOCK_C]."""
+    """Return each chunk's sum of weights without the tokens that min-p drops, float64 [BLOCK_C]."""
     totals = tl.load(total_ptr + at, mask=there, other=0.0)
     totals = tl.where(largest > -float("inf"), totals * weights_of(largest, top, temperature), 0.0)
     if HAS_KEPT:
@@ -247,7 +247,7 @@ def cut_kernel(
 ):
     """One program per row: a logit that enough tokens reach, but not too many.
 
-    Any cut is right, as what it leaves is checked; these are meant to be enough mostly.
+    Any cut is right, as the tokens that it leaves are checked; these are meant to be enough mostly.
     top-k: at least k groups have a token that reaches it, hence at least k tokens do.
     top-p: fewer than CANDIDATES tokens can each have more than 1 / CANDIDATES of everything.
     """

@@ -134,7 +134,7 @@ def _search(
 
     Halves the range of keys, low < the wanted one <= high, and moves both ends to keys that are
     there, which takes about 20 passes for a whole vocabulary, equal logits or not. Among all
-    tokens, what is left of the range becomes candidates as soon as they are few enough.
+    tokens, the rest of the range becomes candidates as soon as it is small enough.
     """
     high, weight_above = highest, tl.full((), 0.0, tl.float64)
     number_above, number_above_low = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + size

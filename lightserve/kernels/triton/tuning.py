@@ -143,11 +143,11 @@ KERNEL_VERSION = 5
 MAX_POOL_BYTES = 1 << 30
 """Most bytes of the keys and values that are made up for a measurement."""
 HEAD_START_CYCLES = 4_000_000
-"""About two milliseconds in which the GPU waits while a slow host launches what is timed."""
+"""About two milliseconds in which the GPU waits while a slow host launches the timed calls."""
 MIN_GAIN = 0.02
 """A configuration must beat the built-in one by this share: less may be chance."""
 DECODE_SCENES = ((1, 2048), (16, 4096), (128, 2048), (64, 8192))
-"""(rows, context); cut to what there may be."""
+"""(rows, context); cut to the possible sizes."""
 CHUNK_SCENES = {
     ChunkClass.SHORT: ((64, 2048), (128, 16384)),
     ChunkClass.WHOLE: ((2048, 2048), (8192, 8192)),
@@ -219,7 +219,7 @@ class Kept:
         self.choices = load_choices(self._path, self._key)
 
     def add(self, choice: Choice) -> None:
-        """Keep a choice. Of several ranks the last to write wins, with what others had by then."""
+        """Keep a choice. The last rank to write wins, with the choices that others had by then."""
         self.choices = {
             **load_choices(self._path, self._key), **self.choices, choice.work: choice
         }  # fmt: skip
@@ -269,7 +269,7 @@ def choose(work: Work, context_len: int, device: torch.device, timer: Timer) -> 
 
 
 def compile_ahead(calls: Sequence[Call], device: torch.device, *, num_threads: int) -> None:
-    """Make each call once, several at a time, as the first one compiles what it launches.
+    """Make each call once, several at a time, as the first one compiles its kernels.
 
     Compilers run beside each other, most of the time without Python's lock. Ranks share the cores:
     `num_threads` are this one's.

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: a gated one, or experts of which each token goes through a few.
+"""Feed-forward blocks: a gated one, or experts, a few of them for each token.
 
 Experts are split over the ranks as other blocks are: each rank has its part of every expert's
 intermediate features, so all ranks have the same work whichever experts are chosen.

@@ -1,8 +1,8 @@
 """The inputs and results of a sampler; all tensors lie where the logits are.
 
 `L` is the number of rows that a step samples, `A` how many of them have options that change their
-logits, `V` the size of the vocabulary. Nothing here is read on the host of a GPU: what it must
-know (which kernels are needed at all) it knows from the parameters.
+logits, `V` the size of the vocabulary. Nothing here is read on the host of a GPU: it knows from the
+parameters which kernels are needed.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _order_of(distances: Tensor, shares: Tensor, wanted: Tensor) -> Tensor:
 
 
 def keep_typical(logits: Tensor, rows: Tensor, options: Adjustments, temperature: Tensor) -> None:
-    """Bar what is not typical in logits, contiguous float32 [rows, vocab], in place.
+    """Bar tokens that are not typical, in logits, contiguous float32 [rows, vocab], in place.
 
     Row by row, as few ask for it and an order of the vocabulary takes memory. Waits for nothing.
 

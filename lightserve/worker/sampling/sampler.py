@@ -3,9 +3,9 @@
     constraint -> options that change logits, typical-p -> temperature -> min-p
         -> top-k and top-p -> draw
 
-at one uniform number per row (`uniform_at`). A row's token is a function of its own logits,
-options and known tokens, never of its neighbours. What top-k or top-p leave is drawn from in the
-order of falling probability, everything else in the order of the vocabulary.
+at one uniform number per row (`uniform_at`). A row's token is a function of its own logits, options
+and known tokens, never of its neighbours. Tokens that top-k or top-p leave are drawn in the order
+of falling probability, all others in the order of the vocabulary.
 """
 
 from __future__ import annotations
