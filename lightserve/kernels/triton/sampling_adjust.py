@@ -9,8 +9,6 @@ the same logits. A logit_bias is added by torch before, in a copy of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -160,42 +158,13 @@ def adjust_kernel(
     tl.store(out_ptr + at, tl.where(is_fine, x, float("nan")), mask=inside)
 
 
-@dataclass(frozen=True, eq=False)
-class Changes:
-    """Changes of the logits of A rows by their options, and the logits that they change.
-
-    As in `worker.sampling.interface`: `Adjustments`, `SamplingBatch`, `RowMasks`.
-    """
-
-    indices: Tensor
-    num_prompt_tokens: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-    min_tokens: Tensor
-    eos_token_ids: Tensor
-    bias_rows: Tensor
-    bias_token_ids: Tensor
-    bias_values: Tensor
-    allowed_rows: Tensor
-    allowed_bits: Tensor
-    has_penalties: bool
-    rows: Tensor
-    positions: Tensor
-    token_ids: Tensor
-    counts: Tensor
-    """int32 [rows of the table, at least V], kept: see `count_kernel`."""
-    num_counted: Tensor
-    """int32 [rows of the table], known tokens that are counted."""
-    mask_rows: Tensor | None
-    mask_bits: Tensor | None
-
-
-def adjust(own: Tensor, changes: Changes) -> Tensor:
+def adjust(own: Tensor, batch) -> Tensor:
     """Return copies of the changed rows, float32 [A, V]; see `sampling.Logits.adjusted`.
 
-    A logit that was not finite before becomes NaN.
+    `batch` is a `SamplingBatch` of `worker.sampling.interface`, with adjustments and known counts,
+    which are kept (see `count_kernel`). A logit that was not finite before becomes NaN.
     """
+    changes, known = batch.rows.adjustments, batch.known_counts
     vocab_size, num_changed = own.shape[1], len(changes.indices)
     has_bias = len(changes.bias_values) > 0
     if has_bias:
@@ -205,13 +174,13 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
     else:
         out = own.new_empty(num_changed, vocab_size, dtype=torch.float32)
     if changes.has_penalties:
-        _count(changes)
-    masks, bits = changes.mask_rows, changes.mask_bits
+        _count(batch)
+    masks = batch.masks
     adjust_kernel[cdiv(vocab_size, CHUNK), num_changed](
         out if has_bias else own,
         out,
-        changes.rows,
-        changes.positions,
+        batch.rows.rows,
+        batch.positions,
         changes.indices,
         changes.num_prompt_tokens,
         changes.repetition,
@@ -221,16 +190,16 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
         changes.eos_token_ids,
         changes.allowed_rows,
         changes.allowed_bits,
-        changes.allowed_rows if masks is None else masks,
-        changes.allowed_bits if bits is None else bits,
-        changes.counts,
-        changes.num_counted,
+        changes.allowed_rows if masks is None else masks.rows,
+        changes.allowed_bits if masks is None else masks.bits,
+        known.counts,
+        known.num_counted,
         vocab_size if has_bias else own.stride(0),
-        changes.counts.stride(0),
+        known.counts.stride(0),
         vocab_size,
         changes.eos_token_ids.shape[1],
         changes.allowed_bits.shape[1],
-        0 if bits is None else bits.shape[1],
+        0 if masks is None else masks.bits.shape[1],
         int(changes.has_penalties),
         int(masks is not None),
         IS_OWN=not has_bias,
@@ -241,21 +210,22 @@ def adjust(own: Tensor, changes: Changes) -> Tensor:
     return out
 
 
-def _count(changes: Changes) -> None:
+def _count(batch) -> None:
     """Count newly known tokens in rows with penalties."""
+    changes, known = batch.rows.adjustments, batch.known_counts
     count_kernel[COUNT_PARTS, len(changes.indices)](
-        changes.token_ids,
-        changes.rows,
-        changes.positions,
+        batch.token_ids,
+        batch.rows.rows,
+        batch.positions,
         changes.indices,
         changes.num_prompt_tokens,
         changes.repetition,
         changes.frequency,
         changes.presence,
-        changes.counts,
-        changes.num_counted,
-        changes.token_ids.stride(0),
-        changes.counts.stride(0),
+        known.counts,
+        known.num_counted,
+        batch.token_ids.stride(0),
+        known.counts.stride(0),
         TILE=COUNT_TILE,
         NUM_PARTS=COUNT_PARTS,
         num_warps=4,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.triton import sampling as kernels
-from lightserve.kernels.triton.sampling_adjust import Changes, adjust
+from lightserve.kernels.triton.sampling_adjust import adjust
 from lightserve.worker.sampling.interface import (
     LogprobTensors,
     SamplingBatch,
@@ -41,31 +41,9 @@ def sample_on_device(logits: Tensor, batch: SamplingBatch) -> Tokens:
 
 
 def _adjusted(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    options, masks, known = batch.rows.adjustments, batch.masks, batch.known_counts
-    assert options is not None and known is not None
-    changes = Changes(
-        indices=options.indices,
-        num_prompt_tokens=options.num_prompt_tokens,
-        repetition=options.repetition,
-        frequency=options.frequency,
-        presence=options.presence,
-        min_tokens=options.min_tokens,
-        eos_token_ids=options.eos_token_ids,
-        bias_rows=options.bias_rows,
-        bias_token_ids=options.bias_token_ids,
-        bias_values=options.bias_values,
-        allowed_rows=options.allowed_rows,
-        allowed_bits=options.allowed_bits,
-        has_penalties=options.has_penalties,
-        rows=batch.rows.rows,
-        positions=batch.positions,
-        token_ids=batch.token_ids,
-        counts=known.counts,
-        num_counted=known.num_counted,
-        mask_rows=None if masks is None else masks.rows,
-        mask_bits=None if masks is None else masks.bits,
-    )
-    adjusted = adjust(logits, changes)
+    options = batch.rows.adjustments
+    assert options is not None and batch.known_counts is not None
+    adjusted = adjust(logits, batch)
     places = torch.arange(len(adjusted), device=adjusted.device)
     bar_words(adjusted, places, options, batch)
     keep_typical(adjusted, places, options, batch.rows.temperature[options.indices])
