@@ -185,11 +185,16 @@ class RowMatchers:
         self,
         vocabulary: LLTokenizer,
         *,
+        used: Callable[[], int] = used_bytes,
         note: Callable[[bytes, bytes], None] = lambda compiled, masked: None,
     ) -> None:
-        """`note` is told the digests of the constraints of both threads' work, or `NOTHING`."""
+        """`used`: the memory that grammars take, in bytes, beside everything else.
+
+        `note` is told the digests of the constraints of both threads' work, or `NOTHING`.
+        """
         self._vocabulary = vocabulary
-        self._used_before = used_bytes()
+        self._used_before = used()
+        self._used_bytes = used
         self._note = note
         self._compiler = ThreadPoolExecutor(
             1, thread_name_prefix="grammars", initializer=yield_to_others
@@ -216,7 +221,7 @@ class RowMatchers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all grammars."""
-        return used_bytes() - self._used_before
+        return self._used_bytes() - self._used_before
 
     def check_time(self) -> None:
         """End the process if a compilation takes too long: a thread cannot be ended."""
