@@ -112,9 +112,10 @@ def check_wheel(wheel: Path) -> None:
 
 def _write_materials(path: Path) -> None:
     """Write what the lock says a server has, but for torch, which is the user's to choose."""
-    command = [sys.executable, "-m", "cyclonedx_py", "requirements", "requirements/serve.txt"]
-    command += ["--pyproject", "pyproject.toml", "--output-reproducible", "--output-file"]
-    subprocess.run([*command, str(path)], cwd=ROOT, check=True)
+    command = [sys.executable, "-W", "ignore", "-m", "cyclonedx_py", "requirements"]
+    command += ["requirements/serve.txt", "--pyproject", "pyproject.toml"]
+    command += ["--output-reproducible", "--output-file", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def notes(changelog: str, version: str, files: list[Path]) -> str:
