@@ -25,6 +25,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -242,6 +243,9 @@ NUM_ESTIMATED = 4
 """Graphs from which the memory of all is estimated."""
 
 
+HostIntegers = Sequence[int] | npt.NDArray[np.int64]
+
+
 class DecodeTables(NamedTuple):
     """What a row knows, on the device; the last row is for padding."""
 
@@ -356,7 +360,7 @@ class DecodeGraphs:
         """Whether a step of so many rows, each of one new token, has a graph."""
         return size_within(self._sizes, num_rows) is not None
 
-    def logits(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor | None:
+    def logits(self, rows: HostIntegers, positions: HostIntegers) -> Tensor | None:
         """Run a step that `covers` is true for.
 
         Args:
@@ -370,7 +374,7 @@ class DecodeGraphs:
         self._replay(rows, positions)
         return None if self._logits is None else self._logits[: len(rows)]
 
-    def hidden(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+    def hidden(self, rows: HostIntegers, positions: HostIntegers) -> Tensor:
         """Run a step as `logits` does, and return the hidden states [L, hidden_size] on all ranks.
 
         They are the graph's own, too.
@@ -378,13 +382,13 @@ class DecodeGraphs:
         self._replay(rows, positions)
         return self._hidden[: len(rows)]
 
-    def _replay(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def _replay(self, rows: HostIntegers, positions: HostIntegers) -> None:
         self._set(rows, positions)
         size = size_within(self._sizes, len(rows))
         assert size is not None, "`covers` says which steps have a graph"
         self._replays[size]()
 
-    def _set(self, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def _set(self, rows: HostIntegers, positions: HostIntegers) -> None:
         """Put a step's rows where passes read them, and padding behind."""
         inputs = np.zeros(self._inputs.shape, dtype=np.int64)
         inputs[0] = self._padding_row

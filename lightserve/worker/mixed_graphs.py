@@ -35,7 +35,7 @@ from lightserve.messages.common import size_within
 from lightserve.models.base import KVTensors, Model
 from lightserve.progress import Advance
 from lightserve.worker.device import put
-from lightserve.worker.graphs import DecodeTables, GraphRecorder, record_sizes
+from lightserve.worker.graphs import DecodeTables, GraphRecorder, HostIntegers, record_sizes
 
 MAX_TOKENS = 2048
 """Largest size unless --cuda-graph-max-tokens says otherwise; the start leaves out sizes from which
@@ -140,18 +140,18 @@ class MixedGraphs:
         )
         return used
 
-    def size_of(self, q_lens: Sequence[int]) -> int | None:
+    def size_of(self, q_lens: HostIntegers) -> int | None:
         """Return the tokens of the graph that a step of such rows runs as; None: there is none.
 
         A graph has room for as many rows as tokens, and a row may have no new token.
         """
-        num_tokens = sum(q_lens)
+        num_tokens = int(np.sum(q_lens))
         if not num_tokens or len(q_lens) > self._max_rows:
             return None
         return size_within(self._sizes, max(num_tokens, len(q_lens)))
 
     def hidden(
-        self, size: int, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]
+        self, size: int, rows: HostIntegers, q_lens: HostIntegers, context_lens: HostIntegers
     ) -> Tensor:
         """Run a step as the graph of `size`, which `size_of` has named.
 
@@ -171,7 +171,7 @@ class MixedGraphs:
         return self._hidden
 
     def unrecorded(
-        self, size: int, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]
+        self, size: int, rows: HostIntegers, q_lens: HostIntegers, context_lens: HostIntegers
     ) -> Tensor:
         """Run the same padded pass kernel by kernel; see `hidden`."""
         self._set(rows, q_lens, context_lens)
@@ -248,7 +248,7 @@ class MixedGraphs:
         self._sizes = tuple(sizes)
         self._replays = {size: self._replays[size] for size in sizes}
 
-    def _set(self, rows: Sequence[int], q_lens: Sequence[int], context_lens: Sequence[int]) -> None:
+    def _set(self, rows: HostIntegers, q_lens: HostIntegers, context_lens: HostIntegers) -> None:
         """Put a step's rows where passes read them."""
         num_rows = len(rows)
         step = np.empty(self._step.shape, dtype=np.int32)

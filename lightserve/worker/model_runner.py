@@ -192,7 +192,7 @@ class ModelRunner:
         constraints = self._constraints
         return Pending(
             plan=plan,
-            num_rows=len(inputs.host_rows),
+            num_rows=len(inputs.rows),
             drawn=drawn,
             prompts=prompts,
             constrained_rows=(
@@ -269,50 +269,50 @@ class ModelRunner:
         indices: list[int] = []
         if self._vector_rows:  # where none ever came, no step looks for them
             indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
-        is_covered = graphs is not None and graphs.covers(len(inputs.host_rows))
+        is_covered = graphs is not None and graphs.covers(len(inputs.rows))
         if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
-            logits = graphs.logits(inputs.host_rows, inputs.host_positions)
+            logits = graphs.logits(inputs.rows, inputs.context_lens - 1)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
         hidden = self._hidden(inputs)
         num_sampled = len(inputs.sampled_rows)
         prompt_hidden = hidden[num_sampled:]
         if not indices:
             return _Passed(self._model.logits(hidden[:num_sampled]), prompt_hidden)
-        vectors = row_vectors(indices, hidden[indices])
-        if len(indices) == num_sampled:
-            return _Passed(None, prompt_hidden, vectors)
         drawn = sorted(set(range(num_sampled)).difference(indices))
-        logits = self._model.logits(hidden[drawn])
+        # Not as lists: torch would wait for the device while it brings them there.
+        own_rows, drawn_rows = self._queue.upload(
+            [np.array(part, dtype=np.int64) for part in (indices, drawn)]
+        )
+        vectors = row_vectors(indices, hidden.index_select(0, own_rows))
+        if not drawn:
+            return _Passed(None, prompt_hidden, vectors)
+        logits = self._model.logits(hidden.index_select(0, drawn_rows))
         if logits is not None:
             # Rows of vectors are drawn as well, which means nothing, but cost no product.
-            own, logits = logits, logits.new_zeros(num_sampled, logits.shape[1])
-            logits[drawn] = own
+            all_rows = logits.new_zeros(num_sampled, logits.shape[1])
+            logits = all_rows.index_copy_(0, drawn_rows, logits)
         return _Passed(logits, prompt_hidden, vectors)
 
     def _hidden(self, inputs: StepInputs) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
         graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
-        if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.host_rows)):
-            hidden = graphs.hidden(inputs.host_rows, inputs.host_positions)
+        if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.rows)):
+            hidden = graphs.hidden(inputs.rows, inputs.context_lens - 1)
             return hidden.index_select(0, wanted)
-        size = None if mixed is None else mixed.size_of(inputs.host_q_lens)
+        size = None if mixed is None else mixed.size_of(inputs.q_lens)
         if mixed is not None and size is not None:
-            rows = inputs.host_rows, inputs.host_q_lens, inputs.host_context_lens
+            rows = inputs.rows, inputs.q_lens, inputs.context_lens
             return mixed.hidden(size, *rows).index_select(0, wanted)
-        return self._model.hidden(
-            self._table.input_ids(inputs), self._table.batch(inputs), self.pool, wanted
-        )
+        return self._model.hidden(*self._table.unrecorded(inputs), self.pool, wanted)
 
     def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
         """Run an encoder, each of whose rows is a prompt as a whole."""
-        hidden = self._model.hidden(
-            self._table.input_ids(inputs), self._table.batch(inputs), self.pool, None
-        )
-        places = {row: place for place, row in enumerate(inputs.host_rows)}
+        hidden = self._model.hidden(*self._table.unrecorded(inputs), self.pool, None)
+        places = {row: place for place, row in enumerate(inputs.rows.tolist())}
         rows = [places[row] for row in inputs.sampled_rows]
         vectors = None
         if rows:
-            own = pooled(hidden, inputs.host_q_lens, rows, pooling)
+            own = pooled(hidden, inputs.q_lens.tolist(), rows, pooling)
             vectors = row_vectors(range(len(rows)), own)
         return _Passed(None, hidden[:0], vectors)
 

@@ -54,18 +54,8 @@ class PromptSpan:
 
 
 class StepTensors(NamedTuple):
-    """The tensors of a step, on the device."""
+    """The numbers that a step needs on the device, however its pass runs."""
 
-    rows: Tensor
-    """int64 [R], of the plan's rows."""
-    positions: Tensor
-    """int64 [T], of the new tokens."""
-    places: Tensor
-    """int64 [T], of the new tokens."""
-    cu_seqlens_q: Tensor
-    """int32 [R+1]."""
-    context_lens: Tensor
-    """int32 [R]."""
     logit_rows: Tensor
     """int64 [L + sum of n]: tokens whose logits are wanted: those that sample, then those of
     `prompt_spans`, one span after the other."""
@@ -84,24 +74,22 @@ class StepInputs:
     """Spans of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
     """Row of each of the first L of `logit_rows`."""
-    host_rows: Sequence[int]
-    host_q_lens: Sequence[int]
-    host_context_lens: Sequence[int]
-
-    @property
-    def host_positions(self) -> Sequence[int]:
-        """Of each row, its last new token's position."""
-        return [end - 1 for end in self.host_context_lens]
+    rows: _Int64Array
+    """[R], the plan's rows, …"""
+    q_lens: _Int64Array
+    """… the new tokens of each, …"""
+    context_lens: _Int64Array
+    """… and its length with them."""
 
     @property
     def is_decode(self) -> bool:
         """Whether every row has one new token."""
-        return len(self.host_rows) == len(self.tensors.positions)
+        return len(self.rows) == int(self.q_lens.sum())
 
     @property
     def is_plain_decode(self) -> bool:
         """Whether that is so, and every row samples the next token and wants nothing else."""
-        num_rows = len(self.host_rows)
+        num_rows = len(self.rows)
         return self.is_decode and num_rows == len(self.sampled_rows) == len(self.tensors.logit_rows)
 
 
@@ -121,9 +109,8 @@ class SequenceTable:
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
-        self._offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=queue.device)
         self._indices = torch.arange(max_num_seqs, device=queue.device)
-        """These two are the same in every step of one token each."""
+        """The logits that a step of decodes alone wants."""
         self._num_prompt = [0] * max_num_seqs
         self._num_top = [0] * max_num_seqs
         """Most probable tokens that are wanted at each place of the prompt."""
@@ -148,20 +135,12 @@ class SequenceTable:
             for part in (columns.rows, columns.start_positions, columns.num_tokens)
         )
         wants, ends = columns.samples, starts + counts
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        token_rows, positions = _ranges(rows, starts, counts)
+        offsets = np.cumsum(counts)
         news = self._take_in(plan)
-        first_other = len(rows) - len(plan.rows)
-        spans = self._prompt_spans(
-            list(zip(plan.rows, offsets[first_other:-1].tolist(), strict=True))
-        )
+        firsts = (offsets - counts)[len(rows) - len(plan.rows) :]
+        spans = self._prompt_spans(list(zip(plan.rows, firsts.tolist(), strict=True)))
         arrays: list[Array] = [
-            rows,
-            positions,
-            token_rows * self._width + positions,
-            offsets.astype(np.int32),
-            ends.astype(np.int32),
-            np.concatenate([offsets[1:][wants] - 1, spans.indices]),
+            np.concatenate([offsets[wants] - 1, spans.indices]),
             rows[wants] * self._width + ends[wants],
             ends[wants],
             spans.next_places,
@@ -169,71 +148,56 @@ class SequenceTable:
         ]
         uploaded = self._queue.upload(arrays)
         if news:
-            token_places, tokens, slot_places, slots = uploaded[9:]
+            token_places, tokens, slot_places, slots = uploaded[4:]
             self._flat_tokens.index_copy_(0, token_places, tokens)
             self._flat_slots.index_copy_(0, slot_places, slots)
         return StepInputs(
-            tensors=StepTensors._make(uploaded[:8]),
-            prompt_spans=self._with_next_ids(spans, uploaded[8]),
-            sampled_rows=cast("list[RowId]", rows[wants].tolist()),
-            host_rows=rows.tolist(),
-            host_q_lens=counts.tolist(),
-            host_context_lens=ends.tolist(),
+            StepTensors._make(uploaded[:3]),
+            self._with_next_ids(spans, uploaded[3]),
+            cast("list[RowId]", rows[wants].tolist()),
+            rows,
+            counts,
+            ends,
         )
 
     def _begin_decodes(self, decodes: DecodeColumns) -> StepInputs:
         """Take in a plan of plain decodes; most of its inputs are known beforehand."""
-        num_rows = len(decodes.rows)
-        # One array of each type, as what is done to an array costs more than its numbers; each line
-        # begins at a multiple of 16 bytes.
-        width = num_rows + -num_rows % 4
-        long, short = np.empty((5, width), dtype=np.int64), np.empty((2, width), dtype=np.int32)
-        rows, starts, places, next_places, ends = long[:, :num_rows]
-        rows[:], starts[:] = decodes.rows, decodes.start_positions
-        places[:] = rows * self._width + starts
-        next_places[:], ends[:] = places + 1, starts + 1
-        short[:, :num_rows] = ends, decodes.slots
-        of_64, of_32 = (part[:, :num_rows] for part in self._queue.upload([long, short]))
-        row_ids, positions, token_places, new_places, new_positions = of_64.unbind()
-        lengths, slots = of_32.unbind()
+        rows, starts = decodes.rows.astype(np.int64), decodes.start_positions.astype(np.int64)
+        places, ends = rows * self._width + starts, starts + 1
+        # A copy: what was read from a message may not be written, and torch warns of that.
+        arrays = [places, places + 1, ends, decodes.slots.copy()]
+        token_places, next_places, positions, slots = self._queue.upload(arrays)
         self._flat_slots.index_copy_(0, token_places, slots)
-        host_rows = rows.tolist()
-        return StepInputs(
-            tensors=StepTensors(
-                rows=row_ids,
-                positions=positions,
-                places=token_places,
-                cu_seqlens_q=self._offsets[: num_rows + 1],
-                context_lens=lengths,
-                logit_rows=self._indices[:num_rows],
-                sampled_places=new_places,
-                sampled_positions=new_positions,
-            ),
-            prompt_spans=[],
-            sampled_rows=host_rows,
-            host_rows=host_rows,
-            host_q_lens=[1] * num_rows,
+        tensors = StepTensors(self._indices[: len(rows)], next_places, positions)
+        sampled_rows = cast("list[RowId]", rows.tolist())
+        return StepInputs(tensors, [], sampled_rows, rows, np.ones_like(rows), ends)
+
+    def unrecorded(self, inputs: StepInputs) -> tuple[Tensor, AttentionBatch]:
+        """Return a step's new tokens, int64 [T], and attention's inputs, for a pass launched
+        kernel by kernel."""
+        rows, counts, ends = inputs.rows, inputs.q_lens, inputs.context_lens
+        token_rows, positions = _ranges(rows, ends - counts, counts)
+        row_ids, own_positions, places, offsets, context_lens = self._queue.upload(
+            [
+                rows,
+                positions,
+                token_rows * self._width + positions,
+                np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+                ends.astype(np.int32),
+            ]
+        )
+        batch = AttentionBatch(
+            positions=own_positions,
+            slot_mapping=self._flat_slots.index_select(0, places).long(),
+            req_to_slot=self._req_to_slot,
+            rows=row_ids,
+            cu_seqlens_q=offsets,
+            context_lens=context_lens,
+            host_rows=rows.tolist(),
+            host_q_lens=counts.tolist(),
             host_context_lens=ends.tolist(),
         )
-
-    def input_ids(self, inputs: StepInputs) -> Tensor:
-        """Return the new tokens, int64 [T]."""
-        return self._flat_tokens.index_select(0, inputs.tensors.places).long()
-
-    def batch(self, inputs: StepInputs) -> AttentionBatch:
-        """Return attention's inputs of a step."""
-        tensors = inputs.tensors
-        return AttentionBatch(
-            positions=tensors.positions,
-            slot_mapping=self._flat_slots.index_select(0, tensors.places).long(),
-            req_to_slot=self._req_to_slot,
-            rows=tensors.rows,
-            cu_seqlens_q=tensors.cu_seqlens_q,
-            context_lens=tensors.context_lens,
-            host_rows=inputs.host_rows,
-            host_q_lens=inputs.host_q_lens,
-            host_context_lens=inputs.host_context_lens,
-        )
+        return self._flat_tokens.index_select(0, places).long(), batch
 
     def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Store the sampled tokens, int64 [L], at the positions that the next plan will name."""

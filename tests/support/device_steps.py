@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -46,7 +48,7 @@ from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
 from lightserve.models.base import SingleRank
 from lightserve.router.kv.cache import Preemption
-from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.types import RequestOutput, RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Mark
 from lightserve.worker.graphs import DecodeGraphs, ladder
@@ -237,15 +239,14 @@ def launch_all(runner: ModelRunner, plans: Sequence[StepPlan]) -> Pending:
 
 
 def recorded_plans() -> list[StepPlan]:
-    """Return the plans of a schedule, every third sequence under a constraint."""
-    numbers = itertools.count()
+    """Return the plans of a schedule, some sequences under a constraint, some for a vector."""
+    changes = itertools.cycle(
+        [{"constraint": RegexConstraint(pattern="a")}, {}, {"output": RequestOutput.VECTOR}, {}]
+    )
     plans = []
     for step in record_steps(make_cpu_runner(), SEED, preemption=Preemption.CHECKPOINT):
         sequences = [
-            msgspec.structs.replace(
-                sequence, constraint=None if next(numbers) % 3 else RegexConstraint(pattern="a")
-            )
-            for sequence in step.plan.sequences
+            msgspec.structs.replace(sequence, **next(changes)) for sequence in step.plan.sequences
         ]
         plans.append(msgspec.structs.replace(step.plan, sequences=sequences))
     return plans
@@ -275,6 +276,28 @@ def large_plans() -> list[StepPlan]:
 # fake
 
 
+class WaitingForNothing(TorchDispatchMode):
+    """An operation on tensors of two devices is an error, but for copies that the host leaves to
+    run: an index that is a list waits for all that the device has to do."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_flatten((args, kwargs))[0]
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            devices.add(kwargs["device"])
+        if len(devices) > 1:
+            is_left_to_run = kwargs.get("non_blocking") or args[2:] == (True,)
+            if func not in COPIES or not is_left_to_run:
+                raise WaitedError(f"{func} on {devices}")
+        return func(*args, **kwargs)
+
+
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
 @contextmanager
 def looking_at_launches(device: torch.device) -> Iterator[list[str]]:
     """Have launches look at their arguments and do nothing; yields the kernels' names."""
@@ -300,12 +323,13 @@ def run_fake(plans: Sequence[StepPlan]) -> dict[str, Any]:
     as_it_is = mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor)  # fake tensors cannot
     with an_h200(), FakeTensorMode(), as_it_is, looking_at_launches(device) as names:
         runner = make_runner(StepQueue(device))
-        pending = launch_all(runner, plans)
-        try:
-            runner.finish(pending)
-        except WaitedError:
-            waited = "in finish"
-        faults = {name: _raised_by(runner, plans[-1], fault) for name, fault in FAULTS.items()}
+        with WaitingForNothing():
+            pending = launch_all(runner, plans)
+            try:
+                runner.finish(pending)
+            except WaitedError:
+                waited = "in finish"
+            faults = {name: _raised_by(runner, plans[-1], fault) for name, fault in FAULTS.items()}
     return {
         "num_plans": len(plans),
         "kernels": sorted(set(names)),
@@ -318,6 +342,7 @@ def run_fake(plans: Sequence[StepPlan]) -> dict[str, Any]:
 FAULTS: dict[str, Callable[[Tensor], Any]] = {
     "a value is read": lambda hidden: hidden[0, 0].item(),
     "a size is read": lambda hidden: hidden[hidden > 0],
+    "rows by a list": lambda hidden: hidden[[0, 0]],
     "a tensor on the host": lambda hidden: hidden + torch.ones(len(hidden), 1),
     "a kernel's argument on the host": lambda hidden: TritonKernels().rms_norm(
         hidden, torch.ones(hidden.shape[1]), 1e-5
@@ -329,14 +354,15 @@ FAULTS: dict[str, Callable[[Tensor], Any]] = {
 def _raised_by(runner: ModelRunner, plan: StepPlan, fault: Callable[[Tensor], Any]) -> str:
     """Return what launching a plan raises when the model does this as well."""
     model = runner._model
-    logits = model.logits
+    hidden = model.hidden
 
-    def faulty(hidden: Tensor) -> Tensor | None:
-        fault(hidden)
-        return logits(hidden)
+    def faulty(*args: Any) -> Tensor:
+        found = hidden(*args)
+        fault(found)
+        return found
 
     runner._graphs = None
-    with mock.patch.object(model, "logits", faulty):
+    with mock.patch.object(model, "hidden", faulty):
         try:
             runner.launch(plan)
         except Exception as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.decode_scene import MAX_SEQS, NUM_SLOTS, WIDTH, Scene, scene
 from support.graph_recorders import RerunRecorder, TapeRecorder
-from support.grids import choose
+from support.grids import choose, more_when_long
 
 from lightserve.errors import StartupError
 from lightserve.kernels.interface import FEW_TOKENS
@@ -67,6 +67,7 @@ def random_step(rng: np.random.Generator, most: int) -> tuple[list[int], list[tu
     return rows, lens
 
 
+@more_when_long
 @torch.inference_mode()
 def test_random_steps_have_the_bits_of_the_same_pass_unrecorded() -> None:
     """Of all rows at once; and the values of a pass that is not padded."""
@@ -100,6 +101,7 @@ def test_random_steps_have_the_bits_of_the_same_pass_unrecorded() -> None:
     assert sizes == set(SIZES)
 
 
+@more_when_long
 @torch.inference_mode()
 def test_attention_by_triton_serves_any_rows() -> None:
     ours, reference = scene(TritonKernels()), scene()
