@@ -84,7 +84,7 @@ class StepInputs:
     @property
     def is_decode(self) -> bool:
         """Whether every row has one new token."""
-        return len(self.rows) == int(self.q_lens.sum())
+        return bool((self.q_lens == 1).all())
 
     @property
     def is_plain_decode(self) -> bool:

@@ -87,6 +87,9 @@ def test_a_step_of_chunks_and_decodes() -> None:
     assert inputs.tensors.logit_rows.tolist() == [4]
     assert inputs.tensors.sampled_positions.tolist() == [3]
     assert inputs.sampled_rows == [0]
+    rows = [PlanRow(RowId(2), 1, 2, OutputKind.NONE), PlanRow(RowId(0), 3, 0, OutputKind.NONE)]
+    uneven = table.begin(StepPlan(StepId(1), [], [], rows))
+    assert not uneven.is_decode, "as many tokens as rows, but not one each"
     table.append(inputs, torch.tensor([77]))
     decode = StepPlan(StepId(2), [], [], [], pack_decodes([0], [3], [30]))
     inputs = table.begin(decode)
