@@ -108,10 +108,11 @@ class RequestOutput(IntEnum):
 
     TOKENS = 0
     VECTOR = 1
-    """The hidden state of the prompt's last token, of length 1; its one token means nothing."""
+    """The hidden state of the prompt's last token, of length 1; its one token means nothing. Or,
+    where its sampling has `allowed_token_ids`, the logits of these."""
     WHOLE_VECTOR = 2
     """The vector of a prompt whose tokens see each other: computed in one step, by an encoder,
-    without KV of other prompts."""
+    without KV of other prompts. Or its score, of a model with a head for that."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):

@@ -90,8 +90,9 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         "auto",
         "How prompts become vectors (/v1/embeddings): auto goes by the model's files, as Sentence"
         " Transformers writes them; cls, mean and last (an encoder's first token, all, or the last;"
-        " a decoder has last alone).",
-        choices=("auto", "cls", "mean", "last"),
+        " a decoder has last alone). Or yes-no: how a decoder such as Qwen3-Reranker scores pairs"
+        " (/v1/rerank).",
+        choices=("auto", "cls", "mean", "last", "yes-no"),
     )
     max_model_len: int = option(
         0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0

@@ -119,7 +119,8 @@ def operations_router(service: Service) -> APIRouter:
                 "version": lightserve.__version__,
                 "model": service.model.names[0],
                 "api": "OpenAI's (/v1/chat/completions, /v1/completions, /v1/responses,"
-                " /v1/embeddings, /v1/models, /v1/files, /v1/batches), Anthropic's (/v1/messages)"
+                " /v1/embeddings, /v1/models, /v1/files, /v1/batches), Cohere's (/v1/rerank),"
+                " Anthropic's (/v1/messages)"
                 " and TGI's (/generate, /generate_stream); docs/api.md describes them",
                 "openapi": "/openapi.json",
                 **docs,

@@ -78,6 +78,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
             *("/", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect"),
             *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models"),
             *("/v1/completions/render", "/v1/chat/completions/render"),
+            *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
             *("/v1/responses", "/v1/responses/{response_id}"),
             *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
             *("/v1/messages", "/v1/messages/count_tokens"),

@@ -40,7 +40,7 @@ from lightserve.frontend.openai.batches import (
 )
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
-from lightserve.frontend.openai.embeddings import EmbeddingRequest
+from lightserve.frontend.openai.embeddings import EmbeddingList, EmbeddingRequest, Tier
 from lightserve.frontend.openai.files import (
     FILE_QUERY,
     UPLOAD_FORM,
@@ -49,6 +49,7 @@ from lightserve.frontend.openai.files import (
     FilePage,
 )
 from lightserve.frontend.openai.render import PromptObject
+from lightserve.frontend.openai.rerank import Ranking, RerankRequest, ScoreList, ScoreRequest
 from lightserve.frontend.openai.responses import (
     ITEMS_QUERY,
     DeletedResponse,
@@ -65,7 +66,6 @@ from lightserve.frontend.timeline import TimelineObject
 
 
 Finish = Literal["stop", "length", "tool_calls"]
-Tier = Literal["default", "priority", "flex"]
 
 
 class PromptTokensDetails(StrictModel):
@@ -81,21 +81,6 @@ class UsageObject(StrictModel):
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: PromptTokensDetails
-
-
-class EmbeddingObject(StrictModel):
-    """The vector of one input, of length 1; as base64 its numbers are float32, little-endian."""
-
-    object: Literal["embedding"]
-    index: int = Field(ge=0)
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(StrictModel):
-    """Tokens of all inputs, with their special ones."""
-
-    prompt_tokens: int = Field(ge=1)
-    total_tokens: int = Field(ge=1)
 
 
 class CompletionLogprobsObject(StrictModel):
@@ -205,17 +190,6 @@ class ChatCompletion(StrictModel):
     usage: UsageObject
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    slo: RaisedSLOObject | None = None
-
-
-class EmbeddingList(StrictModel):
-    """Vectors of all inputs, in their order."""
-
-    object: Literal["list"]
-    data: list[EmbeddingObject]
-    model: str
-    usage: EmbeddingUsage
-    service_tier: Tier
     slo: RaisedSLOObject | None = None
 
 
@@ -348,6 +322,24 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers=EmbeddingList,
         errors=(404, *_BODY_ERRORS),
         takes_targets=True,
+    ),
+    **dict.fromkeys(
+        [("post", path) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
+        Operation(
+            request=RerankRequest,
+            answers=Ranking,
+            errors=(404, *_BODY_ERRORS),
+            takes_targets=True,
+        ),
+    ),
+    **dict.fromkeys(
+        [("post", path) for path in ("/v1/score", "/score")],
+        Operation(
+            request=ScoreRequest,
+            answers=ScoreList,
+            errors=(404, *_BODY_ERRORS),
+            takes_targets=True,
+        ),
     ),
     ("post", "/v1/responses"): Operation(
         request=ResponsesRequest,

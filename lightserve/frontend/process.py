@@ -41,6 +41,7 @@ from lightserve.frontend.openai.completions import completions_router, models_ro
 from lightserve.frontend.openai.embeddings import embeddings_router
 from lightserve.frontend.openai.files import files_router
 from lightserve.frontend.openai.render import render_router
+from lightserve.frontend.openai.rerank import rerank_router
 from lightserve.frontend.openai.responses import responses_router, stored_responses_router
 from lightserve.frontend.openapi import describe
 from lightserve.frontend.router_client import RouterClient, RouterLink
@@ -114,6 +115,7 @@ def _routers(service: Service) -> list[APIRouter]:
         chat_router(service),
         render_router(service),
         embeddings_router(service),
+        rerank_router(service),
         responses_router(service),
         stored_responses_router(service),
         messages_router(service),

@@ -129,13 +129,7 @@ class PromptEncoder:
         """
 
         def check(token_ids: Sequence[int]) -> array[int]:
-            if len(token_ids) > most:
-                raise InvalidRequest(
-                    f"This model's maximum context length is {most} tokens: {param} has"
-                    f" {len(token_ids)} (truncate_prompt_tokens would shorten it)",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+            _at_most(token_ids, param, most, "truncate_prompt_tokens")
             return self._in_vocabulary(token_ids, param)
 
         def encode() -> array[int]:
@@ -156,6 +150,16 @@ class PromptEncoder:
         return await self.run(
             functools.partial(check, given[:keep]), size=BYTES_PER_ID * len(given)
         )
+
+    async def encode_made(
+        self, make: Callable[[Tokenizer], list[int]], *texts: str, param: str, most: int
+    ) -> array[int]:
+        """Return the ids that `make` makes of texts; errors as those of `encode_input`."""
+
+        def encode() -> array[int]:
+            return array("i", _at_most(make(self._tokenizer), param, most, "max_tokens_per_doc"))
+
+        return await self.run(encode, size=sum(_num_bytes(text, param) for text in texts))
 
     @functools.cached_property
     def _ending(self) -> list[int]:
@@ -332,6 +336,18 @@ def _num_bytes(text: str, param: str) -> int:
         raise InvalidRequest(
             f"{param} holds half of a surrogate pair, which is not Unicode text", param=param
         ) from None
+
+
+def _at_most(token_ids: Sequence[int], param: str, most: int, way: str) -> Sequence[int]:
+    """Return ids that are at most so many. Raises InvalidRequest, which names a way there."""
+    if len(token_ids) > most:
+        raise InvalidRequest(
+            f"This model's maximum context length is {most} tokens: {param} has"
+            f" {len(token_ids)} ({way} would shorten it)",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return token_ids
 
 
 def _last(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:

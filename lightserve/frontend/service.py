@@ -9,14 +9,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightserve.batches.access import StoreThread, location_of
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
-from lightserve.errors import ChannelFull, InvalidRequest
+from lightserve.errors import ChannelFull, ConfigError, InvalidRequest
 from lightserve.frontend.connections import Held, Shares
 from lightserve.frontend.errors import RequestFailed, draining, overloaded, queue_full
 from lightserve.frontend.harmony import MARKS
@@ -40,7 +40,7 @@ from lightserve.metrics.recording import Recorder
 from lightserve.metrics.requests import FrontendMetrics
 from lightserve.model_formats import HARMONY, ModelFormats, choose_formats
 from lightserve.models.config import load_model_config, resolve_context_len
-from lightserve.models.pooling import Embedding, load_embedding
+from lightserve.models.pooling import Embedding, Pooling, load_embedding
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
 from lightserve.tokenization.tokenizer import Tokenizer, check_vocabulary
 
@@ -193,7 +193,9 @@ class ServedModel:
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
     embedding: Embedding | None = None
-    """How it makes vectors of prompts; None: it does not."""
+    """How it makes vectors of prompts, or scores of pairs; None: it does neither."""
+    judge: ChatTemplate | None = None
+    """Renders a query and a document whose score is asked for; None: as Qwen3-Reranker has it."""
 
 
 class Turns:
@@ -401,17 +403,31 @@ class Service:
 
     def check_generates(self) -> None:
         """Check that the model has tokens generated. Raises InvalidRequest."""
-        if self.model.embedding is not None and self.model.embedding.embeds_only:
+        embedding = self.model.embedding
+        if embedding is not None and embedding.embeds_only:
+            made = "scores of pairs" if embedding.scores else "vectors"
+            route = "/v1/rerank and /v1/score" if embedding.scores else "/v1/embeddings"
             raise InvalidRequest(
-                f"the model {show(self.model.names[0])} makes vectors of texts alone: this server"
-                " answers /v1/embeddings",
+                f"the model {show(self.model.names[0])} makes {made} of texts alone: this server"
+                f" answers {route}",
                 param="model",
                 code="model_embeds_only",
             )
 
+    def scoring(self) -> Embedding:
+        """Return how the model makes scores of pairs. Raises InvalidRequest: it does not."""
+        if self.model.embedding is None or not self.model.embedding.scores:
+            raise InvalidRequest(
+                f"the model {show(self.model.names[0])} makes no scores of pairs: it is no"
+                f" cross-encoder ({flag_name('pooling')} yes-no takes the logits of yes and no)",
+                param="model",
+                code="model_does_not_score",
+            )
+        return self.model.embedding
+
     def embedding(self) -> Embedding:
         """Return how the model makes vectors. Raises InvalidRequest: it does not."""
-        if self.model.embedding is None:
+        if self.model.embedding is None or self.model.embedding.scores:
             raise InvalidRequest(
                 f"the model {show(self.model.names[0])} makes no vectors: its files name no"
                 f" pooling ({flag_name('pooling')} last takes the last token's)",
@@ -508,7 +524,8 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
-        embedding=load_embedding(model_dir, model_config, config.pooling),
+        embedding=_with_tokens(load_embedding(model_dir, model_config, config.pooling), tokenizer),
+        judge=template if source is not None and source.has_roles("query", "document") else None,
         sampling_defaults=(
             read_sampling_defaults(model_dir, vocab_size=vocab_size)
             if config.generation_config == "auto"
@@ -535,6 +552,20 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         store_problem=store_problem,
         tracer=_tracer(config, router, observation) if config.otlp_endpoint else None,
     )
+
+
+def _with_tokens(embedding: Embedding | None, tokenizer: Tokenizer) -> Embedding | None:
+    """Return how the model embeds or scores, with the tokens yes and no where it needs them.
+
+    Raises:
+        ConfigError: the model has no such tokens.
+    """
+    if embedding is None or embedding.kind is not Pooling.YES_NO or embedding.yes_no is not None:
+        return embedding
+    yes, no = tokenizer.id_of("yes"), tokenizer.id_of("no")
+    if yes is None or no is None:
+        raise ConfigError("--pooling yes-no needs a model with the tokens yes and no")
+    return replace(embedding, yes_no=(yes, no))
 
 
 def _tracer(config: ServeConfig, router: RouterClient, observation: Observation) -> RequestTracer:

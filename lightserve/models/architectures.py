@@ -66,6 +66,13 @@ HEADLESS = {
 """Decoders that are saved without their LM head, for vectors of prompts."""
 
 
+CROSS_ENCODERS = {
+    "BertForSequenceClassification": Architecture.BERT,
+    "RobertaForSequenceClassification": Architecture.ROBERTA,
+    "XLMRobertaForSequenceClassification": Architecture.XLM_ROBERTA,
+}
+"""Encoders that end with a head which scores pairs of texts."""
+
 _WITH_SWITCH = (
     Architecture.QWEN2,
     Architecture.QWEN3,

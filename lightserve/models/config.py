@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import (
+    CROSS_ENCODERS,
     HEADLESS,
     Architecture,
     sliding_windows,
     unrotated_layers,
 )
-from lightserve.models.encoder_config import parse_bert, parse_nomic_bert, parse_roberta
+from lightserve.models.encoder_config import Encoder, parse_bert, parse_nomic_bert, parse_roberta
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.moe_config import (
     LatentConfig,
@@ -67,7 +68,9 @@ from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight
 CONFIG_FILE = "config.json"
 MODULES_FILE = "modules.json"
 """File of Sentence Transformers: the steps behind the transformer that make a vector of a
-prompt."""
+prompt, …"""
+LOGIT_SCORE = "LogitScore"
+"""… or, with a module of this kind, the score of a pair."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
@@ -152,10 +155,8 @@ class ModelConfig:
     """Sizes and switches of one model, of whatever family; all checked against each other."""
 
     architecture: Architecture
-    is_encoder: bool = False
-    """Whether a prompt's tokens see all others: it is computed whole, and has no KV."""
-    num_token_types: int = 0
-    """Rows of an encoder's table of token types; all tokens take the first."""
+    encoder: Encoder | None = None
+    """Of a model whose tokens see all others of a prompt: it is computed whole, and has no KV."""
     is_headless: bool = False
     """Whether a decoder is for vectors of prompts alone, and needs no LM head of its own."""
     vocab_size: int
@@ -243,6 +244,11 @@ class ModelConfig:
     """Format of weights that are quantised in the files; None: there are none."""
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether a prompt's tokens see all others."""
+        return self.encoder is not None
+
+    @property
     def rotary_dim(self) -> int:
         """Number of a head's dimensions that are rotated."""
         return self.rotary_share or self.head_dim
@@ -278,7 +284,7 @@ def load_model_config(path: Path) -> ModelConfig:
     weight_format = None
     if architecture is not Architecture.GPT_OSS or not is_mxfp4(fields):
         weight_format = parse_weight_format(fields)
-    is_headless = fields.array("architectures")[0] in HEADLESS or (path / MODULES_FILE).is_file()
+    is_headless = fields.array("architectures")[0] in HEADLESS or _is_for_vectors(path)
     if architecture in _TEXT_PARTS:
         architecture, fields = _text_part(fields, _TEXT_PARTS[architecture])
     if architecture in _PLAIN:
@@ -346,6 +352,18 @@ def load_model_config(path: Path) -> ModelConfig:
         **_own_of(fields, architecture, num_layers),
         **(_gemma(fields, architecture, hidden_size) if is_gemma else {}),
     )
+
+
+def _is_for_vectors(path: Path) -> bool:
+    """Whether Sentence Transformers has saved a model in this directory that makes vectors."""
+    file = path / MODULES_FILE
+    return file.is_file() and LOGIT_SCORE not in file.read_text(errors="replace")
+
+
+def num_ids(config: ModelConfig) -> int:
+    """Return how many ids there are that a prompt may have, see `Encoder.tells_pairs`."""
+    tells_pairs = config.encoder is not None and config.encoder.tells_pairs
+    return (1 + tells_pairs) * config.vocab_size
 
 
 def _text_part(fields: JsonFields, parts: tuple[_TextPart, ...]) -> tuple[Architecture, JsonFields]:
@@ -522,11 +540,12 @@ def check_tp(config: ModelConfig, tp: int) -> None:
 
 def _architecture(fields: JsonFields) -> Architecture:
     names = fields.array("architectures")
-    known = ", ".join([*Architecture, *HEADLESS])
+    others = HEADLESS | CROSS_ENCODERS
+    known = ", ".join([*Architecture, *others])
     if len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", f"must name one architecture, got {names!r}")
     try:
-        return HEADLESS.get(names[0]) or Architecture(names[0])
+        return others.get(names[0]) or Architecture(names[0])
     except ValueError:
         raise fields.error("architectures", f"names {names[0]!r}; supported are {known}") from None
 

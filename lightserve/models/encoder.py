@@ -1,7 +1,8 @@
 """Encoders of the BERT class: each token sees all others of its prompt, which is computed whole.
 
 Devlin et al., 2019, sections 3 and A.2; with rotary positions and gates as Nomic Embed (Nussbaum et
-al., 2024, section 3). No KV is kept, and there is no LM head.
+al., 2024, section 3). No KV is kept, and there is no LM head. A cross-encoder scores a pair of
+texts, which is one prompt (Nogueira and Cho, 2019, section 3).
 """
 
 from __future__ import annotations
@@ -20,8 +21,19 @@ from lightserve.models.base import KVTensors, Part
 from lightserve.models.decoder import rotary_table
 from lightserve.models.layers.attention import AttentionInputs, SelfAttention
 from lightserve.models.layers.feed_forward import feed_forward
-from lightserve.models.layers.linear import ModelContext, VocabEmbedding, VocabWeight
-from lightserve.models.weight_files import EMBEDDING, POSITIONS, TOKEN_TYPES
+from lightserve.models.layers.linear import (
+    ModelContext,
+    VocabEmbedding,
+    VocabWeight,
+    read_vector,
+)
+from lightserve.models.weight_files import (
+    EMBEDDING,
+    POSITIONS,
+    SCORE_DENSE,
+    SCORE_OUT,
+    TOKEN_TYPES,
+)
 
 GPU_SHARE = 0.75
 """On a GPU, the shortest prompt of a group is at least this share of the longest: the rest is
@@ -112,10 +124,11 @@ class EncoderLayer:
 
 
 class EncoderModel:
-    """Embeddings of words, positions and the first type, their norm, and layers."""
+    """Embeddings of words, positions and types, their norm, layers, and perhaps a score head."""
 
     def __init__(self, context: ModelContext) -> None:
         config, reader = context.config, context.reader
+        assert config.encoder is not None
         self.config = config
         self.context_len = context.context_len
         self._rotary = rotary_table(context, config.rope)
@@ -131,9 +144,15 @@ class EncoderModel:
         if config.position_offset is not None:
             rows = Part(config.position_offset, self.context_len)
             self._positions = self._read(context, POSITIONS, rows)
-        self._type = self._read(context, TOKEN_TYPES, Part(0, 1))
+        self._types = self._read(context, TOKEN_TYPES, Part(0, 1 + config.encoder.tells_pairs))
         self._norm = context.norm("model.norm", size=config.hidden_size)
         self._layers = [EncoderLayer(context, layer) for layer in range(config.num_layers)]
+        self._head: list[tuple[Tensor, Tensor]] = []
+        """Weight and bias of the score head's two products."""
+        if config.encoder.has_score_head:
+            for name, size in ((SCORE_DENSE, config.hidden_size), (SCORE_OUT, 1)):
+                weight = self._read(context, f"{name}.weight", Part(0, size))
+                self._head.append((weight, read_vector(reader, f"{name}.bias", size)))
 
     @staticmethod
     def _read(context: ModelContext, name: str, rows: Part) -> Tensor:
@@ -157,7 +176,12 @@ class EncoderModel:
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
     ) -> Tensor:
         """See `Model.hidden`; every row's new tokens are all of its prompt. `kv` is not used."""
-        x = self._words(input_ids) + self._type
+        if len(self._types) == 1:
+            x = self._words(input_ids) + self._types
+        else:
+            kinds = input_ids // self.config.vocab_size
+            words = self._words(input_ids - kinds * self.config.vocab_size)
+            x = words + self._types.index_select(0, kinds)
         if self._positions is not None:
             x = x + self._positions.index_select(0, batch.positions)
         x = self._norm(x)
@@ -166,3 +190,8 @@ class EncoderModel:
         for layer in self._layers:
             x = layer(x, inputs, groups)
         return x if logit_rows is None else x.index_select(0, logit_rows)
+
+    def scores(self, first: Tensor) -> Tensor:
+        """Return the scores of pairs, [n, 1], from the states of their first tokens [n, hidden]."""
+        (dense, dense_bias), (out, out_bias) = self._head
+        return functional.linear(functional.linear(first, dense, dense_bias).tanh(), out, out_bias)

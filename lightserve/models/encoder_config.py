@@ -6,8 +6,9 @@ token sees all others.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from lightserve.models.architectures import CROSS_ENCODERS
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.plain_config import MAX_LAYERS, Activation
 from lightserve.models.rope import DEFAULT_THETA, DefaultRope
@@ -22,18 +23,47 @@ _NORMS = ("attention_norm", "mlp_norm")
 """Each behind its block."""
 
 
+class Encoder(NamedTuple):
+    """What an encoder has that decoders have not."""
+
+    num_token_types: int
+    """Rows of the table whose first the tokens of a text have."""
+    tells_pairs: bool = False
+    """Whether the tokens of a pair's second text have the second row: their ids in a prompt are
+    those of the vocabulary plus its size."""
+    has_score_head: bool = False
+    """Whether a head makes a number of the first token's state: the score of a pair."""
+
+
 def parse_bert(fields: JsonFields) -> dict[str, Any]:
-    """Return BERT: learned positions from 0 on."""
-    return _bert(fields, position_offset=0)
+    """Return BERT: learned positions from 0 on, and types that tell the texts of a pair apart."""
+    head = (("score.dense", "bert.pooler.dense"), ("score.out", "classifier"))
+    return _bert(fields, position_offset=0, tells_pairs=True, prefix="bert.", head=head)
 
 
 def parse_roberta(fields: JsonFields) -> dict[str, Any]:
     """Return RoBERTa: positions are counted from behind the number of the padding token."""
     offset = fields.integer("pad_token_id", default=1, low=0) + 1
-    return _bert(fields, position_offset=offset)
+    head = (("score.dense", "classifier.dense"), ("score.out", "classifier.out_proj"))
+    return _bert(fields, position_offset=offset, tells_pairs=False, prefix="roberta.", head=head)
 
 
-def _bert(fields: JsonFields, *, position_offset: int) -> dict[str, Any]:
+def _bert(
+    fields: JsonFields,
+    *,
+    position_offset: int,
+    tells_pairs: bool,
+    prefix: str,
+    head: tuple[tuple[str, str], ...],
+) -> dict[str, Any]:
+    """Return BERT's fields; `prefix` and `head` are names of tensors in files with a score head."""
+    has_head = fields.array("architectures")[0] in CROSS_ENCODERS
+    if has_head:
+        labels = fields.child("id2label").items() if fields.has("id2label") else [()] * 2
+        if len(labels) != 1:
+            raise fields.error("id2label", f"must have one label, the score, got {len(labels)}")
+    else:
+        prefix, head = "", ()
     for key in ("is_decoder", "add_cross_attention"):
         if fields.boolean(key, default=False):
             raise fields.error(key, "must be false")
@@ -42,6 +72,7 @@ def _bert(fields: JsonFields, *, position_offset: int) -> dict[str, Any]:
     name = fields.string("hidden_act", default="gelu")
     if name not in _ACTIVATIONS:
         raise fields.error("hidden_act", f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+    num_types = fields.integer("type_vocab_size", default=2)
     num_positions = fields.integer("max_position_embeddings", default=512)
     if num_positions <= position_offset:
         raise fields.error("max_position_embeddings", f"must be above {position_offset}")
@@ -54,6 +85,7 @@ def _bert(fields: JsonFields, *, position_offset: int) -> dict[str, Any]:
     )
     return {
         **sizes,
+        "encoder": Encoder(num_types, tells_pairs and num_types > 1, has_head),
         "intermediate_size": fields.integer("intermediate_size"),
         "max_position_embeddings": num_positions - position_offset,
         "position_offset": position_offset,
@@ -65,11 +97,12 @@ def _bert(fields: JsonFields, *, position_offset: int) -> dict[str, Any]:
         "attention_output_bias": True,
         "mlp_bias": True,
         "stored_names": (
-            ("model.embed_tokens", "embeddings.word_embeddings"),
-            ("model.embed_positions", "embeddings.position_embeddings"),
-            ("model.embed_types", "embeddings.token_type_embeddings"),
-            ("model.norm", "embeddings.LayerNorm"),
-            ("model.layers.", "encoder.layer."),
+            *head,
+            ("model.embed_tokens", f"{prefix}embeddings.word_embeddings"),
+            ("model.embed_positions", f"{prefix}embeddings.position_embeddings"),
+            ("model.embed_types", f"{prefix}embeddings.token_type_embeddings"),
+            ("model.norm", f"{prefix}embeddings.LayerNorm"),
+            ("model.layers.", f"{prefix}encoder.layer."),
             ("self_attn.q_proj", "attention.self.query"),
             ("self_attn.k_proj", "attention.self.key"),
             ("self_attn.v_proj", "attention.self.value"),
@@ -154,9 +187,8 @@ def _sizes(
     if hidden % num_heads or hidden // num_heads % 2:
         raise fields.error(hidden_key, f"must be {num_heads} times an even number, got {hidden}")
     return {
-        "is_encoder": True,
+        "encoder": Encoder(fields.integer("type_vocab_size", default=2)),
         "vocab_size": fields.integer("vocab_size"),
-        "num_token_types": fields.integer("type_vocab_size", default=2),
         "hidden_size": hidden,
         "num_layers": num_layers,
         "num_heads": num_heads,

@@ -36,6 +36,7 @@ EMBEDDING_NORM = "model.embed_norm"
 POSITIONS = "model.embed_positions.weight"
 PROJECT_IN, PROJECT_OUT = "model.project_in.weight", "model.project_out.weight"
 TOKEN_TYPES = "model.embed_types.weight"
+SCORE_DENSE, SCORE_OUT = "score.dense", "score.out"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -187,8 +188,11 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.position_offset is not None:
         num_positions = config.max_position_embeddings + config.position_offset
         shapes[POSITIONS] = (num_positions, hidden)
-    if config.is_encoder:
-        shapes[TOKEN_TYPES] = (config.num_token_types, hidden)
+    if (encoder := config.encoder) is not None:
+        shapes[TOKEN_TYPES] = (encoder.num_token_types, hidden)
+        if encoder.has_score_head:
+            shapes |= {f"{SCORE_DENSE}.weight": (hidden, hidden), f"{SCORE_DENSE}.bias": (hidden,)}
+            shapes |= {f"{SCORE_OUT}.weight": (1, hidden), f"{SCORE_OUT}.bias": (1,)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, size)
     if size != hidden:

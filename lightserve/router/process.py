@@ -63,7 +63,7 @@ from lightserve.messages.supervision import (
 from lightserve.metrics.catalogue import LOG_LINES_DROPPED
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.turns import TurnClock
-from lightserve.models.config import load_model_config, resolve_context_len
+from lightserve.models.config import load_model_config, num_ids, resolve_context_len
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import (
     FromFrontend,
@@ -159,7 +159,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         decision_log=decision_log,
         publisher=publisher,
         length_file=length_file,
-        vocab_size=model.vocab_size,
+        vocab_size=num_ids(model),
     ).serve()
     return 0
 

@@ -47,16 +47,21 @@ def print_banner(config: ServeConfig, port: int) -> None:
     model = Path(config.model)
     embedding = load_embedding(model, load_model_config(model), config.pooling)
     embeds_only = embedding is not None and embedding.embeds_only
-    text = ready_message(config, port, embeds_only=embeds_only)
+    scores = embedding is not None and embedding.scores
+    text = ready_message(config, port, embeds_only=embeds_only, scores=scores)
     LineWriter(sys.stdout.fileno()).write(text)
 
 
-def ready_message(config: ServeConfig, port: int, *, embeds_only: bool = False) -> str:
+def ready_message(
+    config: ServeConfig, port: int, *, embeds_only: bool = False, scores: bool = False
+) -> str:
     """Return what is printed: the greeting of this server.
 
-    `embeds_only`: its model makes vectors of texts and nothing else.
+    `embeds_only`: its model makes vectors of texts and nothing else, or where it `scores`, scores.
     """
-    greeting = embedding_banner if embeds_only else banner
+    greeting = banner
+    if embeds_only:
+        greeting = scoring_banner if scores else embedding_banner
     is_bundled = Path(config.model) == BUNDLED_MODEL_DIR
     return greeting(
         config.model_name,
@@ -107,6 +112,17 @@ def embedding_banner(model_name: str, url: str, *, prompt: str, needs_key: bool 
 answer = client.embeddings.create(model={model_name!r}, input={prompt!r})
 print(answer.data[0].embedding[:8])"""
     return _greeting(model_name, url, "/v1/embeddings", body, snippet, needs_key=needs_key)
+
+
+def scoring_banner(model_name: str, url: str, *, prompt: str, needs_key: bool = False) -> str:
+    """Return the greeting of a model that makes scores of pairs and nothing else."""
+    documents = ["The tower is by the sea.", "Yes, it can."]
+    body = {"model": model_name, "query": prompt, "documents": documents}
+    snippet = f"""\
+body = {{"model": {model_name!r}, "query": {prompt!r}, "documents": {documents!r}}}
+answer = client.post("/rerank", body=body, cast_to=object)
+print(answer["results"])"""
+    return _greeting(model_name, url, "/v1/rerank", body, snippet, needs_key=needs_key)
 
 
 def _greeting(

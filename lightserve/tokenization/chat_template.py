@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,10 @@ class TemplateSource:
     def texts(self) -> str:
         """All that shows how the model writes: for tools first."""
         return self.text if self.tool_use is None else f"{self.tool_use}\n{self.text}"
+
+    def has_roles(self, *roles: str) -> bool:
+        """Whether the template names all of these roles."""
+        return all(re.search(rf"""(['"]){role}\1""", self.text) for role in roles)
 
 
 class TemplateRejection(jinja2.TemplateError):

@@ -135,6 +135,29 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         return self.encode(_ANCHOR + text, add_special_tokens=False)[len(pieces) :]
 
+    def encode_pair(
+        self, first: str, second: str, *, most_of_second: int | None, type_step: int
+    ) -> list[int]:
+        """Return the ids of two texts as one prompt, with special tokens.
+
+        Args:
+            first: a text.
+            second: another, …
+            most_of_second: … of which only so many tokens are read; None: all.
+            type_step: what the ids of tokens of the second type are raised by.
+        """
+        ours, theirs = self._tokenizer.encode_batch_fast([first, second], add_special_tokens=False)
+        if most_of_second is not None:
+            theirs.truncate(most_of_second)
+        encoding = self._tokenizer.post_process(ours, theirs)
+        pairs = zip(encoding.ids, encoding.type_ids, strict=True)
+        return [token_id + type_step * of_type for token_id, of_type in pairs]
+
+    def cut(self, text: str, most: int) -> str:
+        """Return the beginning of a text that has so many tokens."""
+        stops = self.spans(text, add_special_tokens=False).stops
+        return text[: stops[most - 1]] if len(stops) > most else text
+
     def spans(self, text: str, *, add_special_tokens: bool) -> Spans:
         """Return the tokens of `encode` with their places. Raises InvalidRequest, as it does."""
         try:

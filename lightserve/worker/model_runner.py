@@ -25,6 +25,7 @@ from lightserve.messages.router_worker import (
     StepResult,
 )
 from lightserve.models.base import Model, TensorParallel
+from lightserve.models.encoder import EncoderModel
 from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import RowConstraints, StepMasks
@@ -47,6 +48,7 @@ from lightserve.worker.step_results import (
     Vectors,
     pooled,
     row_vectors,
+    with_logits,
 )
 from lightserve.worker.tables import PromptSpan, SamplingTable, SequenceTable, StepInputs
 
@@ -108,8 +110,8 @@ class ModelRunner:
         self._incarnation = incarnation
         self._constraints = constraints
         self._pooling = pooling
-        self._vector_rows: set[RowId] = set()
-        """Rows that are there for a vector."""
+        self._vector_rows: dict[RowId, tuple[int, ...]] = {}
+        """Rows that are there for a vector, or with tokens for the logits of these."""
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._free_since = queue.mark()
@@ -243,8 +245,9 @@ class ModelRunner:
     def _begin_vectors(self, plan: StepPlan) -> None:
         """Take in which of a plan's new sequences are there for a vector."""
         for sequence in plan.sequences:
-            is_for_vector = sequence.output is not RequestOutput.TOKENS
-            (self._vector_rows.add if is_for_vector else self._vector_rows.discard)(sequence.row)
+            self._vector_rows.pop(sequence.row, None)
+            if sequence.output is not RequestOutput.TOKENS:
+                self._vector_rows[sequence.row] = sequence.sampling.allowed_token_ids
 
     def _begin_sampling(self, plan: StepPlan) -> None:
         """Take in how a plan's new sequences are sampled."""
@@ -283,7 +286,10 @@ class ModelRunner:
         own_rows, drawn_rows = self._queue.upload(
             [np.array(part, dtype=np.int64) for part in (indices, drawn)]
         )
-        vectors = row_vectors(indices, hidden.index_select(0, own_rows))
+        states = hidden.index_select(0, own_rows)
+        asked = {i: ids for i in indices if (ids := self._vector_rows[inputs.sampled_rows[i]])}
+        vectors = row_vectors(indices, states)
+        vectors = with_logits(vectors, asked, states, self._model.logits)
         if not drawn:
             return _Passed(None, prompt_hidden, vectors)
         logits = self._model.logits(hidden.index_select(0, drawn_rows))
@@ -314,6 +320,8 @@ class ModelRunner:
         if rows:
             own = pooled(hidden, inputs.q_lens.tolist(), rows, pooling)
             vectors = row_vectors(range(len(rows)), own)
+            if isinstance(self._model, EncoderModel) and pooling is Pooling.SCORE:
+                vectors = vectors._replace(values=self._model.scores(own.to(hidden.dtype)).float())
         return _Passed(None, hidden[:0], vectors)
 
     def _sample(

@@ -6,8 +6,9 @@ launched before this one is finished, may already have put other sequences there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +35,14 @@ class Vectors(NamedTuple):
     indices: Sequence[int]
     """Indices of their rows among the rows that sample."""
     values: Tensor
-    """float32 [len(indices), hidden_size]."""
+    """float32 [len(indices), hidden_size]; fewer numbers of scores."""
+    asked: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Tokens by index: the first values of such a row are their logits."""
 
     def items(self) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yield each with its index, once they are on the host and the step is over."""
-        yield from zip(self.indices, self.values.numpy(), strict=True)
+        for index, value in zip(self.indices, self.values.numpy(), strict=True):
+            yield index, value[: len(self.asked[index])] if index in self.asked else value
 
     def on_host(self, queue: DeviceQueue) -> Vectors:
         """Return the same as they will be on the host."""
@@ -48,6 +52,30 @@ class Vectors(NamedTuple):
 def row_vectors(indices: Sequence[int], hidden: Tensor) -> Vectors:
     """Return the vectors of rows from pooled hidden states, [len(indices), hidden_size]."""
     return Vectors(indices, functional.normalize(hidden.float(), dim=-1))
+
+
+def with_logits(
+    vectors: Vectors,
+    asked: Mapping[int, tuple[int, ...]],
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor | None],
+) -> Vectors:
+    """Put the logits of tokens in the places of vectors.
+
+    Args:
+        vectors: of a step's rows.
+        asked: tokens by index, of some of these rows.
+        hidden: [len(vectors.indices), hidden_size], of the rows of all vectors.
+        logits: makes logits [n, vocab_size] of states; None on all ranks but rank 0.
+    """
+    places = [place for place, index in enumerate(vectors.indices) if index in asked]
+    if not places:
+        return vectors
+    if (found := logits(hidden[places])) is not None:
+        for number, place in enumerate(places):
+            token_ids = list(asked[vectors.indices[place]])
+            vectors.values[place, : len(token_ids)] = found[number, token_ids].float()
+    return vectors._replace(asked=asked)
 
 
 def pooled(hidden: Tensor, lengths: Sequence[int], rows: Sequence[int], kind: Pooling) -> Tensor:
@@ -65,11 +93,11 @@ def pooled(hidden: Tensor, lengths: Sequence[int], rows: Sequence[int], kind: Po
     prompts = hidden.split_with_sizes(list(lengths))
     chosen = [prompts[row] for row in rows]
     match kind:
-        case Pooling.CLS:
+        case Pooling.CLS | Pooling.SCORE:
             return torch.stack([prompt[0] for prompt in chosen]).float()
         case Pooling.MEAN:
             return torch.stack([prompt.float().mean(0) for prompt in chosen])
-        case Pooling.LAST:
+        case Pooling.LAST | Pooling.YES_NO:
             return torch.stack([prompt[-1] for prompt in chosen]).float()
 
 

@@ -32,6 +32,8 @@ class TinyEncoder:
     config: Mapping[str, Any] = field(default_factory=dict)
     is_old: bool = False
     """Whether config.json has the keys of the model's own files, not transformers'."""
+    is_cross: bool = False
+    """Whether it ends with a head that scores pairs."""
 
 
 TINY_ENCODERS = (
@@ -41,6 +43,12 @@ TINY_ENCODERS = (
     TinyEncoder("xlm-roberta", "XLMRoberta", config={"type_vocab_size": 1}),
     TinyEncoder("nomic", "NomicBert"),
     TinyEncoder("nomic-own-keys", "NomicBert", is_old=True),
+)
+
+CROSS_ENCODERS = (
+    TinyEncoder("bert-cross", "Bert", is_cross=True),
+    TinyEncoder("roberta-cross", "Roberta", is_cross=True),
+    TinyEncoder("xlm-roberta-cross", "XLMRoberta", config={"type_vocab_size": 1}, is_cross=True),
 )
 
 _OLD_KEYS = {
@@ -64,9 +72,11 @@ def write_tiny_encoder(tiny: TinyEncoder, path: Path) -> None:
         num_attention_heads=4,
         max_position_embeddings=42 if "ROBERTA" in tiny.family.upper() else 40,
         initializer_range=0.15,
+        **({"num_labels": 1} if tiny.is_cross else {}),
         **tiny.config,
     )
-    model = getattr(transformers, f"{tiny.family}Model")(config).eval()
+    kind = "ForSequenceClassification" if tiny.is_cross else "Model"
+    model = getattr(transformers, f"{tiny.family}{kind}")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:  # biases and norms begin as zeros and ones
@@ -78,7 +88,8 @@ def write_tiny_encoder(tiny: TinyEncoder, path: Path) -> None:
     if tiny.is_old:
         _write_old_config(path / "config.json")
     write_tokenizer(path)
-    write_pooling(path, tiny.pooling)
+    if not tiny.is_cross:
+        write_pooling(path, tiny.pooling)
 
 
 def _write_old_config(file: Path) -> None:
@@ -105,7 +116,9 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
     )
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(path / "tokenizer.json"))
@@ -149,4 +162,59 @@ def reference_vectors(
             case _:
                 vector = hidden[-1]
         found.append(torch.nn.functional.normalize(vector, dim=0))
+    return found
+
+
+def reference_scores(path: Path, pairs: list[tuple[str, str]]) -> list[float]:
+    """Return transformers' score of each pair alone: the sigmoid of its logit."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    found = []
+    for first, second in pairs:
+        has_types = model.config.model_type == "bert"  # as the tokenizers of the others have none
+        inputs = tokenizer(first, second, return_token_type_ids=has_types, return_tensors="pt")
+        with torch.no_grad():
+            found.append(float(model(**inputs).logits.sigmoid()))
+    return found
+
+
+def write_tiny_judge(path: Path) -> None:
+    """Write a random Qwen3 whose tokenizer has the tokens yes and no, as Qwen3-Reranker is."""
+    torch.manual_seed(11)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        eos_token_id=SEP,
+        bos_token_id=None,
+    )
+    transformers.Qwen3ForCausalLM(config).eval().save_pretrained(path)
+    words = ("yes", "no", "Query", "Document", "Instruct", "<", ">", ":", "\n")
+    pieces = [*SPECIAL, *WORDS, *words, *(f"w{number}" for number in range(VOCAB_SIZE - 23))]
+    model = models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(path / "tokenizer.json"))
+
+
+def logits_apart(path: Path, prompts: list[str], yes: str, no: str) -> list[float]:
+    """Return how far the logits of two tokens are apart that transformers finds behind prompts."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    asked = tokenizer.convert_tokens_to_ids([yes, no])
+    found = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            logits = model(inputs["input_ids"]).logits[0, -1, asked]
+        found.append(float(logits[0] - logits[1]))
     return found

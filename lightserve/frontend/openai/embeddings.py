@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -16,9 +16,9 @@ from starlette.responses import Response
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
-from lightserve.frontend.completion import Choices, TextDelta, raised_slo
+from lightserve.frontend.completion import Choices, RaisedSLOObject, TextDelta, raised_slo
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.json_body import Integer
+from lightserve.frontend.json_body import Integer, StrictModel
 from lightserve.frontend.openai.common import NumKept, ServedFields
 from lightserve.frontend.openai.completions import texts_or_ids
 from lightserve.frontend.request_options import (
@@ -39,7 +39,11 @@ from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.models.pooling import Embedding
 from lightserve.types import RequestOutput, SamplingParams
 
+Tier = Literal["default", "priority", "flex"]
+"""That an answer states."""
 MAX_INPUTS = 2048
+INPUTS_PER_TURN = 8
+"""That are encoded in one turn of the event loop."""
 NUMBERS_PER_ITEM = 4
 """Of vectors, as many weigh as much as a token of an answer (--max-answer-items)."""
 
@@ -85,16 +89,41 @@ class EmbeddingRequest(ServedFields):
         return embedding
 
 
-class EmbeddingWriter:
-    """OpenAI's list of embeddings; it is never streamed."""
+class EmbeddingObject(StrictModel):
+    """The vector of one input, of length 1; as base64 its numbers are float32, little-endian."""
+
+    object: Literal["embedding"]
+    index: int = Field(ge=0)
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(StrictModel):
+    """Tokens of all inputs, with their special ones."""
+
+    prompt_tokens: int = Field(ge=1)
+    total_tokens: int = Field(ge=1)
+
+
+class EmbeddingList(StrictModel):
+    """Vectors of all inputs, in their order."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+    service_tier: Tier
+    slo: RaisedSLOObject | None = None
+
+
+class VectorWriter:
+    """An answer that is made of vectors, or of scores; it is never streamed."""
 
     keep_alive = KEEP_ALIVE
     keeps_streamed = False
     wants_pieces = False
 
-    def __init__(self, request: EmbeddingRequest) -> None:
-        self.request_id = new_request_id("embd")
-        self._request = request
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
 
     def opening(self) -> bytes:
         """See `ResponseWriter`."""
@@ -114,6 +143,18 @@ class EmbeddingWriter:
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """See `ResponseWriter`; the completions keep their vectors."""
+
+    def whole(self, choices: Choices) -> Iterator[bytes]:
+        """Yield the answer."""
+        raise NotImplementedError
+
+
+class EmbeddingWriter(VectorWriter):
+    """OpenAI's list of embeddings."""
+
+    def __init__(self, request: EmbeddingRequest) -> None:
+        super().__init__(new_request_id("embd"))
+        self._request = request
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the list."""
@@ -185,19 +226,33 @@ async def _requests(
     for number, given in enumerate(body.input):
         param = "input" if is_alone else f"input[{number}]"
         token_ids = await service.encoder.encode_input(given, param=param, most=most, keep=keep)
-        submit = new_submit(
-            TokenSegment(token_ids=pack_int32(token_ids)),
-            max_tokens=1,
-            eos_token_ids=[],
-            sampling=SamplingParams(temperature=0.0),
-            request_class=level.request_class,
-            slo=level.slo,
-            priority=level.priority,
-            prediction_key=body.user or "",
-            output=RequestOutput.WHOLE_VECTOR if embedding.is_whole else RequestOutput.VECTOR,
-        )
-        options = OutputOptions(
-            prompt_token_ids=token_ids, arrival_s=level.arrival_s, discards_output=True
-        )
-        requests.append((submit, options))
+        requests.append(vector_request(token_ids, body, embedding, level))
+        if len(requests) % INPUTS_PER_TURN == 0:
+            await service.turns.next()
     return requests
+
+
+def vector_request(
+    token_ids: Sequence[int],
+    body: ServedFields,
+    embedding: Embedding,
+    level: ServiceLevel,
+    *,
+    asked: tuple[int, ...] = (),
+) -> Prepared:
+    """Return the request for a prompt's vector; `asked`: for the logits of tokens behind it."""
+    submit = new_submit(
+        TokenSegment(token_ids=pack_int32(token_ids)),
+        max_tokens=1,
+        eos_token_ids=[],
+        sampling=SamplingParams(temperature=0.0, allowed_token_ids=asked),
+        request_class=level.request_class,
+        slo=level.slo,
+        priority=level.priority,
+        prediction_key=body.user or "",
+        output=RequestOutput.WHOLE_VECTOR if embedding.is_whole else RequestOutput.VECTOR,
+    )
+    options = OutputOptions(
+        prompt_token_ids=token_ids, arrival_s=level.arrival_s, discards_output=True
+    )
+    return submit, options

@@ -57,10 +57,18 @@ def test_a_model_that_only_embeds_is_asked_for_vectors() -> None:
     assert "chat" not in printed and printed.count(PROMPT) == 2 and printed.count("\n\n") >= 2
 
 
-@pytest.mark.parametrize("embeds_only", [False, True])
-def test_the_snippet_can_be_pasted_into_an_interactive_python(embeds_only: bool) -> None:
+def test_a_model_that_only_scores_is_asked_to_rank() -> None:
+    printed = ready_message(ServeConfig(model="/models/bge"), 8000, embeds_only=True, scores=True)
+    assert "/v1/rerank" in printed and 'client.post("/rerank"' in printed
+    assert "chat" not in printed and printed.count(PROMPT) == 2
+
+
+@pytest.mark.parametrize(("embeds_only", "scores"), [(False, False), (True, False), (True, True)])
+def test_the_snippet_can_be_pasted_into_an_interactive_python(
+    embeds_only: bool, scores: bool
+) -> None:
     config = ServeConfig(model=str(BUNDLED_MODEL_DIR))
-    printed = ready_message(config, 8000, embeds_only=embeds_only)
+    printed = ready_message(config, 8000, embeds_only=embeds_only, scores=scores)
     lines = printed[printed.index("from openai import") :].splitlines()
     pending: list[str] = []
     for line in lines:

@@ -44,6 +44,7 @@ from lightserve.frontend.openai.batches import BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.embeddings import EmbeddingRequest
+from lightserve.frontend.openai.rerank import RerankRequest, ScoreRequest
 from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.openapi import OPERATIONS
 from lightserve.frontend.tgi import GenerateRequest
@@ -67,6 +68,11 @@ ROUTES: dict[str, tuple[type[StrictModel], dict[str, Any]]] = {
     "/v1/completions/render": (CompletionRequest, COMPLETION),
     "/v1/chat/completions/render": (ChatRequest, CHAT),
     "/v1/embeddings": (EmbeddingRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
+    "/v1/rerank": (
+        RerankRequest,
+        {"model": BUNDLED_MODEL_NAME, "query": "hi", "documents": ["ho"]},
+    ),
+    "/v1/score": (ScoreRequest, {"model": BUNDLED_MODEL_NAME, "text_1": "hi", "text_2": "ho"}),
     "/v1/responses": (ResponsesRequest, {"model": BUNDLED_MODEL_NAME, "input": "hi"}),
     "/v1/messages": (MessagesRequest, CHAT),
     "/v1/messages/count_tokens": (CountTokensRequest, MESSAGES),

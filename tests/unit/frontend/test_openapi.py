@@ -222,6 +222,7 @@ def test_targets_are_headers_of_what_is_computed() -> None:
                 path.endswith("completions")
                 or "generate" in path
                 or path in ("/v1/messages", "/v1/responses", "/v1/embeddings")
+                or path.endswith(("/rerank", "/score"))
                 or (method, path) == ("post", "/")
             )
             expected = [*TARGET_HEADERS, OBJECTIVE_HEADER] if generates else []

@@ -22,6 +22,11 @@ BERT: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 40,
 }
+CROSS = {
+    **BERT,
+    "architectures": ["BertForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+}
 LLAMA = {
     **BERT,
     "architectures": ["LlamaForCausalLM"],
@@ -94,7 +99,9 @@ def test_sizes(tmp_path: Path, fields: dict[str, Any], sizes: set[int]) -> None:
     [
         ("auto", BERT, "modules.json: no such file: --pooling has to say"),
         ("auto", {**LLAMA, "architectures": ["LlamaModel"]}, "--pooling has to say .*: last"),
-        ("mean", LLAMA, "pooling must be last for LlamaForCausalLM, .* got mean"),
+        ("mean", LLAMA, "pooling must be last or yes-no for LlamaForCausalLM, .* got mean"),
+        ("yes-no", BERT, "pooling must be cls, mean or last for BertModel, .* got yes-no"),
+        ("cls", CROSS, "pooling must be auto for a cross-encoder, got cls"),
     ],
 )
 def test_what_does_not_go_together(
@@ -138,3 +145,57 @@ def test_files_that_ask_for_what_there_is_not(
     (tmp_path / file).write_text(text)
     with pytest.raises(ModelLoadError, match=complaint):
         load_embedding(tmp_path, load_model_config(tmp_path), "auto")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_plain"),
+    [
+        ({}, False),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, True),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, True),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.Sigmoid"}, False),
+    ],
+)
+def test_a_cross_encoder_scores(tmp_path: Path, fields: dict[str, Any], is_plain: bool) -> None:
+    found = load(tmp_path, {**CROSS, **fields})
+    assert found is not None
+    assert (found.kind, found.scores, found.embeds_only) == (Pooling.SCORE, True, True)
+    assert found.has_plain_scores is is_plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"id2label": {"0": "a", "1": "b"}}, "'id2label' must have one label, the score, got 2"),
+        ({"id2label": None}, "'id2label' must have one label, the score, got 2"),
+        (
+            {"sentence_transformers": {"activation_fn": "os.system"}},
+            "'sentence_transformers.activation_fn' must be one of torch's Sigmoid, Identity",
+        ),
+    ],
+)
+def test_scores_that_are_none(tmp_path: Path, fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelLoadError, match=complaint):
+        load(tmp_path, {**CROSS, **fields})
+
+
+def write_logit_score(path: Path, values: str) -> None:
+    modules = [{"path": "1_L", "type": "sentence_transformers.cross_encoder.modules.LogitScore"}]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_L").mkdir()
+    (path / "1_L" / "config.json").write_text(values)
+
+
+def test_files_name_the_tokens_of_a_score(tmp_path: Path) -> None:
+    write_logit_score(tmp_path, '{"true_token_id": 9, "false_token_id": 4}')
+    found = load(tmp_path, LLAMA)
+    assert found is not None
+    assert (found.kind, found.yes_no, found.embeds_only) == (Pooling.YES_NO, (9, 4), True)
+    assert not load_model_config(tmp_path).tie_word_embeddings  # its head is asked for
+
+
+@pytest.mark.parametrize("values", ['{"true_token_id": 9}', '{"true_token_id": 99}'])
+def test_tokens_of_a_score_that_are_none(tmp_path: Path, values: str) -> None:
+    write_logit_score(tmp_path, values)
+    with pytest.raises(ModelLoadError, match=r"1_L/config.json: key '(true|false)_token_id'"):
+        load(tmp_path, LLAMA)
