@@ -224,7 +224,8 @@ CALL_FORMATS: dict[str, CallFormat] = {
 
 
 class ReasoningFormat(NamedTuple):
-    """How reasoning stands before an answer; `harmony` has none of this."""
+    """How reasoning stands before an answer; in `harmony` of one that a grammar writes, or that is
+    forced to begin."""
 
     signs: tuple[tuple[str, ...], ...]
     """As those of calls."""
@@ -234,8 +235,17 @@ class ReasoningFormat(NamedTuple):
     """What may stand around the answer."""
 
 
+_CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
+_FINAL = f"{_CHANNEL}final{_MESSAGE}"
+HARMONY_CALL = f"{_CHANNEL}commentary"
+"""Begins a call, behind which there may be reasoning once more."""
+
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    HARMONY: ReasoningFormat(CALL_FORMATS[HARMONY].signs),
+    HARMONY: ReasoningFormat(
+        CALL_FORMATS[HARMONY].signs,
+        (f"{_CHANNEL}analysis{_MESSAGE}",),
+        (f"<|end|><|start|>assistant{_FINAL}", _FINAL),
+    ),
     "mistral": ReasoningFormat((("[THINK]",),), ("[THINK]",), ("[/THINK]",)),
     "granite": ReasoningFormat(
         (("Here is my thought process",), ("<think>", "<response>")),

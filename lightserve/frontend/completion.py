@@ -23,6 +23,7 @@ from lightserve.frontend.request_options import Prepared
 from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.detokenizer import StopMatcher, Stopped
+from lightserve.tokenization.thought import Thought
 from lightserve.types import SLO, FinishReason, RequestClass
 
 # ----------------------------------------------------------------------
@@ -50,6 +51,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
+    reasoning_tokens: int = 0
+    """Of those written, without the tags around the reasoning."""
 
 
 class Completion:
@@ -76,6 +79,9 @@ class Completion:
         )
         self._by_token = by_token
         self._metrics = metrics
+        self._thought: Thought | None = None
+        if options.thinking is not None:
+            self._thought = Thought(options.thinking, self._tokenizer.bytes_of)
         self._num_cached_tokens = 0
         self.num_tokens = 0
         self.num_bytes = 0
@@ -120,7 +126,8 @@ class Completion:
     def usage(self) -> Usage:
         """Tokens so far, the one that ended it included."""
         num_prompt_tokens = len(self.options.prompt_token_ids)
-        return Usage(num_prompt_tokens, self.num_tokens, self._num_cached_tokens)
+        num_reasoning = 0 if self._thought is None else self._thought.num_tokens
+        return Usage(num_prompt_tokens, self.num_tokens, self._num_cached_tokens, num_reasoning)
 
     @property
     def matched_stop(self) -> str | int | None:
@@ -187,6 +194,9 @@ class Completion:
             self.first_token_s = now_s
         num_before = self.num_tokens
         delta = self._take(news)
+        if self._thought is not None and not self._thought.is_over:
+            for token_id in news.token_ids[: self.num_tokens - num_before]:
+                self._thought.consume(token_id)
         self.num_bytes += len(delta.text)
         if self._by_token:
             self.num_bytes += len(delta.text) + 8 * len(news.token_ids)
@@ -343,6 +353,7 @@ class Choices:
             sum(usage.prompt_tokens for usage in prompts),
             sum(usage.completion_tokens for usage in usages),
             sum(usage.cached_tokens for usage in prompts),
+            sum(usage.reasoning_tokens for usage in usages),
         )
 
     @property

@@ -74,6 +74,12 @@ class PromptTokensDetails(StrictModel):
     cached_tokens: int = Field(ge=0)
 
 
+class CompletionTokensDetails(StrictModel):
+    """Of the tokens written."""
+
+    reasoning_tokens: int = Field(ge=0)
+
+
 class UsageObject(StrictModel):
     """Tokens read and written; a prompt counts once, however many choices it has."""
 
@@ -81,6 +87,7 @@ class UsageObject(StrictModel):
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobsObject(StrictModel):

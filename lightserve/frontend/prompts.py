@@ -52,6 +52,7 @@ class PromptEncoder:
         vocab_size: int,
         max_model_len: int,
     ) -> None:
+        self._own_texts: dict[str, tuple[int, ...]] = {}
         self._tokenizer = tokenizer
         self._template = template
         self.infilling = find_infilling(tokenizer)
@@ -169,6 +170,12 @@ class PromptEncoder:
         )
         num_before = _common_len(empty, short)
         return empty[num_before:]
+
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a short text of this server's within an output."""
+        if text not in self._own_texts:
+            self._own_texts[text] = tuple(self._tokenizer.encode_within(text))
+        return self._own_texts[text]
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises RequestFailed: too many texts are waiting."""

@@ -25,7 +25,7 @@ from lightserve.frontend.json_body import (
     StrictModel,
     show,
 )
-from lightserve.messages.common import TokenSegment
+from lightserve.messages.common import Thinking, TokenSegment
 from lightserve.messages.frontend_router import Submit
 from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_ids, read_optional
@@ -575,6 +575,8 @@ class OutputOptions:
     """Of the tokens that end the output, those that do so only because the request says it."""
     discards_output: bool = False
     """What is wanted is of the prompt: the one token that is drawn is dropped."""
+    thinking: Thinking | None = None
+    """Reasoning with which the output may begin; its tokens are counted."""
 
 
 Prepared = tuple[Submit, OutputOptions]

@@ -39,6 +39,7 @@ from lightserve.metrics.catalogue import (
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.requests import FrontendMetrics
 from lightserve.model_formats import HARMONY, ModelFormats, choose_formats
+from lightserve.models.architectures import Architecture
 from lightserve.models.config import load_model_config, resolve_context_len
 from lightserve.models.pooling import Embedding, Pooling, load_embedding
 from lightserve.tokenization.chat_template import ChatTemplate, find_chat_template
@@ -188,6 +189,7 @@ class ServedModel:
     """Whether they may use others too."""
     created_s: int
     """Unix time at which this process began to serve it."""
+    architecture: Architecture
     vocab_size: int
     max_model_len: int
     tokenizer: Tokenizer
@@ -521,6 +523,7 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         names=config.model_names,
         takes_any_name=config.takes_any_model_name,
         created_s=int(time.time()),
+        architecture=model_config.architecture,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

@@ -96,7 +96,7 @@ def size_within(sizes: Sequence[int], number: int) -> int | None:
     return sizes[place] if number and place < len(sizes) else None
 
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -184,3 +184,25 @@ class GrammarConstraint(Message, frozen=True, tag="grammar"):
 
 Constraint = JsonSchemaConstraint | RegexConstraint | GrammarConstraint
 """What limits the tokens of an output."""
+
+
+MAX_TAGS, MAX_TAG_CHARS, MAX_CLOSING_TOKENS = 8, 128, 128
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """Reasoning with which an output may begin; a constraint is of what follows it."""
+
+    openings: tuple[str, ...]
+    """It begins with one of these, behind blanks; empty: the prompt ended within it."""
+    endings: tuple[str, ...]
+    """The first of these that is there ends it; at least one."""
+    opening: tuple[int, ...]
+    """Tokens of the first of `openings`."""
+    closing: tuple[int, ...]
+    """What is written where the budget is used up: perhaps a sentence, then `ending`."""
+    ending: tuple[int, ...]
+    """Tokens of the first of `endings`."""
+    budget: int = MAX_INT32
+    """Most tokens of the reasoning, without its tags and without `closing`."""
+    is_sure: bool = False
+    """Whether it opens in any case where the output has a constraint."""

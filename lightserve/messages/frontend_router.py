@@ -27,6 +27,7 @@ from lightserve.messages.common import (
     Int32Array,
     Message,
     PromptSegment,
+    Thinking,
     TokenLogprob,
     pack_int32,
     unpack_int32,
@@ -116,6 +117,8 @@ class Submit(Message, frozen=True):
     """What the client knows it by: the answer's id, its X-Request-Id. For the decision log."""
     output: RequestOutput = RequestOutput.TOKENS
     """With a vector, `max_tokens` is 1."""
+    thinking: Thinking | None = None
+    """Reasoning with which the output may begin; None: there is none that is known."""
 
 
 class Progress(NamedTuple):

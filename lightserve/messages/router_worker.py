@@ -36,6 +36,7 @@ from lightserve.messages.common import (
     Message,
     PromptSegment,
     StepCoefficients,
+    Thinking,
     TokenLogprob,
     pack_int32,
     unpack_int32,
@@ -84,6 +85,8 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     """Whether its constraint goes before those of others where these have to wait."""
     output: RequestOutput = RequestOutput.TOKENS
     """Where it is a vector, this is what its sample brings, with a token that means nothing."""
+    thinking: Thinking | None = None
+    """Reasoning before the constraint, or within a budget; None: neither."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
+from lightserve.messages.common import MAX_INT32, Int32Array, TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     NO_DECODES,
     AddSequence,
@@ -102,6 +102,9 @@ def _decode_rows(decodes: Decodes, slots: Int32Array) -> DecodeRows:
 
 
 def _sequence(request: Request, row: RowId) -> AddSequence:
+    thinking = request.parameters.thinking
+    if thinking is not None and request.constraint is None and thinking.budget == MAX_INT32:
+        thinking = None  # nothing of it is enforced
     return AddSequence(
         row,
         [TokenSegment(token_ids=pack_int32(request.known_token_ids()))],
@@ -111,6 +114,7 @@ def _sequence(request: Request, row: RowId) -> AddSequence:
         request.constraint,
         is_real_time=request.request_class is RT,
         output=request.output,
+        thinking=thinking,
     )
 
 

@@ -15,7 +15,15 @@ import numpy as np
 from msgspec.structs import astuple
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.common import MAX_INT32, Constraint, Int32Array, unpack_int32
+from lightserve.messages.common import (
+    MAX_CLOSING_TOKENS,
+    MAX_INT32,
+    MAX_TAG_CHARS,
+    MAX_TAGS,
+    Constraint,
+    Int32Array,
+    unpack_int32,
+)
 from lightserve.messages.frontend_router import BatchDue, Submit
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.router.output_lengths import prediction_key
@@ -94,6 +102,7 @@ MAX_CLIENT_CHARS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 192, 32
 """Bad words: 64 of a request, each in three forms."""
 
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -124,7 +133,7 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
     Raises:
         ProtocolError: something is outside its limits; the text names it.
     """
-    sampling, slo = submit.sampling, submit.slo
+    sampling, slo, thinking = submit.sampling, submit.slo, submit.thinking
     prompt = _prompt_of(submit)
     ids: dict[str, Sequence[int]] = {
         "prompt": [int(prompt.min()), int(prompt.max())] if len(prompt) else [],
@@ -132,6 +141,9 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         "allowed_token_ids": sampling.allowed_token_ids,
         "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
         "bad_words": list(itertools.chain(*sampling.bad_words)),
+        "thinking": []
+        if thinking is None
+        else [*thinking.opening, *thinking.closing, *thinking.ending],
     }
     for name, token_ids in ids.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -168,6 +180,14 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         ("length of bad_words", len(word), 1, MAX_BAD_WORD_TOKENS) for word in sampling.bad_words
     ]
     checks += [("slo", t, 0.0, MAX_SECONDS) for t in astuple(slo) if t is not None]
+    if thinking is not None:
+        checks += [("budget of thinking", thinking.budget, 0, MAX_INT32)]
+        checks += [("tokens of thinking", len(ids["thinking"]), 1, MAX_CLOSING_TOKENS)]
+        checks += [("openings of thinking", len(thinking.openings), 0, MAX_TAGS)]
+        checks += [("opening of thinking", len(thinking.opening), bool(thinking.openings), 64)]
+        checks += [("endings of thinking", len(thinking.endings), 1, MAX_TAGS)]
+        tags = *thinking.openings, *thinking.endings
+        checks += [("tags of thinking", len(tag), 1, MAX_TAG_CHARS) for tag in tags]
     if biases := [bias for _, bias in sampling.logit_bias]:
         extremes = min(biases), max(biases), sum(biases) / len(biases)  # one that is no number
         checks += [("logit_bias", value, -MAX_ADDED, MAX_ADDED) for value in extremes]
@@ -233,6 +253,7 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
         and parameters.logit_bias == submit.sampling.logit_bias
         and parameters.bad_words == submit.sampling.bad_words
         and parameters.constraint == submit.constraint
+        and parameters.thinking == submit.thinking
         and parameters.eos_token_ids == frozenset(submit.eos_token_ids)
     )
 
@@ -242,7 +263,7 @@ def _parameters_of(submit: Submit) -> Parameters:
     eos_token_ids = frozenset(submit.eos_token_ids)
     lists = (
         *(sampling.allowed_token_ids, sampling.logit_bias, sampling.bad_words),
-        *(list(eos_token_ids), submit.constraint),
+        *(list(eos_token_ids), submit.constraint, submit.thinking),
     )
     return Parameters(
         sampling.allowed_token_ids,
@@ -250,12 +271,14 @@ def _parameters_of(submit: Submit) -> Parameters:
         sampling.bad_words,
         eos_token_ids,
         submit.constraint,
+        submit.thinking,
         num_bytes=(
             ID_BYTES * len(sampling.allowed_token_ids)
             + BIAS_BYTES * len(sampling.logit_bias)
             + sum(WORD_BYTES + ID_BYTES * len(word) for word in sampling.bad_words)
             + EOS_BYTES * len(eos_token_ids)
             + _text_bytes(submit.constraint)
+            + (CHARACTER_BYTES * len(repr(submit.thinking)) if submit.thinking else 0)
         ),
         num_plan_bytes=len(_encoder.encode(lists)),
     )

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.messages.common import Constraint, Int32Array, TokenLogprob
+from lightserve.messages.common import Constraint, Int32Array, Thinking, TokenLogprob
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.accounts import Account, Budget
 from lightserve.router.kv.prefix_node import Hit, Lease, PrefixNode
@@ -94,6 +94,7 @@ class Parameters:
     bad_words: tuple[tuple[int, ...], ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
+    thinking: Thinking | None = None
     num_bytes: int = 0
     """Memory that it takes."""
     num_plan_bytes: int = 0

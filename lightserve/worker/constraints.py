@@ -1,5 +1,7 @@
 """Rank 0's side of structured output: which tokens each constrained row may draw next.
 
+Rows that think within a budget are constrained from where it may be used up to the answer.
+
 A process of its own does it beside the forward pass. It compiles from when a sequence is added,
 which is during its prefill, and computes a step's masks while its forward pass runs. No step waits
 for a grammar: a row whose own is not ready yields no token, and the router asks again.
@@ -16,7 +18,7 @@ import subprocess
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightserve.grammar_process import HEADER, environment
-from lightserve.messages.common import Constraint, pack_int32, unpack_int32
+from lightserve.messages.common import Constraint, Thinking, pack_int32, unpack_int32
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId
 from lightserve.worker.matchers import (
@@ -58,6 +60,10 @@ MAX_REPAIRS = 3
 """Processes that may end in one step before all of its constrained rows fail."""
 
 
+Lengths = Callable[[], Mapping[RowId, int]]
+TokensOf = Callable[[RowId, int, int], list[int]]
+
+
 @dataclass(frozen=True, eq=False)
 class StepMasks:
     """The tokens that the constrained rows of a step may draw."""
@@ -73,13 +79,18 @@ class StepMasks:
     """`indices` of rows whose grammar failed; they may draw nothing."""
     unready: frozenset[int]
     """`indices` of rows whose grammar is not compiled yet; their tokens mean nothing."""
+    forced: tuple[tuple[int, int], ...] = ()
+    """`indices` of rows that draw one token, whatever their options say; and that token."""
 
     def upload(self, num_rows: int, upload: Upload) -> RowMasks:
         """Return them beside the logits of the `num_rows` rows that the step samples."""
         rows = np.full(num_rows, -1, dtype=np.int32)
         rows[self.indices] = np.arange(len(self.indices))
-        row_bits, bits = upload([rows, self.bits.view(np.int32)])
-        return RowMasks(row_bits, bits, self.indices, self.allowed)
+        arrays = [rows, self.bits.view(np.int32)]
+        if self.forced:
+            arrays += list(np.array(self.forced, dtype=np.int64).T.copy())
+        row_bits, bits, *forced = upload(arrays)
+        return RowMasks(row_bits, bits, self.indices, self.allowed, *forced)
 
 
 class RowConstraints:
@@ -132,43 +143,85 @@ class RowConstraints:
         for sequence in sequences:
             if self._rows.pop(sequence.row, None) is not None:
                 gone.append(sequence.row)
-            if sequence.constraint is not None:
+            if sequence.constraint is not None or sequence.thinking is not None:
                 tokens = np.concatenate(
                     [unpack_int32(part.token_ids) for part in sequence.segments]
                 )
                 output = array("i", tokens[sequence.num_prompt_tokens :].tolist())
-                row = _Row(sequence.constraint, output, sequence.is_real_time)
-                self._rows[sequence.row] = row
-                if row.digest not in self._guilty:
+                row = self._rows[sequence.row] = _Row(
+                    sequence.constraint,
+                    output,
+                    sequence.is_real_time,
+                    sequence.thinking,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    is_told=sequence.constraint is not None,
+                )
+                if row.is_told and row.digest not in self._guilty:
                     begun.append(row.begun(sequence.row))
         if gone or begun:
             self._send(Update(gone, begun))
 
-    def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
-        """Return the constrained ones of `rows`."""
-        return frozenset(self._rows.keys() & rows) if self._rows else frozenset()
+    def among(self, rows: Sequence[RowId], lengths: Lengths) -> frozenset[RowId]:
+        """Return the rows of `rows` that are constrained, or will be in the next step.
 
-    def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
+        `lengths`: of each row's known tokens, before the one that it samples.
+        """
+        known = self._rows.keys() & rows
+        if not known:
+            return frozenset()
+        sizes = lengths()
+        return frozenset(row for row in known if self._rows[row].needs_masks(sizes[row] + 1))
+
+    def begin(
+        self, rows: Sequence[RowId], lengths: Lengths, tokens: TokensOf
+    ) -> Callable[[], StepMasks] | None:
         """Start on the masks of a step that samples these rows, and return how to wait for them.
 
         None: none of the rows is constrained.
+
+        Args:
+            rows: that the step samples.
+            lengths: as `among` has them.
+            tokens: returns what a row has from one position to another.
         """
         if self._rows.keys().isdisjoint(rows):
             return None
-        indices = [index for index, row in enumerate(rows) if row in self._rows]
+        sizes, known = lengths(), self._rows
+        indices = [
+            index
+            for index, row in enumerate(rows)
+            if row in known and known[row].needs_masks(sizes[row])
+        ]
+        if not indices:
+            return None
         asked = [rows[index] for index in indices]
+        begun = []
+        for row in (row for row in asked if not known[row].is_told):
+            start = known[row].num_prompt_tokens
+            known[row].output = array("i", tokens(row, start, sizes[row]))
+            known[row].is_told = True
+            begun.append(known[row].begun(row))
+        if begun:
+            self._send(Update([], begun))
         live = self._live(asked)
         self._ask(live)
         return lambda: self._step_masks(indices, asked, live)
 
     def advance(
-        self, rows: Sequence[RowId], token_ids: Sequence[int], unready: frozenset[int]
+        self,
+        rows: Sequence[RowId],
+        token_ids: Sequence[int],
+        unready: frozenset[int],
+        among: frozenset[RowId],
     ) -> None:
-        """Take in the tokens that a step's rows drew; `unready` as its masks had it."""
+        """Take in the tokens of a step's rows that are `among` the constrained ones.
+
+        `unready` as the step's masks had it.
+        """
         drawn = [
             (row, token_id)
             for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
-            if index not in unready and self._live([row])
+            if index not in unready and row in among and self._live([row])
         ]
         for row, token_id in drawn:
             self._rows[row].output.append(token_id)
@@ -183,8 +236,12 @@ class RowConstraints:
 
     def _live(self, rows: Sequence[RowId]) -> list[RowId]:
         """Return the rows of `rows` that the process knows."""
-        known = self._rows
-        return [row for row in rows if row in known and known[row].digest not in self._guilty]
+        known, guilty = self._rows, self._guilty
+        return [
+            row
+            for row in rows
+            if row in known and known[row].is_told and known[row].digest not in guilty
+        ]
 
     def _ask(self, rows: Sequence[RowId], *, is_repair: bool = False) -> None:
         self._num_asked += 1
@@ -206,6 +263,7 @@ class RowConstraints:
         place_of = {row: place for place, row in enumerate(live)}
         bits = np.zeros((len(asked), num_bytes), dtype=np.uint8)
         failed, unready = set[int](), set[int]()
+        forced, forced_of = list[tuple[int, int]](), dict(masks.forced)
         found = np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes)
         for number, (index, row) in enumerate(zip(indices, asked, strict=True)):
             place = place_of.get(row)
@@ -215,12 +273,17 @@ class RowConstraints:
             bits[number] = found[place]
             if place in masks.unready:
                 unready.add(index)
+            if place in masks.free:
+                self._rows[row].is_free = True
+            if place in forced_of:
+                forced.append((index, forced_of[place]))
         allowed = None
         if self._unpack:
             vocab_size = self._setup.vocab_size
             unpacked = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
             allowed = torch.from_numpy(unpacked.view(np.bool_))
-        return StepMasks(indices, bits, allowed, frozenset(failed), frozenset(unready))
+        sets = frozenset(failed), frozenset(unready)
+        return StepMasks(indices, bits, allowed, *sets, tuple(forced))
 
     # ------------------------------------------------------------------ the process
 
@@ -335,15 +398,29 @@ _MASKS = msgspec.msgpack.Decoder(Masks)
 class _Row:
     """The state of a constrained row."""
 
-    constraint: Constraint
+    constraint: Constraint | None
     output: array[int]
-    """Its tokens so far."""
+    """Its tokens so far, if the process is told of them."""
     is_real_time: bool
+    thinking: Thinking | None
+    num_prompt_tokens: int
+    is_told: bool
+    """Whether the process knows it: of one without a constraint not before its budget."""
+    is_free: bool = False
+    """Whether it may draw anything from now on."""
+
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.digest = digest_of(self.constraint)
+        self.digest = NOTHING if self.constraint is None else digest_of(self.constraint)
+
+    def needs_masks(self, length: int) -> bool:
+        """Whether it may not draw anything as its next token behind so many."""
+        if self.thinking is None or self.constraint is not None:
+            return True
+        return not self.is_free and length - self.num_prompt_tokens >= self.thinking.budget
 
     def begun(self, row: RowId) -> Begun:
         """Return how the process is told of it."""
-        return Begun(row, self.constraint, pack_int32(self.output), self.is_real_time)
+        output = pack_int32(self.output)
+        return Begun(row, self.constraint, output, self.is_real_time, self.thinking)

@@ -1,5 +1,8 @@
 """Which tokens each constrained row may draw next: `python -m lightserve.worker.matchers FD`.
 
+A constraint is of the answer: before it a row may think, within a budget that a row without a
+constraint may have, too.
+
 A process of rank 0, so that the memory of grammars is measured, bounded by the kernel, and no part
 of the worker: the bytes that its allocator has in use are the grammars'. Compiling is one thread's,
 at low priority and one grammar after the other; the main one computes masks. llguidance lets other
@@ -18,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from struct import Struct
@@ -39,7 +42,7 @@ from lightserve.grammar_process import (
     used_bytes,
     write_frame,
 )
-from lightserve.messages.common import Constraint, unpack_int32
+from lightserve.messages.common import Constraint, Thinking, unpack_int32
 from lightserve.structured import (
     MAX_COMPILED_BYTES,
     MiB,
@@ -47,6 +50,7 @@ from lightserve.structured import (
     model_vocabulary,
     yield_to_others,
 )
+from lightserve.tokenization.thought import Phase, Thought
 from lightserve.tokenization.tokenizer import Tokenizer
 
 MAX_KEPT_BYTES = 256 * MiB
@@ -90,10 +94,12 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     """A row that is under a constraint from now on."""
 
     row: int
-    constraint: Constraint
+    constraint: Constraint | None
     token_ids: bytes
     """int32, see `pack_int32`: output so far, which was drawn under the same constraint."""
     is_real_time: bool
+    thinking: Thinking | None = None
+    """None: the output is the answer from its beginning on, and has a constraint."""
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +147,10 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
     """Indices of rows whose grammar failed; they may draw nothing."""
     unready: tuple[int, ...] = ()
     """Indices of rows whose grammar is not compiled yet; their tokens mean nothing."""
+    forced: tuple[tuple[int, int], ...] = ()
+    """Indices of rows that draw one token, whatever their options say; and that token."""
+    free: tuple[int, ...] = ()
+    """Indices of rows that may draw anything from now on."""
 
 
 _Matcher = Future[LLMatcher | None]
@@ -156,7 +166,14 @@ class _Row(NamedTuple):
     constraint: Constraint | None
     digest: bytes
     matcher: _Matcher
-    """Never done while it waits for its turn."""
+    """Never done while it waits for its turn; that of no constraint has no result that counts."""
+    thought: Thought | None = None
+    """The compiler's until `matcher` is done."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may draw anything from now on."""
+        return self.constraint is None and self.thought is not None and self.thought.is_over
 
 
 _NO_ROW = _Row(None, NOTHING, Future())
@@ -187,12 +204,17 @@ class RowMatchers:
         *,
         used: Callable[[], int] = used_bytes,
         note: Callable[[bytes, bytes], None] = lambda compiled, masked: None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """`used`: the memory that grammars take, in bytes, beside everything else.
 
         `note` is told the digests of the constraints of both threads' work, or `NOTHING`.
+        `tokenizer`: for rows that think.
         """
         self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
+        self._spilling: dict[bytes, list[int]] = {}
+        """By the rest of an ending: tokens that go on behind it."""
         self._used_before = used()
         self._used_bytes = used
         self._note = note
@@ -238,19 +260,34 @@ class RowMatchers:
                 if self._waiting.pop(row, None) is None and before.constraint is not None:
                     self._release(before.constraint)
         for one in begun:
-            self._rows[one.row] = _Row(one.constraint, digest_of(one.constraint), Future())
-            self._waiting[one.row] = one
+            thought = self._thought_of(one)
+            digest = NOTHING if one.constraint is None else digest_of(one.constraint)
+            self._rows[one.row] = _Row(one.constraint, digest, Future(), thought)
+            if one.constraint is not None:
+                self._waiting[one.row] = one
+            elif thought is not None:
+                for token_id in unpack_int32(one.token_ids).tolist():
+                    self._consume(None, thought, token_id)
+                self._rows[one.row].matcher.set_result(None)
         self._begin_waiting()
+
+    def _thought_of(self, begun: Begun) -> Thought | None:
+        if begun.thinking is None or self._tokenizer is None:
+            return None
+        is_strict = begun.constraint is not None
+        return Thought(begun.thinking, self._tokenizer.bytes_of, is_strict=is_strict)
 
     def _begin_waiting(self) -> None:
         """Have the grammars of as many rows compiled as there is room for."""
         for row, one in sorted(self._waiting.items(), key=_is_best_effort):
-            if not self._reserve(one.constraint, is_real_time=one.is_real_time):
+            constraint, thought = one.constraint, self._rows[row].thought
+            assert constraint is not None
+            if not self._reserve(constraint, is_real_time=one.is_real_time):
                 break
             del self._waiting[row]
             digest = self._rows[row].digest
-            work = self._compiler.submit(self._matcher, one, digest)
-            self._rows[row] = _Row(one.constraint, digest, work)
+            work = self._compiler.submit(self._matcher, one, constraint, digest, thought)
+            self._rows[row] = _Row(constraint, digest, work, thought)
 
     def _reserve(self, constraint: Constraint, *, is_real_time: bool) -> bool:
         """Count a row under `constraint`, unless that is too much."""
@@ -279,24 +316,33 @@ class RowMatchers:
             wait([self._rows[row].matcher for row in begun], REPAIR_S)
         vocab_size = self._vocabulary.vocab_size
         bits = np.zeros((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
-        failed, unready = list[int](), list[int]()
+        failed, unready, free = list[int](), list[int](), list[int]()
+        forced: list[tuple[int, int]] = []
         is_much = self.num_bytes > MAX_USED_BYTES
         for index, row in enumerate(rows):
-            constraint, digest, work = self._rows.get(row, _NO_ROW)
+            known = self._rows.get(row, _NO_ROW)
+            constraint, digest, work, thought = known
             if not work.done():
                 unready.append(index)
                 bits[index] = 255
                 continue
+            if thought is not None and (token_id := thought.forced()) is not None:
+                forced.append((index, token_id))
+                bits[index] = 255
+                continue
+            if known.is_free:
+                free.append(index)
             before = self.num_bytes if is_much else 0
             self._note(self._compiling, digest)
-            if not self._draw(bits[index], _matcher_of(work)):
+            if not self._draw_of(known, bits[index]):
                 failed.append(index)
             if is_much and constraint is not None:
                 self._grown[constraint] += self.num_bytes - before
         self._note(self._compiling, NOTHING)
         if is_much and self.num_bytes > MAX_GROWN_BYTES and self._grown:
             self._fail(max(self._grown, key=self._grown.__getitem__))
-        return Masks(number, bits.tobytes(), tuple(failed), tuple(unready))
+        found = tuple(failed), tuple(unready), tuple(forced), tuple(free)
+        return Masks(number, bits.tobytes(), *found)
 
     def _fail(self, constraint: Constraint) -> None:
         """Give up the compiled part of a constraint, and all rows under it."""
@@ -305,6 +351,37 @@ class RowMatchers:
             if one.constraint == constraint and row not in self._waiting:
                 self._rows[row] = one._replace(matcher=_NO_ROW.matcher)
         self._compiler.submit(self._forget, constraint)
+
+    def _draw_of(self, row: _Row, bits: npt.NDArray[np.uint8]) -> bool:
+        """Do as `_draw` for a row that may think, and draws what it likes."""
+        matcher, thought = _matcher_of(row.matcher), row.thought
+        if row.constraint is None and thought is not None:
+            bits[:] = 255
+            return True
+        if thought is None or thought.is_over or matcher is None:
+            return self._draw(bits, matcher)
+        if thought.phase is Phase.OPENING:
+            if not self._draw(bits, matcher):
+                return False
+            _set_bit(bits, thought.opening_token_id, value=True)
+            return True
+        bits[:] = 255
+        # There is an answer to come, which begins with a token of its own.
+        for token_id in (*self._vocabulary.eos_tokens, *self._spilling_at(thought)):
+            _set_bit(bits, token_id, value=False)
+        return True
+
+    def _spilling_at(self, thought: Thought) -> Iterator[int]:
+        """Yield tokens that would end the reasoning and go on."""
+        tail = thought.tail
+        for ending in thought.endings:
+            for rest in (ending[n:] for n in range(len(ending)) if tail.endswith(ending[:n])):
+                if rest not in self._spilling:
+                    assert self._tokenizer is not None
+                    tokens = map(self._tokenizer.bytes_of, range(self._vocabulary.vocab_size))
+                    begun = [(n, data) for n, data in enumerate(tokens) if data.startswith(rest)]
+                    self._spilling[rest] = [n for n, data in begun if len(data) > len(rest)]
+                yield from self._spilling[rest]
 
     def _draw(self, bits: npt.NDArray[np.uint8], matcher: LLMatcher | None) -> bool:
         """Set the bits of tokens that may be drawn; return whether the grammar still holds."""
@@ -321,12 +398,21 @@ class RowMatchers:
     def advance(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """Take in the tokens that rows drew."""
         for row, token_id in zip(rows, token_ids, strict=True):
-            _, digest, work = self._rows.get(row, _NO_ROW)
+            known = self._rows.get(row, _NO_ROW)
             # What is not compiled in this process has failed in the one before: no wait for it.
-            if work.done() and (matcher := _matcher_of(work)) is not None:
-                self._note(self._compiling, digest)
-                matcher.consume_token(token_id)  # if it does not fit, the next mask says so
+            if known.matcher.done():
+                self._note(self._compiling, known.digest)
+                self._consume(_matcher_of(known.matcher), known.thought, token_id)
         self._note(self._compiling, NOTHING)
+
+    def _consume(self, matcher: LLMatcher | None, thought: Thought | None, token_id: int) -> None:
+        """Take in a token; if it does not fit, the next mask says so."""
+        if thought is not None and matcher is not None and _skips(thought, matcher, token_id):
+            thought.skip()
+        if thought is not None and not thought.is_over:
+            thought.consume(token_id)
+        elif matcher is not None:
+            matcher.consume_token(token_id)
 
     def wait_for_any(self, rows: Sequence[int]) -> None:
         """Wait a moment for the grammar of one of these rows, if they have not been left."""
@@ -335,17 +421,20 @@ class RowMatchers:
 
     # ------------------------------------------------------------------ in the compiler's thread
 
-    def _matcher(self, begun: Begun, digest: bytes) -> LLMatcher | None:
+    def _matcher(
+        self, begun: Begun, constraint: Constraint, digest: bytes, thought: Thought | None
+    ) -> LLMatcher | None:
         self._compiling_since_s = time.thread_time()
         self._compiling = digest
         self._note(digest, NOTHING)
         try:
-            matcher = self._compile(begun.constraint).deep_copy()
-            matcher.consume_tokens(unpack_int32(begun.token_ids).tolist())
+            matcher = self._compile(constraint).deep_copy()
+            for token_id in unpack_int32(begun.token_ids).tolist():
+                self._consume(matcher, thought, token_id)
         except GrammarError:
             return None
         finally:
-            self._pending.discard(begun.constraint)
+            self._pending.discard(constraint)
             self._compiling = NOTHING
             self._note(NOTHING, NOTHING)
         return matcher
@@ -376,6 +465,22 @@ class RowMatchers:
             trim()
 
 
+def _skips(thought: Thought, matcher: LLMatcher, token_id: int) -> bool:
+    """Whether a token begins the answer of a row that could have thought before it."""
+    if thought.phase is not Phase.OPENING or thought.forced() is not None:
+        return False
+    if token_id != thought.opening_token_id:
+        return True
+    return not thought.opens_at_once and bool(matcher.validate_tokens([token_id]))
+
+
+def _set_bit(bits: npt.NDArray[np.uint8], token_id: int, *, value: bool) -> None:
+    if value:
+        bits[token_id // 8] |= 1 << token_id % 8
+    else:
+        bits[token_id // 8] &= 255 ^ 1 << token_id % 8
+
+
 def main() -> NoReturn:
     """Serve one worker until it is gone."""
     begin_process("grammars-work")
@@ -392,6 +497,7 @@ def main() -> NoReturn:
     matchers = RowMatchers(
         vocabulary,
         note=lambda compiled, masked: _write(at_work, AT_WORK.pack(compiled, masked)),
+        tokenizer=tokenizer,
     )
     try:
         _serve(source, sink, matchers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from lightserve.models.base import Model, TensorParallel
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
-from lightserve.worker.constraints import RowConstraints, StepMasks
+from lightserve.worker.constraints import Lengths, RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import HostPool
@@ -180,14 +181,15 @@ class ModelRunner:
         copies = self.host_pool.begin(plan)
         inputs = self._table.begin(plan)
         self._begin_vectors(plan)
-        masks = None if before_sampling is not None else self._begin_masks(plan, inputs)
+        lengths = cache(lambda: inputs.lengths)
+        masks = None if before_sampling is not None else self._begin_masks(plan, inputs, lengths)
         passed = self._forward(inputs)
         self._begin_sampling(plan)  # while the device has work
         if before_sampling is not None:
             waits_since_s = time.perf_counter()
             before_sampling()
             begun_s += time.perf_counter() - waits_since_s
-            masks = self._begin_masks(plan, inputs)
+            masks = self._begin_masks(plan, inputs, lengths)
         drawn = self._sample(inputs, passed, masks)
         prompts = self._prompt_logprobs(inputs.prompt_spans, passed.prompt_hidden)
         self._free_since = end = self._queue.mark()
@@ -198,7 +200,9 @@ class ModelRunner:
             drawn=drawn,
             prompts=prompts,
             constrained_rows=(
-                frozenset() if constraints is None else constraints.among(inputs.sampled_rows)
+                frozenset()
+                if constraints is None
+                else constraints.among(inputs.sampled_rows, lengths)
             ),
             marks=StepMarks(idle_since, start, end),
             copies=copies,
@@ -215,7 +219,9 @@ class ModelRunner:
         token_ids, rows = pending.row_results()
         if self._constraints is not None and pending.constrained_rows:
             drawn = pending.drawn
-            self._constraints.advance(drawn.rows, drawn.token_ids.tolist(), drawn.unready)
+            self._constraints.advance(
+                drawn.rows, drawn.token_ids.tolist(), drawn.unready, pending.constrained_rows
+            )
             if len(drawn.unready) == pending.num_rows:
                 self._constraints.wait_for_any(drawn.rows)
         marks = pending.marks
@@ -255,14 +261,16 @@ class ModelRunner:
         if rows and self._known_counts is not None:
             self._known_counts.begin(self._queue.upload([np.array(rows, dtype=np.int64)])[0])
 
-    def _begin_masks(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepMasks] | None:
+    def _begin_masks(
+        self, plan: StepPlan, inputs: StepInputs, lengths: Lengths
+    ) -> Callable[[], StepMasks] | None:
         """Start on the masks of constrained rows; None: there are none."""
         if self._constraints is None:
             free = all(sequence.constraint is None for sequence in plan.sequences)
             assert free or self._tp.rank != 0, "frontends refuse what is not enforced here"
             return None
         self._constraints.update(plan.left_rows, plan.sequences)
-        return self._constraints.begin(inputs.sampled_rows)
+        return self._constraints.begin(inputs.sampled_rows, lengths, self._table.tokens_of)
 
     def _forward(self, inputs: StepInputs) -> _Passed:
         """Run the model: as a graph where there is one for the step."""

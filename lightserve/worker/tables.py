@@ -82,6 +82,12 @@ class StepInputs:
     """… and its length with them."""
 
     @property
+    def lengths(self) -> dict[RowId, int]:
+        """Return how many tokens of each row are known before the one that it samples."""
+        rows = zip(self.rows.tolist(), self.context_lens.tolist(), strict=True)
+        return {RowId(row): length for row, length in rows}
+
+    @property
     def is_decode(self) -> bool:
         """Whether every row has one new token."""
         return bool((self.q_lens == 1).all())
@@ -198,6 +204,11 @@ class SequenceTable:
             host_context_lens=ends.tolist(),
         )
         return self._flat_tokens.index_select(0, places).long(), batch
+
+    def tokens_of(self, row: RowId, start: int, stop: int) -> list[int]:
+        """Return a row's tokens at positions start … stop-1; waits for the steps before."""
+        token_ids: list[int] = self._token_ids[row, start:stop].tolist()
+        return token_ids
 
     def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Store the sampled tokens, int64 [L], at the positions that the next plan will name."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 
 NUM_SLOTS, MAX_LEN, MAX_TOKENS = 2400, 512, 240
+LENGTHS = defaultdict[RowId, int](int, dict.fromkeys(map(RowId, range(4)), 1))
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -427,7 +428,7 @@ def sequence(number: int, constraint: Constraint) -> AddSequence:
 def masks_of(enforcer: constraints.RowConstraints, *rows: int) -> constraints.StepMasks:
     """The masks of rows, as soon as the grammars of all that have one are ready."""
     while True:
-        step = enforcer.begin([RowId(row) for row in rows])
+        step = enforcer.begin([RowId(row) for row in rows], LENGTHS.copy, lambda *_: [])
         assert step is not None
         if not (masks := step()).unready:
             return masks
@@ -444,7 +445,7 @@ def test_a_process_that_ends_fails_what_it_was_at_alone(tokenizer: Tokenizer, mo
         assert first.allowed is not None and not first.failed
         drawn = [int(row.nonzero()[0, 0]) for row in first.allowed]
         before = enforcer._process.pid
-        enforcer.advance([RowId(n) for n in range(4)], drawn, frozenset())
+        enforcer.advance(list(LENGTHS), drawn, frozenset(), frozenset(LENGTHS))
         other = masks_of(enforcer, 0, 1, 2, 3)
         at_work = [matchers.NOTHING, matchers.NOTHING]
         at_work[moment] = matchers.digest_of(regexes("b")[0])

@@ -140,10 +140,10 @@ class KnownMasks:
             change = self._rows.discard if sequence.constraint is None else self._rows.add
             change(sequence.row)
 
-    def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
+    def among(self, rows: Sequence[RowId], *_: object) -> frozenset[RowId]:
         return frozenset(self._rows.intersection(rows))
 
-    def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
+    def begin(self, rows: Sequence[RowId], *_: object) -> Callable[[], StepMasks] | None:
         indices = [index for index, row in enumerate(rows) if row in self._rows]
         bits = np.full((len(indices), 28), 255, dtype=np.uint8)
         return (

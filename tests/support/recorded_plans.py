@@ -71,10 +71,10 @@ class ThirdsOnly:
             if sequence.constraint is not None:
                 self._last[sequence.row] = int(unpack_int32(sequence.segments[-1].token_ids)[-1])
 
-    def among(self, rows: Sequence[RowId]) -> frozenset[RowId]:
+    def among(self, rows: Sequence[RowId], *_: object) -> frozenset[RowId]:
         return frozenset(row for row in rows if row in self._last)
 
-    def begin(self, rows: Sequence[RowId]) -> Callable[[], StepMasks] | None:
+    def begin(self, rows: Sequence[RowId], *_: object) -> Callable[[], StepMasks] | None:
         indices = [index for index, row in enumerate(rows) if row in self._last]
         if not indices:
             return None
@@ -87,7 +87,11 @@ class ThirdsOnly:
         return lambda: StepMasks(indices, bits, torch.from_numpy(allowed), frozenset(), frozenset())
 
     def advance(
-        self, rows: Sequence[RowId], token_ids: Sequence[int], unready: frozenset[int]
+        self,
+        rows: Sequence[RowId],
+        token_ids: Sequence[int],
+        unready: frozenset[int],
+        among: frozenset[RowId],
     ) -> None:
         assert not unready
         for row, token_id in zip(rows, token_ids, strict=True):

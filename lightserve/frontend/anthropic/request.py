@@ -15,7 +15,15 @@ from pydantic import BeforeValidator, Field, Tag
 from starlette.datastructures import Headers
 
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.json_body import StrictModel, by_type, only_type, show, type_tag, validated
+from lightserve.frontend.json_body import (
+    Integer,
+    StrictModel,
+    by_type,
+    only_type,
+    show,
+    type_tag,
+    validated,
+)
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
 from lightserve.frontend.openai.common import Key, NoEffect, NoEffectModel
 from lightserve.frontend.openai.messages import CacheControl
@@ -43,6 +51,7 @@ CHAT_NAMES = {
     "messages": "messages",  # not which of them: results are messages of their own
     "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
@@ -222,11 +231,12 @@ class MetadataFields(StrictModel):
 
 
 class ThinkingFields(NoEffectModel):
-    """`thinking`: whether the model thinks, where its template can be told; never how much."""
+    """`thinking`: whether the model thinks, where its template can be told, and how much."""
 
     no_effect: ClassVar[NoEffect] = {"display": ("summarized",)}
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Integer, Field(ge=1)] | None = None
 
 
 class FormatFields(StrictModel):
@@ -270,6 +280,12 @@ class CountTokensRequest(StrictModel):
             )
         if choice is not None and choice.type != "none" and not self.tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        thinking = self.thinking
+        if thinking and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+            raise InvalidRequest(
+                "thinking.budget_tokens must be given exactly with the type enabled",
+                param="thinking.budget_tokens",
+            )
         last = self.messages[-1]
         if last.role == "assistant" and not all(block.type == "text" for block in last.content):
             raise InvalidRequest(
@@ -301,10 +317,11 @@ class CountTokensRequest(StrictModel):
 
     def _thinking_options(self, thinking: ThinkingFields, service: Service) -> dict[str, Any]:
         """Return what tells the template whether the model is to think. Raises InvalidRequest."""
-        is_on = thinking.type == "adaptive"
+        is_on = thinking.type != "disabled"
+        budget = {"thinking_token_budget": thinking.budget_tokens}
         for switch in THINKING_SWITCHES:
             if switch in service.encoder.template.option_names:
-                return {"chat_template_kwargs": {switch: is_on}}
+                return {"chat_template_kwargs": {switch: is_on}, **budget}
         # Adaptive: the model thinks as much as it does by itself.
         if not is_on and service.formats.reasoning != NONE:
             raise InvalidRequest(
@@ -312,7 +329,7 @@ class CountTokensRequest(StrictModel):
                 f" {' or '.join(THINKING_SWITCHES)}",
                 param="thinking.type",
             )
-        return {}
+        return budget
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages = [_message("system", self.system)] if self.system else []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -15,14 +15,15 @@ from msgspec.json import encode
 from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
+from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
 from lightserve.frontend.errors import OWN_NAMES, RequestFailed, renamed
-from lightserve.frontend.harmony import OPENING
 from lightserve.frontend.json_body import (
     BODY_BYTES_KEY,
     MAX_VALUES,
+    Integer,
     count_values_in_texts,
     show,
 )
@@ -44,7 +45,13 @@ from lightserve.frontend.openai.output_parser import (
     OutputParser,
     ParserOptions,
 )
-from lightserve.frontend.openai.thinking import ends_inside
+from lightserve.frontend.openai.thinking import (
+    Start,
+    budget_within,
+    start_behind,
+    takes_levels,
+    thinking_of,
+)
 from lightserve.frontend.openai.tools import (
     ToolChoice,
     Tools,
@@ -68,9 +75,16 @@ from lightserve.frontend.response import (
     new_request_id,
 )
 from lightserve.frontend.service import AnswerSize, Service
+from lightserve.messages.common import Thinking
 from lightserve.model_formats import CALL_FORMATS, HARMONY, NONE, REASONING_FORMATS
 from lightserve.tokenization.chat_template import ChatTemplate
-from lightserve.tokenization.conversation import ChatMessage, Conversation, Ending, Place
+from lightserve.tokenization.conversation import (
+    THINKING_SWITCHES,
+    ChatMessage,
+    Conversation,
+    Ending,
+    Place,
+)
 from lightserve.types import FinishReason
 
 MAX_MESSAGES = 2048
@@ -109,6 +123,7 @@ class ChatRequest(CommonFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -165,18 +180,40 @@ class ChatRequest(CommonFields):
         return CacheMarks(Place(number, last.num_chars), max(mark.seconds for _, mark in marks))
 
     @property
+    def begun(self) -> str:
+        """The message that the output continues; empty: it continues none."""
+        return (self.messages[-1].content or "") if self.continue_final_message else ""
+
+    @property
     def ending(self) -> Ending:
         """What the prompt ends with."""
         if self.continue_final_message:
             return Ending.OPEN
         return Ending.MESSAGE if self.add_generation_prompt is False else Ending.ANSWER
 
-    def template_options(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return values of the template's variables. Raises InvalidRequest: it has no such."""
+    def level_of(self, template: ChatTemplate, reasoning: str) -> str | None:
+        """Return the level of reasoning that becomes a budget; None: none does.
+
+        `reasoning`: a key of `REASONING_FORMATS`, or none.
+        """
+        is_own = "reasoning_effort" in template.option_names
+        return None if is_own or not takes_levels(reasoning) else self.reasoning_effort
+
+    def template_options(self, template: ChatTemplate, reasoning: str) -> dict[str, Any]:
+        """Return values of the template's variables. Raises InvalidRequest: it has no such.
+
+        `reasoning` as in `level_of`: such a level switches thinking on or off.
+        """
         options = dict(self.chat_template_kwargs or {})
         fields = {name: f"chat_template_kwargs.{name[:64]}" for name in options}
+        level = self.level_of(template, reasoning)
         for name in ("reasoning_effort", "verbosity"):
             if (value := getattr(self, name)) is None:
+                continue
+            if name == "reasoning_effort" and level is not None:
+                switch = next((s for s in THINKING_SWITCHES if s in template.option_names), None)
+                if switch is not None:
+                    options.setdefault(switch, level != "none")
                 continue
             if name in options:
                 raise InvalidRequest(
@@ -293,7 +330,7 @@ class ChatWriter:
         if self._request.return_token_ids and not self._parsers:
             fields["prompt_token_ids"] = list(completion.options.prompt_token_ids)
         choice = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
-        usage = dataclasses.replace(completion.usage, completion_tokens=0)
+        usage = replace(completion.usage, completion_tokens=0)
         return self._writer.chunk(choice, usage, fields)
 
     def _choice(self, index: int, part: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -417,10 +454,7 @@ def answer_chat(
             requests, prompt = await _prepare(
                 service, body, tools, level, size, most_tokens=most_tokens
             )
-        has_constraint = requests[0][0].constraint is not None
-        writer.parser_options = _parser_options(
-            service, body, tools, prompt.ending, has_constraint=has_constraint
-        )
+        writer.parser_options = _parser_options(service, body, tools, prompt.ending, requests[0])
         return requests
 
     return CompletionResponse(
@@ -438,7 +472,7 @@ async def encode_chat(
     service: Service, body: ChatRequest, tools: ToolUse, size: int
 ) -> EncodedChat:
     """Render and encode a body of this size. Raises InvalidRequest, RequestFailed."""
-    options = body.template_options(service.encoder.template)
+    options = body.template_options(service.encoder.template, service.formats.reasoning)
     marks = body.cache_marks
 
     def conversation() -> Conversation:
@@ -460,31 +494,61 @@ def _has_tags(tool_format: str) -> bool:
 
 
 def _parser_options(
-    service: Service, body: ChatRequest, tools: ToolUse, ending: str, *, has_constraint: bool
+    service: Service, body: ChatRequest, tools: ToolUse, ending: str, request: Prepared
 ) -> ParserOptions:
     """Return what to look for in the output behind a prompt that ends like this."""
-    formats = service.formats
+    formats, has_constraint = service.formats, request[0].constraint is not None
     tool_format = formats.enforced_tools if has_constraint else formats.tools
+    is_answer = has_constraint and request[1].thinking is None
     options = ParserOptions(
-        # A constraint leaves no room for any.
-        reasoning=NONE if has_constraint else formats.reasoning,
+        reasoning=NONE if is_answer else formats.reasoning,
         tool_format=tool_format if tools.offered else NONE,
         tool_names=tools.names,
         text_arguments=tools.text_arguments if _has_tags(tool_format) else {},
         max_calls=None if tools.is_parallel else 1,
+        is_constrained=has_constraint,
     )
     if options.reasoning == NONE:
         return options
-    if options.reasoning == HARMONY:
-        return options._replace(continues=not ending.rstrip().endswith(OPENING))
+    start = start_behind(ending, body.begun, formats.reasoning)
+    if formats.reasoning == HARMONY:
+        return options._replace(continues=start is Start.ANSWER)
     form = REASONING_FORMATS[options.reasoning]
-    begun = (body.messages[-1].content or "") if body.continue_final_message else ""
-    is_thinking = ends_inside(begun, form)
-    # Templates of some models end with the tag that opens the reasoning.
+    continues = start is Start.INSIDE and bool(body.begun)
     return options._replace(
-        starts_in_reasoning=is_thinking or ending.rstrip().endswith(form.openings),
-        continues=is_thinking and not begun.rstrip().endswith(form.openings),
+        starts_in_reasoning=start is Start.INSIDE,
+        continues=continues and not body.begun.rstrip().endswith(form.openings),
     )
+
+
+def _thinking(
+    service: Service, body: ChatRequest, ending: str, max_tokens: int, *, has_constraint: bool
+) -> Thinking | None:
+    """Return the reasoning with which an output may begin; None: none that is known.
+
+    Raises:
+        InvalidRequest: it is to have a budget, or an answer that a grammar writes, and its end is
+            not known, or the budget leaves no answer.
+    """
+    reasoning = service.formats.reasoning
+    if reasoning == NONE:
+        options = body.chat_template_kwargs or {}
+        switched = [s for s in THINKING_SWITCHES if options.get(s) is True and has_constraint]
+        if body.thinking_token_budget is not None or switched:
+            name = f"chat_template_kwargs.{switched[0]}" if switched else "thinking_token_budget"
+            raise InvalidRequest(
+                f"{name} needs a model whose end of reasoning is known, which is not so here:"
+                f" its chat template shows none, and neither does {flag_name('reasoning_parser')}"
+                + (" (for structured output behind it)" if switched else ""),
+                param=name.partition(".")[0],
+                code="unknown_reasoning",
+            )
+        return None
+    level = body.level_of(service.encoder.template, reasoning)
+    asked = body.thinking_token_budget
+    budget = functools.partial(budget_within, asked, level, max_tokens, body.limit_param)
+    start = start_behind(ending, body.begun, reasoning)
+    return thinking_of(service, start, budget, has_constraint=has_constraint)
 
 
 async def _prepare(
@@ -524,7 +588,13 @@ async def _prepare(
             param="tools",
         )
     prompts = [(prompt.token_ids, max_tokens)]
-    requests = list(body.new_requests(service, prompts, sampling, level, constraint))
+    thinking = _thinking(
+        service, body, prompt.ending, max_tokens, has_constraint=constraint is not None
+    )
+    requests = [
+        (msgspec.structs.replace(request, thinking=thinking), replace(options, thinking=thinking))
+        for request, options in body.new_requests(service, prompts, sampling, level, constraint)
+    ]
     if (marks := body.cache_marks) is None or body.keeps_prompts:
         return requests, prompt
     kept = {"num_retained_tokens": prompt.num_marked, "retention_s": marks.seconds}

@@ -39,6 +39,8 @@ class ParserOptions(NamedTuple):
     """See `ToolUse.text_arguments`."""
     max_calls: int | None = None
     """Further calls are left out of the answer."""
+    is_constrained: bool = False
+    """Whether a grammar writes the answer: blanks with which it begins are its own."""
 
 
 class OutputParser:
@@ -63,7 +65,7 @@ class OutputParser:
         after = self._content if self._calls is None else self._calls.push
         self._text: ThinkText | HarmonyText | None = None
         self._push = after
-        if options.reasoning == HARMONY:
+        if options.reasoning == HARMONY and not options.is_constrained:
             self._text = HarmonyText(
                 options.tool_names if options.tool_format == HARMONY else (),
                 reasoning=self._reasoning,
@@ -79,6 +81,7 @@ class OutputParser:
                 after,
                 is_inside=options.starts_in_reasoning,
                 continues=options.continues,
+                keeps_blanks=options.is_constrained,
             )
             self._push = self._text.push
 

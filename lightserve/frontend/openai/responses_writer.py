@@ -249,14 +249,11 @@ class ResponsesWriter:
 
     def _usage(self, completion: Completion) -> dict[str, Any]:
         usage = completion.usage
-        sizes = [(item.kind, item.text.num_bytes) for item in self._items]
-        num_bytes = sum(size for _, size in sizes)
-        share = sum(size for kind, size in sizes if kind == "reasoning") / max(1, num_bytes)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": round(share * usage.completion_tokens)},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

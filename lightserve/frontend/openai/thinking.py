@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
-from lightserve.model_formats import ReasoningFormat
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.harmony import OPENING
+from lightserve.frontend.json_body import show
+from lightserve.frontend.service import Service
+from lightserve.messages.common import MAX_INT32, Thinking
+from lightserve.model_formats import (
+    HARMONY,
+    HARMONY_CALL,
+    NONE,
+    REASONING_FORMATS,
+    ReasoningFormat,
+)
+from lightserve.models.architectures import Architecture
 
 Emit = Callable[[str], None]
 
@@ -110,8 +123,13 @@ class ThinkText:
         *,
         is_inside: bool,
         continues: bool = False,
+        keeps_blanks: bool = False,
     ) -> None:
-        """`continues`: the text had begun before, so that blanks in front belong to it."""
+        """`continues`: the text had begun before, so that blanks in front belong to it.
+
+        `keeps_blanks`: those behind the reasoning belong to the answer.
+        """
+        self._keeps_blanks = keeps_blanks
         self._openings = form.openings
         self._answer = None if form.answer is None else Unwrapped(form.answer, content)
         """Behind reasoning."""
@@ -152,7 +170,7 @@ class ThinkText:
             self._drops_blanks = not text
         found = self._until.push(text)
         if found is not None:
-            self._is_inside, self._drops_blanks = False, True
+            self._is_inside, self._drops_blanks = False, not self._keeps_blanks
             if self._answer is not None:
                 self._content = self._answer.push
             self._pass_on(found.after)
@@ -174,7 +192,120 @@ class ThinkText:
             self._answer.finish()
 
 
-def ends_inside(text: str, form: ReasoningFormat) -> bool:
+# ----------------------------------------------------------------------
+# What is known of an output's reasoning before it begins: whether there may be some, and how much.
+
+
+class Start(Enum):
+    """What a prompt has of an answer's beginning."""
+
+    NOTHING = auto()
+    INSIDE = auto()
+    """Reasoning goes on: the tag that opens it is the prompt's."""
+    ANSWER = auto()
+    """There is no reasoning, or it is over."""
+
+
+def start_behind(ending: str, begun: str, reasoning: str) -> Start:
+    """Return what a prompt has of an answer.
+
+    Args:
+        ending: of the prompt, see `EncodedChat.ending`.
+        begun: the message that the output continues; empty: it continues none.
+        reasoning: a key of `REASONING_FORMATS`.
+    """
+    form = REASONING_FORMATS[reasoning]
+    if reasoning == HARMONY:
+        return Start.NOTHING if ending.rstrip().endswith(OPENING) else Start.ANSWER
+    if _ends_inside(begun, form) or ending.rstrip().endswith(form.openings):
+        return Start.INSIDE
+    has_ended = any(tag in ending for tag in form.endings)
+    return Start.ANSWER if begun.strip() or has_ended else Start.NOTHING
+
+
+def _ends_inside(text: str, form: ReasoningFormat) -> bool:
     """Whether a text that goes on has begun reasoning and not ended it."""
     begun = max((text.rfind(tag) for tag in form.openings), default=-1)
     return begun > max((text.rfind(tag) for tag in form.endings), default=-1)
+
+
+EFFORT_BUDGETS: Mapping[str | None, int] = {
+    "none": 0,
+    "minimal": 256,
+    "low": 1024,
+    "medium": 4096,
+    "high": 16_384,
+}
+"""Tokens of reasoning at the levels of `reasoning_effort`, where the model's template has none of
+its own; at those that are not here there is no budget."""
+EFFORT_SHARE = 0.75
+"""Of an answer's tokens, what such a level leaves to reasoning at most."""
+
+
+_QWEN_CLOSING = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the"
+    " thinking directly now.\n"
+)
+CLOSING_SENTENCES = dict.fromkeys((Architecture.QWEN3, Architecture.QWEN3_MOE), _QWEN_CLOSING)
+"""With which models were shown to end reasoning whose budget is used up, as their repositories say:
+Qwen3's documentation (Thinking Budget)."""
+
+
+def takes_levels(reasoning: str) -> bool:
+    """Whether levels of `reasoning_effort` become budgets where a template has none of its own."""
+    return reasoning not in (NONE, HARMONY)
+
+
+def thinking_of(
+    service: Service, start: Start, budget_of: Callable[[int], int], *, has_constraint: bool
+) -> Thinking | None:
+    """Return the reasoning of an answer that begins like this; None: there is none.
+
+    `budget_of`: makes the budget of the number of tokens that would end the reasoning there. Raises
+    what it raises.
+    """
+    reasoning = service.formats.reasoning
+    form, tokens = REASONING_FORMATS[reasoning], service.encoder.tokens_of
+    sentence = CLOSING_SENTENCES.get(service.model.architecture, "")
+    endings = form.endings
+    if reasoning == HARMONY and not has_constraint:
+        endings = (*endings, HARMONY_CALL)
+    ending = tokens(endings[0])
+    closing = (*(tokens(sentence) if sentence else ()), *ending)
+    budget = budget_of(len(closing))
+    if start is Start.ANSWER:
+        return None
+    openings = form.openings if start is Start.NOTHING else ()
+    opening = tokens(openings[0]) if openings else ()
+    is_sure = reasoning == HARMONY
+    return Thinking(openings, endings, opening, closing, ending, budget, is_sure)
+
+
+def budget_within(
+    asked: int | None, level: str | None, max_tokens: int, limit_param: str, num_closing: int
+) -> int:
+    """Return the most tokens of reasoning that leave an answer.
+
+    Args:
+        asked: `thinking_token_budget`.
+        level: `reasoning_effort`, if it becomes a budget.
+        max_tokens: of the output.
+        limit_param: the name under which the request gives that.
+        num_closing: tokens that end the reasoning.
+
+    Raises:
+        InvalidRequest: as many as were asked for leave none.
+    """
+    most = max_tokens - num_closing - 1
+    if asked is None and level not in EFFORT_BUDGETS:
+        return MAX_INT32
+    if asked is None:
+        return max(0, min(EFFORT_BUDGETS[level], int(EFFORT_SHARE * max_tokens), most))
+    if asked > most:
+        raise InvalidRequest(
+            f"thinking_token_budget must be at most {most}: {limit_param} ({max_tokens}) less"
+            f" {num_closing} tokens that end the reasoning and one of the answer, got"
+            f" {show(asked)}",
+            param="thinking_token_budget",
+        )
+    return asked

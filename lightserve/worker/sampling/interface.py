@@ -181,6 +181,10 @@ class RowMasks:
     """Indices of the constrained rows among the L."""
     allowed: Tensor | None
     """bool [constrained rows, V], the same as `bits`, on the CPU alone."""
+    forced_rows: Tensor | None = None
+    """int64 [n], of the L: those that draw no token but …"""
+    forced_ids: Tensor | None = None
+    """… these, int64 [n], whatever their options say. None: there are no such rows."""
 
 
 @dataclass(frozen=True, eq=False)

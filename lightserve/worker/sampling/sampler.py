@@ -109,7 +109,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         batch: how; on the device of the logits.
     """
     token_ids, is_finite = _sample(logits, batch)
-    rows = batch.rows
+    rows, masks = batch.rows, batch.masks
+    if masks is not None and masks.forced_rows is not None and masks.forced_ids is not None:
+        token_ids.index_copy_(0, masks.forced_rows, masks.forced_ids)
+        whole = logits.index_select(0, masks.forced_rows).isfinite().all(-1)
+        is_finite.index_copy_(0, masks.forced_rows, whole)
     if not rows.logprob_indices:
         return Sampled(token_ids, is_finite, None)
     wanted, chosen, known = logits, token_ids, is_finite

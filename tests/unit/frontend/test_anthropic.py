@@ -453,7 +453,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "enabled"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "thinking.budget_tokens"),
     ({"output_config": {"effort": "low"}}, "output_config.effort"),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
