@@ -308,6 +308,9 @@ def request_of(
     prompt = _prompt_of(submit)
     if len(prompt) == 0 or submit.max_tokens < 1:
         raise ProtocolError(f"request {submit.request_id} is empty")
+    thinking, budget = parameters.thinking, None
+    if thinking is not None and thinking.budget < MAX_INT32:
+        budget = thinking.budget + len(thinking.closing)
     return Request(
         key=RequestKey(frontend_id, submit.request_id),
         prompt_token_ids=prompt,
@@ -325,7 +328,7 @@ def request_of(
         priority=submit.priority,
         slo=submit.slo,
         batch=submit.batch,
-        prediction_key=prediction_key(submit.request_class, submit.prediction_key),
+        prediction_key=prediction_key(submit.request_class, submit.prediction_key, budget),
         constraint=parameters.constraint,
         output=submit.output,
         is_first=submit.is_first,

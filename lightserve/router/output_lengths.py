@@ -5,7 +5,9 @@ a running request that has generated g tokens will end at a length drawn from P(
 
 Beyond the paper: histories per prediction key, shrunk towards the pooled one where a key has
 few lengths; a weak prior (log-spaced pseudo-lengths) at a cold start instead of a preset
-maximum; and uniform numbers that come from outside, so that a caller can use common ones.
+maximum; uniform numbers that come from outside, so that a caller can use common ones; and budgets:
+where reasoning ends after b tokens at the latest, a request that has reasoned for r tokens and
+answered in a would have had min(r, b) + a.
 
 Samples are drawn from tables of the history, which are renewed when one in sixteen of its lengths
 is new, and when its window is full. In between they stay as they are, whatever is recorded and
@@ -19,7 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,9 +51,26 @@ _ROW_OFFSET = 1 << 40
 """More than any length."""
 
 
-def prediction_key(request_class: RequestClass, user: str = "") -> tuple[RequestClass, str]:
-    """Return what requests have in common whose outputs are taken to be of like length."""
-    return request_class, user
+class WithBudget(NamedTuple):
+    """A prediction key of requests whose reasoning has a budget."""
+
+    request_class: RequestClass
+    user: str
+    budget: int
+    """A power of two or three quarters of one, that of the request or the next."""
+
+
+def prediction_key(
+    request_class: RequestClass, user: str = "", budget: int | None = None
+) -> tuple[RequestClass, str] | WithBudget:
+    """Return what requests have in common whose outputs are taken to be of like length.
+
+    `budget`: most tokens of reasoning, None: as many as the output may have.
+    """
+    if budget is None:
+        return request_class, user
+    power = 1 << max(0, budget - 1).bit_length()
+    return WithBudget(request_class, user, 3 * power // 4 if budget <= 3 * power // 4 else power)
 
 
 MAX_REMEMBERED = 100_000
@@ -128,6 +147,9 @@ class OutputLengths:
         self._raised: IntArray = _empty_rows(0, 4)
         """Lengths of each row raised by its index times `_ROW_OFFSET`: one search for all rows."""
         self._free_rows = list(range(4))
+        self._reasoned: deque[tuple[int, int]] = deque(maxlen=window)
+        """Tokens of the reasoning of finished outputs that had some, and of the rest of each."""
+        self._reasoned_in_table: IntArray = np.empty((0, 2), dtype=np.int64)
         self._table_of: dict[Hashable, int] = {}
         """By key, those asked for since the tables were renewed: their numbers."""
         prior = np.geomspace(1, max(1, max_output_tokens), NUM_PRIOR_LENGTHS)
@@ -178,8 +200,13 @@ class OutputLengths:
         if remembered.lengths:
             self._renew()
 
-    def record(self, length: int, key: Hashable = None) -> None:
-        """Learn the output length (>= 1) of a finished request."""
+    def record(self, length: int, key: Hashable = None, num_reasoning: int | None = None) -> None:
+        """Learn the output length (>= 1) of a finished request.
+
+        `num_reasoning`: how many of its tokens were reasoning; None: none, or that is not known.
+        """
+        if num_reasoning is not None:
+            self._reasoned.append((num_reasoning, length - num_reasoning))
         self._pooled.add(length)
         self.average += AVERAGE_WEIGHT * (length - self.average)
         if key is not None:
@@ -200,6 +227,8 @@ class OutputLengths:
         self._table_of.clear()
         self.num_known = len(self._pooled)
         self._num_in_table = self._pooled.num_added
+        if self._reasoned:
+            self._reasoned_in_table = np.array(self._reasoned, dtype=np.int64)
         self._table = self._pooled.sorted
         if len(self._pooled) < self._window:
             self._table = np.sort(np.concatenate([self._table, self.prior]))
@@ -271,17 +300,21 @@ class OutputLengths:
         row = self._rows.get(key)
         if row is not None and row.version == self.version:
             return row.index
-        own = self._by_key.get(key)
-        lengths = self._table[:0] if own is None else own.known(self.version)
+        own, others = self._by_key.get(key), self._table
+        lengths = others[:0] if own is None else own.known(self.version)
+        budget = key.budget if isinstance(key, WithBudget) else None
+        if budget is not None and len(self._reasoned_in_table):
+            reasoning, rest = self._reasoned_in_table.T
+            others = np.sort(np.minimum(reasoning, budget) + rest)
         if len(lengths) == 0:
-            key = None
+            key = budget if others is not self._table else None
             row = self._rows.get(key)
             if row is not None and row.version == self.version:
                 return row.index
         if row is None:
             row = self._rows[key] = _Row(self._new_row())
         row.version = self.version
-        mixture = _mix(lengths, self._table, len(lengths) / (len(lengths) + SHRINKAGE))
+        mixture = _mix(lengths, others, len(lengths) / (len(lengths) + SHRINKAGE))
         self._lengths[row.index] = mixture
         self._raised[row.index] = mixture + row.index * _ROW_OFFSET
         return row.index

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -101,6 +101,17 @@ class Parameters:
     """Bytes in a plan."""
     num_holders: int = 0
     """Requests of the router that have it."""
+
+    def num_reasoning(self, token_ids: Sequence[int]) -> int | None:
+        """Return how many tokens an output has before its answer; None: none, or it is not known.
+
+        That goes by the usual tokens of the ending: where it is spelled in others, none is found.
+        """
+        ending = () if self.thinking is None else self.thinking.ending
+        for end, token_id in enumerate(token_ids if ending else (), 1):
+            if token_id == ending[-1] and tuple(token_ids[end - len(ending) : end]) == ending:
+                return end
+        return None
 
 
 @dataclass(slots=True, eq=False)

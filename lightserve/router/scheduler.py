@@ -469,7 +469,8 @@ class Scheduler:
         """Learn how long an output became, where there is one."""
         if request.output is not RequestOutput.TOKENS:
             return
-        self._config.lengths.record(num_tokens, request.prediction_key)
+        num_reasoning = request.parameters.num_reasoning(request.output_token_ids[:num_tokens])
+        self._config.lengths.record(num_tokens, request.prediction_key, num_reasoning)
         self._waits.note_length(request, num_tokens)
 
     def _end(self, request: Request) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.messages.common import Thinking
+from lightserve.router.output_lengths import OutputLengths, prediction_key
+from lightserve.router.request import Parameters
+from lightserve.types import RequestClass
 
 
 def draw(
@@ -118,3 +121,53 @@ def test_a_short_history_counts_soon() -> None:
         lengths.record(10)
         assert lengths.version == num_recorded
     assert lengths.num_known == 16
+
+
+def drawn(lengths: OutputLengths, budget: int | None, user: str = "") -> list[int]:
+    """Outputs of a fresh request whose reasoning has a budget, in a hundred futures."""
+    uniforms = ((np.arange(100) + 0.5) / 100)[None, :]
+    generated, most = np.array([0]), np.array([100_000])
+    key = prediction_key(RequestClass.RT, user, budget)
+    found: list[int] = lengths.sample(generated, most, uniforms, [key])[0].tolist()
+    return found
+
+
+def test_a_budget_bounds_what_comes_before_the_answer() -> None:
+    """Answers of 50 behind reasoning of 1,000 or 100 tokens, which had no budget."""
+    lengths = OutputLengths(max_output_tokens=2048, window=100)
+    assert drawn(lengths, 64) == drawn(lengths, None), "nothing is known yet"
+    for number in range(100):
+        reasoning = 1000 if number % 2 else 100
+        lengths.record(reasoning + 50, prediction_key(RequestClass.RT), reasoning)
+    assert set(drawn(lengths, None)) == {150, 1050}
+    assert set(drawn(lengths, 64)) == {64 + 50}
+    assert set(drawn(lengths, 500)) == {150, 512 + 50}, "of the next step"
+    assert set(drawn(lengths, 5000)) == {150, 1050}
+    # Outputs that had the same budget count before others, as those of a key do.
+    for _ in range(100):
+        lengths.record(80, prediction_key(RequestClass.RT, "ann", 64), 64)
+    own = drawn(lengths, 64, "ann")
+    assert own.count(80) > 60 and own.count(80) + own.count(64 + 50) + own.count(64 + 16) >= 100
+    assert len(lengths._rows) <= 8
+
+
+@pytest.mark.parametrize(
+    ("budget", "step"),
+    [(0, 0), (1, 1), (2, 2), (3, 3), (64, 64), (65, 96), (97, 128), (3000, 3072)],
+)
+def test_budgets_share_histories_in_steps(budget: int, step: int) -> None:
+    key = prediction_key(RequestClass.BE, "ann", budget)
+    assert key == (RequestClass.BE, "ann", step)
+    assert prediction_key(RequestClass.BE, "ann") == (RequestClass.BE, "ann")
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [([4, 7, 8, 9], 3), ([7, 8], 2), ([7, 7, 8, 7, 8], 3), ([8, 7], None), ([], None)],
+)
+def test_where_reasoning_ended_is_seen_from_the_tokens(
+    token_ids: list[int], expected: int | None
+) -> None:
+    thinking = Thinking((), ("x",), (), (6, 7, 8), (7, 8))
+    assert Parameters(thinking=thinking).num_reasoning(token_ids) == expected
+    assert Parameters().num_reasoning(token_ids) is None
