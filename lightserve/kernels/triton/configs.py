@@ -295,7 +295,7 @@ LATENT_DECODES = {
 }
 """Over latents, by compute capability. Sums of 16 heads, of 512 numbers each, and their queries
 take half of all registers, or more."""
-LATENT_PREFILLS = {80: (PrefillConfig(64, 32, 8, 2),), 100: (PrefillConfig(64, 32, 8, 2),)}
+LATENT_PREFILLS = {80: (PrefillConfig(64, 32, 8, 2),), 100: (PrefillConfig(64, 16, 8, 3),)}
 """Configurations for several new tokens, best first."""
 
 
