@@ -88,7 +88,7 @@ class Tokenizer:
         self.eos_token_ids = self.special_tokens.eos_token_ids
         added_ids = self._encode("", add_special_tokens=True)
         self._last_id = self.id_of(names["eos_token"]) if self.special_tokens.adds_eos else None
-        """What texts end with, if the model wants it."""
+        """Token that texts end with, if the model wants it."""
         self._num_added_bos = sum(i == self.special_tokens.bos_token_id for i in added_ids)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         added = self._tokenizer.get_added_tokens_decoder()

@@ -66,7 +66,7 @@ class GraphMaker(NamedTuple):
     pool: KVTensors
     tables: DecodeTables
     recorder: GraphRecorder
-    """Of all graphs, which share memory for what is between."""
+    """Recorder of all graphs, which share memory for intermediate results."""
     tp: TensorParallel
 
     def decodes(self, sizes: Sequence[int]) -> DecodeGraphs:

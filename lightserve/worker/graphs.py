@@ -247,7 +247,7 @@ HostIntegers = Sequence[int] | npt.NDArray[np.int64]
 
 
 class DecodeTables(NamedTuple):
-    """What a row knows, on the device; the last row is for padding."""
+    """The state of all rows on the device; the last row is for padding."""
 
     token_ids: Tensor
     """int32 [max_num_seqs + 1, max_model_len + 1], tokens by position."""

@@ -352,7 +352,7 @@ class _Lists(NamedTuple):
     """Empty: all are allowed."""
     allowed_bits: npt.NDArray[np.uint32]
     word_starts: npt.NDArray[np.int32]
-    """As in `Adjustments`, as wide as the row's longest bad word needs."""
+    """See `Adjustments`; as wide as the row's longest bad word needs."""
     word_ends: npt.NDArray[np.int64]
 
 

@@ -97,9 +97,9 @@ class _Sum(NamedTuple):
     rows: int
     """The place that counts its rows."""
     shape: tuple[int, ...]
-    """Of a row, …"""
+    """Shape of a row."""
     dtype: torch.dtype
-    """… and its numbers' type."""
+    """Type of its numbers."""
 
 
 class _Region(NamedTuple):
@@ -411,9 +411,9 @@ class _Noted(NamedTuple):
     output: int
     """Number of the tensor that is returned."""
     shape: tuple[int, ...]
-    """Of a row of it, …"""
+    """Shape of a row of it."""
     dtype: torch.dtype
-    """… and its numbers' type."""
+    """Type of its numbers."""
 
 
 @torch.inference_mode()

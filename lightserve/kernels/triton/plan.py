@@ -41,11 +41,12 @@ _FEW_BLOCK = tl.constexpr(16)
 # Fields of the lists, int32 each.
 DECODE_FIELDS = tl.constexpr(7)
 ROW, TOKEN, BEGIN, END, LAST, PART, COUNT = (tl.constexpr(field) for field in range(7))
-"""Of a decode item: row of the table; first of its COUNT new tokens and the LAST one's position;
-positions BEGIN … END-1; part of its first token, negative: the only one, which is the result."""
+"""Fields of a decode item: row of the table; first of its COUNT new tokens and the LAST one's
+position; positions BEGIN … END-1; part of its first token, negative: the only one, which is the
+result."""
 CHUNK_FIELDS = tl.constexpr(6)
 INDEX, START, CHUNK_BEGIN, CHUNK_END, CHUNK_PART, PARTS = (tl.constexpr(f) for f in range(6))
-"""Of a chunk item: index of its row in the batch and first token within the row's new ones;
+"""Fields of a chunk item: index of its row in the batch and first token within the row's new ones;
 positions; part of its first token, or negative; parts of each token."""
 MERGED_FIELDS = tl.constexpr(3)
 """Fields of a token that is merged: its number, its first part, and its number of parts."""

@@ -50,7 +50,7 @@ class ProductConfig:
 
 
 class ProductKey(NamedTuple):
-    """What a configuration is for, in one model; the number of outputs follows from it."""
+    """The key of a configuration in one model; the number of outputs follows from it."""
 
     num_inputs: int
     num_rows: int
@@ -64,7 +64,8 @@ class ProductChoice(NamedTuple):
 
     config: ProductConfig
     max_outputs: int
-    """As many as it was measured with: a larger weight is another one, the output layer's."""
+    """Most outputs, with which it was measured: a larger weight is another one, the output
+    layer's."""
 
 
 ProductChoices = Mapping[ProductKey, ProductChoice]
@@ -247,7 +248,7 @@ def _finish(
 
 
 class NormInputs(NamedTuple):
-    """What a norm before a product needs."""
+    """The inputs of a norm before a product."""
 
     residual: Tensor
     """[T, K]."""
