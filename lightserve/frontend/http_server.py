@@ -108,6 +108,10 @@ class _PatientTransport:
         """Close, without regard to what the client still sends."""
         self._transport.close()
 
+    def forget_owner(self) -> None:
+        """Ask it no more: the connection is lost."""
+        self._on_close = bool
+
 
 class HttpProtocol(H11Protocol):
     """See the module. The application finds it in its scope, as a `responses.Connection`."""
@@ -128,17 +132,29 @@ class HttpProtocol(H11Protocol):
         self._num_body_bytes = 0
         self._num_window_bytes = 0
         self._read_deadline: asyncio.TimerHandle | None = None
-        app = self.app
 
-        async def call(scope: Any, receive: Any, send: Any) -> None:
-            scope[CONNECTION_KEY] = self
-            try:
-                await app(scope, receive, send)
-            except asyncio.CancelledError:  # at the server's end, which is no fault to be logged
-                self._end(draining())
-                self.cycle.disconnected = True
+    @property
+    def app(self) -> Any:
+        """The application, as uvicorn calls it for each request.
 
-        self.app = call
+        Nothing else of a connection refers to it, or it would stay, once it is over, until Python
+        looks for garbage.
+        """
+        return self._call
+
+    @app.setter
+    def app(self, app: Any) -> None:
+        self._app = app
+
+    async def _call(self, scope: Any, receive: Any, send: Any) -> None:
+        scope[CONNECTION_KEY] = self
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:  # at the server's end, which is no fault to be logged
+            self._end(draining())
+            self.cycle.disconnected = True
+        finally:
+            del scope[CONNECTION_KEY]
 
     # ------------------------------------------------------------------ the connection's life
 
@@ -172,6 +188,7 @@ class HttpProtocol(H11Protocol):
         self._stop_deadline()
         self._await(_Awaited.NOTHING)
         super().connection_lost(exc)
+        self._patient.forget_owner()
 
     def shutdown(self) -> None:
         """Close as soon as the answer is out; at once where only the client's end is missing."""

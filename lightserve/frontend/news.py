@@ -200,11 +200,15 @@ class LiveRequest:
         self._client.finish(self.request_id, num_tokens)
 
     def abort(self) -> None:
-        """End the request here and in the router; no effect once both have its end."""
+        """End the request here and in the router, and tell its reader no more.
+
+        So it is not part of a cycle with its reader: all of both goes at once.
+        """
         if self.is_over:
             self._client.abort(self.request_id)
         else:
             self.end(ClientGone())
+        self.reader = self.on_unread = None
 
     def end(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
         """The same with a failure to be told; no effect once it is over."""

@@ -209,8 +209,6 @@ async def _serve(
     router = RouterClient(be_interval_s=spec.config.be_stream_interval_ms / 1e3)
     service = load_service(spec.config, router, store_problem=spec.store_problem)
     selector.clock = TurnClock(service.observation.recorder, f"{spec.role}-{spec.index}")
-    gc.collect()
-    gc.freeze()  # what was loaded stays: full collections need not walk it in the middle of a step
     keys = KeyRing(spec.api_keys)
     table = connection_table(spec.config, service.observation.rejects)
     tls = None
@@ -220,6 +218,8 @@ async def _serve(
     service.observation.attach(control.send)
     with socket.socket(fileno=spec.listen_fd) as listener:
         server = HttpServer(create_app(service, keys, table), table, tls)
+        gc.collect()
+        gc.freeze()  # what is there stays: no collection need walk it in the middle of a step
         frontend = Frontend(spec, service, control, server, keys)
         try:
             await frontend.serve(server.serve(sockets=[listener]))

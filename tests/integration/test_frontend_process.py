@@ -463,6 +463,44 @@ def test_what_was_not_submitted_when_the_drain_is_over_is_told_so_and_logs_no_er
     assert told == ["1 requests did not end in time"]
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["ends", "leaves"])
+@pytest.mark.parametrize(("path", "body"), PATHS.values(), ids=PATHS.keys())
+def test_what_is_over_is_gone_at_once(
+    tmp_path: Path, path: str, body: dict[str, object], leaves: bool
+) -> None:
+    """Nothing waits for Python to look for garbage: that stops all streams meanwhile."""
+
+    async def scenario(running: Running) -> None:
+        hub = await running.router_up(None if leaves else says([300, 301, 302]))
+
+        async def ask(number: int) -> None:
+            client = await running.post(path, json.dumps(body), close=True)
+            if leaves:
+                await eventually(lambda: len(hub.of(Submit)) == number)
+                client.hang_up()
+                await eventually(lambda: len(hub.of(Abort)) == number)
+            else:
+                assert (await client.rest())[0] == 200
+
+        await ask(1)  # what is made once and stays
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for number in range(2, 5):
+                await ask(number)
+            await running.get("/livez")  # the connection before it is closed by then
+            gc.collect()
+            found = {f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not {name for name in found if name.startswith(("lightserve", "uvicorn"))}
+
+    _serve(tmp_path, scenario)
+
+
 def test_a_router_that_forgot_this_frontend_gets_a_new_hello(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

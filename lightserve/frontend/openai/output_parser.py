@@ -47,37 +47,36 @@ class OutputParser:
     """The parts of one completion."""
 
     def __init__(self, options: ParserOptions) -> None:
-        self.num_calls = 0
-        self._max_calls = options.max_calls
-        self._deltas: list[Delta] = []
-        self._has_short_ids = False
+        has_calls = options.tool_format not in (NONE, HARMONY)
+        form = CALL_FORMATS[options.tool_format] if has_calls else None
+        self._parts = parts = _Parts(
+            options.max_calls, has_short_ids=form is not None and form.short_ids
+        )
         self._calls: CallsText | None = None
-        if options.tool_format not in (NONE, HARMONY):
-            form = CALL_FORMATS[options.tool_format]
-            self._has_short_ids = form.short_ids
+        if form is not None:
             self._calls = CallsText(
                 form,
                 options.tool_names,
                 options.text_arguments,
-                content=self._content,
-                call=self._call,
+                content=parts.content,
+                call=parts.call,
             )
-        after = self._content if self._calls is None else self._calls.push
+        after = parts.content if self._calls is None else self._calls.push
         self._text: ThinkText | HarmonyText | None = None
         self._push = after
         if options.reasoning == HARMONY and not options.is_constrained:
             self._text = HarmonyText(
                 options.tool_names if options.tool_format == HARMONY else (),
-                reasoning=self._reasoning,
-                content=self._content,
-                call=lambda name, arguments: self._call(Call(name, arguments)),
+                reasoning=parts.reasoning,
+                content=parts.content,
+                call=lambda name, arguments: parts.call(Call(name, arguments)),
                 is_inside=options.continues,
             )
             self._push = self._text.push
         elif options.reasoning != NONE:
             self._text = ThinkText(
                 REASONING_FORMATS[options.reasoning],
-                self._reasoning,
+                parts.reasoning,
                 after,
                 is_inside=options.starts_in_reasoning,
                 continues=options.continues,
@@ -85,26 +84,48 @@ class OutputParser:
             )
             self._push = self._text.push
 
+    @property
+    def num_calls(self) -> int:
+        """Calls so far that are part of the answer."""
+        return self._parts.num_calls
+
     def push(self, text: str) -> list[Delta]:
         """Take in text; return what is certain now."""
         self._push(text)
-        return self._take()
+        return self._parts.take()
 
     def finish(self) -> list[Delta]:
         """Return what was held back."""
         for part in (self._text, self._calls):
             if part is not None:
                 part.finish()
-        return self._take()
+        return self._parts.take()
 
-    def _take(self) -> list[Delta]:
+
+class _Parts:
+    """Parts of a text that are certain, until they are taken.
+
+    Whatever tells the text apart calls its methods. Were they the parser's, each parser would be
+    part of a cycle, and stay until Python looks for garbage.
+    """
+
+    def __init__(self, max_calls: int | None, *, has_short_ids: bool) -> None:
+        self.num_calls = 0
+        self._max_calls = max_calls
+        self._has_short_ids = has_short_ids
+        self._deltas: list[Delta] = []
+
+    def take(self) -> list[Delta]:
+        """Return those that have come since the last time."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _content(self, text: str) -> None:
+    def content(self, text: str) -> None:
+        """Add a piece of the content."""
         self._append("content", text)
 
-    def _reasoning(self, text: str) -> None:
+    def reasoning(self, text: str) -> None:
+        """Add a piece of the reasoning."""
         self._append("reasoning_content", text)
 
     def _append(self, key: str, text: str) -> None:
@@ -115,7 +136,8 @@ class OutputParser:
         else:
             self._deltas.append({key: text})
 
-    def _call(self, call: Call) -> None:
+    def call(self, call: Call) -> None:
+        """Add a call, unless there are enough."""
         if self.num_calls == self._max_calls:
             return
         number = uuid.uuid4().hex
