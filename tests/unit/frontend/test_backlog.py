@@ -128,7 +128,9 @@ def test_keys_take_turns_in_threads() -> None:
         sent += [send("b", number) for number in range(2)]
         sent += [send("c", 0)]
         await asyncio.sleep(0)
-        sent.pop(1).cancel()
+        given_up = sent.pop(1)
+        given_up.cancel()
+        await asyncio.wait({given_up})
         go_on.set()
         await asyncio.gather(running, *sent)
         assert order == ["a0", "b0", "c0", "b1", "a2", "a3"], "a1 was given up in its turn"
