@@ -75,7 +75,8 @@ def test_cross_encoders_score_as_transformers_does(encoder: LiveServer, encoder_
     order = sorted(range(6), key=lambda index: -expected[index])
     answer = ask(encoder, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
     assert [item["index"] for item in answer["results"]] == order
-    assert [item["relevance_score"] for item in answer["results"]] == [scores[i] for i in order]
+    ranked = [item["relevance_score"] for item in answer["results"]]
+    assert ranked == pytest.approx([scores[i] for i in order], abs=NEAR / 100)
     assert answer["service_tier"] == "flex"
     # The two texts are told apart: as one of them, or the other way round, they score otherwise.
     turned = ask(encoder, "/score", text_1=DOCUMENTS, text_2=[QUERY] * 6)
@@ -102,7 +103,8 @@ def test_documents_are_cut_where_it_is_asked(encoder: LiveServer) -> None:
     cut = ask(encoder, "/v1/rerank", query=QUERY, documents=["sea " * 500], max_tokens_per_doc=2)
     whole = ask(encoder, "/v1/rerank", query=QUERY, documents=["sea sea"])
     assert cut["usage"] == whole["usage"]
-    assert cut["results"] == whole["results"]
+    (ours,), (theirs,) = cut["results"], whole["results"]
+    assert ours["relevance_score"] == pytest.approx(theirs["relevance_score"], abs=NEAR / 100)
 
 
 PAIR = {"query": None, "documents": None, "text_1": "a", "text_2": "a"}
