@@ -297,7 +297,7 @@ class ModelRunner:
         states = hidden.index_select(0, own_rows)
         asked = {i: ids for i in indices if (ids := self._vector_rows[inputs.sampled_rows[i]])}
         vectors = row_vectors(indices, states)
-        vectors = with_logits(vectors, asked, states, self._model.logits)
+        vectors = with_logits(vectors, asked, states, self._model.logits, self._queue)
         if not drawn:
             return _Passed(None, prompt_hidden, vectors)
         logits = self._model.logits(hidden.index_select(0, drawn_rows))

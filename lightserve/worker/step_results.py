@@ -59,6 +59,7 @@ def with_logits(
     asked: Mapping[int, tuple[int, ...]],
     hidden: Tensor,
     logits: Callable[[Tensor], Tensor | None],
+    queue: DeviceQueue,
 ) -> Vectors:
     """Put the logits of tokens in the places of vectors.
 
@@ -67,14 +68,16 @@ def with_logits(
         asked: tokens by index, of some of these rows.
         hidden: [len(vectors.indices), hidden_size], of the rows of all vectors.
         logits: makes logits [n, vocab_size] of states; None on all ranks but rank 0.
+        queue: brings indices to the device; for lists torch would wait until it is idle.
     """
     places = [place for place, index in enumerate(vectors.indices) if index in asked]
     if not places:
         return vectors
-    if (found := logits(hidden[places])) is not None:
-        for number, place in enumerate(places):
-            token_ids = list(asked[vectors.indices[place]])
-            vectors.values[place, : len(token_ids)] = found[number, token_ids].float()
+    wanted: list[Sequence[int]] = [places, *(asked[vectors.indices[place]] for place in places)]
+    rows, *token_ids = queue.upload([np.array(part, dtype=np.int64) for part in wanted])
+    if (found := logits(hidden.index_select(0, rows))) is not None:
+        for own, place, ids in zip(found, places, token_ids, strict=True):
+            vectors.values[place, : len(ids)] = own.index_select(0, ids).float()
     return vectors._replace(asked=asked)
 
 

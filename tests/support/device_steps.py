@@ -238,11 +238,15 @@ def launch_all(runner: ModelRunner, plans: Sequence[StepPlan]) -> Pending:
     return pending
 
 
+VECTORS = [
+    {"output": RequestOutput.VECTOR, "sampling": SamplingParams(allowed_token_ids=ids)}
+    for ids in ((), (5, 7))  # and logits of tokens in its place
+]
+
+
 def recorded_plans() -> list[StepPlan]:
     """Return the plans of a schedule, some sequences under a constraint, some for a vector."""
-    changes = itertools.cycle(
-        [{"constraint": RegexConstraint(pattern="a")}, {}, {"output": RequestOutput.VECTOR}, {}]
-    )
+    changes = itertools.cycle([{"constraint": RegexConstraint(pattern="a")}, {}, *VECTORS, {}])
     plans = []
     for step in record_steps(make_cpu_runner(), SEED, preemption=Preemption.CHECKPOINT):
         sequences = [
