@@ -190,7 +190,7 @@ class Codec(Generic[SendT, RecvT]):
         self._decoder = msgspec.msgpack.Decoder(recv_type)
         recv_types: tuple[type[Message], ...] = get_args(recv_type) or (recv_type,)
         self.max_recv_bytes = max(kind.MAX_BYTES for kind in recv_types)
-        """Of any message that is accepted."""
+        """Largest message of any kind that is accepted."""
 
     def encode(self, message: SendT) -> bytes:
         """Return the frame of `message`.
@@ -337,7 +337,7 @@ class _Socket:
 
 
 class _Channel(Generic[SendT, RecvT]):
-    """What hub and links share."""
+    """The common part of hub and links."""
 
     def __init__(
         self, kind: int, codec: Codec[SendT, RecvT], max_queued: int, linger_s: float = LINGER_S
@@ -455,7 +455,7 @@ class ZmqHub(_Channel[SendT, RecvT]):
 
 
 class _DealerChannel(_Channel[SendT, RecvT]):
-    """What both kinds of link share."""
+    """The common part of both kinds of link."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What to say when a package is missing that comes with an extra: a command that works.
+"""Errors for packages of extras that are missing: each names a command that works.
 
 It names the packages themselves: lightserve is on no index, and installing it once more without
 `-e` would put a copy in the place of a checkout.

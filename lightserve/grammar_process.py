@@ -38,9 +38,9 @@ from lightserve.structured import (
 
 COMMAND = (sys.executable, "-P", "-m", "lightserve.grammar_process")
 MAX_WORK_BYTES = 256 * MiB
-"""Of memory, beside what the process has taken at its start, while a constraint is compiled."""
+"""Memory for compiling one constraint, beside the memory of the process at its start."""
 MAX_CPU_S = 1
-"""Of one constraint; the kernel counts whole seconds, so that it may be one more."""
+"""Processor time of one constraint; the kernel counts whole seconds: it may be one more."""
 OUT_OF_MEMORY = 3
 """Exit code where Python noticed it; where llguidance did, a signal ends the process."""
 _PR_SET_NAME = 15
@@ -51,10 +51,10 @@ _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "XDG_CAC
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was found of a constraint."""
+    """Result of checking a constraint."""
 
     complaint: str = ""
-    """What is wrong with it; empty: nothing."""
+    """The fault; empty: there is none."""
     translated: Constraint | None = None
     """A grammar of another notation in Lark's."""
 

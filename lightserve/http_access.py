@@ -1,4 +1,4 @@
-"""Who asks an HTTP server: API keys, and what headers say.
+"""Access to an HTTP server: API keys, headers that name the caller, TLS.
 
 API keys: a text file of names and keys; in memory, names and digests only.
 
@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import ssl
 from collections.abc import Sequence, Set
 from pathlib import Path
 
@@ -32,7 +33,7 @@ _QUOTA = re.compile(r"(rpm|tpm|batch_lines)=(-?[0-9]{1,12})")
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """What a key may ask for; 0: it has no bound of its own."""
+    """Limits of a key; 0: no limit of its own."""
 
     rpm: int = 0
     """Requests per minute."""
@@ -50,7 +51,7 @@ class ApiKey(msgspec.Struct, frozen=True):
     """One key. Several may have the same name while one replaces the other."""
 
     name: str
-    """What logs call it."""
+    """Name in logs."""
     digest: bytes
     """SHA-256 of the key's bytes."""
     is_admin: bool = False
@@ -180,3 +181,35 @@ def names_machine(host: bytes, names: Set[str]) -> bool:
     if not colon or not port.isdecimal():
         name = given
     return name in names or is_loopback(name)
+
+
+# ----------------------------------------------------------------------
+# The server's side of TLS, from PEM files.
+
+
+def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
+    """Return a context that serves this certificate over TLS 1.2 or newer; `keyfile` may be "".
+
+    Raises:
+        ConfigError: the files cannot be read or do not belong together, or the key has a password,
+            for which a server cannot ask.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for flag, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{flag} {path}: no such file")
+    try:
+        context.load_cert_chain(certfile, keyfile or None, password=_no_password)
+    except ssl.SSLError as error:
+        reason = (error.reason or "not PEM").replace("_", " ").lower()
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: cannot be used: {reason}") from error
+    except OSError as error:
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: {error.strerror or error}") from error
+    except ValueError as error:  # of _no_password
+        raise ConfigError(f"--ssl-keyfile: {error}") from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("has a password, which cannot be given")

@@ -26,11 +26,11 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the HTTP request that the current task works for; empty outside of any."""
 
 MAX_QUEUED_BYTES = 1024 * 1024
-"""Of lines that wait to be written."""
+"""Bytes of lines that wait to be written."""
 _MAX_WRITE_BYTES = 4096
 """Written at once, a longer line excepted: a pipe keeps so much together among its writers."""
 FLUSH_S = 2.0
-"""What the end of a process may wait for its last lines; with a reader it takes milliseconds."""
+"""Longest wait for the last lines of a process that ends; with a reader it takes milliseconds."""
 
 
 class LineWriter:
@@ -45,7 +45,7 @@ class LineWriter:
         self._news = threading.Condition()
         self._lines: deque[bytes] = deque()
         self._num_bytes = 0
-        """Of the lines that wait or are being written."""
+        """Bytes of the lines that wait or are being written."""
         self._ends_inside_line = False
         threading.Thread(target=self._run, name="lines", daemon=True).start()
 

@@ -25,25 +25,25 @@ class Body(Enum):
 
 
 class ArgumentTags(NamedTuple):
-    """What is around the arguments of `Body.TAGS`."""
+    """Tags around the arguments of `Body.TAGS`."""
 
     key: str
     key_end: str
     value: str
     value_end: str
     end: str
-    """Of the call."""
+    """End of the call."""
 
 
 class Written(NamedTuple):
-    """What is around names and arguments where a grammar writes calls."""
+    """Text around names and arguments where a grammar writes calls."""
 
     before: str
     between: str
     """Name and arguments."""
     after: str
     separator: str
-    """Of two calls."""
+    """Separator of two calls."""
     start: str = ""
     end: str = ""
 
@@ -59,7 +59,7 @@ class CallFormat(NamedTuple):
     at_start: bool = False
     """An answer may begin with a call that nothing opens."""
     before: tuple[str, ...] = ()
-    """What may stand before a call, and says nothing."""
+    """Text without meaning that may stand before a call."""
     name_ends: tuple[str, ...] = ()
     """Marks behind the name, one of which has to follow it."""
     name_start: str = ""
@@ -68,7 +68,7 @@ class CallFormat(NamedTuple):
     """Behind the name an id may stand, with this in front, up to one of `name_ends`."""
     tags: ArgumentTags | None = None
     behind: tuple[str, ...] = ()
-    """What may stand behind a call, and says nothing."""
+    """Text without meaning that may stand behind a call."""
     goes_on: bool = False
     """Further calls may follow one at once, without an opening of their own."""
     marks: tuple[str, ...] = ()
@@ -228,11 +228,11 @@ class ReasoningFormat(NamedTuple):
     forced to begin."""
 
     signs: tuple[tuple[str, ...], ...]
-    """As those of calls."""
+    """Signs of the format in a chat template, like those of calls."""
     openings: tuple[str, ...] = ()
     endings: tuple[str, ...] = ()
     answer: tuple[str, str] | None = None
-    """What may stand around the answer."""
+    """Tags that may stand around the answer."""
 
 
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
@@ -259,7 +259,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 class ModelFormats(NamedTuple):
-    """What is looked for in a model's text."""
+    """Formats that are looked for in a model's text."""
 
     tools: str = NONE
     """A key of `CALL_FORMATS`, or none."""

@@ -17,7 +17,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from lightserve.errors import ConfigError
 
 _KEY_CHARS = 40
-"""Of 32 bytes, as ZeroMQ writes them."""
+"""Length of 32 bytes, as ZeroMQ writes them."""
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

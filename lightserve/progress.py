@@ -70,7 +70,7 @@ def progress(
 
 
 class _Lines:
-    """The same for a log."""
+    """Progress as lines of a log."""
 
     def __init__(self, label: str, total: int, amount: Callable[[int], str]) -> None:
         self._label, self._total, self._amount = label, total, amount

@@ -123,7 +123,7 @@ _MAX_FIRST_OPTIONAL = 240
 _MAX_OPTIONAL = 900
 """Optional properties of an object."""
 _MAX_MULTIPLE = 10_000
-"""Of `multipleOf`, in units of its last decimal place: each remainder is a state of the lexer, of
+"""Largest `multipleOf`, in units of its last decimal place: each remainder is a lexer state, of
 which there may be 20,000."""
 
 
@@ -204,7 +204,7 @@ def _source(constraint: Constraint) -> str:
 FORMATS = frozenset(
     "date time date-time duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
 )
-"""Of strings in JSON schemas, as llguidance enforces them. It refuses most others, which are
+"""Formats of strings in JSON schemas that llguidance enforces. It refuses most others, which are
 annotations, as JSON Schema has it (2020-12, Validation, section 7.2.1)."""
 
 
@@ -398,7 +398,7 @@ def _check_object(schema: dict[str, Any]) -> None:
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_EXACT = 2**53 - 1
-"""Of an integer: llguidance has numbers of schemas as float64, and would write a rounded one."""
+"""Largest integer: llguidance has numbers of schemas as float64, and would write a rounded one."""
 
 
 def _check_numbers(schema: dict[str, Any]) -> None:
@@ -472,7 +472,7 @@ _DECIDING = (
     "unevaluatedProperties",
     "dependentSchemas",
 )
-"""What says which other properties there may be."""
+"""Keywords that say which other properties there may be."""
 
 
 def closed(schema: Any) -> Any:
@@ -564,11 +564,11 @@ MAX_SCHEMA_BYTES = 32 * 1024
 MAX_REGEX_BYTES = 8 * 1024
 MAX_GRAMMAR_BYTES = 32 * 1024
 MAX_GBNF_CHARS = 8 * 1024
-"""Of a grammar that has to be translated: a tenth of a second."""
+"""Longest grammar that is translated: a tenth of a second."""
 
 MiB = 1024 * 1024
 MAX_COMPILED_BYTES = 32 * MiB
-"""Of memory that a compiled constraint takes at the start of an output."""
+"""Memory that a compiled constraint may take at the start of an output."""
 
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """At the end of a client's grammar, as the last such line decides: where a grammar leaves one text,
@@ -577,7 +577,7 @@ llguidance would spell all of it ahead, and a few repetitions in each other make
 _GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 WHITESPACE = r" |\r?\n[ \t]{0,16}"
-"""What JSON may have between its tokens: a space, or a new line and its indentation. Without a
+"""Blanks between JSON's tokens: a space, or a new line and its indentation. Without a
 bound a model that is lost writes blanks until its tokens are used up."""
 
 _NICENESS = 10

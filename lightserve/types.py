@@ -5,8 +5,9 @@ Everything here is immutable, free of torch, and encodable by msgspec.
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
-from typing import NamedTuple, NewType
+from dataclasses import dataclass
+from enum import Flag, IntEnum, StrEnum, auto
+from typing import Annotated, NamedTuple, NewType, get_type_hints
 
 import msgspec
 
@@ -47,7 +48,7 @@ RT, BE = RequestClass.RT, RequestClass.BE
 
 
 class SLO(msgspec.Struct, frozen=True, array_like=True):
-    """What a request should be served in; None: it has no such target.
+    """Targets of a request; None: it has no such target.
 
     Either any of the first three, or `completion_s`.
     """
@@ -65,7 +66,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True):
 NO_SLO = SLO()
 
 MAX_PRIORITY = 1000
-"""Of requests; the least is as far below 0."""
+"""Largest priority of a request; the least is as far below 0."""
 
 MTPOT_FACTOR = 4.0
 """Target of the largest gap, in targets of the mean, where it is not given."""
@@ -81,7 +82,7 @@ def largest_gap(mean: float | None, largest: float | None) -> float | None:
 
 
 class SlotKind(IntEnum):
-    """What a slot of the KV pool is for; running and paused requests alike are its users."""
+    """Use of a slot of the KV pool; running and paused requests alike are its users."""
 
     FREE = 0
     RT = 1
@@ -104,7 +105,7 @@ class FinishReason(StrEnum):
 
 
 class RequestOutput(IntEnum):
-    """What a request is computed for."""
+    """Purpose of a request."""
 
     TOKENS = 0
     VECTOR = 1
@@ -115,46 +116,130 @@ class RequestOutput(IntEnum):
     without KV of other prompts. Or its score, of a model with a head for that."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token is drawn, and what is to be told about it.
+class GivenBy(Flag):
+    """Where a sampling parameter may be given, under its own name everywhere."""
 
-    In this order: `logit_bias`, penalties, tokens that are not allowed or end bad words,
-    temperature, typical-p, min-p, top-k, top-p. `temperature` 0 is greedy and ignores what follows
-    it. The draw is a function of (seed, choice, position) alone.
+    NOWHERE = 0
+    OPENAI = auto()
+    """Completions and chat completions."""
+    RESPONSES = auto()
+    ANTHROPIC = auto()
+    TGI = auto()
+    MODEL = auto()
+    """The model's generation_config.json, which sets the default of requests."""
+
+
+class Changes(Flag):
+    """Effect of a sampling parameter that is not at its default."""
+
+    NOTHING = 0
+    LOGITS = auto()
+    """The logits, whether the draw is random or greedy."""
+    DRAW = auto()
+    """Which tokens a random draw takes, and how often."""
+
+
+@dataclass(frozen=True)
+class SamplingField:
+    """Everything that frontends, router and workers know about one sampling parameter.
+
+    Request bodies, checks, defaults, the workers' table and warm-up follow from it. A new parameter
+    is declared in `SamplingParams` alone; beside that it needs the code that computes it.
     """
 
-    temperature: float = 1.0
-    """>= 0; logits are divided by it."""
-    top_p: float = 1.0
-    """(0, 1]; 1 keeps every token."""
-    top_k: int = 0
-    """0 keeps every token, otherwise the k most probable ones."""
-    seed: int = 0
+    given_by: GivenBy = GivenBy.NOWHERE
+    low: float | None = None
+    """Least value; None: the parameter is no number."""
+    high: float | None = None
+    """Largest value; None: it depends on the model or on other fields."""
+    changes: Changes = Changes.NOTHING
+    column: str = ""
+    """Type of its column in the workers' table, as numpy names it; empty: it has none."""
+    excludes_low: bool = False
+    is_wide: bool = False
+    """Whether it takes a vocabulary's memory in each row that has it."""
+    example: float | None = None
+    """A value with an effect, for warm-up."""
+
+
+_OPENAI, _TGI, _MODEL = GivenBy.OPENAI, GivenBy.TGI, GivenBy.MODEL
+_CHATS = _OPENAI | GivenBy.ANTHROPIC | _TGI | _MODEL
+_ALL = _CHATS | GivenBy.RESPONSES
+_DRAW, _LOGITS = Changes.DRAW, Changes.LOGITS
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How the next token is drawn, and which log-probabilities are returned with it.
+
+    Order of application: `logit_bias`, penalties, tokens that are not allowed or end bad words,
+    temperature, typical-p, min-p, top-k, top-p. `temperature` 0 is greedy and ignores the steps
+    after it. The draw is a function of (seed, choice, position) alone.
+    """
+
+    temperature: Annotated[float, SamplingField(_ALL, 0.0, 2.0, _DRAW)] = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_p: Annotated[
+        float, SamplingField(_ALL, 0.0, 1.0, _DRAW, "float64", excludes_low=True, example=0.95)
+    ] = 1.0
+    """1 keeps every token."""
+    top_k: Annotated[int, SamplingField(_CHATS, -1, None, _DRAW, "int32")] = 0
+    """0 keeps every token, otherwise the k most probable ones; requests may say -1 for 0."""
+    seed: Annotated[int, SamplingField(_OPENAI | _TGI, -(2**63), 2**63 - 1)] = 0
     """Signed 64-bit."""
-    choice: int = 0
+    choice: Annotated[int, SamplingField(low=0, high=2**31 - 1)] = 0
     """Index of this completion among the `n` of one request."""
-    min_p: float = 0.0
-    """[0, 1]: tokens less probable than this share of the most probable one are dropped."""
-    frequency_penalty: float = 0.0
+    min_p: Annotated[
+        float,
+        SamplingField(_OPENAI | _MODEL, 0.0, 1.0, _DRAW, "float32", is_wide=True, example=0.01),
+    ] = 0.0
+    """Tokens less probable than this share of the most probable one are dropped."""
+    frequency_penalty: Annotated[
+        float,
+        SamplingField(_OPENAI | _TGI, -2.0, 2.0, _LOGITS, "float32", is_wide=True, example=0.5),
+    ] = 0.0
     """Taken off a token's logit once for each time it is in the output so far."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[
+        float, SamplingField(_OPENAI, -2.0, 2.0, _LOGITS, "float32", is_wide=True, example=0.5)
+    ] = 0.0
     """Taken off the logit of each token that is in the output so far."""
-    repetition_penalty: float = 1.0
-    """> 0; logits of tokens in prompt or output are divided (positive) or multiplied by it."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), each id once."""
-    allowed_token_ids: tuple[int, ...] = ()
+    repetition_penalty: Annotated[
+        float,
+        SamplingField(
+            _OPENAI | _TGI | _MODEL, 0.01, 10.0, _LOGITS, "float32", is_wide=True, example=1.1
+        ),
+    ] = 1.0
+    """Logits of tokens in prompt or output are divided (positive) or multiplied by it; far below
+    its least value they would be infinite."""
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...], SamplingField(_OPENAI, changes=_LOGITS)
+    ] = ()
+    """(token id, number that is added to its logit), each id once."""
+    allowed_token_ids: Annotated[tuple[int, ...], SamplingField(_OPENAI, changes=_LOGITS)] = ()
     """Only these may be drawn; empty: all may."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, SamplingField(_OPENAI, 0, None, _LOGITS, "int32", example=8)] = 0
     """Before this many output tokens none of the sequence's `eos_token_ids` is drawn."""
-    num_logprobs: int | None = None
-    """Log-probabilities wanted with each token: its own and these many most probable ones; None:
-    none. They are the model's, before anything above changed them."""
-    num_prompt_logprobs: int | None = None
-    """The same for each prompt token but the first, given those before it."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: Annotated[int | None, SamplingField(low=0, high=MAX_LOGPROBS)] = None
+    """Log-probabilities wanted with each token: its own and this many most probable ones; None:
+    none. They are the model's, before any parameter above changes them."""
+    num_prompt_logprobs: Annotated[int | None, SamplingField(low=0, high=MAX_LOGPROBS)] = None
+    """Log-probabilities wanted with each prompt token but the first, given the ones before it."""
+    bad_words: Annotated[tuple[tuple[int, ...], ...], SamplingField(_OPENAI, changes=_LOGITS)] = ()
     """Sequences of tokens, none empty: the last of one is not drawn where the output ends with the
     others."""
-    typical_p: float = 1.0
-    """(0, 1]: of the tokens whose surprise is nearest to the expected one, as many as have this
-    share together; 1 keeps every token. Locally typical sampling (Meister et al., 2023)."""
+    typical_p: Annotated[
+        float,
+        SamplingField(
+            _TGI | _MODEL, 0.0, 1.0, _LOGITS | _DRAW, "float32", excludes_low=True, example=0.95
+        ),
+    ] = 1.0
+    """Tokens whose surprise is nearest to the expected one are kept, as many as have this share
+    together; 1 keeps every token. Locally typical sampling (Meister et al., 2023)."""
+
+
+PLAIN_SAMPLING = SamplingParams()
+SAMPLING_FIELDS: dict[str, SamplingField] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+}
+"""The declaration of each field of `SamplingParams`, in its order."""

@@ -31,6 +31,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_MEMBERS = 25
 CEILINGS = Path(__file__).with_name("ceilings.toml")
 PERSONS = re.compile(r"\b((no|some|every|any)bod[y]|who(ever|m))\b", re.IGNORECASE)
+OLD_OPENINGS = re.compile(r"(What|Of|Those|As|The same)\b")
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -203,6 +204,16 @@ def constants(text: str) -> list[str]:
     return names
 
 
+def old_openings(text: str) -> int:
+    """Return how many docstrings of a module begin with a word that needs the name above it."""
+    found = 0
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as docstring)):
+                found += bool(OLD_OPENINGS.match(docstring))
+    return found
+
+
 def _is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
@@ -334,7 +345,18 @@ def measure(root: Path) -> dict[str, int]:
         "bench: files": len(bench.texts),
         "bench: lines": bench.num_lines,
         "tests: files": len(Sources.of(root, "tests").texts),
+    } | {
+        f"docstrings with old openings: {name}": count
+        for name, count in _openings_by_room(product).items()
     }
+
+
+def _openings_by_room(product: Sources) -> dict[str, int]:
+    """Return how many docstrings begin the old way in each package, or module beside them."""
+    counts: dict[str, int] = defaultdict(int)
+    for name, text in product.texts.items():
+        counts[".".join(name.split(".")[:2])] += old_openings(text)
+    return {room: count for room, count in counts.items() if count}
 
 
 def measure_ways(root: Path) -> dict[str, int]:

@@ -14,12 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from lightserve.batches import sqlite
-from lightserve.batches.contents import Contents
+from lightserve.batches.contents import Contents, Store
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
-from lightserve.batches.forecast import Forecasts
-from lightserve.batches.jobs import Jobs
-from lightserve.batches.responses import Responses
 from lightserve.config import ServeConfig
 from lightserve.config.fields import is_postgres
 from lightserve.errors import StartupError, StoreError, StoreUnusable
@@ -155,16 +152,9 @@ def _open(location: str, min_free_bytes: int) -> Database:
     return sqlite.SqliteDatabase(Path(location), min_free_bytes=min_free_bytes)
 
 
-class Store:
-    """The parts of a store, over one open database."""
-
-    def __init__(self, location: str, *, min_free_bytes: int = 0) -> None:
-        """`location`: as --batch-store says."""
-        self.database = _open(location, min_free_bytes)
-        self.files = Files(self.database)
-        self.jobs = Jobs(self.database)
-        self.forecasts = Forecasts(self.database)
-        self.responses = Responses(self.database)
+def store_at(location: str, *, min_free_bytes: int = 0) -> Store:
+    """Open a store that was prepared; `location` as --batch-store says."""
+    return Store(_open(location, min_free_bytes))
 
 
 class StoreThread:
@@ -230,7 +220,7 @@ class StoreThread:
             if time.monotonic() < self._rest_until_s:
                 raise StoreError("it could not be opened a moment ago")
             try:
-                self._store = Store(self._location, min_free_bytes=self._min_free_bytes)
+                self._store = store_at(self._location, min_free_bytes=self._min_free_bytes)
             except StoreError as error:
                 log.error("the batch store: %s", error)
                 self._rest_until_s = time.monotonic() + REST_S

@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from lightserve.batches.files import START, Cursor, Doomed, no_file
+from lightserve.batches.database import Database
+from lightserve.batches.files import START, Cursor, Doomed, Files, no_file
+from lightserve.batches.forecast import Forecasts
+from lightserve.batches.jobs import Jobs
 from lightserve.batches.records import CHUNK_BYTES, OBJECT_BYTES, FileRecord, LeasedLine
+from lightserve.batches.responses import Responses
 from lightserve.errors import InvalidRequest, StoreError
 
 if TYPE_CHECKING:
-    from lightserve.batches.access import Store
     from lightserve.batches.objects import Objects
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,17 @@ MAX_SPAN_BYTES = 8 * OBJECT_BYTES
 
 Lines = dict[tuple[int, int], bytes]
 """Texts of lines, by batch and number."""
+
+
+class Store:
+    """The parts of a store, over one open database."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.files = Files(database)
+        self.jobs = Jobs(database)
+        self.forecasts = Forecasts(database)
+        self.responses = Responses(database)
 
 
 class _Run(Protocol):

@@ -79,7 +79,7 @@ class Left(NamedTuple):
     done_bytes: int
     prompt_tokens: int
     output_tokens: int
-    """Of the lines with results."""
+    """Output tokens of the lines with results."""
     limit_tokens: int | None
     """The most tokens of all outputs; None: some line sets no limit."""
 

@@ -23,8 +23,8 @@ from typing import Protocol
 
 import msgspec
 
-from lightserve.batches.access import Store, StoreThread
-from lightserve.batches.contents import Lines
+from lightserve.batches.access import StoreThread
+from lightserve.batches.contents import Lines, Store
 from lightserve.batches.forecast import Costs, Tokens
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import (
@@ -35,6 +35,8 @@ from lightserve.batches.records import (
     Outcome,
 )
 from lightserve.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 OWNER = "server"
 """The owner of leases in a store of one server: the leases of an earlier server are free. Servers
@@ -72,8 +74,6 @@ INPUT_LOST = (
     b'"param":null,"code":"input_lost"}}'
 )
 """The answer to a line that is not where its file should be."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

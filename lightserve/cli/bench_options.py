@@ -222,7 +222,7 @@ _WHEN = [
 ]
 
 TRAFFIC_OPTIONS = _WHAT + _WHEN
-"""What describes one traffic; --be takes the same names."""
+"""Options that describe one traffic; --be takes the same names."""
 
 CLASS_OPTIONS = [
     _option(
@@ -296,7 +296,7 @@ RUN_OPTIONS = [
     ),
     _option(
         "--drain-s",
-        "Time for requests in flight once arrivals have ended; what is left is unfinished.",
+        "Time for requests in flight once arrivals have ended; the rest is unfinished.",
         type=_AT_LEAST_0,
         default=120.0,
     ),

@@ -105,12 +105,12 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 class Check(NamedTuple):
-    """What was looked at."""
+    """A check and its result."""
 
     name: str
     fact: str
     advice: str = ""
-    """What to do about it; empty: nothing."""
+    """Advice; empty: nothing is to be done."""
     is_fatal: bool = False
     """Whether a server without options does not start as it is."""
 

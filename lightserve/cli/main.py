@@ -1,4 +1,4 @@
-"""The `lightserve` command. Each subcommand has a module of its own, imported when it is used."""
+"""The `lightserve` command. The module of a subcommand is imported when the command is used."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ SUBCOMMANDS: Mapping[str, str] = {
     "serve": "Serve a model over HTTP.",
     "chat": "Chat with a running server in the terminal.",
     "batch": "Have a server answer a file of requests as best-effort work.",
-    "bench": "Load a server and report what its users would have seen.",
+    "bench": "Load a server and report latencies and goodput.",
     "convert": "Make safetensors of a model that has pytorch_model*.bin alone.",
     "models": "List the models that are here, and whether they can be served.",
     "doctor": "Check this machine, and say what to change; facts for bug reports.",
     "node-key": "Make the key of a server that runs on several machines.",
     "profile": "Measure step times on this machine for the router to plan with.",
     "replay": "Repeat every decision of a decision log.",
-    "why": "Say what a late request waited for, from a decision log.",
+    "why": "Explain why a request was late, from a decision log.",
     "whatif": "Run a decision log's traffic again with other settings.",
     "plan": "Say how many replicas a trace needs, and how large a KV pool.",
     "simulate": "Run requests through the router core on virtual hardware.",
 }
-"""Name to one-line help; the module is `lightserve.cli.<name>`, its click command `command`."""
+"""Name to one-line help."""
+_PLACES = {
+    "convert": "made_files:convert",
+    "node-key": "made_files:node_key",
+    "replay": "decision_logs:replay",
+    "why": "decision_logs:why",
+    "whatif": "decision_logs:whatif",
+}
+"""Module and click command of a subcommand; of all others `lightserve.cli.NAME:command`."""
 
 
 class _LazyGroup(click.Group):
@@ -41,7 +49,9 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in SUBCOMMANDS:
             return None
-        command = importlib.import_module(f"lightserve.cli.{cmd_name.replace('-', '_')}").command
+        place = _PLACES.get(cmd_name, f"{cmd_name.replace('-', '_')}:command")
+        module, _, name = place.partition(":")
+        command = getattr(importlib.import_module(f"lightserve.cli.{module}"), name)
         assert isinstance(command, click.Command)
         return command
 
@@ -88,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if package in ("", "lightserve"):
             raise
         _fail(
-            f"{package} is missing: this command needs what the server needs. In a checkout,"
+            f"{package} is missing: this command needs the packages of the server. In a checkout,"
             " make serve installs that into .venv; pip install -e . does so here, with torch",
             1,
         )

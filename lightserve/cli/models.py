@@ -22,7 +22,7 @@ class Cached(NamedTuple):
     """A model on this machine."""
 
     name: str
-    """What `lightserve serve --model` takes; the bundled one is its default."""
+    """Value for `lightserve serve --model`; the bundled model is its default."""
     architecture: str
     """Empty: it is not known."""
     num_bytes: int

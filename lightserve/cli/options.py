@@ -57,8 +57,8 @@ def preset_option(function: FunctionT) -> FunctionT:
     return click.option(
         "--preset",
         type=click.Choice(tuple(PRESETS)),
-        help="Policy, admission, cache, preemption and what targets mean, all as in the paper of"
-        " this name; what is given otherwise stands over it.",
+        help="Policy, admission, cache, preemption and meaning of targets, all as in the paper of"
+        " this name; options that are given override it.",
     )(function)
 
 

@@ -55,7 +55,7 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
     type=click.IntRange(0, 1_048_576),
     default=0,
     show_default=True,
-    help="Most new tokens in one step, as of serve; 0: what a server takes on that hardware.",
+    help="Most new tokens in one step, as of serve; 0: the default of a server on that hardware.",
 )
 @click.option(
     "--be-lengths",
@@ -71,11 +71,11 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Picture of what was tried, .png, .svg or .pdf.",
+    help="Picture of all tries, .png, .svg or .pdf.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(trace: Path, *, plot: Path | None, as_json: bool, **asked: Any) -> int:
-    """Say how many replicas a trace needs, how large a pool, and what best-effort work fits.
+    """Say how many replicas a trace needs, how large a pool, and how much best-effort work fits.
 
     The busiest minutes of the trace are simulated with more and more replicas, until the targets
     are met, then with smaller and smaller pools.

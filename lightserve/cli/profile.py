@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import subprocess
@@ -19,6 +18,7 @@ import msgspec
 
 from lightserve.cli.options import FiniteRange, config_options
 from lightserve.config import ServeConfig
+from lightserve.config.fields import Scope, names_of
 from lightserve.cost.profile import (
     ProfileJob,
     ProfileNews,
@@ -33,27 +33,7 @@ from lightserve.cost.profile import (
 from lightserve.errors import StartupError
 from lightserve.supervisor.startup import resolve_model
 
-FIELDS = (
-    "model",
-    "device",
-    "tp",
-    "dtype",
-    "quantization",
-    "kv_dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_memory",
-    "host_kv_memory",
-    "attention_backend",
-    "kernel_tuning",
-    "cuda_graphs",
-    "cuda_graph_max_seqs",
-    "cuda_graph_max_tokens",
-    "batch_invariant",
-    "num_threads",
-)
-"""Options of the server that step times depend on."""
+FIELDS = names_of(ServeConfig, Scope.PROFILE)
 RANK_COMMAND = (sys.executable, "-P", "-m", "lightserve.worker.process")
 LAST_WORDS_S = 5.0
 """When another rank has failed, rank 0 may go on this long."""
@@ -82,7 +62,7 @@ _BAR_LENGTH = 1000
 @click.option(
     "--replace",
     is_flag=True,
-    help="Keep what was measured even where the cached profile's steps are faster.",
+    help="Keep the new measurements even where the cached profile's steps are faster.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
@@ -251,6 +231,3 @@ def table(profile: StepProfile) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-assert set(FIELDS) <= {spec.name for spec in dataclasses.fields(ServeConfig)}

@@ -14,9 +14,9 @@ from click.core import ParameterSource
 
 from lightserve.cli.options import FiniteRange, FunctionT, config_options, preset_option
 from lightserve.config import ServeConfig
-from lightserve.config.fields import check_limits, flag_name
+from lightserve.config.fields import Scope, check_limits, flag_name, names_of, unmet_need
 from lightserve.config.options import split_names
-from lightserve.config.scheduling import ADMISSION_OF_OPTION, PRESETS, preset_values
+from lightserve.config.scheduling import PRESETS, preset_values
 from lightserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Options of `lightserve simulate` about admission, as fields of the server's configuration.
 
-_ADMISSION = next(spec for spec in dataclasses.fields(ServeConfig) if spec.name == "admission")
-RULES = (*_ADMISSION.metadata["choices"], "oracle")
+_SPECS = {spec.name: spec for spec in dataclasses.fields(ServeConfig)}
+RULES = (*_SPECS["admission"].metadata["choices"], "oracle")
 _RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
 
 
@@ -49,42 +49,18 @@ def serve_fields(values: Mapping[str, Any]) -> dict[str, float]:
     if values["risk"] is not None:
         given |= {"rt_memory_risk": values["risk"], "be_memory_risk": values["risk"]}
     for name in given:
-        if ADMISSION_OF_OPTION[name] != values["admission"]:
+        if (need := unmet_need(_SPECS[name], values)) is not None:
             flag = "--risk" if name.endswith("_risk") else flag_name(name)
-            raise ConfigError(
-                f"{flag} needs --admission {ADMISSION_OF_OPTION[name]}, got {values['admission']!r}"
-            )
+            raise ConfigError(f"{flag} needs {need.complaint(values['admission'])}")
     return given
 
 
 # `lightserve simulate --rt … --be …`: real-time and best-effort requests on one engine.
 
-_SERVE_FIELDS = (
-    "preemption",
-    "block_owner",
-    "block_size",
-    "clean_ahead_tokens",
-    "cache_policy",
-    "rt_cache_min_tokens",
-    "victims",
-    "rt_kv_deviations",
-    "burst_headroom_s",
-    "max_be_seqs",
-    "be_order",
-    "slo_clock",
-    "late_min_share",
-    "be_min_share",
-    "long_prompt_tokens",
-    "pace_ms",
-    "be_stretch",
-    "without",
-    "window",
-)
-"""Options that are those of the server."""
+_SERVE_FIELDS = names_of(ServeConfig, Scope.SIMULATE)
 HYBRID_DEFAULTS = {"capacity_tokens": 60_000, "policy": "unified", "admission": "risk"}
 
 
-_POLICY = next(spec for spec in dataclasses.fields(ServeConfig) if spec.name == "policy")
 _TOKEN_TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 _SLO_MS = FiniteRange(0.0)
 _OPTIONS = (
@@ -119,7 +95,7 @@ _OPTIONS = (
     ),
     click.option(
         "--hardware",
-        help="Profile of a worker, as lightserve profile writes it: step times are those, and the"
+        help="Profile of a worker, as lightserve profile writes it: its step times hold, and the"
         " router knows it; or h200-llama-8b, or MODEL@GPUxN: docs/simulate.md.  [default: an A100"
         " with Llama-2-7B]",
     ),
@@ -127,8 +103,8 @@ _OPTIONS = (
         "--step-noise",
         "noise",
         type=FiniteRange(0.0, 1.0),
-        help="Standard deviation of the logarithm of a step's time.  [default: what the profile of"
-        " --hardware was off by; 0.05 without one]",
+        help="Standard deviation of the logarithm of a step's time.  [default: the error of the"
+        " profile of --hardware; 0.05 without one]",
     ),
     click.option(
         "--router-time-factor",
@@ -141,7 +117,7 @@ _OPTIONS = (
     click.option(
         "--router-times",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="CSV of what a router takes, columns rows and ms; in place of that formula.",
+        help="CSV of a router's times, columns rows and ms; in place of that formula.",
     ),
     click.option(
         "--host-kv-tokens",
@@ -168,7 +144,7 @@ _OPTIONS = (
     click.option(
         "--completion-slo-s",
         type=FiniteRange(0.0, min_open=True),
-        help="Target of real-time requests in place of those of tokens: time to the last one.",
+        help="Target of real-time requests in place of targets of tokens: time to the last one.",
     ),
     click.option(
         "--ttft-slo-ms",
@@ -263,7 +239,7 @@ def run_comparison(
     """
     policies = split_names(given["compare"])
     for policy in policies:  # before the first of them runs
-        check_limits(_POLICY, policy)
+        check_limits(_SPECS["policy"], policy)
     if len(policies) < 2:
         raise ConfigError(f"--compare needs two policies or more, got {given['compare']!r}")
     reports: dict[str, dict[str, dict[str, Any]]] = {}
@@ -302,7 +278,7 @@ QUEUE_OPTIONS = frozenset(
     }
 )
 _POLICIES = ("fcfs", "chunked")
-"""Those whose decode steps may be advanced many at once."""
+"""Policies whose decode steps may be advanced many at once."""
 QUEUE_DEFAULTS = {"capacity_tokens": 120_000, "policy": "fcfs", "admission": "past-future"}
 _SECTIONS = {
     "kv": (
@@ -336,7 +312,7 @@ def queue_options(function: FunctionT) -> FunctionT:
             default=0,
             type=click.IntRange(0),
             show_default=True,
-            help="Rows before those, of which only the lengths are learnt.",
+            help="Rows before these; only their lengths are learnt.",
         ),
         click.option(
             "--arrivals",

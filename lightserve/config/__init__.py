@@ -15,69 +15,62 @@ import msgspec
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.config.fields import (
+    GPU_KERNELS,
+    Need,
+    Scope,
     check_file_store,
     check_limits,
-    flag_name,
+    check_needs,
     has_password,
     is_plain_url,
     is_postgres,
+    names_of,
     option,
     parse_memory,
 )
-from lightserve.config.nodes import NodeOptions
 from lightserve.config.options import (
     ANY_NAME,
     FrontendOptions,
     GraphOptions,
     MemoryOptions,
+    NodeOptions,
     split_names,
 )
 from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 from lightserve.model_formats import CALL_FORMATS, REASONING_FORMATS
 
-DEFAULT_DECISION_LOG_SIZE = "4GiB"
 LIVES_FOR_SPANS = 1000
-"""What has ended is asked for at once."""
+"""So many are enough: spans ask for requests as soon as these have ended."""
 MIN_DECISION_LOG_BYTES = 1024 * 1024
-
-SECTIONS = {
-    "model": "Model and its names",
-    "host": "Addresses, keys and TLS",
-    "max_body_bytes": "Limits on what clients send and hold",
-    "metrics_host": "Metrics",
-    "ttft_slo_ms": "Targets",
-    "max_num_seqs": "Steps and policy",
-    "admission": "Admission and queues",
-    "cache_policy": "KV memory",
-    "cuda_graphs": "CUDA graphs",
-    "nnodes": "Several machines",
-    "tp": "Workers",
-    "chat_template": "Templates and parsers",
-    "start_timeout_s": "Starts, ends and restarts",
-    "batch_store": "Files and batches",
-    "run_dir": "Files and logs",
-}
-"""Titles of the parts of help and documentation; each begins with the field that it is keyed by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, FrontendOptions):
     """Everything `lightserve serve` can be told. Units are in the names."""
 
-    tp: int = option(1, "Tensor-parallel degree: one worker process per rank.", low=1, high=64)
+    tp: int = option(
+        1,
+        "Tensor-parallel degree: one worker process per rank.",
+        low=1,
+        high=64,
+        section="Workers",
+        scope=Scope.PROFILE,
+    )
     dtype: str = option(
         "auto",
         "Type of weights and KV; auto takes the model's own, but bfloat16 for float32 on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
+        scope=Scope.PROFILE,
     )
     quantization: str = option(
         "none",
-        "Weights rounded when they are loaded: int8 keeps 8 bits of each, which halves what a"
-        " decode reads, int4 about 5, and 8 in the output layer (the CPU's native kernels, and"
-        " Triton's on a GPU; activations and KV stay as they are). fp8 rounds activations, too, for"
-        " GPUs that multiply such numbers; elsewhere it saves nothing.",
+        "Weights rounded when they are loaded: int8 keeps 8 bits of each, so a decode reads"
+        " half as much; int4 keeps about 5, and 8 in the output layer (the CPU's native kernels,"
+        " and Triton's on a GPU; activations and KV stay as they are). fp8 rounds activations,"
+        " too, for GPUs that multiply such numbers; elsewhere it saves nothing.",
         choices=("none", "int8", "int4", "fp8"),
+        scope=Scope.PROFILE,
     )
     kv_dtype: str = option(
         "auto",
@@ -85,6 +78,7 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " factor for each head, so that nearly twice the tokens fit (the CPU's native kernels"
         " alone).",
         choices=("auto", "int8"),
+        scope=Scope.PROFILE,
     )
     pooling: str = option(
         "auto",
@@ -95,30 +89,37 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         choices=("auto", "cls", "mean", "last", "yes-no"),
     )
     max_model_len: int = option(
-        0, "Longest sequence, prompt and output, in tokens; 0 takes the model's own.", low=0
+        0,
+        "Longest sequence, prompt and output, in tokens; 0 takes the model's own.",
+        low=0,
+        scope=Scope.PROFILE,
     )
     device: str = option(
         "auto",
-        "Where the workers compute: auto takes a GPU per rank (cuda) where there is one, else"
-        " the CPU.",
+        "Device of the workers: auto takes a GPU per rank (cuda) where there is one, else the CPU.",
         choices=("auto", "cpu", "cuda"),
+        scope=Scope.PROFILE,
     )
     attention_backend: str = option(
         "auto",
         "Kernels of the workers: auto is triton on a GPU and native on the CPU, or torch where the"
         " native core was not built; torch is for the CPU alone; reference is plain and slow.",
         choices=("auto", "triton", "torch", "reference"),
+        scope=Scope.PROFILE,
     )
     kernel_tuning: str = option(
         "auto",
         "Block sizes of Triton kernels, and products of few rows by them or by cuBLAS: auto"
         " (measured at the start on a GPU, and cached), or off (the built-in ones, and cuBLAS).",
         choices=("auto", "off"),
+        scope=Scope.PROFILE,
+        needs=GPU_KERNELS,
     )
     batch_invariant: bool = option(
         False,
-        "Make each request's tokens independent, bit for bit, of what runs beside it"
+        "Make each request's tokens independent, bit for bit, of the requests beside it"
         " (float32 only; slower).",
+        scope=Scope.PROFILE,
     )
     num_threads: int = option(
         0,
@@ -126,34 +127,44 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         " model is large enough, and fewer while other processes keep cores busy.",
         low=0,
         zero_word="auto",
+        scope=Scope.NODE | Scope.PROFILE,
     )
     profile: str = option(
         "auto",
-        "Step times that the router starts from: auto (those cached for this model, type, device,"
-        " threads and TP, else measured before the first request comes and cached), off (learnt"
-        " while serving), or a file that lightserve profile wrote.",
+        "Step times that the router starts from: auto (cached for this model, type, device,"
+        " threads and TP, else measured before the first request and cached), off (learnt while"
+        " serving), or a file that lightserve profile wrote.",
     )
     chat_template: str = option(
-        "", "File with a Jinja chat template to use instead of the model's own."
+        "",
+        "File with a Jinja chat template to use instead of the model's own.",
+        section="Templates and parsers",
+        scope=Scope.NODE,
     )
     closed_schemas: bool = option(
         False,
         "Objects of JSON schemas that name properties and say nothing of additionalProperties have"
         " no others. Otherwise they may, as JSON Schema has it.",
+        scope=Scope.NODE,
     )
     tool_call_parser: str = option(
         "auto",
         "How the model writes tool calls. auto: as its chat template shows. See docs/api.md.",
         choices=("auto", "none", *CALL_FORMATS),
+        scope=Scope.NODE,
     )
     reasoning_parser: str = option(
         "auto",
         "How the model writes reasoning, which becomes reasoning_content. auto: as its chat"
         " template shows. See docs/api.md.",
         choices=("auto", "none", *REASONING_FORMATS),
+        scope=Scope.NODE,
     )
     start_timeout_s: float = option(
-        600.0, "A child that is not ready after this time is a failed start.", low=1.0
+        600.0,
+        "A child that is not ready after this time is a failed start.",
+        low=1.0,
+        section="Starts, ends and restarts",
     )
     step_timeout_s: float = option(
         60.0,
@@ -161,61 +172,99 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         low=0.5,
     )
     shutdown_timeout_s: float = option(
-        30.0, "After SIGTERM, requests in flight may go on this long.", low=0.0
+        30.0, "Longest time for requests in flight after SIGTERM.", low=0.0, scope=Scope.NODE
     )
     max_restarts: int = option(
-        5, "Restarts of children within --restart-window-s before the server gives up.", low=0
+        5,
+        "Restarts of children within --restart-window-s before the server gives up.",
+        low=0,
+        scope=Scope.NODE,
     )
-    restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0)
+    restart_window_s: float = option(60.0, "See --max-restarts.", low=1.0, scope=Scope.NODE)
     batch_store: str = option(
         "auto",
-        "Where files, batches and responses are kept (/v1/files, /v1/batches, /v1/responses): a"
-        " directory on a disk of this machine, made if it is not there, or postgresql://…, which"
-        " any number of servers may share. auto: lightserve/batches-PORT in XDG_STATE_HOME or"
-        " ~/.local/state, for files, batches and those responses whose requests ask for it. none:"
-        " none are kept.",
+        "Place of files, batches and responses (/v1/files, /v1/batches, /v1/responses): a"
+        " directory on a disk of this machine, made if it does not exist, or postgresql://…,"
+        " which any number of servers may share. auto: lightserve/batches-PORT in XDG_STATE_HOME"
+        " or ~/.local/state, for files, batches and responses that ask to be stored. none:"
+        " nothing is kept.",
+        section="Files and batches",
+        scope=Scope.NODE,
     )
     file_store: str = option(
         "",
-        "Where the bytes of files are, in place of --batch-store: s3://BUCKET/PREFIX, of S3 or what"
-        " speaks its protocol (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and"
-        " AWS_ENDPOINT_URL say whose), or file:///DIRECTORY. Servers that share a store need the"
-        " same one.",
+        "Place of the bytes of files, instead of --batch-store: s3://BUCKET/PREFIX, of S3 or a"
+        " server with its protocol (set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and"
+        " AWS_ENDPOINT_URL), or file:///DIRECTORY. Servers that share a store need the same one.",
+        needs=(
+            Need(
+                "batch_store",
+                refused=("none", "auto"),
+                words="--batch-store DIRECTORY or postgresql://…",
+            ),
+        ),
     )
     batch_max_in_flight: int = option(
-        256, "Most lines of batches that the router has at once.", low=1, high=4096
+        256,
+        "Most lines of batches that the router has at once.",
+        low=1,
+        high=4096,
+        scope=Scope.NODE,
+        needs=(Need("batch_store", refused=("none",)),),
     )
     batch_max_stored_bytes: int = option(
         10_000_000_000,
-        "Most bytes of files, batches and responses that are kept for one API key; more get a 413.",
+        "Most bytes of files, batches and responses that are kept for one API key; above it"
+        " uploads get a 413.",
         low=1,
+        scope=Scope.NODE,
+        needs=(Need("batch_store", refused=("none",)),),
     )
     batch_min_free_bytes: int = option(
         500_000_000,
         "With less space free beside the store, uploads, new batches and responses get a 507 and no"
         " line is begun, until there is twice as much. 0: it is used to its end.",
         low=0,
+        scope=Scope.NODE,
+        needs=(Need("batch_store", refused=("none",)),),
     )
     responses_ttl_s: int = option(
-        30 * 86_400, "How long responses are kept.", low=60, high=10 * 365 * 86_400
+        30 * 86_400,
+        "Time for which responses are kept.",
+        low=60,
+        high=10 * 365 * 86_400,
+        scope=Scope.NODE,
+        needs=(Need("batch_store", refused=("none",)),),
     )
     run_dir: str = option(
-        "", "Directory under which the private socket directory is made; default: the system's."
+        "",
+        "Directory under which the private socket directory is made; default: the system's.",
+        section="Files and logs",
+        scope=Scope.NODE,
     )
     log_level: str = option(
-        "info", "Least severe log records to print.", choices=("debug", "info", "warning", "error")
+        "info",
+        "Least severe log records to print.",
+        choices=("debug", "info", "warning", "error"),
+        scope=Scope.NODE,
     )
     log_format: str = option(
-        "text", "How log records are printed; json is an object per line.", choices=("text", "json")
+        "text",
+        "How log records are printed; json is an object per line.",
+        choices=("text", "json"),
+        scope=Scope.NODE,
     )
     decision_log: str = option(
         "",
-        "File to which the router writes what it is told and what it decides, for lightserve"
-        " replay; it holds prompts as token ids. One that exists is kept as FILE.1.",
+        "File for the router's inputs and decisions, for lightserve replay. It holds prompts as"
+        " token ids. An existing file is kept as FILE.1.",
+        scope=Scope.NODE,
     )
     decision_log_size: str = option(
-        DEFAULT_DECISION_LOG_SIZE,
-        "Size at which the decision log ends; the server goes on without.",
+        "4GiB",
+        "Size at which the decision log ends; the server continues without it.",
+        scope=Scope.NODE,
+        needs=(Need("decision_log"),),
     )
     request_timelines: int = option(
         0,
@@ -224,24 +273,27 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         low=0,
         high=100_000,
         zero_word="none",
+        scope=Scope.NODE,
     )
 
     otlp_endpoint: str = option(
         "",
         "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as"
-        " http://127.0.0.1:4318: each request becomes a span there, without prompt and answer, with"
-        " what was decided about it as events. It needs the packages of the extra otel.",
+        " http://127.0.0.1:4318. Each request becomes a span, without prompt and answer, with"
+        " the router's decisions as events. It needs the packages of the extra otel.",
     )
     otlp_sample: float = option(
         1.0,
-        "Share of requests that become spans, of those whose traceparent does not say.",
+        "Share of requests that become spans, where their traceparent does not say.",
         low=0.0,
         high=1.0,
+        needs=(Need("otlp_endpoint"),),
     )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             check_limits(spec, getattr(self, spec.name))
+        check_needs(self)
         self._check_kernels()
         if self.tool_call_parser == "harmony" and self.reasoning_parser not in ("harmony", "auto"):
             raise ConfigError("--tool-call-parser harmony needs --reasoning-parser harmony")
@@ -250,30 +302,21 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
                 "--max-model-len must be 0 or at least 2 (a prompt and an output token), got 1"
             )
         self.check_memory()
-        self.check_gpu_memory(device=self.device)
         self.check_nodes(tp=self.tp)
         self.check_access()
         self.check_objectives()
         self.check_scheduling()
-        self.check_graphs(
-            device=self.device,
-            attention_backend=self.attention_backend,
-            max_num_seqs=self.max_num_seqs,
-        )
+        if self.cuda_graph_max_seqs > self.max_num_seqs:
+            raise ConfigError(
+                f"--cuda-graph-max-seqs must be at most --max-num-seqs ({self.max_num_seqs}),"
+                f" got {self.cuda_graph_max_seqs}"
+            )
         self._check_batches()
         if parse_memory(self.decision_log_size, "--decision-log-size") < MIN_DECISION_LOG_BYTES:
             raise ConfigError(
                 f"--decision-log-size must be at least 1MiB, got {self.decision_log_size!r}"
             )
-        if self.decision_log_size != DEFAULT_DECISION_LOG_SIZE and not self.decision_log:
-            raise ConfigError("--decision-log-size needs --decision-log")
-        self._check_traces()
-
-    def _check_traces(self) -> None:
-        if not self.otlp_endpoint:
-            if self.otlp_sample != ServeConfig.otlp_sample:
-                raise ConfigError("--otlp-sample needs --otlp-endpoint")
-        elif not is_plain_url(self.otlp_endpoint):
+        if self.otlp_endpoint and not is_plain_url(self.otlp_endpoint):
             raise ConfigError(
                 "--otlp-endpoint must be an address such as http://127.0.0.1:4318, without user,"
                 f" password and query, got {self.otlp_endpoint.rpartition('@')[2]!r}"
@@ -281,18 +324,10 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
 
     @property
     def num_kept_lives(self) -> int:
-        """Of so many of the last requests the router notes what became of them."""
+        """The router notes the story of so many of the last requests."""
         return max(self.request_timelines, LIVES_FOR_SPANS if self.otlp_endpoint else 0)
 
     def _check_batches(self) -> None:
-        for name in (
-            *("batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
-            *("responses_ttl_s", "file_store"),
-        ):
-            if self.batch_store == "none" and getattr(self, name) != getattr(ServeConfig, name):
-                raise ConfigError(f"{flag_name(name)} needs --batch-store, got none")
-        if self.file_store and self.batch_store == "auto":
-            raise ConfigError("--file-store needs --batch-store DIRECTORY or postgresql://…")
         if not self.batch_store:
             raise ConfigError(
                 "--batch-store must be a directory, postgresql://…, auto or none, got ''"
@@ -318,14 +353,6 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
 
         What --batch-invariant promises is kept by the CPU's own kernels, in float32.
         """
-        if self.kernel_tuning != "auto":
-            if self.device == "cpu":
-                raise ConfigError("--kernel-tuning needs a GPU, got --device cpu")
-            if self.attention_backend in ("torch", "reference"):
-                raise ConfigError(
-                    "--kernel-tuning needs --attention-backend triton,"
-                    f" got {self.attention_backend!r}"
-                )
         if self.quantization != "none":
             self._check_native(f"--quantization {self.quantization}", has_gpu=True)
         if self.kv_dtype != "auto":
@@ -415,18 +442,19 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         return range(self.node_rank * num_ranks, (self.node_rank + 1) * num_ranks)
 
 
+SECTIONS = {
+    spec.name: spec.metadata["section"]
+    for spec in dataclasses.fields(ServeConfig)
+    if spec.metadata["section"]
+}
+"""Titles of the parts of help and documentation, by the option that each begins with."""
 _OF_ONE_NODE = frozenset(
     {
         *(spec.name for spec in dataclasses.fields(FrontendOptions)),
-        *("node_rank", "node_key_file", "run_dir", "log_level", "log_format", "num_threads"),
-        *("master_addr", "decision_log", "decision_log_size", "request_timelines"),
-        *("kv_events", "kv_events_block_size", "kv_events_keys", "kv_events_insecure"),
-        *("chat_template", "closed_schemas", "tool_call_parser", "reasoning_parser"),
-        *("batch_store", "batch_max_in_flight", "batch_max_stored_bytes", "batch_min_free_bytes"),
-        *("responses_ttl_s", "shutdown_timeout_s", "max_restarts", "restart_window_s"),
+        *names_of(ServeConfig, Scope.NODE),
     }
 )
-"""What only node 0 has a use for, and what may differ from one machine to the next."""
+"""Options that node 0 alone uses, and options that may differ from one machine to the next."""
 
 
 def _hash_of(value: Any) -> str:

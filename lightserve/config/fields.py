@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from enum import Flag, auto
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from lightserve.errors import ConfigError
@@ -27,6 +29,51 @@ CLASS_PATH = "MODULE:CLASS"
 _CLASS_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
+class Scope(Flag):
+    """Where an option counts, beside the server that is given it."""
+
+    SERVER = 0
+    NODE = auto()
+    """It may differ from one machine of a server to the next; all other options must agree."""
+    SIMULATE = auto()
+    """`lightserve simulate` has it as well."""
+    PROFILE = auto()
+    """Step times depend on it: `lightserve profile` has it as well."""
+
+
+class Need(NamedTuple):
+    """Values that another option must have, or else this one has no effect."""
+
+    option: str
+    allowed: tuple[Any, ...] = ()
+    refused: tuple[Any, ...] = ()
+    """Without allowed and refused values the option must be given."""
+    words: str = ""
+    """For the error, in place of the flag and the allowed values; {} is the value that it has."""
+
+    def is_met(self, value: Any) -> bool:
+        """Return whether the option's value is one of these."""
+        if self.allowed or self.refused:
+            return value not in self.refused and (not self.allowed or value in self.allowed)
+        return bool(value)
+
+    def complaint(self, value: Any) -> str:
+        """Return what is needed, and the value there is."""
+        flag = flag_name(self.option)
+        if self.words:
+            return self.words.format(value)
+        if self.allowed:
+            return f"{flag} {' or '.join(map(str, self.allowed))}, got {value!r}"
+        return f"{flag}, got {value}" if self.refused else flag
+
+
+GPU = Need("device", refused=("cpu",), words="a GPU, got --device {}")
+GPU_KERNELS = (
+    GPU,
+    Need("attention_backend", ("auto", "triton"), words="--attention-backend triton, got {!r}"),
+)
+
+
 def option(
     default: Any,
     help_text: str,
@@ -36,11 +83,15 @@ def option(
     choices: tuple[str, ...] = (),
     takes_class: bool = False,
     zero_word: str = "",
+    section: str = "",
+    scope: Scope = Scope.SERVER,
+    needs: tuple[Need, ...] = (),
 ) -> Any:
-    """Declare one configuration field: default, help text and inclusive limits.
+    """Declare one configuration field; flag, help, documentation and checks follow from it.
 
-    `takes_class` allows MODULE:CLASS beside the choices. `zero_word` is what may be written for 0,
-    and is shown for it.
+    `low` and `high` are inclusive. `takes_class` allows MODULE:CLASS beside the choices, and
+    `zero_word` stands for 0. A `section` is a part of help and documentation that begins with this
+    option. Where its `needs` are not met an option has no effect, and is refused.
     """
     metadata = {
         "help": help_text,
@@ -48,8 +99,32 @@ def option(
         "high": high,
         "choices": (*choices, CLASS_PATH) if takes_class else choices,
         "zero_word": zero_word,
+        "section": section,
+        "scope": scope,
+        "needs": needs,
     }
     return field(default=default, metadata=metadata)
+
+
+def unmet_need(spec: dataclasses.Field[Any], values: Mapping[str, Any]) -> Need | None:
+    """Return a need of an option that other options' values do not meet; None: there is none."""
+    needs: tuple[Need, ...] = spec.metadata["needs"]
+    return next((need for need in needs if not need.is_met(values[need.option])), None)
+
+
+def check_needs(config: Any) -> None:
+    """Raise ConfigError for an option that is given and has no effect beside the others."""
+    values = vars(config)
+    for spec in dataclasses.fields(config):
+        if values[spec.name] != spec.default and (need := unmet_need(spec, values)) is not None:
+            complaint = need.complaint(values[need.option])
+            raise ConfigError(f"{flag_name(spec.name)} needs {complaint}")
+
+
+def names_of(config_type: type[Any], scope: Scope) -> tuple[str, ...]:
+    """Return the options of a configuration that have a scope."""
+    specs = dataclasses.fields(config_type)
+    return tuple(spec.name for spec in specs if scope in spec.metadata["scope"])
 
 
 def parse_memory(text: str, flag: str) -> int:

@@ -1,26 +1,105 @@
-"""Options of what clients meet: the model, addresses, keys, limits of requests and connections."""
+"""Options of the server's front, its CUDA graphs, its memory, and of several machines."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from functools import cache
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.config.fields import option, parse_memory
+from lightserve.config.fields import GPU, GPU_KERNELS, Need, Scope, option, parse_memory
 from lightserve.errors import ConfigError
 from lightserve.http_access import is_loopback
 from lightserve.types import MAX_PRIORITY
+
+# ----------------------------------------------------------------------
+# Options of a server whose ranks are spread over several machines (nodes).
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """See the module's docstring."""
+
+    nnodes: int = option(
+        1,
+        "Machines that the ranks of --tp are spread over, evenly. Give all machines the same"
+        " options except --node-rank.",
+        low=1,
+        high=64,
+        section="Several machines",
+    )
+    node_rank: int = option(
+        0,
+        "Number of this machine among --nnodes: 0 serves, the others only run workers for it.",
+        low=0,
+        high=63,
+        scope=Scope.NODE,
+        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+    )
+    master_addr: str = option(
+        "",
+        "Address of node 0 in a network that is the nodes' own: IPv4, or a name for it.",
+        scope=Scope.NODE,
+        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+    )
+    master_port: int = option(
+        29500,
+        "Port of --master-addr where node 0 awaits the others; it takes further ones as needed.",
+        low=1,
+        high=65535,
+        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+    )
+    node_key_file: str = option(
+        "",
+        "The key that all nodes have and nothing else may, as lightserve node-key writes it.",
+        scope=Scope.NODE,
+        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+    )
+    node_timeout_s: float = option(
+        10.0,
+        "A node that is silent for this time is lost, and its group of workers replaced once it is"
+        " back.",
+        low=1.0,
+        high=3600.0,
+        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+    )
+
+    def check_nodes(self, *, tp: int) -> None:
+        """Refuse nodes without a key or an address of their own; `tp` is another field."""
+        if self.nnodes == 1:
+            return
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"--node-rank must be below --nnodes ({self.nnodes}), got {self.node_rank}"
+            )
+        if tp % self.nnodes:
+            raise ConfigError(f"--tp must be a multiple of --nnodes ({self.nnodes}), got {tp}")
+        if not self.node_key_file:
+            raise ConfigError(
+                "--nnodes needs --node-key-file: nothing else keeps strangers from the workers"
+            )
+        if not self.master_addr or "*" in self.master_addr or _is_no_ipv4(self.master_addr):
+            raise ConfigError(
+                "--master-addr must be node 0's own IPv4 address, or a name that stands for it, and"
+                f" never that of all interfaces, got {self.master_addr!r}"
+            )
+
+
+def _is_no_ipv4(text: str) -> bool:
+    """Whether it is an address, but of IPv6, or one that stands for all of a machine's."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return not text.strip("[]") or ":" in text or "/" in text
+    return address.version != 4 or address.is_unspecified or address.is_multicast
+
 
 _OBJECTIVE = re.compile(
     r"(?P<name>[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?)=(?P<priority>-?\d{1,6})"
 )
 """A name as Kubernetes has them, and a whole number."""
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
-
-METRICS_HOST = "127.0.0.1"
-"""Where metrics are served unless told otherwise."""
-
 
 ANY_NAME = "*"
 """Among the names of a model: clients may use any."""
@@ -46,6 +125,8 @@ class FrontendOptions:
     model: str = option(
         str(BUNDLED_MODEL_DIR),
         "Directory with a Hugging Face model, or a hub id. Default: the bundled small model.",
+        section="Model and its names",
+        scope=Scope.PROFILE,
     )
     served_model_name: str = option(
         "",
@@ -59,11 +140,11 @@ class FrontendOptions:
     )
     generation_config: str = option(
         "auto",
-        "Sampling where a request says nothing: what the model's generation_config.json"
-        " recommends (auto), or temperature 1 and no truncation (none).",
+        "Sampling parameters that a request leaves open: auto takes them from the model's"
+        " generation_config.json, none is temperature 1 without truncation.",
         choices=("auto", "none"),
     )
-    host: str = option("127.0.0.1", "Address to listen on.")
+    host: str = option("127.0.0.1", "Address to listen on.", section="Addresses, keys and TLS")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
     http_workers: int = option(
         0,
@@ -83,8 +164,8 @@ class FrontendOptions:
     )
     allowed_hosts: str = option(
         "",
-        "Names, separated by commas, that the Host header may have besides loopback ones while"
-        " there are no API keys.",
+        "Names, separated by commas, that the Host header may have beside loopback names. Only"
+        " without API keys.",
     )
     allowed_origins: str = option(
         "",
@@ -93,20 +174,27 @@ class FrontendOptions:
     )
     inference_objectives: str = option(
         "",
-        "Priorities of the InferenceObjectives of a gateway, separated by commas, such as"
-        " chat=10,nightly=-1: a request names one in the header x-gateway-inference-objective."
-        " Below 0 it is best-effort.",
+        "Priorities of a gateway's InferenceObjectives, separated by commas, such as"
+        " chat=10,nightly=-1. A request names its objective in the header"
+        " x-gateway-inference-objective; below 0 it is best-effort.",
     )
     ssl_certfile: str = option("", "PEM file of a certificate chain: serves https.")
     ssl_keyfile: str = option(
-        "", "PEM file of its key. Default: the key is in --ssl-certfile as well."
+        "",
+        "PEM file of its key. Default: the key is in --ssl-certfile as well.",
+        needs=(Need("ssl_certfile"),),
     )
     enable_docs: bool = option(False, "Show the API's description as a page at /docs.")
-    max_body_bytes: int = option(4_194_304, "Largest body of a request.", low=1024)
+    max_body_bytes: int = option(
+        4_194_304,
+        "Largest body of a request.",
+        low=1024,
+        section="Limits on what clients send and hold",
+    )
     max_held_body_bytes: int = option(
         268_435_456,
-        "Memory of the bodies of all requests that one frontend has in flight; a client may have"
-        " half of what others leave of it; more get a 429.",
+        "Most memory for the bodies of all requests in flight at one frontend. A client may use"
+        " half of the memory that others leave; above that requests get a 429.",
         low=1,
     )
     max_json_depth: int = option(
@@ -121,40 +209,41 @@ class FrontendOptions:
     )
     body_timeout_s: float = option(120.0, "Time for a body to arrive.", low=0.1)
     min_body_bytes_per_s: int = option(
-        1024, "Least rate of a body, over each 10 seconds in which it arrives.", low=1
+        1024, "Least rate of a body, over every 10 seconds of its arrival.", low=1
     )
     max_pending_body_bytes: int = option(
         67_108_864,
-        "All bodies together that are arriving at a frontend; beyond it the client with the most"
-        " in sum loses the one that has not come on for longest.",
+        "Most bytes of all bodies that are arriving at a frontend. Above it the client with the"
+        " most bytes loses its body without progress for longest.",
         low=1024,
     )
     max_kept_answer_bytes: int = option(
         268_435_456,
-        "Memory of a frontend for answers that are not streamed, until they are read, and for what"
-        " the readers of streams are behind; beyond it the client with the most in sum loses the"
-        " one that has not come on for longest.",
+        "Most memory of a frontend for answers that are not streamed and for unread parts of"
+        " streams. Above it the client with the most bytes loses its answer without progress for"
+        " longest.",
         low=1_048_576,
     )
     max_connections: int = option(
         8192,
-        "Open connections per frontend; a new one then ends an idle one. Requests in progress of"
-        " one API key have half of what others leave of them.",
+        "Most open connections per frontend; a new one then closes an idle one. Requests in"
+        " progress of one API key may use half of the connections that other keys leave.",
         low=1,
     )
     max_connections_per_ip: int = option(
         4096,
-        "Open connections of one client address per frontend, shared among keys in the same way.",
+        "Most open connections of one client address per frontend, shared among keys in the"
+        " same way.",
         low=1,
     )
     sse_keepalive_s: float = option(
-        15.0, "A stream that has had nothing to say for this time sends a comment.", low=0.05
+        15.0, "A silent stream sends a comment after this time.", low=0.05
     )
     be_stream_interval_ms: float = option(
         100.0,
-        "Best-effort streams say what has come of them at most this often, as each writing costs"
-        " as much as a token; first tokens, ends, and requests with stop strings do not wait."
-        " 0: with each step.",
+        "Least time between two events of a best-effort stream, as each event costs as much as"
+        " a token. First tokens, ends, and requests with stop strings do not wait. 0: an event"
+        " with each step.",
         low=0,
         high=10_000,
     )
@@ -163,14 +252,16 @@ class FrontendOptions:
     )
     max_answer_items: int = option(
         2_000_000,
-        "Most tokens and log-probabilities of one answer: prompts times n times max_tokens times"
-        " (1 + log-probabilities), and what it says of the prompts.",
+        "Most tokens and log-probabilities of one answer: prompts times n times max_tokens"
+        " times (1 + log-probabilities), plus the entries for the prompts.",
         low=1,
     )
     metrics_host: str = option(
-        METRICS_HOST,
-        "Address on which metrics are served; one that other machines reach wants the key of an"
-        " operator.",
+        "127.0.0.1",
+        "Address of the metrics port. An address that other machines reach needs an operator's"
+        " key.",
+        section="Metrics",
+        needs=(Need("metrics_port", refused=(-1,)),),
     )
     metrics_port: int = option(
         8001, "Port of GET /metrics; 0 takes a free one, -1 opens none.", low=-1, high=65535
@@ -188,12 +279,12 @@ class FrontendOptions:
 
     @property
     def origins(self) -> frozenset[str]:
-        """What `allowed_origins` names."""
+        """The origins of `allowed_origins`."""
         return frozenset(split_names(self.allowed_origins))
 
     @property
     def objectives(self) -> dict[str, int]:
-        """What `inference_objectives` says: priorities by name."""
+        """Priorities of `inference_objectives`, by name."""
         return _objectives(self.inference_objectives)
 
     def check_objectives(self) -> None:
@@ -249,10 +340,6 @@ class FrontendOptions:
                 f"--max-pending-body-bytes must be at least --max-body-bytes,"
                 f" {self.max_body_bytes}, got {self.max_pending_body_bytes}"
             )
-        if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
-        if self.metrics_port == -1 and self.metrics_host != METRICS_HOST:
-            raise ConfigError(f"--metrics-host {self.metrics_host!r} needs --metrics-port, not -1")
 
 
 # Options of the CUDA graphs that steps run as.
@@ -267,37 +354,31 @@ class GraphOptions:
         "Whether steps run as CUDA graphs, captured at the start: auto (on a GPU"
         " with the kernels triton) or off (slower steps, less memory, a shorter start).",
         choices=("auto", "off"),
+        section="CUDA graphs",
+        scope=Scope.PROFILE,
+        needs=GPU_KERNELS,
     )
     cuda_graph_max_seqs: int = option(
         0,
         "Most sequences of a step that runs as a CUDA graph; 0 takes --max-num-seqs, at most 512.",
         low=0,
+        scope=Scope.PROFILE,
+        needs=(
+            Need("cuda_graphs", ("auto",)),
+            *GPU_KERNELS,
+        ),
     )
     cuda_graph_max_tokens: int = option(
         -1,
         "Most new tokens of a step with prompts that runs as a CUDA graph; 0: such steps are"
         " launched kernel by kernel; -1: up to where a graph gains time, at most 2,048.",
         low=-1,
+        scope=Scope.PROFILE,
+        needs=(
+            Need("cuda_graphs", ("auto",)),
+            *GPU_KERNELS,
+        ),
     )
-
-    def check_graphs(self, *, device: str, attention_backend: str, max_num_seqs: int) -> None:
-        """Refuse options that would have no effect; arguments are other fields' values."""
-        if self.cuda_graph_max_seqs and self.cuda_graphs == "off":
-            raise ConfigError("--cuda-graph-max-seqs needs --cuda-graphs auto")
-        if self.cuda_graph_max_tokens >= 0 and self.cuda_graphs == "off":
-            raise ConfigError("--cuda-graph-max-tokens needs --cuda-graphs auto")
-        if self.cuda_graph_max_seqs > max_num_seqs:
-            raise ConfigError(
-                f"--cuda-graph-max-seqs must be at most --max-num-seqs ({max_num_seqs}),"
-                f" got {self.cuda_graph_max_seqs}"
-            )
-        for flag in self.given_graph_flags:
-            if device == "cpu":
-                raise ConfigError(f"{flag} needs a GPU, got --device cpu")
-            if attention_backend in ("torch", "reference"):
-                raise ConfigError(
-                    f"{flag} needs --attention-backend triton, got {attention_backend!r}"
-                )
 
     @property
     def given_graph_flags(self) -> list[str]:
@@ -315,7 +396,6 @@ class GraphOptions:
 # Options of the KV pool, of what it keeps, and of the host's share.
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-DEFAULT_EVENT_BLOCK = 16
 _ZMQ_ADDRESS = re.compile(
     r"ipc://[^\x00-\x20]{1,100}|tcp://(?P<host>\*|[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]):[0-9*]{1,5}"
 )
@@ -327,76 +407,113 @@ class MemoryOptions:
 
     cache_policy: str = option(
         "task-aware",
-        "Which cached prefixes go first when KV memory is needed: task-aware (what fewest waiting"
-        " requests want), lru, or off (nothing is cached).",
+        "Cached prefixes that are evicted first when KV memory is needed: task-aware (the"
+        " fewest waiting requests share them), lru, or off (nothing is cached).",
         choices=("task-aware", "lru", "off"),
+        section="KV memory",
+        scope=Scope.SIMULATE,
     )
     rt_cache_min_tokens: int = option(
-        0, "Cached tokens of real-time requests that best-effort ones may not take.", low=0
+        0,
+        "Cached tokens of real-time requests that best-effort ones may not take.",
+        low=0,
+        scope=Scope.SIMULATE,
+        needs=(Need("cache_policy", ("task-aware", "lru")),),
     )
     max_retained_tokens: int = option(
         -1,
-        "Prompt tokens of each API key that the prefix cache keeps longer where requests"
-        " ask for it (prompt_cache_retention, cache_control); -1: a tenth of the KV pool, 0: none,"
-        " and such requests are refused.",
+        "Prompt tokens of each API key that the prefix cache keeps longer on request"
+        " (prompt_cache_retention, cache_control). -1: a tenth of the KV pool; 0: none, and such"
+        " requests are refused.",
         low=-1,
     )
     kv_events: str = option(
         "",
-        "ZeroMQ address, such as tcp://127.0.0.1:5557 or ipc:///run/kv-events, at which the router"
-        " tells of what is cached and evicted, in vLLM's format. Token ids of prompts can be read"
-        " there.",
+        "ZeroMQ address, such as tcp://127.0.0.1:5557 or ipc:///run/kv-events, at which the"
+        " router publishes cached and evicted blocks, in vLLM's format. Subscribers can read the"
+        " token ids of prompts.",
+        scope=Scope.NODE,
+        needs=(Need("cache_policy", ("task-aware", "lru")),),
     )
     kv_events_block_size: int = option(
-        DEFAULT_EVENT_BLOCK, "Tokens of the blocks of --kv-events.", low=1, high=1024
+        16,
+        "Tokens of the blocks of --kv-events.",
+        low=1,
+        high=1024,
+        scope=Scope.NODE,
+        needs=(Need("kv_events"),),
     )
     kv_events_keys: str = option(
         "",
         "Directory of ZeroMQ certificates (CURVE) for --kv-events: server.key_secret, and in"
-        " clients/ the public keys of those that may subscribe.",
+        " clients/ the public keys of allowed subscribers.",
+        scope=Scope.NODE,
+        needs=(Need("kv_events"),),
     )
     kv_events_insecure: bool = option(
-        False, "Let --kv-events listen without keys where other machines reach it."
+        False,
+        "Let --kv-events listen without keys where other machines reach it.",
+        scope=Scope.NODE,
+        needs=(Need("kv_events"),),
     )
     preemption: str = option(
         "checkpoint",
-        "What happens to the KV of a request that is paused for want of memory: checkpoint (only"
-        " what is overwritten goes to the host), swap (all of it does), recompute (it is dropped).",
+        "KV of a request that is paused for lack of memory: checkpoint (only overwritten parts"
+        " go to the host), swap (all of it goes to the host), recompute (it is dropped).",
         choices=("checkpoint", "swap", "recompute"),
+        scope=Scope.SIMULATE,
     )
     block_owner: str = option(
         "two-ended",
         "two-ended: blocks of KV slots are filled by real-time requests from the left and by"
         " best-effort ones from the right; exclusive: a block belongs to one request.",
         choices=("two-ended", "exclusive"),
+        scope=Scope.SIMULATE,
+        needs=(
+            Need("preemption", ("swap", "recompute")),
+            Need("cache_policy", ("off",)),
+        ),
     )
     block_size: int = option(
-        16, "KV slots per block of the allocator: 1, 2, 4, 8 or 16.", low=1, high=16
+        16,
+        "KV slots per block of the allocator: 1, 2, 4, 8 or 16.",
+        low=1,
+        high=16,
+        scope=Scope.SIMULATE,
     )
     clean_ahead_tokens: int = option(
         0,
         "Tokens of likely victims that are copied to the host before they are paused; -1: 2 % of"
         " the KV pool, 0: none.",
         low=-1,
+        scope=Scope.SIMULATE,
+        needs=(Need("preemption", ("checkpoint",)),),
     )
     host_kv_memory: str = option(
         "auto",
         "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"
         " KV pool's size, or of what the KV pool leaves free, and beside a GPU, for which it is"
         " locked at the start, at most 16GiB.",
+        scope=Scope.PROFILE,
+        needs=(Need("preemption", ("checkpoint", "swap")),),
     )
     gpu_memory_utilization: float = option(
         DEFAULT_GPU_MEMORY_UTILIZATION,
-        "Share of a GPU's memory that may be taken in all; what weights, the largest step, CUDA"
-        " graphs and other processes leave of it is the KV pool.",
+        "Share of a GPU's memory to use in all. The KV pool gets the rest after weights, the"
+        " largest step, CUDA graphs and other processes.",
         low=0.05,
         high=1.0,
+        needs=(
+            GPU,
+            Need("kv_memory", ("auto",)),
+        ),
     )
     kv_memory: str = option(
         "auto",
-        "Memory of the KV pool per rank, such as 512MiB or 4GiB; auto on a CPU is"
-        " min(4GiB, half of what is free) shared by the ranks, on a GPU what"
+        "Memory of the KV pool per rank, such as 512MiB or 4GiB. auto on a CPU is min(4GiB,"
+        " half of the free memory) shared by the ranks, on a GPU the memory that"
         " --gpu-memory-utilization allows.",
+        scope=Scope.PROFILE,
     )
     max_kv_tokens: int = option(
         0, "Upper limit of the KV pool in tokens; 0 sets none beyond --kv-memory.", low=0
@@ -412,56 +529,22 @@ class MemoryOptions:
         """Whether that option is not at its default."""
         return self.gpu_memory_utilization != DEFAULT_GPU_MEMORY_UTILIZATION
 
-    def check_gpu_memory(self, *, device: str) -> None:
-        """Refuse --gpu-memory-utilization where it has no effect; `device` is another field."""
-        if not self.has_gpu_memory_utilization:
-            return
-        if device == "cpu":
-            raise ConfigError("--gpu-memory-utilization needs a GPU, got --device cpu")
-        if self.kv_memory != "auto":
-            raise ConfigError(
-                f"--gpu-memory-utilization needs --kv-memory auto, got {self.kv_memory!r}"
-            )
-
     def check_memory(self) -> None:
         """Refuse sizes and combinations that the KV book-keeping does not have."""
         if self.kv_memory != "auto" and parse_memory(self.kv_memory, "--kv-memory") == 0:
             raise ConfigError(f"--kv-memory must be more than nothing, got {self.kv_memory!r}")
         if self.host_kv_memory != "auto":
             parse_memory(self.host_kv_memory, "--host-kv-memory")
-        if self.host_kv_memory != "auto" and self.preemption == "recompute":
-            raise ConfigError("--host-kv-memory needs --preemption checkpoint or swap")
-        if self.rt_cache_min_tokens > 0 and self.cache_policy == "off":
-            raise ConfigError("--rt-cache-min-tokens needs --cache-policy task-aware or lru")
         if self.max_retained_tokens > 0 and self.cache_policy == "off":
             raise ConfigError("--max-retained-tokens needs --cache-policy task-aware or lru")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be 1, 2, 4, 8 or 16, got {self.block_size}")
-        if self.block_owner == "exclusive" and self.preemption == "checkpoint":
-            raise ConfigError(
-                "--block-owner exclusive needs --preemption swap or recompute: parts of a block"
-                " cannot be taken"
-            )
-        if self.block_owner == "exclusive" and self.cache_policy != "off":
-            raise ConfigError("--block-owner exclusive needs --cache-policy off")
-        self._check_kv_events()
-        if self.preemption != "checkpoint" and self.clean_ahead_tokens != 0:
-            raise ConfigError("--clean-ahead-tokens needs --preemption checkpoint")
+        if self.kv_events:
+            self._check_kv_events()
 
     def _check_kv_events(self) -> None:
-        if not self.kv_events:
-            for flag, is_given in (
-                ("--kv-events-keys", self.kv_events_keys),
-                ("--kv-events-insecure", self.kv_events_insecure),
-                ("--kv-events-block-size", self.kv_events_block_size != DEFAULT_EVENT_BLOCK),
-            ):
-                if is_given:
-                    raise ConfigError(f"{flag} needs --kv-events")
-            return
         if self.kv_events_insecure and self.kv_events_keys:
             raise ConfigError("--kv-events-insecure contradicts --kv-events-keys")
-        if self.cache_policy == "off":
-            raise ConfigError("--kv-events needs --cache-policy task-aware or lru")
         match = _ZMQ_ADDRESS.fullmatch(self.kv_events)
         if match is None:
             raise ConfigError(

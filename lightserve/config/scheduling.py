@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightserve.config.fields import flag_name, option
+from lightserve.config.fields import Need, Scope, option, unmet_need
 from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
 
-ADMISSION_OF_OPTION = {
-    "overcommit": "conservative",
-    "watermark": "aggressive",
-    "reserve": "past-future",
-    "samples": "past-future",
-    "rt_memory_risk": "risk",
-    "be_memory_risk": "risk",
-}
-"""Options that belong to one admission rule."""
 _OF_PAPERS = ("accelgen", "bros", "echo")
 PACED_POLICIES = ("priority", "unified")
-POLICIES_OF_OPTION = {
-    "burst_headroom_s": ("priority", "sjf", "unified", *_OF_PAPERS),
-    "rt_kv_deviations": ("priority", "sjf", "unified", *_OF_PAPERS),
-    "slo_clock": ("unified", *_OF_PAPERS),
-    "late_min_share": ("unified",),
-    "be_min_share": ("unified",),
-    "long_prompt_tokens": ("unified", "accelgen"),
-    "pace_ms": PACED_POLICIES,
-    "be_stretch": PACED_POLICIES,
-    "without": ("accelgen", "round-robin"),
-}
-"""Options that only policies with classes, or those with deadlines, have a use for."""
 
 CLASS_BLIND_POLICIES = ("chunked", "fcfs", "mlfq")
 PARTS = {
     "accelgen": ("batching", "chunking", "exclusive", "ordering"),
     "round-robin": ("chunking",),
 }
-"""Of a policy, what `--without` may leave out."""
+"""Parts of policies that `--without` may leave out."""
 
 AUTO_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 """--max-num-batched-tokens by device, unless it is given. A GPU has read its weights by the time
@@ -53,7 +31,10 @@ class SchedulingOptions:
     """See the module's docstring."""
 
     ttft_slo_ms: float = option(
-        0.0, "Target of real-time requests: time to the first token; 0 sets none.", low=0.0
+        0.0,
+        "Target of real-time requests: time to the first token; 0 sets none.",
+        low=0.0,
+        section="Targets",
     )
     tpot_slo_ms: float = option(
         0.0, "Target of real-time requests: mean time per output token; 0 sets none.", low=0.0
@@ -72,49 +53,66 @@ class SchedulingOptions:
     )
     slo_clock: str = option(
         "curve",
-        "Which deadlines targets of tokens mean: curve (tokens that come early give time to later"
-        " ones, up to the largest gap) or gap (each is due the mean time after the one before).",
+        "Deadlines of tokens: curve (early tokens give time to later ones, up to the largest"
+        " gap) or gap (each token is due the mean time after the one before).",
         choices=("curve", "gap"),
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("unified", *_OF_PAPERS)),),
     )
-    max_num_seqs: int = option(256, "Most sequences that run at once.", low=1, high=65536)
+    max_num_seqs: int = option(
+        256,
+        "Most sequences that run at once.",
+        low=1,
+        high=65536,
+        section="Steps and policy",
+        scope=Scope.PROFILE,
+    )
     max_num_batched_tokens: int = option(
         0,
-        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 8192 on a GPU;"
-        " on a CPU as many as the profile of its step times finds worth it, or 512; and no less"
-        " than --max-num-seqs.",
+        "Most new tokens in one step: the budget that prefill chunks fill. 0 takes 8192 on a"
+        " GPU; on a CPU the best size by the profile of step times, or 512; and no less than"
+        " --max-num-seqs.",
         low=0,
         high=1_048_576,
+        scope=Scope.PROFILE,
     )
     max_be_seqs: int = option(
-        0, "Most best-effort sequences that run at once; 0 sets no limit of their own.", low=0
+        0,
+        "Most best-effort sequences that run at once; 0 sets no limit of their own.",
+        low=0,
+        scope=Scope.SIMULATE,
     )
     policy: str = option(
         "unified",
-        "Who advances in a step: unified (real-time tokens by their deadlines, best-effort ones in"
-        " the time that is left), priority (real-time before best-effort), sjf (the same, shortest"
-        " prompts first), round-robin (the classes in turn), and three that know no classes:"
-        " chunked (decodes, then chunks of prompts in order of arrival), fcfs (whole prompts, else"
-        " decodes), mlfq (those who got least). accelgen, bros and echo are those of the papers of"
-        " these names (--preset sets what goes with them). MODULE:CLASS is a policy of your own,"
-        " from a module that PYTHONPATH finds.",
+        "Order of requests in a step: unified (real-time tokens by their deadlines, best-effort"
+        " ones in the time that is left), priority (real-time before best-effort), sjf (like"
+        " priority, shortest prompts first), round-robin (the classes in turn). Three policies"
+        " know no classes: chunked (decodes, then chunks of prompts in order of arrival), fcfs"
+        " (whole prompts, else decodes), mlfq (requests with the least service first). accelgen,"
+        " bros and echo are the policies of the papers of these names (--preset sets the options"
+        " that go with them). MODULE:CLASS is a policy of your own, from a module that"
+        " PYTHONPATH finds.",
         choices=(*CLASS_BLIND_POLICIES, *_OF_PAPERS, "priority", "round-robin", "sjf", "unified"),
         takes_class=True,
     )
     be_order: str = option(
         "auto",
-        "In which order best-effort requests start: arrival, or sharing (first those whose prompts"
-        " begin like what is cached, every sixteenth the oldest; not with policies that know no"
-        " classes, nor accelgen); auto: sharing with --policy unified and echo, arrival with all"
-        " others.",
+        "Order in which best-effort requests start: arrival, or sharing (prompts that begin"
+        " like cached ones first, every sixteenth time the oldest; not with policies that know"
+        " no classes, nor accelgen). auto: sharing with --policy unified and echo, arrival with"
+        " all others.",
         choices=("auto", "arrival", "sharing"),
+        scope=Scope.SIMULATE,
     )
     late_min_share: float = option(
         0.1,
-        "unified: share of the steps in which real-time requests whose first token is late go"
-        " first. Beyond capacity it is halved until it is the part of the time that it could serve"
-        " of what is too much.",
+        "unified: share of the steps in which real-time requests with a late first token go"
+        " first. Beyond capacity the share falls by half until it matches the excess that it can"
+        " serve.",
         low=0.0,
         high=0.9,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("unified",)),),
     )
     be_min_share: float = option(
         0.0,
@@ -122,100 +120,145 @@ class SchedulingOptions:
         " whatever real-time requests miss by it; memory is another matter.",
         low=0.0,
         high=0.9,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("unified",)),),
     )
     long_prompt_tokens: int = option(
         4096,
-        "unified, accelgen: of real-time prompts with so many tokens to compute or more, one is in"
-        " progress at once (unified: one of each key), unless another is urgent; 0: no such rule.",
+        "unified, accelgen: of real-time prompts with at least so many tokens to compute, one"
+        " is in progress at a time (unified: one of each key), unless another is urgent. 0: no"
+        " such rule.",
         low=0,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("unified", "accelgen")),),
     )
     pace_ms: float = option(
         33.0,
-        "unified, priority: time between tokens of real-time requests without targets that"
-        " real-time prompts beside them keep, or twice the time of a step of the decodes alone if"
-        " that is more. No target: nothing is refused or counted by it. 0: prompts and best-effort"
-        " work take what they find.",
+        "unified, priority: time between tokens of real-time requests without targets while"
+        " real-time prompts run beside them, or twice a step of the decodes alone if that is"
+        " longer. It is no target: nothing is refused or counted by it. 0: no pace.",
         low=0.0,
         high=60_000.0,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", PACED_POLICIES),),
     )
     be_stretch: float = option(
         1.5,
-        "unified, priority: beside such requests a step with best-effort work lasts so many times"
-        " what their decodes alone take, at most.",
+        "unified, priority: beside such requests, a step with best-effort work takes at most so"
+        " many times the time of their decodes alone.",
         low=1.0,
         high=1000.0,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", PACED_POLICIES),),
     )
     without: str = option(
         "",
         "Parts to be left out, separated by commas; accelgen: batching, chunking, exclusive,"
         " ordering; round-robin: chunking (prompts go whole).",
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("accelgen", "round-robin")),),
     )
     victims: str = option(
         "newest",
-        "Who of a class, but for its oldest, loses memory first: newest, emptiest (best-effort:"
-        " most free slots in the last block; real-time: most time left), latest (most time left),"
-        " cheapest (soonest computed again for the memory that it gives, and far from its end).",
+        "Requests of a class that lose memory first, except its oldest: newest, emptiest"
+        " (best-effort: most free slots in the last block; real-time: most time left), latest"
+        " (most time left), cheapest (soonest recomputed for the memory that it gives, and far"
+        " from its end).",
         choices=("newest", "emptiest", "latest", "cheapest"),
+        scope=Scope.SIMULATE,
     )
     admission: str = option(
         "risk",
-        "Who may start, by memory.",
+        "Rule for starting requests, by memory.",
         choices=("conservative", "aggressive", "ema", "past-future", "risk"),
+        section="Admission and queues",
     )
     overcommit: float = option(
-        1.0, "conservative: how many times the KV pool may be promised.", low=1.0, high=16.0
+        1.0,
+        "conservative: how many times the KV pool may be promised.",
+        low=1.0,
+        high=16.0,
+        needs=(Need("admission", ("conservative",)),),
     )
     watermark: float = option(
-        0.95, "aggressive: share of the KV pool that newcomers may fill.", low=0.01, high=1.0
+        0.95,
+        "aggressive: share of the KV pool that newcomers may fill.",
+        low=0.01,
+        high=1.0,
+        needs=(Need("admission", ("aggressive",)),),
     )
     reserve: float = option(
-        0.05, "past-future: share of the KV pool kept free of forecasts.", low=0.0, high=0.9
+        0.05,
+        "past-future: share of the KV pool kept free of forecasts.",
+        low=0.0,
+        high=0.9,
+        needs=(Need("admission", ("past-future",)),),
     )
-    samples: int = option(5, "past-future: most futures drawn for a small batch.", low=1, high=1024)
+    samples: int = option(
+        5,
+        "past-future: most futures drawn for a small batch.",
+        low=1,
+        high=1024,
+        needs=(Need("admission", ("past-future",)),),
+    )
     rt_memory_risk: float = option(
-        0.02, "risk: share of real-time requests that memory may be taken from.", low=0.0, high=1.0
+        0.02,
+        "risk: share of real-time requests that memory may be taken from.",
+        low=0.0,
+        high=1.0,
+        needs=(Need("admission", ("risk",)),),
     )
     be_memory_risk: float = option(
-        0.2, "risk: share of best-effort requests that memory may be taken from.", low=0.0, high=1.0
+        0.2,
+        "risk: share of best-effort requests that memory may be taken from.",
+        low=0.0,
+        high=1.0,
+        needs=(Need("admission", ("risk",)),),
     )
     rt_max_waiting_requests: int = option(
-        4096, "Real-time requests that may wait in the router; more get a 429.", low=1
+        4096, "Most real-time requests that wait in the router; more get a 429.", low=1
     )
     rt_max_waiting_tokens: int = option(
-        4_194_304, "Prompt tokens of waiting real-time requests; more get a 429.", low=1
+        4_194_304, "Most prompt tokens of waiting real-time requests; more get a 429.", low=1
     )
     be_max_waiting_requests: int = option(
-        65536, "Best-effort requests that may wait in the router; more get a 429.", low=1
+        65536, "Most best-effort requests that wait in the router; more get a 429.", low=1
     )
     be_max_waiting_tokens: int = option(
-        67_108_864, "Prompt tokens of waiting best-effort requests; more get a 429.", low=1
+        67_108_864, "Most prompt tokens of waiting best-effort requests; more get a 429.", low=1
     )
     window: int = option(
         1000,
-        "past-future, risk: finished outputs whose lengths are remembered, of all requests together"
-        " and of each key of its own.",
+        "past-future, risk: number of finished outputs whose lengths are remembered, of all"
+        " requests together and of each key.",
         low=1,
         high=1_000_000,
+        scope=Scope.SIMULATE,
+        needs=(Need("admission", ("past-future", "risk")),),
     )
     max_parameter_bytes: int = option(
         67_108_864,
-        "Memory in the router for allowed token ids, biases and constraints of all requests of a"
-        " class, kept once for all choices of one; more get a 429.",
+        "Most memory in the router for allowed token ids, biases and constraints of all"
+        " requests of a class; above it requests get a 429. All choices of a request share them.",
         low=1,
     )
     rt_kv_deviations: float = option(
         0.0,
-        "KV memory that best-effort requests leave free: until real-time ones hold what they did"
-        " on average of late and so many standard deviations more; 0 leaves none.",
+        "KV memory that best-effort requests leave free: the recent mean use of real-time"
+        " requests plus so many standard deviations. 0 leaves none.",
         low=0.0,
         high=10.0,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("priority", "sjf", "unified", *_OF_PAPERS)),),
     )
     burst_headroom_s: float = option(
         0.0,
-        "KV memory that best-effort requests leave free: what real-time ones bring within this"
-        " time, in all but the worst cases; 0 leaves none.",
+        "KV memory that best-effort requests leave free: enough for the real-time requests that"
+        " arrive within this time, in all but the worst cases. 0 leaves none.",
         low=0.0,
         high=3600.0,
+        scope=Scope.SIMULATE,
+        needs=(Need("policy", ("priority", "sjf", "unified", *_OF_PAPERS)),),
     )
 
     def be_by_sharing(self) -> bool:
@@ -260,24 +303,6 @@ class SchedulingOptions:
             raise ConfigError(
                 f"--be-stretch {self.be_stretch:g} needs a pace, got --pace-ms {self.pace_ms:g}"
             )
-        for spec in dataclasses.fields(SchedulingOptions):
-            if getattr(self, spec.name) != spec.default:
-                self._refuse_if_idle(spec.name)
-
-    def _refuse_if_idle(self, name: str) -> None:
-        """Refuse an option that the policy or the admission rule has no use for."""
-        if name == "window" and self.admission not in ("past-future", "risk"):
-            raise ConfigError(
-                f"--window needs --admission past-future or risk, got {self.admission!r}"
-            )
-        rule = ADMISSION_OF_OPTION.get(name, self.admission)
-        policies = POLICIES_OF_OPTION.get(name, (self.policy,))
-        if self.policy not in policies:
-            raise ConfigError(
-                f"{flag_name(name)} needs --policy {' or '.join(policies)}, got {self.policy!r}"
-            )
-        if rule != self.admission:
-            raise ConfigError(f"{flag_name(name)} needs --admission {rule}, got {self.admission!r}")
 
 
 # What goes together in the systems of four papers: `--preset`.
@@ -348,13 +373,9 @@ def preset_values(
     if name is None:
         return {}
     options = {option: PRESETS[name][option] for option in PRESETS[name] if option not in given}
-    policy, admission = (
-        values[option] if option in given else PRESETS[name][option]
-        for option in ("policy", "admission")
-    )
+    known, specs = {**values, **options}, SchedulingOptions.__dataclass_fields__
     return {
         option: value
         for option, value in options.items()
-        if policy in POLICIES_OF_OPTION.get(option, (policy,))
-        and admission == ADMISSION_OF_OPTION.get(option, admission)
+        if option not in specs or unmet_need(specs[option], known) is None
     }

@@ -19,12 +19,14 @@ from lightserve.config import ServeConfig
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import GraphSizes, StepCoefficients
 
+log = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 2
 MAX_MEDIAN_ERROR = 0.35
 """A profile that is further off than this in the median, on shapes that it was not fitted to, was
 measured amid other work: the router had better learn while it serves."""
 MAX_CROWDING = 0.25
-"""Of the cores that the measured threads needed, other processes may have had this share."""
+"""Share of the cores of the measured threads that other processes may have had."""
 SLOWER = 1.1
 """A profile whose steps take this many times as long as a cached one's was measured amid other
 work: that never makes steps faster."""
@@ -41,14 +43,12 @@ _REFERENCE_STEPS = (
 """By which two profiles are compared: first position and number of tokens of each row."""
 _MAX_BYTES = 1 << 20
 
-log = logging.getLogger(__name__)
-
 
 class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What step times depend on besides shapes."""
+    """The facts that step times depend on, besides shapes."""
 
     model_hash: str
-    """Of the model's config.json."""
+    """Hash of the model's config.json."""
     dtype: str
     device: str
     tp: int
@@ -67,7 +67,7 @@ class ProfileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured, in a file of its own."""
+    """Measured step times, in a file of their own."""
 
     schema_version: int
     lightserve_version: str
@@ -76,7 +76,7 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: ProfileKey
     coefficients: StepCoefficients
     kv_bytes_per_token: int
-    """Of all layers, on all ranks."""
+    """KV bytes of all layers, on all ranks."""
     num_samples: int
     median_error: float
     """Relative, of shapes that were not fitted."""
@@ -109,7 +109,7 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Versioned(msgspec.Struct, frozen=True):
-    """What files of all versions have."""
+    """The common part of files of all versions."""
 
     schema_version: int
 
@@ -232,7 +232,7 @@ def tokens_of_step(
 
 
 class ProfileJob(msgspec.Struct, frozen=True):
-    """What one rank is to do."""
+    """Task of one rank."""
 
     config: ServeConfig
     rank: int
@@ -245,7 +245,7 @@ class ProfileNews(msgspec.Struct, frozen=True):
     """One line of rank 0."""
 
     share: float = 0.0
-    """Of the time, 0 … 1."""
+    """Share of the time, 0 … 1."""
     profile: StepProfile | None = None
     """At the end."""
     error: str = ""

@@ -1,4 +1,4 @@
-"""What became of the last requests, while the server runs: `GET /v1/requests/ID/timeline`.
+"""Stories of the last requests, while the server runs: `GET /v1/requests/ID/timeline`.
 
 Noted beside the router's core, as the decision log is, and off unless asked for
 (--request-timelines): a life has its stretches, steps in a row in which the same happened to the
@@ -22,7 +22,7 @@ from lightserve.types import FinishReason, RequestClass, RequestId, RequestKey
 
 COMPUTES = "computes"
 MAX_STRETCHES = 64
-"""Of a life; what comes after these is in its sums alone."""
+"""Most stretches of a life; later ones are in its sums alone."""
 MAX_MOMENTS = 64
 
 
@@ -62,7 +62,7 @@ class _Life:
 
 
 class Lives:
-    """Those that live, and the last `max_kept` that have ended. Belongs to the router's loop."""
+    """Running requests, and the last `max_kept` that have ended. Belongs to the router's loop."""
 
     def __init__(self, max_kept: int) -> None:
         self._live: dict[RequestKey, _Life] = {}
@@ -70,7 +70,7 @@ class Lives:
         self._max_kept = max_kept
         self._by_name: defaultdict[str, list[_Life]] = defaultdict(list)
         self._named: set[_Life] = set()
-        """What the last step named, and what has come since."""
+        """Requests that the last step named, and those that have come since."""
         self._num_tokens: Counter[RequestClass] = Counter()
         self._predicted_s = self._observed_s = 0.0
         self._step_id = 0

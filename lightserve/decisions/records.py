@@ -41,9 +41,11 @@ from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep, Reason, Unseen, WaitUntil
 from lightserve.types import FrontendId, RequestClass, RequestId, StepId
 
+log = logging.getLogger(__name__)
+
 FORMAT_VERSION = 2
 HASH_BYTES = 8
-"""Of a plan, and of all lines so far; written as hexadecimal digits."""
+"""Bytes of the hash of a plan, and of all lines so far; written as hexadecimal digits."""
 
 DECIDING_OPTIONS = tuple(
     spec.name for group in (SchedulingOptions, MemoryOptions) for spec in dataclasses.fields(group)
@@ -61,10 +63,10 @@ class Header(Record, frozen=True, tag="header"):
     format_version: int
     lightserve_version: str
     boot_id: str
-    """Of the router; empty in a simulation."""
+    """Boot of the router; empty in a simulation."""
     max_model_len: int
     seed: int
-    """Of admission rules that draw."""
+    """Seed of admission rules that draw."""
     config: dict[str, Any]
     """`DECIDING_OPTIONS` by name."""
     remembered: RememberedLengths | None = None
@@ -72,7 +74,7 @@ class Header(Record, frozen=True, tag="header"):
 
 
 class MessageReceived(Record, frozen=True, tag="message"):
-    """What a frontend said."""
+    """A message of a frontend."""
 
     now_s: float
     frontend_id: FrontendId
@@ -119,7 +121,7 @@ class WorkersWereLost(Record, frozen=True, tag="workers_gone"):
 
 
 class ResultReceived(Record, frozen=True, tag="result"):
-    """What a step gave."""
+    """A result of a step."""
 
     now_s: float
     result: StepResult
@@ -346,8 +348,6 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
 PORTION_BYTES = 64 * 1024
 MAX_PENDING_BYTES = 32 * 1024 * 1024
 
-log = logging.getLogger(__name__)
-
 
 class DecisionLogFile:
     """One log; `append` and `flush` belong to one thread."""
@@ -360,7 +360,7 @@ class DecisionLogFile:
         self._encoder = msgspec.json.Encoder()
         self._hash = new_hash()
         self._num_bytes = 0
-        """Of all lines so far."""
+        """Bytes of all lines so far."""
         self._lines = bytearray()
         """Not handed to the thread yet."""
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()

@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 class _Version(msgspec.Struct):
-    """What the first line of every version has."""
+    """The part that the first line of every version has."""
 
     kind: str
     format_version: int
@@ -127,12 +127,12 @@ class Difference:
     recorded: dict[str, Any]
     """Fields that differ."""
     replayed: dict[str, Any] | None
-    """The same fields; None: it decided nothing at that time."""
+    """The replay's decision, with the same fields; None: it decided nothing at that time."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay came to; it ends with the first difference."""
+    """Result of a replay, which ends with the first difference."""
 
     num_inputs: int
     num_decisions: int
@@ -234,7 +234,7 @@ def _difference(line: int, recorded: Decision, replayed: Decision | None) -> Dif
 # targets do.
 
 MAX_LINES = 40
-"""Of a story that is not told whole: the shortest stretches are left out."""
+"""Most lines of a story: the shortest stretches are left out of a longer one."""
 _COMPUTES = "computes"
 
 
@@ -250,7 +250,7 @@ class _Line:
     seconds: float = 0.0
     """Until the next line."""
     heading: str = ""
-    """Of a stretch: what its time is counted as."""
+    """Heading that a stretch's time is counted under."""
 
     def __str__(self) -> str:
         if self.num_steps == 0:

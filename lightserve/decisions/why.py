@@ -45,7 +45,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """What `lightserve why` says; times in seconds since the request's frontend had it."""
+    """The answer of `lightserve why`; times in seconds since the request's frontend had it."""
 
     request: str
     """FRONTEND/REQUEST."""
@@ -67,7 +67,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     num_served_instead: int
     tokens_instead: dict[RequestClass, int]
     predicted_s: float
-    """Of all steps in that time, by the cost model."""
+    """Time of all steps in that time, by the cost model."""
     observed_s: float
 
     def text(self) -> Iterator[str]:

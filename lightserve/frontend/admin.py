@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import platform
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
+from msgspec.json import encode
 from pydantic import FailFast, Field, WithJsonSchema
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import lightserve
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_list
-from lightserve.frontend.errors import not_ready
+from lightserve.frontend.errors import error_response, not_ready
 from lightserve.frontend.json_body import (
+    BODY_BYTES_KEY,
     UNKNOWN_PARAMETER,
     WHOLE_NUMBERS,
     Backlog,
@@ -27,10 +30,13 @@ from lightserve.frontend.json_body import (
     show,
 )
 from lightserve.frontend.middleware import caller_of
+from lightserve.frontend.openai.chat import ChatRequest, encode_chat
+from lightserve.frontend.openai.completions import CompletionRequest, encode_prompts
 from lightserve.frontend.request_options import check_token_range
+from lightserve.frontend.response import new_request_id
 from lightserve.frontend.service import Service
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.frontend_router import KindRuns, KVPool, unpack_kinds
+from lightserve.messages.frontend_router import KindRuns, KVPool, RouterStatus, unpack_kinds
 from lightserve.metrics.recording import ENGINE_ID
 from lightserve.tokenization.tokenizer import Spans
 from lightserve.types import SlotKind
@@ -205,7 +211,7 @@ class KindCounts(StrictModel):
 
 
 class ClassSlotsObject(StrictModel):
-    """What the requests of one class have in the pool; slots of both classes are real-time's."""
+    """The pool's slots of one class; a slot of both classes counts as real-time."""
 
     num_requests: _Count
     num_slots: _Count
@@ -317,7 +323,7 @@ _TOKENS_SCHEMA = {
     "items": {"type": "integer", "minimum": 0},
     "description": "Ids below the size of the vocabulary, at most `max_model_len` of the model.",
 }
-"""What is checked by the route: pydantic would take a multiple of the time for each id."""
+"""The route checks the ids itself: pydantic would take a multiple of the time for each."""
 
 
 class DetokenizeRequest(StrictModel):
@@ -331,7 +337,7 @@ class TokenSpan(StrictModel):
 
     id: int
     text: str
-    """Of special tokens their name; the whole character for each token that is part of one."""
+    """A special token's name; the whole character for each token that is part of one."""
     start: int
     stop: int
 
@@ -407,3 +413,125 @@ async def _pieces(service: Service, text: str, spans: Spans) -> AsyncIterator[by
     for piece in json_list(tokens, SPANS_PER_PIECE):
         yield piece
         await service.turns.next()
+
+
+# ----------------------------------------------------------------------
+# The server's load in the head of an answer, for load balancers that ask for it.
+#
+# Open Request Cost Aggregation (ORCA): a request with `endpoint-load-metrics-format: JSON` or
+# `TEXT` is answered with `endpoint-load-metrics: JSON {"named_metrics": {...}}` or `TEXT
+# named_metrics.NAME=VALUE, ...`, under the names that vLLM has in the same place. It shows the work
+# of all clients together, so it needs the key of an operator or of a gateway where there are keys.
+
+
+FORMAT_HEADER = b"endpoint-load-metrics-format"
+REPORT_HEADER = b"endpoint-load-metrics"
+FORMATS = ("JSON", "TEXT")
+
+
+class LoadReport:
+    """Adds the report to answers of requests that ask for it."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; its answer has the load as it is when the head is sent."""
+        values = [value for name, value in scope["headers"] if name == FORMAT_HEADER]
+        if not values:
+            await self._app(scope, receive, send)
+            return
+        try:
+            style = _format_of(values)
+            _check_caller(scope)
+        except InvalidRequest as refusal:
+            await error_response(refusal, scope)(scope, receive, send)
+            return
+
+        async def reporting_send(message: Message) -> None:
+            status = self._service.router.status
+            if message["type"] == "http.response.start" and status is not None:
+                report = (REPORT_HEADER, load_report(status, style).encode())
+                message = {**message, "headers": [*message.get("headers", ()), report]}
+            await send(message)
+
+        await self._app(scope, receive, reporting_send)
+
+
+def load_report(status: RouterStatus, style: str) -> str:
+    """Return the header's value; `style` is one of FORMATS."""
+    slots = status.num_kv_slots
+    metrics = {
+        "kv_cache_usage_perc": status.num_used_slots / slots if slots else 0.0,
+        "num_requests_waiting": float(sum(load.num_waiting for load in status.load.values())),
+        "num_requests_running": float(sum(load.num_running for load in status.load.values())),
+    }
+    if style == "JSON":
+        return "JSON " + json.dumps({"named_metrics": metrics})
+    return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
+
+
+def _format_of(values: list[bytes]) -> str:
+    text = b", ".join(values).decode("latin-1")
+    if text.upper() not in FORMATS:
+        name = FORMAT_HEADER.decode()
+        raise InvalidRequest(
+            f"the header {name} must be {' or '.join(FORMATS)}, got {show(text)}", param=name
+        )
+    return text.upper()
+
+
+def _check_caller(scope: Scope) -> None:
+    caller = caller_of(scope)
+    if not (caller.is_admin or caller.is_gateway):
+        name = FORMAT_HEADER.decode()
+        raise InvalidRequest(
+            f"the header {name} needs the key of an operator or of a gateway",
+            param=name,
+            code="gateway_key_required",
+            status=403,
+        )
+
+
+# ----------------------------------------------------------------------
+# POST /v1/chat/completions/render and /v1/completions/render, as vLLM has them: the prompt.
+
+
+class PromptObject(StrictModel):
+    """The prompt of a body."""
+
+    request_id: str
+    token_ids: list[int]
+
+
+def render_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions/render")
+    async def render_chat(request: Request) -> Response:
+        """Return the prompt that the same body would have at /v1/chat/completions."""
+        body = await service.bodies.read(request, ChatRequest)
+        body.check(service)
+        size: int = request.scope[BODY_BYTES_KEY]
+        prompt = await encode_chat(service, body, body.tool_use(service), size)
+        return _encoded(_object("chatcmpl", prompt.token_ids))
+
+    @router.post("/v1/completions/render")
+    async def render_completion(request: Request) -> Response:
+        """Return the prompts that the same body would have at /v1/completions."""
+        body = await service.bodies.read(request, CompletionRequest)
+        body.check(service)
+        prompts = await encode_prompts(service, body)
+        return _encoded([_object("cmpl", token_ids) for token_ids in prompts])
+
+    return router
+
+
+def _object(prefix: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    return {"request_id": new_request_id(prefix), "token_ids": list(token_ids)}
+
+
+def _encoded(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")

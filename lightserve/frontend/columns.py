@@ -38,7 +38,7 @@ class LogprobColumns:
 
     def __init__(self) -> None:
         self.own = array("d")
-        """Of the tokens themselves."""
+        """Log-probability of each token itself."""
         self._num_top = 0
         self._top_ids = array("i")
         self._top_logprobs = array("d")
@@ -48,7 +48,7 @@ class LogprobColumns:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory that the columns take."""
         return 8 * len(self.own) + 12 * len(self._top_ids)
 
     def __iter__(self) -> Iterator[TokenLogprob]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,17 +19,14 @@ from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.news import Delta, LiveRequest
 from lightserve.frontend.request_options import Prepared
-from lightserve.frontend.service import Service
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.detokenizer import StopMatcher, Stopped
 from lightserve.tokenization.thought import Thought
+from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.types import SLO, FinishReason, RequestClass
 
 # ----------------------------------------------------------------------
 # From a validated request to text: submit, detokenise, find stop strings, count.
-
-
-log = logging.getLogger(__name__)
 
 
 class TextDelta(NamedTuple):
@@ -52,15 +48,15 @@ class Usage:
     cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
     reasoning_tokens: int = 0
-    """Of those written, without the tags around the reasoning."""
+    """Tokens of the reasoning, without the tags around it."""
 
 
 class Completion:
-    """One completion as it comes; made by `start`, read by one task."""
+    """One completion as it comes; made by `Service.start`, read by one task."""
 
     def __init__(
         self,
-        service: Service,
+        tokenizer: Tokenizer,
         prepared: Prepared,
         live: LiveRequest,
         metrics: RequestMetrics,
@@ -69,8 +65,7 @@ class Completion:
     ) -> None:
         self.live = live
         self.request, self.options = request, options = prepared
-        self._tokenizer = service.model.tokenizer
-        self._detokenizer = self._tokenizer.detokenizer(options.prompt_token_ids)
+        self._detokenizer = tokenizer.detokenizer(options.prompt_token_ids)
         self._eos_token_ids = frozenset(request.eos_token_ids)
         self._stops = (
             StopMatcher(options.stop_strings, include=options.includes_stop)
@@ -81,46 +76,23 @@ class Completion:
         self._metrics = metrics
         self._thought: Thought | None = None
         if options.thinking is not None:
-            self._thought = Thought(options.thinking, self._tokenizer.bytes_of)
+            self._thought = Thought(options.thinking, tokenizer.bytes_of)
         self._num_cached_tokens = 0
         self.num_tokens = 0
         self.num_bytes = 0
         """About as many as an answer that is kept has in memory, so far."""
         self.prompt_logprobs = LogprobColumns()
-        """Of the prompt's tokens 1 …; complete with the first text, if asked for."""
+        """Log-probabilities of the prompt's tokens 1 …, if asked for; there with the first text."""
         self.vector = b""
         """float32, of a request for it; there with the end."""
         self.first_token_s: float | None = None
         """Monotonic."""
         self.finish_reason: FinishReason | None = None
         self.scheduled_slo: SLO | None = None
-        """What it is scheduled by, where that is not what was asked; known with the first token."""
+        """Targets that schedule it, where it asked for others; known with the first token."""
         self.stop_string: str | None = None
         """The stop string that ended it, if one did."""
         self._last_token_id: int | None = None
-
-    @classmethod
-    def start(cls, service: Service, prepared: Prepared, *, by_token: bool) -> Completion:
-        """Submit a request; `by_token` asks for the pieces too.
-
-        Raises:
-            InvalidRequest: the router cannot take it.
-            RequestFailed: nor can it now.
-        """
-        request, options = prepared
-        metrics = service.observation.requests.request(
-            request.request_class,
-            arrival_s=options.arrival_s,
-            num_prompt_tokens=len(options.prompt_token_ids),
-            slo=request.slo,
-        )
-        try:
-            live = service.router.submit(request, options)
-        except (InvalidRequest, RequestFailed) as failure:
-            metrics.on_failure(failure.code)
-            raise
-        log.debug("is request %d of this frontend to the router", live.request_id)
-        return cls(service, prepared, live, metrics, by_token=by_token)
 
     @property
     def usage(self) -> Usage:
@@ -131,13 +103,13 @@ class Completion:
 
     @property
     def matched_stop(self) -> str | int | None:
-        """What ended it: the stop string or the token; None: nothing but a limit."""
+        """The stop string or the token that ended it; None: a limit did."""
         is_stopped = self.finish_reason is FinishReason.STOP
         return self.stop_string or (self._last_token_id if is_stopped else None)
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The same; None if it was the model's own end."""
+        """The stop string or token that the request named and that ended it; None: another end."""
         matched = self.matched_stop
         is_asked_for = isinstance(matched, str) or matched in self.options.stop_token_ids
         return matched if is_asked_for else None
@@ -149,7 +121,7 @@ class Completion:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Of news that have not been read."""
+        """Bytes of news that have not been read."""
         return self.live.num_unread_bytes
 
     def watch(self, on_unread: Callable[[], None]) -> None:
@@ -227,7 +199,7 @@ class Completion:
         return token_ids[:-1] if ends and token_ids[-1] in self._eos_token_ids else token_ids
 
     def _take_by_token(self, news: Delta) -> TextDelta:
-        """The same token by token, so that a stop string is found wherever deltas are cut."""
+        """Take in token by token, so that a stop string is found wherever deltas are cut."""
         texts: list[str] = []
         pieces: list[Piece] = []
         logprobs = itertools.repeat(None) if news.logprobs is None else iter(news.logprobs)
@@ -318,13 +290,23 @@ class Choices:
 
     @classmethod
     async def start(
-        cls, service: Service, requests: Sequence[Prepared], *, per_prompt: int, by_token: bool
+        cls,
+        start: Callable[[Prepared, bool], Completion],
+        requests: Sequence[Prepared],
+        *,
+        per_prompt: int,
     ) -> Choices:
-        """Submit all or none; `per_prompt` of them share a prompt. Raises RequestFailed."""
+        """Submit all requests or none; `per_prompt` of them share a prompt.
+
+        `start` submits one; it is told whether that is the first.
+
+        Raises:
+            InvalidRequest, RequestFailed: as `start` does.
+        """
         started: list[Completion] = []
         try:
             for request in requests:
-                started.append(Completion.start(service, request, by_token=by_token))
+                started.append(start(request, not started))
                 is_long = len(request[1].prompt_token_ids) > LONG_PROMPT_TOKENS  # each is copied
                 if is_long or len(started) % STARTS_PER_TURN == 0:
                     await asyncio.sleep(0)  # others have their turn
@@ -363,7 +345,7 @@ class Choices:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Of news that have not been read."""
+        """Bytes of news that have not been read."""
         return sum(completion.num_unread_bytes for completion in self.completions)
 
     async def next_news(self, sink: Sink | None = None) -> News:
@@ -485,7 +467,7 @@ class RaisedSLOObject(StrictModel):
     asked: TargetsObject
     """By the request, or else by the server for it; attainment is judged by these."""
     scheduled: TargetsObject
-    """What it is scheduled by."""
+    """Targets that it is scheduled by."""
 
 
 def raised_slo(completions: Sequence[Completion]) -> dict[str, dict[str, float]] | None:

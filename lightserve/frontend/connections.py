@@ -1,4 +1,4 @@
-"""All connections of a frontend: how many there may be, and which one makes room.
+"""Everything that clients share in a frontend: connections, memory, turns, and who makes room.
 
 A connection is idle while no request is in progress on it: before the first, between two, and
 while a head is still arriving. Holding many open is free for an attacker, so a full table never
@@ -13,19 +13,21 @@ Bodies that have not come to their end are held in memory, and bounded in sum: s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
 from lightserve.errors import ConfigError
-from lightserve.frontend.errors import RequestFailed
+from lightserve.frontend.errors import RequestFailed, draining, overloaded, queue_full
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 
 HolderT = TypeVar("HolderT")
+T = TypeVar("T")
 
 
 class Held(Generic[HolderT]):
@@ -45,11 +48,11 @@ class Held(Generic[HolderT]):
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
-        """Of all holders."""
+        """Bytes of all holders."""
         self._max_bytes = max_bytes
         self._owners: dict[HolderT, str] = {}
         self._shares: dict[str, OrderedDict[HolderT, int]] = {}
-        """Of each client, the holder that has not come on for longest first."""
+        """Holders of each client; the one without progress for longest comes first."""
         self._sums: Counter[str] = Counter()
 
     def hold(self, holder: HolderT, owner: str, num_bytes: int) -> list[HolderT]:
@@ -103,7 +106,7 @@ class Shares:
         self._max_size, self._max_items = max_size, max_items
         self._counts: Counter[str] = Counter()
         self.sizes: Counter[str] = Counter()
-        """Of each client."""
+        """Size of each client's items."""
 
     def most_of(self, owner: str) -> int:
         """Return the size that all items of a client may have now."""
@@ -136,6 +139,113 @@ class Shares:
             del self._counts[owner], self.sizes[owner]
 
 
+class Turns:
+    """Lets long answers be written in turns: in one turn of the event loop, one of them goes on."""
+
+    def __init__(self) -> None:
+        self._gate = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Wait for the next turn; others have theirs before."""
+        async with self._gate:
+            await asyncio.sleep(0)
+
+
+class Seats:
+    """Work of which a frontend does little at once: one piece for each client, clients in turn."""
+
+    def __init__(self, *, num_seats: int, max_waiting: int) -> None:
+        """`max_waiting`: pieces of one client, the one that is done included."""
+        self._seats = asyncio.Semaphore(num_seats)
+        self._max_waiting = max_waiting
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._counts: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def taken(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a seat. Raises RequestFailed (429): too much of the client's waits."""
+        if self._counts[owner] >= self._max_waiting:
+            raise overloaded()
+        self._counts[owner] += 1
+        try:
+            # Of each client only one waits for a seat, and seats go to those who came first.
+            async with self._turns.setdefault(owner, asyncio.Lock()), self._seats:
+                yield
+        finally:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner], self._turns[owner]
+
+
+class Crowded(Protocol):
+    """An answer or a stream that holds memory for a client."""
+
+    def crowd_out(self) -> None:
+        """Give the memory back: the client holds more than any other."""
+
+
+class InFlight:
+    """Counts requests between admission and their last byte; knows whether to take more.
+
+    Each keeps what its body said until then, so that the bodies are bounded in sum, see `Shares`:
+    none is kept out by one client alone, however much it sends.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        """`max_bytes` of bodies; a request that is its client's only one may have a larger one."""
+        self.is_draining = False
+        self.bodies = Shares(max_size=max_bytes)
+        self._max_bytes = max_bytes
+        self._preparing: set[asyncio.Future[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def count(self) -> int:
+        """Requests in flight."""
+        return self.bodies.count
+
+    @contextmanager
+    def admitted(self, owner: str, num_bytes: int) -> Iterator[None]:
+        """Count one request of a client, which keeps so many bytes.
+
+        Raises:
+            RequestFailed: draining, or too much is in flight.
+        """
+        if self.is_draining:
+            raise draining()
+        if self.bodies.is_full(owner, num_bytes):
+            raise queue_full(
+                f"the bodies of requests in progress may take {self._max_bytes} bytes"
+                f" ({flag_name('max_held_body_bytes')}), and those of one client half of the bytes"
+                f" that others leave: now {self.bodies.most_of(owner)};"
+                f" {self.bodies.sizes[owner]} are taken and this one needs {num_bytes}; try again"
+            )
+        self._idle.clear()
+        try:
+            with self.bodies.counted(owner, num_bytes):
+                yield
+        finally:
+            if not self.count:
+                self._idle.set()
+
+    def prepare(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """Start what a request needs before it can be submitted; see `end_preparing`."""
+        task = asyncio.ensure_future(work)
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+        return task
+
+    def end_preparing(self) -> None:
+        """Cancel what requests need before they can be submitted: there is no time for it."""
+        for task in self._preparing:
+            task.cancel()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+
 ACCEPT_BURST = 16
 """Connections taken from the kernel in one turn of the loop. The table knows them a turn or two
 later, and what it closes for them is closed in yet another."""
@@ -156,7 +266,7 @@ class Evictable(Protocol):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one connection is measured by; see the flags of the same names."""
+    """Limits of one connection; see the flags of the same names."""
 
     max_headers: int
     max_header_bytes: int
@@ -190,7 +300,7 @@ class _Places:
         self.idle: Held[Evictable] = Held(most)
         """Each counts one, for its client."""
         self.requests = Shares(max_size=most)
-        """In progress; each counts one, for its key."""
+        """Requests in progress; each counts one, for its key."""
 
     def check_share(self, key: str) -> None:
         """Raise RequestFailed (429) if a key has half of what others leave: one it may have."""
@@ -221,10 +331,10 @@ class ConnectionTable:
         self._all = _Places(max_connections, "--max-connections", "too_many_connections")
         self._max_per_ip = max_connections_per_ip
         self._per_ip: dict[str, _Places] = {}
-        """Of addresses that have any."""
+        """Places of each address that has a connection."""
         self._ips: dict[Evictable, str] = {}
         self._bodies: Held[Evictable] = Held(limits.max_pending_body_bytes)
-        """Those that have not come to their end."""
+        """Bodies that have not come to their end."""
 
     @property
     def num_open(self) -> int:
@@ -295,7 +405,7 @@ class ConnectionTable:
 
     @property
     def num_pending_body_bytes(self) -> int:
-        """Of all bodies that have not come to their end."""
+        """Bytes of all bodies that have not come to their end."""
         return self._bodies.num_bytes
 
     def hold_body(self, connection: Evictable, owner: str, num_bytes: int) -> None:

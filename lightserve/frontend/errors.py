@@ -1,4 +1,4 @@
-"""What a client is told when its request is not answered: OpenAI's error shape, but on one route.
+"""Errors as clients see them: OpenAI's error shape, and Anthropic's on one route.
 
 Two exceptions end a request: `InvalidRequest` (the client must change it) and `RequestFailed`
 (the server cannot serve it now). Both become `{"error": {message, type, param, code}}`, or what
@@ -213,7 +213,7 @@ def _is_anthropic(path: str) -> bool:
 
 
 OWN_NAMES: Mapping[str, str] = {}
-"""Of the fields of a route that has no others."""
+"""Names of fields on a route that uses the API's own."""
 
 
 @contextmanager

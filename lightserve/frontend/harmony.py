@@ -24,7 +24,7 @@ CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKS = (START, END, CHANNEL, MESSAGE, CALL, RETURN, CONSTRAIN)
 """Special tokens of the format, which are part of a text."""
 OPENING = f"{START}assistant"
-"""What a prompt ends with before an answer."""
+"""End of a prompt, before an answer."""
 
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
@@ -75,15 +75,15 @@ class HarmonyText:
         self._names = names
         self._reasoning, self._content, self._call = reasoning, content, call
         self._header = io.StringIO()
-        """Of the message that begins, with its marks."""
+        """Header of the message that begins, with its marks."""
         self._emit: Emit | None = content if is_inside else None
         """For the text of a message; None: it has not begun."""
         self._last: Emit | None = None
         """For what turns out to be no header: the message before it goes on. None: it is first."""
         self._held = ""
-        """What may be the beginning of a mark."""
+        """Text that may be the beginning of a mark."""
         self._function = ""
-        """Of the call that has begun."""
+        """Name of the function that is being called."""
         self._arguments = io.StringIO()
         self._in_string = self._is_escaped = False
         """Where the arguments are."""

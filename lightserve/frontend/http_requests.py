@@ -27,7 +27,7 @@ class _CountedLines(ReceiveBuffer):
         super().__init__()
         self._max_headers = max_headers
         self.refusal: InvalidRequest | None = None
-        """What is wrong with them, after an error."""
+        """The fault in the bytes, after an error."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         """Return the lines up to a blank one, once that is there. Raises LocalProtocolError."""
@@ -67,7 +67,7 @@ class RequestReader(h11.Connection):
 
     @property
     def refusal(self) -> InvalidRequest:
-        """What to say of a request that `next_event` refused."""
+        """The error for a request that `next_event` refused."""
         return (
             self._lines.refusal
             or self._chunks_refusal

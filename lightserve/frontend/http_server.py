@@ -46,7 +46,7 @@ from lightserve.frontend.response import CONNECTION_KEY
 log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_HELD = 1024 * 1024
-"""What an upload takes in memory at most, however large the file: the rest is in the store."""
+"""Most memory of an upload, however large the file: the rest is in the store."""
 UPLOAD_TIMEOUT_S = 3600.0
 """Time for a file to arrive."""
 WRITE_DEADLINE_S = 30.0
@@ -64,7 +64,7 @@ _REASONS = {
 
 
 class _Awaited(Enum):
-    """What the client has yet to send."""
+    """The part of a request that the client has yet to send."""
 
     NOTHING = "nothing"
     HEAD = "head"
@@ -402,7 +402,7 @@ class TlsProtocol(SSLProtocol):
     """
 
     max_size = 32 * 1024
-    """Of the buffer that each connection has."""
+    """Size of the buffer that each connection has."""
 
     def __init__(self, http: HttpProtocol, context: ssl.SSLContext, handshake_s: float) -> None:
         """The handshake may take so long."""
@@ -439,7 +439,7 @@ KEEP_ALIVE_S = 75
 LATE_REQUEST_S = 0.2
 """From the end of listening until the last connection's first request is taken to be here."""
 CLOSE_S = 1
-"""What connections get to close at the end."""
+"""Seconds that connections get to close at the end."""
 _LOOK_S = 0.05
 """How often it is seen whether they have, and what a request gets to end when it is cut off."""
 

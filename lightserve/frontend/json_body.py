@@ -34,9 +34,9 @@ DEFAULT_MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
 MAX_STRINGS = 262_144
 MAX_KEYS = 4096
-"""Of one object. Each unknown one costs the validation of models a complaint."""
+"""Most keys of one object. Each unknown one costs the validation of models a complaint."""
 MAX_VALUES = 65_536
-"""Of JSON that is handed on, to be written down again in one go: schemas, tools, arguments."""
+"""Most values of JSON that is handed on and written again in one go: schemas, tools, arguments."""
 _MAX_DIGITS = 4000
 _NUMBER_BYTES = 32
 

@@ -1,4 +1,4 @@
-"""What every request passes before a route, each part pure ASGI: see `process` for the order.
+"""Layers that every request passes before a route, all pure ASGI: see `process` for the order.
 
 The log names each request; the gate decides who may ask what, and how large a request may be.
 """
@@ -24,7 +24,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.connections import ConnectionTable
 from lightserve.frontend.errors import REFUSAL_KEY, RequestFailed, error_response
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
-from lightserve.frontend.service import Observation
+from lightserve.frontend.observation import Observation
 from lightserve.http_access import (
     NO_QUOTA,
     ApiKey,
@@ -115,7 +115,7 @@ class Caller:
 
     @property
     def client(self) -> Client:
-        """What tells the router whose requests are whose; no name and no id that was given."""
+        """The router's name for the caller: hashes, never a name or an id that was given."""
         if not self.name:
             return NO_CLIENT
         text = f"fairness:{self.fairness_id}"
@@ -128,7 +128,7 @@ class Caller:
 
     @property
     def prefix_salt(self) -> str:
-        """What keeps this caller's prefixes apart from others' in the cache (`Submit`).
+        """Salt that keeps this caller's prefixes apart from others' in the cache (`Submit`).
 
         It follows the name, so a key that replaces another keeps its prefixes.
         """
@@ -181,7 +181,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 65_536
-"""Of a form with a file in it."""
+"""Largest form with a file in it."""
 
 
 def is_upload(scope: Scope) -> bool:

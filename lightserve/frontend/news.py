@@ -1,4 +1,4 @@
-"""What the router has said of a request and its reader has not yet taken.
+"""Updates from the router that the reader of a request has not yet taken.
 
 News that are not read yet are merged into one pending delta per request, so a slow reader costs no
 more than its tokens.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lightserve.errors import InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
@@ -23,19 +23,16 @@ from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.types import (
     SLO,
     FinishReason,
+    RequestId,
     RequestOutput,
 )
 
-if TYPE_CHECKING:
-    from lightserve.frontend.router_client import RouterClient
-
-
 MAX_TOKENS_PER_TURN = 128
-"""Of one completion: even 128 completions at a time keep the event loop for some 50 ms only."""
+"""Most tokens of one completion: 128 completions at a time keep the event loop for some 50 ms."""
 
 
 QUICK_TOKENS = 16
-"""Of one completion: so few are worked on where they arrive, without a task's turn."""
+"""So few tokens of a completion are worked on where they arrive, without a task's turn."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -70,10 +67,10 @@ class Delta:
     """The next ones of the prompt's tokens 1 …"""
     num_cached_tokens: int = 0
     scheduled_slo: SLO | None = None
-    """As in `RequestDelta`."""
+    """Targets as in `RequestDelta`."""
     vector: bytes = b""
     num_read: int = 0
-    """Of the tokens, by `next_part`."""
+    """Tokens that `next_part` has returned."""
 
     def next_part(self) -> Delta:
         """Return what can be worked on in one turn of the event loop, at best all of it."""
@@ -96,7 +93,7 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, without the prompt's log-probabilities."""
+        """Bytes of memory, without the prompt's log-probabilities."""
         num_bytes = 4 * len(self.token_ids)
         return num_bytes + (0 if self.logprobs is None else self.logprobs.num_bytes)
 
@@ -106,10 +103,26 @@ class Delta:
         return self.num_read == len(self.token_ids)
 
 
+class Origin(Protocol):
+    """The place that live requests come from and answer to: `RouterClient`."""
+
+    def acknowledge(self, request_id: RequestId, num_tokens: int) -> None:
+        """Take in that the first `num_tokens` of a request's output have no stop string."""
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """End a request with stop strings after `num_tokens`."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request in the router."""
+
+    def tell(self, reader: Reader, *, at_once: bool = True) -> None:
+        """Have a reader's news read."""
+
+
 class LiveRequest:
     """A request's news; made by `RouterClient.submit`, read by one `Reader`."""
 
-    def __init__(self, client: RouterClient, request: Submit, *, num_prompt_tokens: int) -> None:
+    def __init__(self, client: Origin, request: Submit, *, num_prompt_tokens: int) -> None:
         self.request_id = request.request_id
         self.reader: Reader | None = None
         self.index = 0
@@ -120,7 +133,7 @@ class LiveRequest:
         self._num_logprobs = request.sampling.num_logprobs
         self._num_prompt_logprobs = request.sampling.num_prompt_logprobs
         self._num_prompt_left = 0
-        """Of the prompt's log-probabilities, those that have not come."""
+        """Log-probabilities of the prompt that have not come."""
         if self._num_prompt_logprobs is not None:
             self._num_prompt_left = num_prompt_tokens - 1
         self._wants_vector = request.output is not RequestOutput.TOKENS
@@ -140,7 +153,7 @@ class LiveRequest:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Of news that have not been read to their end."""
+        """Bytes of news that have not been read to their end."""
         return self._pending.num_bytes + (self._reading.num_bytes if self._reading else 0)
 
     @property
@@ -211,7 +224,7 @@ class LiveRequest:
         self.reader = self.on_unread = None
 
     def end(self, failure: InvalidRequest | RequestFailed | ClientGone) -> None:
-        """The same with a failure to be told; no effect once it is over."""
+        """End the request here and in the router with a failure; no effect once it is over."""
         if not self.is_over:
             self.fail(failure)
             self._client.abort(self.request_id)

@@ -20,6 +20,7 @@ from lightserve.frontend.admin import (
     DetokenizeRequest,
     DetokenizeResponse,
     KVMapObject,
+    PromptObject,
     TokenizeRequest,
     TokenSpan,
 )
@@ -30,6 +31,7 @@ from lightserve.frontend.anthropic.messages import (
 )
 from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRequest
 from lightserve.frontend.completion import RaisedSLOObject
+from lightserve.frontend.dashboard import TimelineObject
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.middleware import Access, access_to
 from lightserve.frontend.openai.batches import (
@@ -48,7 +50,6 @@ from lightserve.frontend.openai.files import (
     FileObject,
     FilePage,
 )
-from lightserve.frontend.openai.render import PromptObject
 from lightserve.frontend.openai.rerank import Ranking, RerankRequest, ScoreList, ScoreRequest
 from lightserve.frontend.openai.responses import (
     ITEMS_QUERY,
@@ -59,7 +60,6 @@ from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.openai.responses_writer import ResponseObject
 from lightserve.frontend.request_options import header_schemas
 from lightserve.frontend.tgi import GenerateRequest
-from lightserve.frontend.timeline import TimelineObject
 
 # ----------------------------------------------------------------------
 # What the OpenAI routes answer, for the OpenAPI schema; a test holds real answers against it.
@@ -69,13 +69,13 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(StrictModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int = Field(ge=0)
 
 
 class CompletionTokensDetails(StrictModel):
-    """Of the tokens written."""
+    """Details of the tokens written."""
 
     reasoning_tokens: int = Field(ge=0)
 
@@ -100,7 +100,7 @@ class CompletionLogprobsObject(StrictModel):
 
 
 class PromptLogprob(StrictModel):
-    """Of a token of the prompt, or of one that could have been in its place."""
+    """Log-probability of a token of the prompt, or of one that could have been in its place."""
 
     logprob: float
     rank: int | None
@@ -120,9 +120,9 @@ class EndedChoice(StrictModel):
     stop_reason: str | int | None
     """The stop string, or the token of `stop_token_ids`, that ended it."""
     matched_stop: str | int | None
-    """The same; also the model's own token at the end."""
+    """The stop string or token that ended the choice; also the model's own token at the end."""
     token_ids: list[int] | None
-    """Of the output, with the one that ended it; with `return_token_ids`."""
+    """Ids of the output's tokens, with the one that ended it; with `return_token_ids`."""
 
 
 class CompletionChoice(EndedChoice):
@@ -162,14 +162,14 @@ class ChatLogprob(ChatTopLogprob):
 
 
 class ChatLogprobsObject(StrictModel):
-    """Of one choice."""
+    """Log-probabilities of one choice."""
 
     content: list[ChatLogprob]
     refusal: None
 
 
 class AssistantMessage(StrictModel):
-    """What was generated."""
+    """The generated message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -220,7 +220,7 @@ class ModelList(StrictModel):
 
 
 class ErrorDetailObject(StrictModel):
-    """What is wrong, in OpenAI's words."""
+    """An error, in OpenAI's words."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -277,7 +277,7 @@ class GenerateAnswer(StrictModel):
 _REF = "#/components/schemas/{model}"
 _JSON, _SSE, _TEXT = "application/json", "text/event-stream", "text/plain"
 _HTML, _BYTES = "text/html", "application/octet-stream"
-_EVENTS = {"description": "Server-sent events; `docs/api.md` says of what kinds."}
+_EVENTS = {"description": "Server-sent events; `docs/api.md` lists their kinds."}
 _OBJECT = {"type": "object"}
 
 

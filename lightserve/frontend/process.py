@@ -27,27 +27,31 @@ from starlette.types import ASGIApp
 import lightserve
 from lightserve.channels import AsyncLink, connect_async_link
 from lightserve.errors import ChannelFull, InvalidRequest
-from lightserve.frontend.admin import debug_router, operations_router, tokens_router
+from lightserve.frontend.admin import (
+    LoadReport,
+    debug_router,
+    operations_router,
+    render_router,
+    tokens_router,
+)
 from lightserve.frontend.anthropic.messages import messages_router
 from lightserve.frontend.connections import ConnectionTable, connection_table
-from lightserve.frontend.dashboard import dashboard_router, picture_of
+from lightserve.frontend.dashboard import dashboard_router, picture_of, timeline_router
 from lightserve.frontend.errors import ClientGone, RequestFailed, draining, error_response
 from lightserve.frontend.http_server import HttpServer
-from lightserve.frontend.load_report import LoadReport
 from lightserve.frontend.middleware import CrossOrigin, Gate, KeyRing, RequestLog
 from lightserve.frontend.openai.batches import batches_router
 from lightserve.frontend.openai.chat import chat_router
 from lightserve.frontend.openai.completions import completions_router, models_router
 from lightserve.frontend.openai.embeddings import embeddings_router
 from lightserve.frontend.openai.files import files_router
-from lightserve.frontend.openai.render import render_router
 from lightserve.frontend.openai.rerank import rerank_router
 from lightserve.frontend.openai.responses import responses_router, stored_responses_router
 from lightserve.frontend.openapi import describe
 from lightserve.frontend.router_client import RouterClient, RouterLink
 from lightserve.frontend.service import Service, load_service
 from lightserve.frontend.tgi import tgi_router
-from lightserve.frontend.timeline import timeline_router
+from lightserve.http_access import server_context
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import FrontendHello, FrontendMessage, RouterMessage
 from lightserve.messages.supervision import (
@@ -69,7 +73,6 @@ from lightserve.messages.supervision import (
     SupervisorMessage,
 )
 from lightserve.metrics.turns import TurnClock, TurnSelector
-from lightserve.tls import server_context
 from lightserve.types import FrontendId
 
 log = logging.getLogger(__name__)
@@ -184,7 +187,7 @@ async def _on_bug(request: Request, _error: Exception) -> Response:
 Control = AsyncLink[ChildMessage, SupervisorMessage]
 
 FLUSH_S = 0.5
-"""What responses get to write their last bytes after the time to drain; with `CLOSE_S` of
+"""Seconds for responses to write their last bytes after the time to drain; with `CLOSE_S` of
 `http_server` under the supervisor's grace of 2 s."""
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that parses may keep the event loop from the interpreter; Python's 5 ms would
@@ -230,7 +233,7 @@ async def _serve(
 
 
 class Server(Protocol):
-    """What a process is there for: it takes requests from the outside."""
+    """The part of a process that takes requests from the outside."""
 
     listening: asyncio.Event
     """Set once it does."""
@@ -242,7 +245,7 @@ class Server(Protocol):
 
 
 class Frontend:
-    """What the process does besides HTTP, or besides batches."""
+    """The part of the process beside HTTP, or beside batches."""
 
     def __init__(
         self,

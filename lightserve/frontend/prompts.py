@@ -23,10 +23,10 @@ NUM_THREADS = 2
 INLINE_SIZE = 2048
 """Characters, or bytes of token ids."""
 NUM_ENDING_TOKENS = 16
-"""Of a conversation, in which the tag of reasoning may be."""
+"""Last tokens of a conversation, in which the tag of reasoning may be."""
 _SHORT = "a"
 BYTES_PER_ID = 8
-"""Of a list, without the numbers themselves, of which most are shared."""
+"""Memory of an id in a list, without the number itself: most numbers are shared."""
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class EncodedChat(NamedTuple):
 
     token_ids: array[int]
     num_marked: int
-    """Those of them before the mark, if it has one."""
+    """Tokens before the mark, if the conversation has one."""
     ending: str
     """The text of the last few: what the template wrote behind the last special token, if any."""
 
@@ -164,7 +164,7 @@ class PromptEncoder:
 
     @functools.cached_property
     def _ending(self) -> list[int]:
-        """What the tokeniser puts behind every text."""
+        """Tokens that the tokeniser puts behind every text."""
         empty, short = (
             self._tokenizer.encode(text, add_special_tokens=True) for text in ("", _SHORT)
         )

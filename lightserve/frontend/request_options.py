@@ -1,4 +1,4 @@
-"""What a request says about sampling and its service, checked once for all routes."""
+"""Sampling and service level of a request, checked once for all routes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, TypeAdapter
+import msgspec
+from pydantic import Field, TypeAdapter, create_model
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
@@ -24,17 +26,23 @@ from lightserve.frontend.json_body import (
     ModelT,
     StrictModel,
     show,
+    validated,
 )
+from lightserve.frontend.middleware import ARRIVAL_KEY, KEYLESS, Caller, caller_of, sharer_of
 from lightserve.messages.common import Thinking, TokenSegment
 from lightserve.messages.frontend_router import Submit
-from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_ids, read_optional
 from lightserve.types import (
+    MAX_LOGPROBS,
     MAX_PRIORITY,
     NO_SLO,
+    PLAIN_SAMPLING,
+    SAMPLING_FIELDS,
     SLO,
+    GivenBy,
     RequestClass,
     RequestId,
+    SamplingField,
     SamplingParams,
     largest_gap,
 )
@@ -47,53 +55,61 @@ log = logging.getLogger(__name__)
 # The limits of every field are here, once, for all routes.
 
 
-MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
-
-MAX_TEMPERATURE = 2.0
-
-Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
-TopP = Annotated[float, Field(gt=0.0, le=1.0)]
-TopK = Annotated[Integer, Field(ge=-1)]
-Seed = Annotated[Integer, Field(ge=MIN_SEED, le=MAX_SEED)]
 MaxTokens = Annotated[Integer, Field(ge=1)]
-MinP = Annotated[float, Field(ge=0.0, le=1.0)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
-"""Logits are divided by it: far below the least of these they would be infinite."""
-RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
-Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 MAX_BIASES = 1024
-LogitBias = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
-TokenIds = Annotated[
-    list[int], Field(min_length=1, max_length=65536, fail_fast=True), WHOLE_NUMBERS
-]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 32
 BadWord = Annotated[str, Field(min_length=1, max_length=128, pattern=r"\S")]
-BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 StopTokenIds = Annotated[list[int], Field(max_length=64, fail_fast=True), WHOLE_NUMBERS]
-MinTokens = Annotated[Integer, Field(ge=0)]
-NumLogprobs = Annotated[Integer, Field(ge=0, le=20)]
+NumLogprobs = Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)]
 NumChoices = Annotated[Integer, Field(ge=1, le=16)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_STOP_STRINGS = 4
 
 
+def _type_of(name: str, spec: SamplingField) -> Any:
+    """Return the type of a number in request bodies, with its limits."""
+    kind = Integer if isinstance(getattr(PLAIN_SAMPLING, name), int) else float
+    low: Any = {"gt" if spec.excludes_low else "ge": spec.low}
+    return Annotated[kind, Field(le=spec.high, **low)]
+
+
+SAMPLING_TYPES: dict[str, Any] = {
+    **{
+        name: _type_of(name, spec) for name, spec in SAMPLING_FIELDS.items() if spec.low is not None
+    },
+    "logit_bias": Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)],
+    "allowed_token_ids": Annotated[
+        list[int], Field(min_length=1, max_length=65536, fail_fast=True), WHOLE_NUMBERS
+    ],
+    "bad_words": Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)],
+}
+"""Types of the sampling parameters in request bodies, by name."""
+
+
+def sampling_model(api: GivenBy) -> Any:
+    """Return a model with the sampling parameters that one source gives, as a base for bodies."""
+    names = [name for name, spec in SAMPLING_FIELDS.items() if api in spec.given_by]
+    fields: Any = {name: (SAMPLING_TYPES[name] | None, None) for name in names}
+    return create_model(f"SamplingOf{api.name}", __base__=StrictModel, **fields)
+
+
+def given_sampling(body: StrictModel) -> dict[str, Any]:
+    """Return the sampling parameters that a body gives, by name."""
+    values = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """What holds where a request says nothing."""
+    """Values for everything that a request leaves open."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    suppressed: tuple[int, ...] = ()
-    """Tokens that get `SUPPRESSING_BIAS`."""
+    params: SamplingParams = PLAIN_SAMPLING
     max_tokens: int | None = None
-    """Of an output; None: as the route has it."""
+    """Most tokens of an output; None: the route has its own default."""
 
 
+_Recommended = sampling_model(GivenBy.MODEL)
 SUPPRESSING_BIAS = -100.0
 """Never drawn, unless a constraint leaves nothing else."""
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -128,11 +144,16 @@ def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefau
         ModelLoadError: a value is outside the limits; names file and key.
     """
     fields = read_optional(model_dir, GENERATION_CONFIG_FILE)
-    top_p = fields.number("top_p", default=1.0)
-    if top_p > 1.0:
-        raise fields.error("top_p", f"must be at most 1, got {top_p}")
-    top_k = fields.integer("top_k", default=0, low=-1) if fields.has("top_k") else 0
-    is_greedy = not fields.boolean("do_sample", default=True)
+    known = {name: value for name, value in fields.items() if name in _Recommended.model_fields}
+    try:
+        given = given_sampling(validated(known, _Recommended))
+    except InvalidRequest as error:
+        name = str(error.param)
+        raise fields.error(name, str(error).removeprefix(f"{name} ")) from None
+    if not 0 < given.get("top_k", 0) <= vocab_size:
+        given["top_k"] = 0
+    if not fields.boolean("do_sample", default=True):
+        given["temperature"] = 0.0
     suppressed = read_ids(fields, "suppress_tokens")
     if any(token_id >= vocab_size for token_id in suppressed):
         complaint = f"must hold ids below {vocab_size}, got {max(suppressed)}"
@@ -144,26 +165,8 @@ def read_sampling_defaults(model_dir: Path, *, vocab_size: int) -> SamplingDefau
         log.warning(
             "%s: %s is not taken: requests and flags say the like", fields.path, ", ".join(left_out)
         )
-    return SamplingDefaults(
-        temperature=0.0 if is_greedy else _temperature(fields),
-        top_p=top_p,
-        top_k=max(top_k, 0) if top_k <= vocab_size else 0,
-        repetition_penalty=_repetition_penalty(fields),
-        min_p=_share(fields, "min_p", default=0.0),
-        typical_p=_share(fields, "typical_p", default=1.0) or 1.0,
-        suppressed=tuple(dict.fromkeys(suppressed)),
-        max_tokens=max_tokens,
-    )
-
-
-def _share(fields: JsonFields, key: str, *, default: float) -> float:
-    """Return a number from 0 to 1. Raises ModelLoadError."""
-    value: Any = dict(fields.items()).get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise fields.error(key, f"must be a number from 0 to 1, got {str(value)[:40]}")
-    return float(value)
+    given["logit_bias"] = tuple(dict.fromkeys(suppressed, SUPPRESSING_BIAS).items())
+    return SamplingDefaults(params=SamplingParams(**given), max_tokens=max_tokens)
 
 
 def _has_effect(key: str, value: Any) -> bool:
@@ -171,60 +174,31 @@ def _has_effect(key: str, value: Any) -> bool:
 
 
 def resolve_sampling(
-    defaults: SamplingDefaults,
-    *,
-    vocab_size: int,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
-    seed: int | None = None,
-    frequency_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    repetition_penalty: float | None = None,
-    logit_bias: Mapping[str, float] | None = None,
-    allowed_token_ids: Sequence[int] | None = None,
-    bad_words: Sequence[tuple[int, ...]] = (),
-    min_tokens: int | None = None,
-    num_logprobs: int | None = None,
-    num_prompt_logprobs: int | None = None,
+    defaults: SamplingParams, given: Mapping[str, Any], *, vocab_size: int
 ) -> SamplingParams:
-    """Return the parameters of a request; where it says nothing (None), the defaults hold.
+    """Return the parameters of a request; the defaults hold for everything that is not `given`.
 
-    `bad_words` are tokens. Without a seed there is a random one.
+    `given` has fields of `SamplingParams` as request bodies have them, but `bad_words` as tokens.
+    Without a seed there is a random one.
 
     Raises:
         InvalidRequest: a number beyond the vocabulary.
     """
-    if top_k is not None and top_k > vocab_size:
+    top_k = given.get("top_k", defaults.top_k)
+    if top_k > vocab_size:
         raise InvalidRequest(
             f"top_k must be at most {vocab_size}, the size of the vocabulary, got"
             f" {str(top_k)[:64]}",
             param="top_k",
         )
-    top_k = defaults.top_k if top_k is None else top_k
-    return SamplingParams(
-        temperature=_first(temperature, defaults.temperature),
-        top_p=_first(top_p, defaults.top_p),
-        top_k=max(0, top_k),  # -1 and 0: all tokens
-        min_p=_first(min_p, defaults.min_p),
-        typical_p=_first(typical_p, defaults.typical_p),
-        seed=random_seed() if seed is None else seed,
-        frequency_penalty=_first(frequency_penalty, 0.0),
-        presence_penalty=_first(presence_penalty, 0.0),
-        repetition_penalty=_first(repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_bias_of(logit_bias or {}, vocab_size, defaults.suppressed),
-        allowed_token_ids=tuple(
-            check_token_ids(
-                allowed_token_ids or (), vocab_size=vocab_size, param="allowed_token_ids"
-            )
-        ),
-        bad_words=tuple(bad_words),
-        min_tokens=min_tokens or 0,
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_prompt_logprobs,
-    )
+    name = "allowed_token_ids"
+    own = {
+        "top_k": max(0, top_k),  # -1 and 0: all tokens
+        "seed": given["seed"] if "seed" in given else random_seed(),
+        "logit_bias": _bias_of(given.get("logit_bias", {}), vocab_size, defaults.logit_bias),
+        name: tuple(check_token_ids(given.get(name, ()), vocab_size=vocab_size, param=name)),
+    }
+    return msgspec.structs.replace(defaults, **{**given, **own})
 
 
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> list[int]:
@@ -243,17 +217,10 @@ def check_token_range(token_ids: Sequence[int], *, vocab_size: int, param: str) 
             )
 
 
-def _first(given: float | None, default: float) -> float:
-    return default if given is None else given
-
-
 def _bias_of(
-    biases: Mapping[str, float], vocab_size: int, suppressed: Sequence[int]
+    biases: Mapping[str, float], vocab_size: int, defaults: Sequence[tuple[int, float]]
 ) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) pairs; the keys are ids in decimal, as JSON has no others.
-
-    `suppressed` have `SUPPRESSING_BIAS` unless there is another one for them.
-    """
+    """Return (token id, bias) pairs; the keys are ids in decimal, as JSON has no others."""
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
             raise InvalidRequest(
@@ -261,35 +228,12 @@ def _bias_of(
                 f" got {show(key)}",
                 param="logit_bias",
             )
-    found = dict.fromkeys(suppressed, SUPPRESSING_BIAS)
-    return tuple((found | {int(key): bias for key, bias in biases.items()}).items())
+    return tuple((dict(defaults) | {int(key): bias for key, bias in biases.items()}).items())
 
 
 def random_seed() -> int:
     """Return a signed 64-bit seed that cannot be guessed."""
     return int.from_bytes(os.urandom(8), "little", signed=True)
-
-
-def _repetition_penalty(fields: JsonFields) -> float:
-    if not fields.has("repetition_penalty"):
-        return 1.0
-    penalty = fields.number("repetition_penalty")
-    if not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
-        limits = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
-        raise fields.error("repetition_penalty", f"must be {limits}, got {penalty}")
-    return penalty
-
-
-def _temperature(fields: JsonFields) -> float:
-    value: Any = dict(fields.items()).get("temperature")
-    if value is None:
-        return 1.0
-    if value == 0 and not isinstance(value, bool):
-        return 0.0
-    temperature = fields.number("temperature")
-    if temperature > MAX_TEMPERATURE:
-        raise fields.error("temperature", f"must be at most {MAX_TEMPERATURE}, got {temperature}")
-    return temperature
 
 
 # ----------------------------------------------------------------------
@@ -348,7 +292,7 @@ def header_schemas() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLevel:
-    """What a request, and all its completions, may expect."""
+    """Class, targets, priority and caller of a request and all its completions."""
 
     request_class: RequestClass
     arrival_s: float
@@ -360,6 +304,7 @@ class ServiceLevel:
     """From its arrival to its last token; what is not done by then ends with an error."""
     sharer: str = ""
     """Whose share of the work in a frontend it uses, see `sharer_of`."""
+    caller: Caller = KEYLESS
 
     @property
     def left_s(self) -> float | None:
@@ -378,22 +323,20 @@ class _Asked(NamedTuple):
 
 
 def resolve_service_level(
-    headers: Headers,
+    request: Request,
     config: ServeConfig,
     *,
-    arrival_s: float,
     request_class: RequestClass,
     slo: SLOFields | None,
     priority: int | None,
     timeout_s: float | None,
-    sharer: str = "",
     param_prefix: str = "",
 ) -> ServiceLevel:
     """Return the service level of a request from its headers and its body (None: it says nothing).
 
     `param_prefix` is that of the names of these fields in the body. Raises InvalidRequest.
     """
-    asked = _join(_from_headers(headers), _from_body(slo, param_prefix))
+    asked = _join(_from_headers(request.headers), _from_body(slo, param_prefix))
     _check_class(asked, request_class)
     _check_least(asked, config)
     targets = _with_defaults(asked, request_class, config)
@@ -406,11 +349,12 @@ def resolve_service_level(
         )
     return ServiceLevel(
         request_class=request_class,
-        arrival_s=arrival_s,
+        arrival_s=request.scope[ARRIVAL_KEY],
         slo=targets,
         priority=priority or 0,
         timeout_s=timeout_s,
-        sharer=sharer,
+        sharer=sharer_of(request.scope),
+        caller=caller_of(request.scope),
     )
 
 
@@ -562,7 +506,7 @@ def _with_defaults(
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What the frontend does with an output: all of a request that the router does not hear of."""
+    """The part of a request that the router does not hear of: what to do with its output."""
 
     prompt_token_ids: Sequence[int]
     arrival_s: float
@@ -572,18 +516,28 @@ class OutputOptions:
     includes_stop: bool = False
     """Whether the output shows the stop string that ended it."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Of the tokens that end the output, those that do so only because the request says it."""
+    """Tokens that end the output only because the request says so."""
     discards_output: bool = False
-    """What is wanted is of the prompt: the one token that is drawn is dropped."""
+    """Whether the answer is about the prompt alone: the one token that is drawn is dropped."""
     thinking: Thinking | None = None
     """Reasoning with which the output may begin; its tokens are counted."""
 
 
 Prepared = tuple[Submit, OutputOptions]
-"""A request that is checked; what differs each time it is sent is filled in then: its number, its
-age, its names, and the salt of its prefix."""
+"""A request that is checked. `RouterClient.submit` fills in its number, its age, and its names."""
 
 
-def new_submit(prompt: TokenSegment, **fields: Any) -> Submit:
-    """Return a message without what is filled in when it is sent."""
-    return Submit(request_id=RequestId(0), prompt=[prompt], age_s=0.0, **fields)
+def new_submit(prompt: TokenSegment, level: ServiceLevel, **fields: Any) -> Submit:
+    """Return a message with everything but the fields that `RouterClient.submit` fills in."""
+    return Submit(
+        request_id=RequestId(0),
+        prompt=[prompt],
+        age_s=0.0,
+        request_class=level.request_class,
+        slo=level.slo,
+        priority=level.priority,
+        prefix_salt=level.caller.prefix_salt,
+        client=level.caller.client,
+        batch=level.caller.batch,
+        **fields,
+    )

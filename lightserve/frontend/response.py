@@ -11,6 +11,7 @@ is cut off by its connection (see `http_server`), which to the watch is a hang-u
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import time
@@ -18,12 +19,12 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.completion import Choices, News, TextDelta
+from lightserve.frontend.connections import Turns
 from lightserve.frontend.errors import (
     ClientGone,
     RequestFailed,
@@ -33,9 +34,9 @@ from lightserve.frontend.errors import (
     timed_out,
 )
 from lightserve.frontend.json_body import KEPT_BYTES_KEY
-from lightserve.frontend.middleware import KEYLESS, Caller, caller_of, owner_of
+from lightserve.frontend.middleware import Caller, owner_of
 from lightserve.frontend.request_options import Prepared, ServiceLevel
-from lightserve.frontend.service import Service, Turns
+from lightserve.frontend.service import Service
 from lightserve.logs import request_id
 
 if TYPE_CHECKING:
@@ -48,14 +49,14 @@ CONNECTION_KEY = "lightserve.connection"
 
 _SSE_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 BYTES_PER_WRITE = 65_536
-"""Of long answers."""
+"""Bytes that are written at once of a long answer."""
 TURN_S = 0.005
 KEEP_ALIVE = b": keep-alive\n\n"
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
 class Connection(Protocol):
-    """What a response wants to know of its connection."""
+    """A connection, as far as a response needs it."""
 
     is_cut_off: bool
     """Whether it was closed because the client did not read in time."""
@@ -80,7 +81,7 @@ class ResponseWriter(Protocol):
     request_id: str
     wants_pieces: bool
     keep_alive: bytes
-    """What a stream sends when it has had nothing to send for a while."""
+    """Bytes that show life on a stream that has had nothing to send for a while."""
     keeps_streamed: bool
     """Whether it keeps what it streams, to say it again at the end."""
 
@@ -216,7 +217,6 @@ class CompletionResponse(Response):
         self._per_prompt = per_prompt
         self._before_end = before_end
         self._has_begun = False
-        self._caller = KEYLESS
         self._owner = ""
         self._connection: Connection | None = None
         self._choices: Choices | None = None
@@ -245,18 +245,8 @@ class CompletionResponse(Response):
                         self._trace.refuse("client_gone")
                 else:
                     self._mark("lightserve.tokenised")
-                    self._caller, self._owner = caller_of(scope), owner_of(scope)
+                    self._owner = owner_of(scope)
                     self._connection = scope.get(CONNECTION_KEY)
-                    sent = {
-                        "prefix_salt": self._caller.prefix_salt,
-                        "client": self._caller.client,
-                        "batch": self._caller.batch,
-                        "names": tuple(filter(None, (self._writer.request_id, request_id.get()))),
-                    }
-                    requests = [
-                        (msgspec.structs.replace(each, is_first=index == 0, **sent), options)
-                        for index, (each, options) in enumerate(requests)
-                    ]
                     await self._generate(requests, client_gone, send)
             finally:
                 client_gone.cancel()
@@ -305,11 +295,11 @@ class CompletionResponse(Response):
         send: Send,
     ) -> None:
         connection = self._connection
+        names = tuple(filter(None, (self._writer.request_id, request_id.get())))
         self._choices = choices = await Choices.start(
-            self._service,
+            functools.partial(self._service.start, names=names, by_token=self._writer.wants_pieces),
             requests,
             per_prompt=self._per_prompt,
-            by_token=self._writer.wants_pieces,
         )
         self._mark("lightserve.submitted")
         client_gone.add_done_callback(lambda _: choices.abort())
@@ -334,7 +324,7 @@ class CompletionResponse(Response):
             self._service.kept.release(self)
             if connection is not None and connection.is_cut_off:
                 outcome = "slow_reader"
-            _log_end(self._writer.request_id, choices, outcome, self._caller)
+            _log_end(self._writer.request_id, choices, outcome, self._level.caller)
             if self._trace is not None:
                 self._trace.end(choices, outcome)
 

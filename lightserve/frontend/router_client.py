@@ -82,7 +82,7 @@ MAX_FOREIGN = 3
 
 @dataclass
 class _Connection:
-    """What is known about the router at the other end of the link."""
+    """State of the router at the other end of the link."""
 
     link: RouterLink
     boot_id: str
@@ -92,7 +92,7 @@ class _Connection:
     device: DeviceFacts | None = None
     workers_ready: bool = False
     session: int = 0
-    """Of the hello that was said to it."""
+    """Session of the hello that was sent to it."""
     num_foreign: int = 0
     """Statuses in a row that were for another session."""
     num_deltas: int | None = None
@@ -134,7 +134,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class PoolNow(NamedTuple):
-    """What the router says of the present, when it is asked."""
+    """The router's answer about the present."""
 
     pool: KVPool
     steps: list[StepNote]
@@ -262,11 +262,11 @@ class RouterClient:
         self._kv_query = KVQuery()
         self._timelines = TimelineQueries()
         self._urgent: list[Reader] = []
-        """Those with news, of the message that is being taken in."""
+        """Urgent readers with news, from the message that is being taken in."""
         self._others: deque[Reader] = deque()
-        """The same without urgency, of messages that have been."""
+        """Other readers with news, from earlier messages."""
         self._waiting: list[Reader] = []
-        """Those whose news are read with the next beat of `be_interval_s`."""
+        """Readers whose news are read with the next beat of `be_interval_s`."""
         self._will_read = False
         self._end: RequestFailed | None = None
         """The failure of all requests from now on."""
@@ -286,7 +286,7 @@ class RouterClient:
 
     @property
     def device(self) -> DeviceFacts | None:
-        """What the workers compute on, as far as they have said."""
+        """The device of the workers, as far as they have said."""
         return None if self._connection is None else self._connection.device
 
     @property
@@ -478,8 +478,15 @@ class RouterClient:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: Submit, options: OutputOptions) -> LiveRequest:
-        """Send a request to the router, with a number of its own and its age.
+    def submit(
+        self,
+        request: Submit,
+        options: OutputOptions,
+        *,
+        is_first: bool = True,
+        names: tuple[str, ...] = (),
+    ) -> LiveRequest:
+        """Send a request to the router, with a number of its own, its age, and these fields.
 
         Raises:
             InvalidRequest: it is larger than the router takes.
@@ -488,7 +495,9 @@ class RouterClient:
         connection = self._ready_connection()
         age_s = max(0.0, self._clock() - options.arrival_s)
         request_id = RequestId(self._next_id)
-        request = msgspec.structs.replace(request, request_id=request_id, age_s=age_s)
+        request = msgspec.structs.replace(
+            request, request_id=request_id, age_s=age_s, is_first=is_first, names=names
+        )
         self._next_id += 1
         try:
             connection.send(request)

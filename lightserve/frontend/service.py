@@ -1,43 +1,32 @@
-"""What every route needs: the model's facts, the prompt encoder, the router, and the life cycle."""
+"""The parts of a frontend that its routes use, and how they are loaded from a model's directory."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from lightserve.batches.access import StoreThread, location_of
+from lightserve.batches.access import StoreThread
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
-from lightserve.errors import ChannelFull, ConfigError, InvalidRequest
-from lightserve.frontend.connections import Held, Shares
-from lightserve.frontend.errors import RequestFailed, draining, overloaded, queue_full
+from lightserve.errors import ConfigError, InvalidRequest
+from lightserve.frontend.completion import Completion
+from lightserve.frontend.connections import Crowded, Held, InFlight, Seats, Turns
+from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.harmony import MARKS
 from lightserve.frontend.json_body import BodyReader, show
+from lightserve.frontend.observation import Observation
 from lightserve.frontend.prompts import PromptEncoder
-from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
+from lightserve.frontend.request_options import (
+    Prepared,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.structured_output import ConstraintChecker
-from lightserve.logs import num_dropped_lines
-from lightserve.messages.supervision import MetricsRequest, MetricsSnapshot, MetricsText, StoreUsed
-from lightserve.metrics.catalogue import (
-    BATCH_STORE_TIME,
-    HTTP_REJECTIONS,
-    HTTP_RESPONSES,
-    IPC_REJECTED,
-    IPC_SESSIONS_LOST,
-    LOG_LINES_DROPPED,
-    REQUESTS_IN_FLIGHT,
-)
-from lightserve.metrics.recording import Recorder
-from lightserve.metrics.requests import FrontendMetrics
 from lightserve.model_formats import HARMONY, ModelFormats, choose_formats
 from lightserve.models.architectures import Architecture
 from lightserve.models.config import load_model_config, resolve_context_len
@@ -50,133 +39,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# ----------------------------------------------------------------------
-# What a frontend counts, and its question to the supervisor for the counts of all processes.
-
-
-SCRAPE_TIMEOUT_S = 2.0
-
-
-class Scrapes:
-    """Asks the supervisor for all metrics; askers at the same time share one answer."""
-
-    def __init__(self, *, is_dashboard: bool = False) -> None:
-        """`is_dashboard`: those that the dashboard draws, in its form."""
-        self._is_dashboard = is_dashboard
-        self._send: Callable[[MetricsRequest], None] | None = None
-        self._number = 0
-        self._pending: asyncio.Future[MetricsText] | None = None
-
-    def attach(self, send: Callable[[MetricsRequest], None]) -> None:
-        """Use this way to the supervisor."""
-        self._send = send
-
-    async def ask(self) -> MetricsText:
-        """Return all metrics. Raises RequestFailed (503) if the supervisor does not answer."""
-        pending = self._pending or self._ask()
-        try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                return await asyncio.shield(pending)
-        except TimeoutError:
-            if self._pending is pending:
-                self._pending = None
-            raise _no_answer() from None
-
-    def on_text(self, message: MetricsText) -> None:
-        """Take in an answer; one that no request waits for any more is dropped."""
-        if self._pending is not None and message.number == self._number:
-            self._pending.set_result(message)
-            self._pending = None
-
-    def _ask(self) -> asyncio.Future[MetricsText]:
-        if self._send is None:
-            raise _no_answer()
-        self._number += 1
-        try:
-            self._send(MetricsRequest(number=self._number, is_dashboard=self._is_dashboard))
-        except ChannelFull:
-            raise _no_answer() from None
-        self._pending = asyncio.get_running_loop().create_future()
-        return self._pending
-
-
-def _no_answer() -> RequestFailed:
-    return RequestFailed(
-        "the supervisor does not answer; try again", code="metrics_unavailable", status=503
-    )
-
-
-class Observation:
-    """All that a frontend counts."""
-
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self.requests = FrontendMetrics(self.recorder)
-        self.scrapes = Scrapes()
-        self.figures = Scrapes(is_dashboard=True)
-        self.before_snapshot: Callable[[], None] | None = None
-        """Brings figures up to date."""
-        self.rejects: Counter[str] = Counter()
-        """Requests and connections refused before any route, by error code."""
-
-        self._say_store_used: Callable[[StoreUsed], None] | None = None
-
-    def attach(self, send: Callable[[MetricsRequest | StoreUsed], None]) -> None:
-        """Use this way to the supervisor."""
-        self.scrapes.attach(send)
-        self.figures.attach(send)
-        self._say_store_used = send
-
-    def on_store_use(self) -> None:
-        """Tell the supervisor, once, that a client uses the store: it has the batches process run.
-
-        Where the queue to it is full, the next use tells it.
-        """
-        if self._say_store_used is not None:
-            with contextlib.suppress(ChannelFull):
-                self._say_store_used(StoreUsed())
-                self._say_store_used = None
-
-    def on_text(self, message: MetricsText) -> None:
-        """Take in an answer of the supervisor."""
-        (self.figures if message.is_dashboard else self.scrapes).on_text(message)
-
-    def open_store(self, config: ServeConfig) -> StoreThread:
-        """Return the batch store, whose calls are counted."""
-        return StoreThread(
-            location_of(config),
-            file_store=config.file_store,
-            min_free_bytes=config.batch_min_free_bytes,
-            observe=self.recorder.histogram(BATCH_STORE_TIME).observe,
-        )
-
-    def on_response(self, method: str, route: str, status: int) -> None:
-        """Count an HTTP response."""
-        self.recorder.counter(HTTP_RESPONSES, method, route, str(status)).value += 1
-
-    def snapshot(
-        self, *, num_in_flight: int, num_rejected_frames: int, num_sessions_lost: int = 0
-    ) -> MetricsSnapshot:
-        """Return everything as it stands."""
-        recorder = self.recorder
-        if self.before_snapshot is not None:
-            self.before_snapshot()
-        for code, count in self.rejects.items():
-            recorder.counter(HTTP_REJECTIONS, code).value = count
-        recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
-        recorder.counter(IPC_REJECTED, "frontend").value = num_rejected_frames
-        recorder.counter(IPC_SESSIONS_LOST).value = num_sessions_lost
-        recorder.counter(LOG_LINES_DROPPED, "frontend").value = num_dropped_lines()
-        return MetricsSnapshot(samples=recorder.snapshot())
-
-
 CHECKS_AT_ONCE = 2
 MAX_CHECKS_WAITING = 16
-"""Of each client."""
+"""Checks that may wait for each client."""
 MAX_NAME_CHARS = 256
-"""Of a model's name where any is accepted."""
+"""Longest name of a model where any is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,123 +67,16 @@ class ServedModel:
     """Renders a query and a document whose score is asked for; None: as Qwen3-Reranker has it."""
 
 
-class Turns:
-    """Lets long answers be written in turns: in one turn of the event loop, one of them goes on."""
-
-    def __init__(self) -> None:
-        self._gate = asyncio.Lock()
-
-    async def next(self) -> None:
-        """Wait for the next turn; others have theirs before."""
-        async with self._gate:
-            await asyncio.sleep(0)
-
-
-class Seats:
-    """Work of which a frontend does little at once: one piece for each client, clients in turn."""
-
-    def __init__(self, *, num_seats: int, max_waiting: int) -> None:
-        """`max_waiting`: pieces of one client, the one that is done included."""
-        self._seats = asyncio.Semaphore(num_seats)
-        self._max_waiting = max_waiting
-        self._turns: dict[str, asyncio.Lock] = {}
-        self._counts: Counter[str] = Counter()
-
-    @asynccontextmanager
-    async def taken(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a seat. Raises RequestFailed (429): too much of the client's waits."""
-        if self._counts[owner] >= self._max_waiting:
-            raise overloaded()
-        self._counts[owner] += 1
-        try:
-            # Of each client only one waits for a seat, and seats go to those who came first.
-            async with self._turns.setdefault(owner, asyncio.Lock()), self._seats:
-                yield
-        finally:
-            self._counts[owner] -= 1
-            if not self._counts[owner]:
-                del self._counts[owner], self._turns[owner]
-
-
-class Crowded(Protocol):
-    """What holds memory for a client."""
-
-    def crowd_out(self) -> None:
-        """Give the memory back: the client holds more than any other."""
-
-
-class InFlight:
-    """Counts requests between admission and their last byte; knows whether to take more.
-
-    Each keeps what its body said until then, so that the bodies are bounded in sum, see `Shares`:
-    none is kept out by one client alone, however much it sends.
-    """
-
-    def __init__(self, *, max_bytes: int) -> None:
-        """`max_bytes` of bodies; a request that is its client's only one may have a larger one."""
-        self.is_draining = False
-        self.bodies = Shares(max_size=max_bytes)
-        self._max_bytes = max_bytes
-        self._preparing: set[asyncio.Future[Any]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def count(self) -> int:
-        """Requests in flight."""
-        return self.bodies.count
-
-    @contextmanager
-    def admitted(self, owner: str, num_bytes: int) -> Iterator[None]:
-        """Count one request of a client, which keeps so many bytes.
-
-        Raises:
-            RequestFailed: draining, or too much is in flight.
-        """
-        if self.is_draining:
-            raise draining()
-        if self.bodies.is_full(owner, num_bytes):
-            raise queue_full(
-                f"the bodies of requests in progress may take {self._max_bytes} bytes"
-                f" ({flag_name('max_held_body_bytes')}), and those of a client half of what others"
-                f" leave: now {self.bodies.most_of(owner)}, of which {self.bodies.sizes[owner]} are"
-                f" taken and this one needs {num_bytes}; try again"
-            )
-        self._idle.clear()
-        try:
-            with self.bodies.counted(owner, num_bytes):
-                yield
-        finally:
-            if not self.count:
-                self._idle.set()
-
-    def prepare(self, work: Awaitable[T]) -> asyncio.Future[T]:
-        """Start what a request needs before it can be submitted; see `end_preparing`."""
-        task = asyncio.ensure_future(work)
-        self._preparing.add(task)
-        task.add_done_callback(self._preparing.discard)
-        return task
-
-    def end_preparing(self) -> None:
-        """Cancel what requests need before they can be submitted: there is no time for it."""
-        for task in self._preparing:
-            task.cancel()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
-        await self._idle.wait()
-
-
 @dataclass(frozen=True, kw_only=True)
 class AnswerSize:
-    """What the size of an answer depends on besides the tokens of its prompts."""
+    """Size of an answer, apart from the tokens of its prompts."""
 
     num_choices: int = 1
-    """Of each prompt."""
+    """Choices of each prompt."""
     num_logprobs: int = 0
-    """Of each token of the output, besides its own."""
+    """Log-probabilities of each token of the output, besides its own."""
     prompt_items: int = 0
-    """Of each token of a prompt, in all choices together: ids and log-probabilities."""
+    """Ids and log-probabilities for each token of a prompt, in all choices together."""
 
     @property
     def _items_per_token(self) -> int:
@@ -346,7 +106,7 @@ class AnswerSize:
 
 
 TGI_NAMES = frozenset({"tgi", "dummy"})
-"""What clients of text-generation-inference, which serves one model, call it."""
+"""Model names that clients of text-generation-inference send: it serves one model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +144,36 @@ class Service:
         self.bodies.close()
         self.encoder.close()
         self.constraints.close()
+
+    def start(
+        self, prepared: Prepared, is_first: bool, *, names: tuple[str, ...] = (), by_token: bool
+    ) -> Completion:
+        """Submit a request.
+
+        Args:
+            prepared: as a route has checked it.
+            is_first: whether it is the first of its HTTP request.
+            names: as in `Submit`.
+            by_token: whether the completion tells the tokens behind its text as well.
+
+        Raises:
+            InvalidRequest: the router cannot take it.
+            RequestFailed: the router cannot take it now.
+        """
+        request, options = prepared
+        metrics = self.observation.requests.request(
+            request.request_class,
+            arrival_s=options.arrival_s,
+            num_prompt_tokens=len(options.prompt_token_ids),
+            slo=request.slo,
+        )
+        try:
+            live = self.router.submit(request, options, is_first=is_first, names=names)
+        except (InvalidRequest, RequestFailed) as failure:
+            metrics.on_failure(failure.code)
+            raise
+        log.debug("is request %d of this frontend to the router", live.request_id)
+        return Completion(self.model.tokenizer, prepared, live, metrics, by_token=by_token)
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model. Raises InvalidRequest (404)."""

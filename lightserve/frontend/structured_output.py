@@ -200,7 +200,7 @@ class _Check:
 
     @property
     def key(self) -> tuple[str, bytes]:
-        """What requests share it by: its sharer's line is not for others to wait in."""
+        """Requests with equal keys share a check; each sharer has a queue of its own."""
         return self.sharer, self.digest
 
 
@@ -211,9 +211,9 @@ class ConstraintChecker:
         self._process = GrammarProcess()
         self._checks: dict[tuple[str, bytes], _Check] = {}
         self._lines: dict[str, deque[_Check]] = {}
-        """Those of them that wait, by sharer."""
+        """Checks that wait, by sharer."""
         self._taken_s: dict[str, float] = {}
-        """What checks have taken, by sharer; who comes back is lifted to the least that waits."""
+        """Seconds of checks so far, by sharer; one that returns starts at the least of them."""
         self._work: asyncio.Task[None] | None = None
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         """By digest."""

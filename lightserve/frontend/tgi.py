@@ -28,30 +28,24 @@ from lightserve.frontend.columns import (
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
-from lightserve.frontend.middleware import ARRIVAL_KEY, sharer_of
-from lightserve.frontend.openai.common import NoEffect, NoEffectModel
-from lightserve.frontend.openai.logprobs import LOWEST, token_text
+from lightserve.frontend.openai.fields import NoEffect, NoEffectModel
+from lightserve.frontend.openai.writing import LOWEST, token_text
 from lightserve.frontend.request_options import (
     MAX_STOP_STRINGS,
     MaxTokens,
     NumLogprobs,
     OutputOptions,
-    Penalty,
     Prepared,
     Priority,
-    RepetitionPenalty,
-    SamplingDefaults,
     Seconds,
-    Seed,
     ServiceLevel,
     SLOFields,
     StopString,
-    Temperature,
-    TopK,
-    TopP,
+    given_sampling,
     new_submit,
     resolve_sampling,
     resolve_service_level,
+    sampling_model,
     with_objective,
 )
 from lightserve.frontend.response import (
@@ -64,12 +58,19 @@ from lightserve.frontend.response import (
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.frontend.structured_output import NativeGrammar, resolve_constraint, spec_of_grammar
 from lightserve.messages.common import TokenSegment, pack_int32
-from lightserve.types import FinishReason, RequestClass, SamplingParams
+from lightserve.types import (
+    PLAIN_SAMPLING,
+    SAMPLING_FIELDS,
+    Changes,
+    FinishReason,
+    GivenBy,
+    RequestClass,
+    SamplingParams,
+)
 
 DEFAULT_MAX_NEW_TOKENS = 100
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
-_GREEDY = SamplingDefaults(temperature=0.0)
-_PLAIN = SamplingDefaults()
+_GREEDY = SamplingParams(temperature=0.0)
 _NO_EFFECT: NoEffect = {
     # What huggingface_hub's client has for TGI, at the values that change nothing.
     "watermark": (False,),
@@ -78,25 +79,18 @@ _NO_EFFECT: NoEffect = {
 }
 
 
-class GenerateParameters(NoEffectModel):
+class GenerateParameters(NoEffectModel, sampling_model(GivenBy.TGI)):  # type: ignore[misc]
     """`parameters`; null is the same as absent."""
 
     no_effect = _NO_EFFECT
 
     max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    typical_p: TopP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
     stop: StopStrings | None = None
     stop_sequences: StopStrings | None = None
     """An older name of `stop`."""
     truncate: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
-    """Of the prompt, only so many tokens at its end."""
+    """Only so many tokens at the prompt's end are read."""
     return_full_text: bool | None = None
     top_n_tokens: NumLogprobs | None = None
     details: bool | None = None
@@ -108,20 +102,14 @@ class GenerateParameters(NoEffectModel):
 
     def sampling(self, *, vocab_size: int) -> SamplingParams:
         """Return the parameters that it asks for. Raises InvalidRequest."""
-        shaping = (self.temperature, self.top_p, self.top_k, self.typical_p)
-        samples = bool(self.do_sample) or any(value is not None for value in shaping)
+        given = given_sampling(self)
+        samples = bool(self.do_sample) or any(
+            Changes.DRAW in SAMPLING_FIELDS[name].changes for name in given
+        )
+        given["num_logprobs"] = self.top_n_tokens or 0
+        given["num_prompt_logprobs"] = 0 if self.decoder_input_details else None
         return resolve_sampling(
-            _PLAIN if samples else _GREEDY,
-            vocab_size=vocab_size,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            typical_p=self.typical_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            seed=self.seed,
-            num_logprobs=self.top_n_tokens or 0,
-            num_prompt_logprobs=0 if self.decoder_input_details else None,
+            PLAIN_SAMPLING if samples else _GREEDY, given, vocab_size=vocab_size
         )
 
 
@@ -158,14 +146,12 @@ class GenerateRequest(StrictModel):
         """Return how it is to be served. Raises InvalidRequest."""
         parameters = self.parameters or GenerateParameters()
         return resolve_service_level(
-            request.headers,
+            request,
             service.config,
-            arrival_s=request.scope[ARRIVAL_KEY],
             request_class=RequestClass.RT,
             slo=parameters.slo,
             priority=parameters.priority,
             timeout_s=parameters.timeout,
-            sharer=sharer_of(request.scope),
             param_prefix="parameters.",
         )
 
@@ -189,7 +175,7 @@ class GenerateWriter:
         self._num_sent = 0
         self._text = TextBuffer(self._prefix)
         self._pieces = PieceColumns()
-        """Of an answer as a whole."""
+        """Tokens, for an answer that is not streamed."""
         self._pending: dict[str, Any] | None = None
 
     def opening(self) -> bytes:
@@ -376,13 +362,11 @@ async def _prepare(service: Service, body: GenerateRequest, level: ServiceLevel)
         (
             new_submit(
                 TokenSegment(token_ids=pack_int32(prompt_token_ids)),
+                level,
                 max_tokens=max_tokens,
                 eos_token_ids=list(eos_token_ids),
                 constraint=constraint,
                 sampling=parameters.sampling(vocab_size=service.model.vocab_size),
-                request_class=level.request_class,
-                slo=level.slo,
-                priority=level.priority,
                 needs_acknowledgement=bool(stops),
             ),
             OutputOptions(

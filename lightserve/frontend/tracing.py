@@ -58,7 +58,7 @@ CLOSE_TIMEOUT_S = 1.0
 MAX_OPEN_QUESTIONS = 16
 """To the router at once, of those that it takes: spans beyond have no decisions."""
 MAX_EVENTS = 256
-"""Of a span; the first ones are lost."""
+"""Most events of a span; the first ones are lost."""
 
 _TEXT_ROUTES = frozenset({"/", "/generate", "/generate_stream", "/v1/completions"})
 _HEADERS = (b"traceparent", b"tracestate")

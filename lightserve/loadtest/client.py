@@ -54,7 +54,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What is looked at of a chunk of either endpoint."""
+    """The fields of a chunk that are read, on either endpoint."""
 
     choices: list[_Choice] = []
     usage: Usage | None = None

@@ -30,7 +30,7 @@ _FEW_CHATS = 50
 
 @dataclass(frozen=True)
 class Mix:
-    """What is sent in the scenes."""
+    """Requests of the scenes."""
 
     chats: Traffic
     """An open loop with a duration, which is that of the first scene."""

@@ -1,4 +1,4 @@
-"""What a run is told: traffic, targets and the server. Recorded in the result."""
+"""Settings of a run: traffic, targets and the server. Recorded in the result."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class ClientReport(msgspec.Struct, frozen=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of the samples of a bin, in ms."""
+    """Percentiles of the samples of a bin, in ms."""
 
     p50: float
     p99: float
@@ -106,11 +106,11 @@ class Timeline(msgspec.Struct, frozen=True):
     in_flight: dict[str, list[int]]
     """At the end of the bin."""
     ttft_ms: dict[str, list[Percentiles | None]]
-    """Of the first events in the bin; None without any."""
+    """TTFT of the first events in the bin; None without any."""
     itl_ms: dict[str, list[Percentiles | None]]
-    """Of the gaps that end in the bin."""
+    """Gaps that end in the bin."""
     goodput_requests_per_s: dict[str, list[float]]
-    """Of requests that end in the bin, within their targets."""
+    """Requests per second that end in the bin within their targets."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, array_like=True):

@@ -59,7 +59,7 @@ _TEXT_SEEDS = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """What holds for every run of an invocation."""
+    """Settings of every run of an invocation."""
 
     server: ServerOptions
     """With an empty model, the server's first one is taken."""

@@ -1,4 +1,4 @@
-"""What records say, by definition. Pure: records in, numbers out.
+"""Definitions of the figures of a run. Pure: records in, numbers out.
 
 Every time counts from the *intended* arrival. An *event* is a chunk with text.
 
@@ -41,7 +41,7 @@ QUANTILES = np.linspace(0.0, 1.0, 201)
 
 
 class Measures:
-    """What one record amounts to."""
+    """Figures of one record."""
 
     def __init__(self, record: Record) -> None:
         self.record = record

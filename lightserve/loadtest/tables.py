@@ -156,7 +156,7 @@ def _warnings(run: Run) -> list[str]:
     if not client.is_calibrated:
         warnings.append("the server reports no usage: prompt lengths are a guess")
     if run.was_interrupted:
-        warnings.append("interrupted: what was in flight counts as unfinished")
+        warnings.append("interrupted: requests in flight count as unfinished")
     return warnings
 
 

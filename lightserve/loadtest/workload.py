@@ -1,4 +1,4 @@
-"""What is sent and when: arrivals, lengths, traces; all of it decided before the first request.
+"""Requests and their times: arrivals, lengths, traces; all is decided before the first request.
 
 A `Traffic` becomes a `Plan`: arrival, class, prompt and output length of each request. Lengths in
 tokens are written as
@@ -152,7 +152,7 @@ class Trace:
     blocks: tuple[tuple[int, ...], ...] | None
     """Ids of each prompt's blocks of `BLOCK_TOKENS` tokens."""
     targets: tuple[Targets, ...] | None = None
-    """Of each row; None: it has no columns of them."""
+    """Targets of each row; None: the trace has no columns of them."""
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -203,7 +203,7 @@ _DOCUMENT_KEY = 1 << 40
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent; all of it is known before the first request."""
+    """All requests of a run, known before the first one is sent."""
 
     traffic: Traffic
     offsets_s: FloatArray | None
@@ -215,7 +215,7 @@ class Plan:
     priorities: IntArray | None = None
     """None: requests say nothing of theirs."""
     targets: tuple[Targets, ...] | None = None
-    """Of each request; None: those of their class."""
+    """Targets of each request; None: those of its class."""
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -367,9 +367,9 @@ class Calibration:
     """Costs in tokens."""
 
     word_tokens: tuple[float, ...]
-    """Of each of `WORDS`, with the space before it."""
+    """Tokens of each of `WORDS`, with the space before it."""
     overhead_tokens: float
-    """What every prompt costs besides its words."""
+    """Tokens of every prompt besides its words."""
     is_measured: bool
 
 

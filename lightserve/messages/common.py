@@ -1,4 +1,4 @@
-"""What every link shares: the protocol version, token arrays, prompt segments."""
+"""The common part of all links: protocol version, token arrays, prompt segments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     kind: str
     """cpu or cuda."""
     name: str
-    """Of the processor or the GPU."""
+    """Name of the processor or the GPU."""
     memory_bytes: int
-    """Of the GPU."""
+    """Memory of the GPU."""
     driver: str
     """Version of the GPU's driver."""
     cuda: str
@@ -33,7 +33,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> str:
-        """What step times depend on, in one line."""
+        """The facts that step times depend on, in one line."""
         if self.kind == "cpu":
             return self.name
         return (
@@ -74,10 +74,10 @@ class GraphSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     decodes: tuple[int, ...] = ()
-    """Of steps whose rows have one new token each; those of other steps serve larger ones. Empty:
+    """Sizes of steps whose rows have one new token each; `mixed` serves larger ones. Empty:
     these steps are not padded, or it is unknown how."""
     mixed: tuple[int, ...] = ()
-    """Of steps with a row of more."""
+    """Sizes of steps with a row of more than one new token."""
 
     def padded(self, num_new: int, *, has_chunks: bool) -> int:
         """Return the tokens that a step computes for so many, the padding among them."""
@@ -158,7 +158,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top_token_ids: list[int]
-    """As many as were asked for, the most probable first."""
+    """Ids of as many tokens as were asked for, the most probable first."""
     top_logprobs: list[float]
     """One for each of `top_token_ids`."""
 
@@ -183,7 +183,7 @@ class GrammarConstraint(Message, frozen=True, tag="grammar"):
 
 
 Constraint = JsonSchemaConstraint | RegexConstraint | GrammarConstraint
-"""What limits the tokens of an output."""
+"""A limit on the tokens of an output."""
 
 
 MAX_TAGS, MAX_TAG_CHARS, MAX_CLOSING_TOKENS = 8, 128, 128
@@ -199,7 +199,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
     opening: tuple[int, ...]
     """Tokens of the first of `openings`."""
     closing: tuple[int, ...]
-    """What is written where the budget is used up: perhaps a sentence, then `ending`."""
+    """Tokens that are written once the budget is used up: perhaps a sentence, then `ending`."""
     ending: tuple[int, ...]
     """Tokens of the first of `endings`."""
     budget: int = MAX_INT32

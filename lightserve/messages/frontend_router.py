@@ -95,7 +95,7 @@ class Submit(Message, frozen=True):
     priority: int = 0
     """Within its class, lower ones start first."""
     slo: SLO = NO_SLO
-    """What it should be served in, the server's own targets included."""
+    """Targets of the request, the server's own included."""
     prediction_key: str = ""
     """Requests of a class with equal keys are expected to have outputs of like length."""
     prefix_salt: str = ""
@@ -109,12 +109,12 @@ class Submit(Message, frozen=True):
     """Lines of a batch have its number, and are due together, by `slo.completion_s` of the last one
     or by `BatchDue`; 0: it is none."""
     is_first: bool = True
-    """Of what one HTTP request asks for: this one counts as a request, and may be refused for a
+    """Whether it is the first of its HTTP request: it counts as a request, and may be refused for a
     quota."""
     needs_acknowledgement: bool = False
     constraint: Constraint | None = None
     names: tuple[str, ...] = ()
-    """What the client knows it by: the answer's id, its X-Request-Id. For the decision log."""
+    """Names that the client knows: the answer's id, its X-Request-Id. For the decision log."""
     output: RequestOutput = RequestOutput.TOKENS
     """With a vector, `max_tokens` is 1."""
     thinking: Thinking | None = None
@@ -179,7 +179,7 @@ class ErrorCode(StrEnum):
     QUEUE_FULL = "queue_full"
     REQUEST_QUOTA = "request_quota"
     TOKEN_QUOTA = "token_quota"
-    """Of the key, for a minute."""
+    """The key's tokens per minute are used up."""
     INVALID = "invalid"
     """Its message says what no frontend may say."""
 
@@ -191,7 +191,7 @@ class RouterWelcome(Message, frozen=True):
     num_kv_slots: int
     """Tokens that the KV pool holds: prompt + max_tokens may not exceed it."""
     device: DeviceFacts | None = None
-    """What rank 0 computes on."""
+    """Device of rank 0."""
 
 
 class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -242,7 +242,7 @@ class TokenDelta(Message, frozen=True):
 
 
 class ClassLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What the router has of one request class."""
+    """Requests and tokens of one class in the router."""
 
     num_waiting: int
     num_waiting_tokens: int
@@ -269,9 +269,9 @@ class RouterStatus(Message, frozen=True):
     """Cumulative time rank 0 waited for a plan although requests could have advanced."""
     prompt_token_s: float = 0.0
     output_token_s: float = 0.0
-    """What a token takes of an idle engine, in full steps; 0: not known yet."""
+    """Seconds per token on an idle engine, in full steps; 0: not known yet."""
     session: int = 0
-    """Of the hello that the router heard last under this frontend's name."""
+    """Session of the hello that the router heard last under this frontend's name."""
     num_deltas: int = 0
     """`TokenDelta`s sent since. With another number than arrived, some are lost."""
     num_lost: int = 0
@@ -298,7 +298,7 @@ class DescribeKV(Message, frozen=True):
 
 
 class PackedKinds(msgspec.Struct, frozen=True, array_like=True):
-    """What each slot is, from slot 0 on, as runs of equal ones; see `pack_kinds`."""
+    """Kind of each slot, from slot 0 on, as runs of equal ones; see `pack_kinds`."""
 
     kinds: bytes
     """uint8 [num_runs], each a `SlotKind`."""
@@ -316,13 +316,13 @@ class KindRuns(NamedTuple):
 
 
 class ClassSlots(msgspec.Struct, frozen=True, array_like=True):
-    """What the requests of one class have in the pool; a slot of both classes is real-time's."""
+    """The pool's slots of one class; a slot of both classes counts as real-time."""
 
     num_requests: int
     """Running and paused ones that hold slots."""
     num_slots: int
     num_checkpointed_slots: int
-    """Those of them that are CHECKPOINTED."""
+    """Slots that are CHECKPOINTED."""
 
 
 class KVPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -441,7 +441,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """That others computed meanwhile."""
     predicted_s: float
     observed_s: float
-    """Of the steps meanwhile."""
+    """Observed time of the steps meanwhile."""
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -457,7 +457,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestLife(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request; times in seconds since its frontend had it."""
+    """The story of a request; times in seconds since its frontend had it."""
 
     request_class: RequestClass
     slo: SLO
@@ -482,7 +482,7 @@ class RequestTimeline(Message, frozen=True):
 
     query_id: int
     lives: list[RequestLife]
-    """Of all completions of that name, in their order; none: it is not known."""
+    """Stories of all completions of that name, in their order; empty: the name is unknown."""
 
 
 FrontendMessage = (

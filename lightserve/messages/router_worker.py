@@ -61,7 +61,7 @@ class WorkerHello(Message, frozen=True):
     step_cost: StepCoefficients | None = None
     """Rank 0's profile of its steps, if it has one."""
     device: DeviceFacts | None = None
-    """What the rank computes on."""
+    """Device of the rank."""
     overlaps_copies: bool = False
     """Whether `ahead_saves` and `ahead_loads` run beside the forward pass of their plan, as on a
     GPU; otherwise between the steps."""
@@ -78,9 +78,9 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     """Tokens of `segments` from here on are output."""
     eos_token_ids: list[int]
-    """What ends this sequence."""
+    """Tokens that end this sequence."""
     constraint: Constraint | None = None
-    """What its output must satisfy; output in `segments` does so already."""
+    """A constraint on its output; output in `segments` satisfies it already."""
     is_real_time: bool = False
     """Whether its constraint goes before those of others where these have to wait."""
     output: RequestOutput = RequestOutput.TOKENS
@@ -99,7 +99,7 @@ class SlotRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OutputKind(IntFlag):
-    """What a plan row wants back."""
+    """Output that a plan row wants back."""
 
     NONE = 0
     SAMPLE = 1
@@ -225,7 +225,7 @@ NO_TOKEN = -1
 
 
 class StepResult(Message, frozen=True):
-    """What a step gave, sent by rank 0 the moment its tokens are on the host."""
+    """Result of a step; rank 0 sends it the moment its tokens are on the host."""
 
     MAX_BYTES: ClassVar[int] = 32 * 1024 * 1024
     """Holds 65,536 rows with twenty log-probabilities each, and as many of prompts as may be."""
@@ -246,14 +246,14 @@ class StepResult(Message, frozen=True):
     """Rows that have more to say, in any order: an error, log-probabilities, or no token though one
     was asked for; and all that want PROMPT_LOGPROBS alone."""
     copy_s: float = 0.0
-    """What `saves` and `loads` added to the step."""
+    """Seconds that `saves` and `loads` added to the step."""
     launch_s: float = 0.0
-    """What the host took to launch it, where the device works meanwhile: on a GPU. A plan must
+    """Seconds of the host to launch it, where the device works meanwhile: on a GPU. A plan must
     come so much earlier for the device to go on without a pause."""
 
 
 class StepTimesMeasured(Message, frozen=True):
-    """What rank 0 has measured of its steps after its hello, before the first plan came."""
+    """Step times that rank 0 measured after its hello, before the first plan came."""
 
     incarnation: int
     step_cost: StepCoefficients
@@ -344,10 +344,10 @@ def plan_rows(plan: StepPlan) -> list[PlanRow]:
 
 
 class StepOutput(NamedTuple):
-    """What the rows of a step gave."""
+    """Results of a step's rows."""
 
     rows: Int32Array
-    """Those that sample, in the plan's order."""
+    """Rows that sample, in the plan's order."""
     token_ids: Int32Array
     """[rows that sample, tokens_per_row], in the plan's order; a row's tokens, then NO_TOKEN."""
     others: dict[RowId, RowResult]
@@ -435,7 +435,7 @@ def pack_results(
     """
     wanted = [row for row in plan_rows(plan) if row.output]
     if [row.row for row in wanted] != [result.row for result in results]:
-        raise ProtocolError(f"{len(results)} results that are not those of {len(wanted)} rows")
+        raise ProtocolError(f"{len(results)} results for {len(wanted)} other rows")
     width = max((len(result.token_ids) for result in results), default=1) or 1
     tokens: list[list[int]] = []
     others: list[RowResult] = []

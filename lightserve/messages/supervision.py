@@ -7,6 +7,7 @@ cannot start. The supervisor sees deaths by itself (process handles), never by a
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Picture(Message, frozen=True):
 
 
 class Role(StrEnum):
-    """What a child process is."""
+    """Role of a child process."""
 
     FRONTEND = "frontend"
     BATCHES = "batches"
@@ -143,7 +144,7 @@ class FrontendLost(Message, frozen=True):
 
     frontend_id: FrontendId
     incarnation: int
-    """Of the one that died: a younger one, which has said hello already, is another."""
+    """Which one died: a younger child, which has said hello already, is another."""
 
 
 class WorkersLost(Message, frozen=True):
@@ -171,7 +172,7 @@ SupervisorMessage = (
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child process is told at birth (msgpack over an inherited descriptor)."""
+    """Everything that a child process is told at birth (msgpack over an inherited descriptor)."""
 
     role: Role
     index: int
@@ -201,3 +202,70 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Frontend: why the batch store cannot be used; empty: it can, or there is none."""
     batch_owner: str = ""
     """Batches: whose the leases of lines are."""
+
+
+# ----------------------------------------------------------------------
+# The link between node 0's supervisor and those of the other nodes.
+#
+# Each says how things stand, every second and whenever that changes, and never only what is new: a
+# message that is lost, or comes from before a cable was cut, does no harm. The link has a version
+# of its own, so that different releases can still tell each other that they differ.
+
+
+NODE_LINK_VERSION = 1
+"""Version of these messages; raised when one changes."""
+BEAT_S = 1.0
+
+
+class NodeGroup(msgspec.Struct, frozen=True):
+    """One group of workers: which it is, and where its ranks meet."""
+
+    boot_id: str
+    boot_number: int
+    incarnation: int
+    workers_address: str
+    """Address of the router, for workers of other nodes."""
+    store_address: str
+    """Address of the ranks' rendezvous, tcp://HOST:PORT."""
+
+    @property
+    def name(self) -> str:
+        """No two groups ever share one."""
+        return f"{self.boot_id}-{self.incarnation}"
+
+
+class NodeReport(Message, frozen=True):
+    """From a node: what it is, and what it runs."""
+
+    MAX_BYTES: ClassVar[int] = 256 * 1024
+
+    protocol_version: int
+    node_rank: int
+    session: int
+    """One life of the node's supervisor."""
+    terms: dict[str, str]
+    """Terms that all ranks must agree on: options by name, as JSON, and the model."""
+    group: str = ""
+    """Name of the group that its workers are part of; empty: there are none, nor remains."""
+    is_ready: bool = False
+    """Whether all of them are."""
+    failure: str = ""
+    """Why that group cannot go on."""
+    is_leaving: bool = False
+    """Its last word."""
+
+
+class NodeOrder(Message, frozen=True):
+    """To a node: what it is to run."""
+
+    MAX_BYTES: ClassVar[int] = 64 * 1024
+
+    group: NodeGroup | None = None
+    """None: nothing; what there is has to end."""
+    refusal: str = ""
+    """Why it is not taken; it ends then."""
+    end: str = ""
+    """Node 0 ends, and so must the others: the reason, `STOPPED` if it was told to."""
+
+
+STOPPED = "stopped"

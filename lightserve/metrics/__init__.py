@@ -1,4 +1,4 @@
-"""What operators measure: one catalogue, cheap recording in the children, merging, exposition.
+"""Metrics: one catalogue, cheap recording in the children, merging, exposition.
 
 `catalogue` names every family; `recording` counts in one process; `requests` records a frontend's
 work (the router's is `lightserve.router.metrics`); once a second a process sends

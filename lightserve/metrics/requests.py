@@ -28,7 +28,7 @@ ABORT = "abort"
 
 
 class SloTargets(NamedTuple):
-    """What a request should be served in, in seconds; None: it has no such target."""
+    """Targets of a request, in seconds; None: it has no such target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -43,7 +43,7 @@ class TurnClock:
 
 
 class TurnSelector(selectors.DefaultSelector):
-    """What an asyncio loop waits by, with a clock around its waits once it has one."""
+    """The selector of an asyncio loop, with a clock around its waits once it has one."""
 
     def __init__(self) -> None:
         super().__init__()

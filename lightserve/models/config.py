@@ -156,7 +156,7 @@ class ModelConfig:
 
     architecture: Architecture
     encoder: Encoder | None = None
-    """Of a model whose tokens see all others of a prompt: it is computed whole, and has no KV."""
+    """Set for a model whose tokens see all others: a prompt is computed whole, and has no KV."""
     is_headless: bool = False
     """Whether a decoder is for vectors of prompts alone, and needs no LM head of its own."""
     vocab_size: int

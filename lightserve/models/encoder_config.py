@@ -24,7 +24,7 @@ _NORMS = ("attention_norm", "mlp_norm")
 
 
 class Encoder(NamedTuple):
-    """What an encoder has that decoders have not."""
+    """Fields of an encoder that decoders do not have."""
 
     num_token_types: int
     """Rows of the table whose first the tokens of a text have."""

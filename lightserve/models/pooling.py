@@ -63,7 +63,7 @@ class Embedding:
     yes_no: tuple[int, int] | None = None
     """The two tokens of `Pooling.YES_NO`; None: those that are named yes and no."""
     type_step: int = 0
-    """What the ids of a pair's second text are raised by, see `Encoder.tells_pairs`."""
+    """Added to the type ids of a pair's second text, see `Encoder.tells_pairs`."""
     has_plain_scores: bool = False
     """Whether scores are the logits as they are, not their sigmoid."""
 

@@ -29,7 +29,7 @@ from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.router.output_lengths import prediction_key
 from lightserve.router.queue import Backlog
 from lightserve.router.request import Parameters, Request
-from lightserve.types import FrontendId, RequestClass, RequestKey
+from lightserve.types import SAMPLING_FIELDS, FrontendId, RequestClass, RequestKey
 
 # How large a step's plan is on the wire, as far as it is known before the plan is made.
 #
@@ -96,8 +96,7 @@ CHARACTER_BYTES = 8
 
 MAX_SECONDS = 1e9
 MAX_ADDED = 100.0
-"""Largest bias or penalty."""
-MAX_LOGPROBS = 20
+"""Largest bias."""
 MAX_CLIENT_CHARS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 192, 32
 """Bad words: 64 of a request, each in three forms."""
@@ -160,19 +159,13 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         "num_retained_tokens": (submit.num_retained_tokens, 0, len(prompt)),
         "retention_s": (submit.retention_s, 0.0, MAX_SECONDS),
         "age_s": (submit.age_s, 0.0, MAX_SECONDS),
-        "temperature": (sampling.temperature, 0.0, MAX_INT32),
-        "top_p": (sampling.top_p, 0.0, 1.0),
+        **{
+            name: (getattr(sampling, name) or 0, spec.low, spec.high)
+            for name, spec in SAMPLING_FIELDS.items()
+            if spec.low is not None and spec.high is not None
+        },
         "top_k": (sampling.top_k, 0, vocab_size),
-        "seed": (sampling.seed, -(2**63), 2**63 - 1),
-        "choice": (sampling.choice, 0, MAX_INT32),
-        "min_p": (sampling.min_p, 0.0, 1.0),
-        "typical_p": (sampling.typical_p, 0.0, 1.0),
-        "frequency_penalty": (sampling.frequency_penalty, -MAX_ADDED, MAX_ADDED),
-        "presence_penalty": (sampling.presence_penalty, -MAX_ADDED, MAX_ADDED),
-        "repetition_penalty": (sampling.repetition_penalty, 1 / MAX_ADDED, MAX_ADDED),
         "min_tokens": (sampling.min_tokens, 0, submit.max_tokens),
-        "num_logprobs": (sampling.num_logprobs or 0, 0, MAX_LOGPROBS),
-        "num_prompt_logprobs": (sampling.num_prompt_logprobs or 0, 0, MAX_LOGPROBS),
     }
     checks = [(name, *limits) for name, limits in ranges.items()]
     checks += [("number of bad_words", len(sampling.bad_words), 0, MAX_BAD_WORDS)]

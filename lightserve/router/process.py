@@ -84,6 +84,8 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.types import FinishReason, FrontendId
 
+log = logging.getLogger(__name__)
+
 # When Python looks for garbage in the router: often and briefly, never at length.
 #
 # What the router keeps, tens of thousands of waiting requests and the nodes of their prompts, is
@@ -124,8 +126,6 @@ MAX_TURN_S = 0.02
 """CPU time after which what else frontends say waits for the next turn of the loop."""
 LEAST_FOR_FRONTENDS_S = 0.005
 """CPU time that they have though a result and its plan have taken that long."""
-
-log = logging.getLogger(__name__)
 
 
 def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from lightserve.config import ServeConfig
-from lightserve.config.scheduling import ADMISSION_OF_OPTION, POLICIES_OF_OPTION
+from lightserve.config.fields import unmet_need
 from lightserve.cost.model import StepSample, StepShape, fit
 from lightserve.decisions.records import (
     DECIDING_OPTIONS,
@@ -258,13 +258,11 @@ class Recording:
             ),
             **settings.options,
         }
-        for name, value in self.config.items():
-            if name in settings.options:
-                continue
-            policies = POLICIES_OF_OPTION.get(name, (options["policy"],))
-            rule = ADMISSION_OF_OPTION.get(name, options["admission"])
-            if options["policy"] not in policies or options["admission"] != rule:
-                options[name] = getattr(_DEFAULTS, name, value)
+        known = {**vars(_DEFAULTS), **options}
+        for spec in dataclasses.fields(_DEFAULTS):
+            is_old = spec.name in self.config and spec.name not in settings.options
+            if is_old and unmet_need(spec, known) is not None:
+                options[spec.name] = spec.default
         return ServeConfig(**options)
 
     @property

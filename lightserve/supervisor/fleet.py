@@ -31,7 +31,6 @@ from enum import Enum, IntEnum
 
 from lightserve.errors import ProtocolError, StartupError
 from lightserve.http_access import ApiKey
-from lightserve.messages.nodes import NodeGroup
 from lightserve.messages.supervision import (
     LATE_TIMEOUT_S,
     ChildFailed,
@@ -46,6 +45,7 @@ from lightserve.messages.supervision import (
     MetricsRequest,
     MetricsSnapshot,
     NewApiKeys,
+    NodeGroup,
     Picture,
     PictureRequest,
     Role,
@@ -82,7 +82,7 @@ class RestartBudget:
 
 
 DRAIN_GRACE_S = 2.0
-"""What frontends get beyond --shutdown-timeout-s before they are killed."""
+"""Time for frontends beyond --shutdown-timeout-s, before they are killed."""
 SILENCE_TIMEOUT_S = 10.0
 """Heartbeats come every second; above the pauses of a busy machine, below a client's patience."""
 LATE_CHECK_S = 1.0
@@ -101,7 +101,7 @@ class Phase(Enum):
 
 
 class Rebuild(IntEnum):
-    """What has to be started again once the remains are gone; a larger one includes a smaller."""
+    """Parts to be started again once the remains are gone; a larger one includes a smaller."""
 
     NOTHING = 0
     WORKERS = 1

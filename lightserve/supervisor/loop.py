@@ -23,10 +23,15 @@ from lightserve.config.fields import is_postgres
 from lightserve.config.file import Origin, log_configuration
 from lightserve.errors import ConfigError
 from lightserve.extras import need_packages
-from lightserve.http_access import read_api_keys
+from lightserve.http_access import read_api_keys, server_context
 from lightserve.logs import one_line, setup_logging
-from lightserve.messages.nodes import NodeOrder, NodeReport
-from lightserve.messages.supervision import LATE_TIMEOUT_S, ChildMessage, SupervisorMessage
+from lightserve.messages.supervision import (
+    LATE_TIMEOUT_S,
+    ChildMessage,
+    NodeOrder,
+    NodeReport,
+    SupervisorMessage,
+)
 from lightserve.node_key import read_node_key
 from lightserve.supervisor.fleet import SILENCE_TIMEOUT_S, Fleet, Phase
 from lightserve.supervisor.metrics import ServerMetrics
@@ -43,7 +48,6 @@ from lightserve.supervisor.startup import (
     resolve_model,
     take_store,
 )
-from lightserve.tls import server_context
 
 log = logging.getLogger(__name__)
 

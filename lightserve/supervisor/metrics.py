@@ -25,8 +25,8 @@ from prometheus_client.utils import floatToGoString
 
 import lightserve
 from lightserve.config import ServeConfig
-from lightserve.dashboard.feed import FAMILIES as DASHBOARD_FAMILIES
-from lightserve.dashboard.feed import encode_figures, encode_tick
+from lightserve.dashboard import FAMILIES as DASHBOARD_FAMILIES
+from lightserve.dashboard import encode_figures, encode_tick
 from lightserve.errors import ProtocolError
 from lightserve.http_access import ApiKey
 from lightserve.logs import num_dropped_lines
@@ -65,17 +65,17 @@ _OWN = "supervisor"
 
 
 class ServerMetrics:
-    """What the whole server counts. One thread writes, several may read."""
+    """Metrics of the whole server. One thread writes, several may read."""
 
     def __init__(self, config: ServeConfig, keys: Sequence[ApiKey] = ()) -> None:
         self.keys = tuple(keys)
-        """Of them, operators' open the metrics port where it wants one."""
+        """API keys; those of operators open the metrics port where it needs one."""
         self._ledger = Ledger()
         self._recorder = Recorder()
         self._next_sample_s = 0.0
         self._registry = make_registry(self._ledger, config.model_name)
         self._rendered = (-1, b"")
-        """What was rendered last, and of which version of the ledger."""
+        """Version of the ledger that was rendered last, and the text."""
         self._picture = (float("-inf"), b"")
         """The last one, and when it came."""
         self._watched_until_s = self._next_picture_s = float("-inf")
@@ -318,7 +318,7 @@ _UTIME, _STIME, _RSS = 11, 12, 21
 
 
 class ProcessUsage(NamedTuple):
-    """What a process has used."""
+    """Memory and processor time of a process."""
 
     resident_bytes: int
     cpu_s: float

@@ -10,14 +10,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from lightserve.config import ServeConfig
-from lightserve.dashboard import EVENTS_PATH, PAGE_PATH
-from lightserve.dashboard.feed import Feed
-from lightserve.dashboard.page import load_page
+from lightserve.dashboard import EVENTS_PATH, PAGE_PATH, Feed, load_page
 from lightserve.errors import StartupError
-from lightserve.http_access import bearer_key, find_key, is_loopback, names_machine
+from lightserve.http_access import bearer_key, find_key, is_loopback, names_machine, server_context
 from lightserve.supervisor.metrics import CONTENT_TYPE, ServerMetrics
 from lightserve.supervisor.startup import base_url, bind_port
-from lightserve.tls import server_context
 
 MAX_SCRAPES = 32
 """Connections to the metrics port that are open at once, viewers of the dashboard apart."""

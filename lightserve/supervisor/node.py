@@ -21,18 +21,16 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, StartupError
 from lightserve.logs import LineWriter
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.nodes import (
+from lightserve.messages.supervision import (
     BEAT_S,
     NODE_LINK_VERSION,
     STOPPED,
-    NodeGroup,
-    NodeOrder,
-    NodeReport,
-)
-from lightserve.messages.supervision import (
     ChildFailed,
     ChildMessage,
     ChildReady,
+    NodeGroup,
+    NodeOrder,
+    NodeReport,
     SupervisorMessage,
 )
 from lightserve.supervisor.nodes import master_address, terms_of
@@ -41,7 +39,7 @@ from lightserve.supervisor.spawn import Child, ControlHub, RouterBoot, RunDir, S
 log = logging.getLogger(__name__)
 
 NODE_READY_PREFIX = "lightserve: ready as node "
-"""What is printed when the workers of a node are ready for the first time."""
+"""Printed when the workers of a node are ready for the first time."""
 _MAX_QUEUED = 4
 """Reports: each says all, so that old ones are worth nothing."""
 _LAST_WORDS_S = 5.0

@@ -21,7 +21,7 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import ChannelFull, LightserveError, StartupError
 from lightserve.logs import one_line
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.nodes import (
+from lightserve.messages.supervision import (
     BEAT_S,
     NODE_LINK_VERSION,
     STOPPED,

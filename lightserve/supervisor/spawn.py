@@ -131,7 +131,7 @@ class RouterBoot:
     far_workers: socket.socket | None = None
     """With other nodes: bound where their workers connect; the router inherits it."""
     far_address: str = ""
-    """Of that."""
+    """Address of that socket."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class SpecWriter:
     batch_owner: str = field(
         default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(8)}"
     )
-    """Of the leases of lines: as long as this server lives, and of no other."""
+    """Owner of leases of lines: the same as long as this server lives, and no other server's."""
     node_key: bytes = b""
     """With other nodes; see `lightserve.node_key`."""
     has_batches: bool = False
@@ -229,7 +229,7 @@ class SpecWriter:
 _OF_THE_STORE = ("PG", "AWS_")
 """How the names of variables begin that say how to reach it, and with which password."""
 _BUSY_SHARE = 0.1
-"""Of the time; a loop that only wakes to look at its clock takes far less."""
+"""Share of the time; a loop that only wakes to look at its clock takes far less."""
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "lightserve.child")

@@ -1,4 +1,4 @@
-"""What is settled before any process is started: the port, the model's files, the batch store."""
+"""Work before any process is started: the port, the model's files, the batch store."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ client = OpenAI(base_url={url + "/v1"!r}{key_argument})
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]
-"""The same weights once more, in the format of the model's makers."""
+"""Files with the weights once more, in the format of the model's makers."""
 _BACKLOG = 2048
 _OWN_THREADS = 8
 _CHILD_THREADS = 16

@@ -17,7 +17,7 @@ from lightserve.messages.common import Thinking
 
 
 class Phase(Enum):
-    """Of an output that may begin with reasoning."""
+    """Phase of an output that may begin with reasoning."""
 
     OPENING = auto()
     INSIDE = auto()
@@ -33,7 +33,7 @@ class Thought:
     ) -> None:
         """`bytes_of`: a token's; `is_strict`: reasoning that has begun to open is opened."""
         self.num_tokens = 0
-        """Of the reasoning so far, without its tags."""
+        """Tokens of the reasoning so far, without its tags."""
         self.phase = Phase.OPENING if thinking.openings else Phase.INSIDE
         self._thinking = thinking
         self._bytes_of = bytes_of

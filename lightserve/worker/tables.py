@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.messages.common import Int32Array, unpack_int32
+from lightserve.messages.common import MAX_INT32, Int32Array, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
     DecodeColumns,
@@ -33,7 +33,7 @@ from lightserve.messages.router_worker import (
     plan_columns,
     unpack_decodes,
 )
-from lightserve.types import RowId, SamplingParams
+from lightserve.types import PLAIN_SAMPLING, SAMPLING_FIELDS, Changes, RowId, SamplingParams
 from lightserve.worker.device import Array, DeviceQueue
 from lightserve.worker.sampling.interface import Adjustments, SampledRows, sequence_state
 
@@ -321,24 +321,18 @@ MIN_TEMPERATURE = 1e-6
 Upload = Callable[[Sequence[npt.NDArray[Any]]], list[Tensor]]
 """Arrays to tensors on the device, as `DeviceQueue.upload`."""
 
+_NUMBERS = tuple(name for name, spec in SAMPLING_FIELDS.items() if spec.column)
 _COLUMNS = np.dtype(
     [
         ("state", np.uint64),
         ("temperature", np.float32),
-        ("min_p", np.float32),
-        ("top_p", np.float64),
-        ("top_k", np.int32),
         ("num_logprobs", np.int32),
         ("is_adjusted", np.bool_),
         ("num_prompt_tokens", np.int32),
-        ("repetition", np.float32),
-        ("frequency", np.float32),
-        ("presence", np.float32),
-        ("min_tokens", np.int32),
-        ("typical_p", np.float32),
+        *((name, SAMPLING_FIELDS[name].column) for name in _NUMBERS),
     ]
 )
-_MAX_INT32 = 2**31 - 1
+_ADJUSTING = tuple(n for n, spec in SAMPLING_FIELDS.items() if Changes.LOGITS in spec.changes)
 _NO_WORDS: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 
 
@@ -358,16 +352,7 @@ class _Lists(NamedTuple):
 
 def is_adjusted(params: SamplingParams) -> bool:
     """Return whether a row's options change its logits at all."""
-    return bool(
-        params.logit_bias
-        or params.allowed_token_ids
-        or params.bad_words
-        or params.min_tokens
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.typical_p < 1.0
-    )
+    return any(getattr(params, n) != getattr(PLAIN_SAMPLING, n) for n in _ADJUSTING)
 
 
 class SamplingTable:
@@ -440,17 +425,10 @@ def _as_numbers(params: SamplingParams, num_prompt_tokens: int, changes: bool) -
     return (
         sequence_state(params.seed, params.choice),
         temperature,
-        params.min_p,
-        params.top_p,
-        min(params.top_k, _MAX_INT32),
         -1 if params.num_logprobs is None else params.num_logprobs,
         changes,
         num_prompt_tokens,
-        params.repetition_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-        min(params.min_tokens, _MAX_INT32),
-        params.typical_p,
+        *(min(getattr(params, name), MAX_INT32) for name in _NUMBERS),
     )
 
 
@@ -487,8 +465,8 @@ def _pack(token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 def _has_penalties(columns: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    is_neutral = (columns["repetition"] == 1) & (columns["frequency"] == 0)
-    has_any: npt.NDArray[np.bool_] = ~(is_neutral & (columns["presence"] == 0))
+    is_neutral = (columns["repetition_penalty"] == 1) & (columns["frequency_penalty"] == 0)
+    has_any: npt.NDArray[np.bool_] = ~(is_neutral & (columns["presence_penalty"] == 0))
     return has_any
 
 
@@ -496,7 +474,8 @@ def _adjustment_arrays(
     indices: npt.NDArray[np.int64], columns: npt.NDArray[np.void], lists: Sequence[_Lists]
 ) -> list[npt.NDArray[Any]]:
     """Return the arrays of `Adjustments`, in its order."""
-    names = ("num_prompt_tokens", "repetition", "frequency", "presence", "min_tokens")
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    names = ("num_prompt_tokens", *penalties, "min_tokens")
     eos = np.full((len(lists), max(len(part.eos_token_ids) for part in lists)), -1, dtype=np.int32)
     words = max(len(part.allowed_bits) for part in lists)
     typical = (columns["typical_p"] < 1).nonzero()[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS
 from lightserve.messages.common import Constraint, RegexConstraint, TokenSegment, pack_int32
@@ -22,7 +22,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     pack_decodes,
 )
-from lightserve.types import RowId, SamplingParams, StepId
+from lightserve.types import SAMPLING_FIELDS, RowId, SamplingParams, StepId
 from lightserve.worker.memory import MIN_SLOTS
 from lightserve.worker.model_runner import ModelRunner
 
@@ -31,15 +31,15 @@ from lightserve.worker.model_runner import ModelRunner
 # They name positions that were never filled: tables are zero there, so every token is token 0 with
 # its KV in slot 0. What comes out means nothing; what it takes is what the real ones take.
 
+_EXAMPLES: dict[str, Any] = {
+    name: spec.example for name, spec in SAMPLING_FIELDS.items() if spec.example is not None
+}
 EVERYTHING = SamplingParams(
     temperature=0.7,
     top_p=0.9,
     top_k=50,
-    min_p=0.01,
-    frequency_penalty=0.1,
-    presence_penalty=0.1,
-    repetition_penalty=1.1,
     num_logprobs=20,
+    **{name: _EXAMPLES[name] for name, spec in SAMPLING_FIELDS.items() if spec.is_wide},
 )
 """Every option that takes a vocabulary's memory for each row; typical-p takes one row's."""
 
@@ -116,19 +116,12 @@ _MIN_P = _Kind(SamplingParams(temperature=1.0, min_p=0.01, num_logprobs=0))
 _PENALTY = _Kind(SamplingParams(temperature=1.0, frequency_penalty=0.5))
 _BIAS = _Kind(SamplingParams(temperature=1.0, logit_bias=((1, 1.0),), num_prompt_logprobs=0))
 _EVERYTHING = SamplingParams(
-    temperature=1.0,
-    top_p=0.95,
-    min_p=0.01,
-    frequency_penalty=0.5,
-    presence_penalty=0.5,
-    repetition_penalty=1.1,
     logit_bias=((1, 1.0),),
     allowed_token_ids=(0, 1, 2, 3),
     bad_words=((4,), (1, 5)),
-    min_tokens=8,
     num_logprobs=2,
     num_prompt_logprobs=2,
-    typical_p=0.95,
+    **_EXAMPLES,
 )
 _CONSTRAINT = RegexConstraint(pattern="[a-z]*")
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from support.live_server import LiveServer, live_server
 from support.processes import wait_for
 
-from lightserve.cli.replay import command as replay_command
+from lightserve.cli.decision_logs import replay as replay_command
 from lightserve.decisions.records import Decision, MessageReceived
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.messages.frontend_router import Abort, Finish

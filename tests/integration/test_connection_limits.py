@@ -604,7 +604,7 @@ def test_a_key_leaves_connections_of_its_address_to_others(
         assert (await alices[1].rest())[0] == 200
         for client in (*alices[2:], *bobs):
             client.hang_up()
-        await eventually(lambda: not tables[0]._all.requests)
+        await eventually(lambda: not tables[0]._all.requests.count)
         alices = [await _ask(running, "alice") for _ in range(4)]
         await eventually(lambda: len(hub.of(Submit)) == 10)
         for client in alices:

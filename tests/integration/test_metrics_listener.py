@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from lightserve.config import ServeConfig
-from lightserve.dashboard.feed import MAX_VIEWERS
+from lightserve.dashboard import MAX_VIEWERS
 from lightserve.errors import ConfigError, StartupError
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.supervision import MetricSample, MetricsRequest, Role

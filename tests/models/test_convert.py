@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from support.tiny_models import TinyModel, write_tiny_model
 from torch import Tensor
 
-from lightserve.cli.convert import command
+from lightserve.cli.made_files import convert as command
 from lightserve.errors import ModelLoadError
 from lightserve.models.config import load_model_config
 from lightserve.models.pickled_weights import (

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.grids import long_but
 
-from lightserve.cli.replay import command as replay_command
+from lightserve.cli.decision_logs import replay as replay_command
 from lightserve.cli.simulate import command as simulate_command
 from lightserve.config import ServeConfig
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile

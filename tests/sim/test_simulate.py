@@ -373,7 +373,7 @@ def test_the_variants_of_deadlines_matter() -> None:
         ([*BE, "--duration-s", "60"], "--duration-s must be above 60"),
         ([*BE, "--policy", "lifo"], "--policy must be one of"),
         ([*BE, "--reserve", "0.1"], "--reserve needs --admission past-future"),
-        ([*BE, "--block-owner", "exclusive"], "--block-owner exclusive needs"),
+        ([*BE, "--block-owner", "exclusive"], "--block-owner needs"),
         ([*BE, "--hardware", "nowhere.json"], "--hardware 'nowhere.json' is no profile: .*No such"),
         (
             [*RT, "--completion-slo-s", "9", "--mtpot-slo-ms", "200"],

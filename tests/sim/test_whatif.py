@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 from support.core_scenes import Arrival, submit
 
+from lightserve.cli.decision_logs import whatif as whatif_command
 from lightserve.cli.simulate import command as simulate_command
-from lightserve.cli.whatif import command as whatif_command
 from lightserve.decisions.records import MessageReceived
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.errors import ConfigError, DecisionLogError

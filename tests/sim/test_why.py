@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from lightserve.cli.decision_logs import why as why_command
 from lightserve.cli.simulate import command as simulate_command
-from lightserve.cli.why import command as why_command
 from lightserve.decisions.records import Decision, RequestName
 from lightserve.decisions.replaying import DecisionLogReader, find_request, story_of
 from lightserve.decisions.why import COMPUTES, MAX_OTHERS, Why, explain

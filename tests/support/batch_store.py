@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import openai
 
-from lightserve.batches.access import Store, StoreThread, prepare
+from lightserve.batches.access import StoreThread, prepare, store_at
+from lightserve.batches.contents import Store
 from lightserve.batches.files import START, Cursor, Files
 from lightserve.batches.lines import LineCheck
 from lightserve.batches.process import InnerRoutes
@@ -55,7 +56,7 @@ def place(directory: Path) -> str:
 def open_store(directory: Path, **options: Any) -> Iterator[Store]:
     """Make a store, and open it as a process does."""
     with prepare(place(directory)):
-        store = Store(place(directory), **options)
+        store = store_at(place(directory), **options)
         try:
             yield store
         finally:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightserve.batches.access import Store, StoreThread
+from lightserve.batches.access import StoreThread
+from lightserve.batches.contents import Store
 from lightserve.batches.forecast import Costs
 from lightserve.batches.records import LeasedLine
 from lightserve.batches.runner import OWNER, Answer, Runner

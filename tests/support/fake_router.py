@@ -20,7 +20,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
 from lightserve.frontend.news import Delta, LiveRequest
 from lightserve.frontend.process import create_app
-from lightserve.frontend.request_options import OutputOptions, Prepared, new_submit
+from lightserve.frontend.request_options import OutputOptions, Prepared
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import Service, load_service
 from lightserve.messages.common import (
@@ -46,7 +46,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
-from lightserve.types import FinishReason, RequestClass, SamplingParams
+from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
 
 BOOT_ID = "boot"
 CODEC: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
@@ -213,7 +213,8 @@ def prepared(
     options = OutputOptions(
         prompt_token_ids=prompt_token_ids, arrival_s=arrival_s, stop_strings=stop_strings
     )
-    return new_submit(segment, **(values | fields)), options
+    values = {"request_id": RequestId(0), "age_s": 0.0, **values, **fields}
+    return Submit(prompt=[segment], **values), options
 
 
 async def next_delta(live: LiveRequest) -> Delta:

@@ -18,7 +18,8 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from lightserve.batches.access import Store, prepare
+from lightserve.batches.access import prepare, store_at
+from lightserve.batches.contents import Store
 from lightserve.batches.runner import LEASE_S
 from lightserve.errors import StoreError
 from support.batch_store import jsonl
@@ -143,7 +144,7 @@ class Servers:
         self.went_on: list[tuple[LiveServer, float]] = []
         """Those that were stopped, and when they went on (monotonic)."""
         with prepare(location):
-            store = Store(location)
+            store = store_at(location)
             store.database.write(_NOTE_LEASES["sqlite" if postgres is None else "postgresql"])
             store.database.close()
         self.servers = [self._started() for _ in range(num_servers)]
@@ -287,7 +288,7 @@ class Servers:
         """The first row; None: there is none, or the store is away."""
         try:
             if self._store is None:
-                self._store = Store(self._location)
+                self._store = store_at(self._location)
             return self._store.database.row(sql, *values)
         except StoreError:
             self._store = None

@@ -12,23 +12,10 @@ import numpy.typing as npt
 import torch
 from pydantic import TypeAdapter
 
-from lightserve.frontend.request_options import (
-    LogitBias,
-    MinP,
-    MinTokens,
-    Penalty,
-    RepetitionPenalty,
-    SamplingDefaults,
-    Seed,
-    Temperature,
-    TokenIds,
-    TopK,
-    TopP,
-    resolve_sampling,
-)
+from lightserve.frontend.request_options import SAMPLING_TYPES, resolve_sampling
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.router_worker import AddSequence
-from lightserve.types import RowId, SamplingParams
+from lightserve.types import PLAIN_SAMPLING, RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, Tokens
 from lightserve.worker.sampling.sampler import sample_on_host
@@ -48,20 +35,20 @@ MAX_VOCAB = 9001
 """Of rows that a GPU's sampler changes."""
 _LEAST = 5e-324
 """The smallest number above 0."""
-EXTREMES: dict[str, tuple[Any, list[Any]]] = {
-    "temperature": (Temperature, [0, _LEAST, 1e-300, 1e-30, 1.0, 2.0]),
-    "top_p": (TopP, [_LEAST, 1e-30, 0.5, 1.0]),
-    "top_k": (TopK, [-1, 0, 1, 2, "vocabulary"]),
-    "min_p": (MinP, [0, _LEAST, 0.5, 1.0]),
-    "seed": (Seed, [-(2**63), 0, 2**63 - 1]),
-    "frequency_penalty": (Penalty, [-2.0, 0, _LEAST, 2.0]),
-    "presence_penalty": (Penalty, [-2.0, 0, _LEAST, 2.0]),
-    "repetition_penalty": (RepetitionPenalty, [0.01, 1.0, 10.0]),
-    "logit_bias": (LogitBias, [{}, {"0": 100.0}, {"0": -100.0, "1": -100.0, "2": _LEAST}]),
-    "allowed_token_ids": (TokenIds, [None, [0, 1], [1, 2, 3], "vocabulary"]),
-    "min_tokens": (MinTokens, [0, 1, 2**62]),
+EXTREMES: dict[str, list[Any]] = {
+    "temperature": [0, _LEAST, 1e-300, 1e-30, 1.0, 2.0],
+    "top_p": [_LEAST, 1e-30, 0.5, 1.0],
+    "top_k": [-1, 0, 1, 2, "vocabulary"],
+    "min_p": [0, _LEAST, 0.5, 1.0],
+    "seed": [-(2**63), 0, 2**63 - 1],
+    "frequency_penalty": [-2.0, 0, _LEAST, 2.0],
+    "presence_penalty": [-2.0, 0, _LEAST, 2.0],
+    "repetition_penalty": [0.01, 1.0, 10.0],
+    "logit_bias": [{}, {"0": 100.0}, {"0": -100.0, "1": -100.0, "2": _LEAST}],
+    "allowed_token_ids": [None, [0, 1], [1, 2, 3], "vocabulary"],
+    "min_tokens": [0, 1, 2**62],
 }
-"""Of each field its type in requests, and the ends of what it may be."""
+"""The ends of each field's range."""
 
 
 def extreme_rows(
@@ -75,12 +62,13 @@ def extreme_rows(
     rows = []
     for number in range(count):
         fields: dict[str, Any] = {}
-        for name, (kind, values) in EXTREMES.items():
+        for name, values in EXTREMES.items():
             value = choose.choice(values)
             if value == "vocabulary":
                 value = vocab_size if name == "top_k" else list(range(vocab_size))
-            fields[name] = None if value is None else TypeAdapter(kind).validate_python(value)
-        params = resolve_sampling(SamplingDefaults(), vocab_size=vocab_size, **fields)
+            if value is not None:
+                fields[name] = TypeAdapter(SAMPLING_TYPES[name]).validate_python(value)
+        params = resolve_sampling(PLAIN_SAMPLING, fields, vocab_size=vocab_size)
         known = [[1], [0, 1] * (num_known // 2), [vocab_size - 1] * num_known][number % 3]
         rows.append((params, History(known, 1, eos_token_ids=(0, 2))))
     return rows

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from lightserve.batches.access import Store
-from lightserve.batches.contents import Contents
+from lightserve.batches.contents import Contents, Store
 from lightserve.batches.forecast import Costs
 from lightserve.batches.records import BatchRecord, LeasedLine
 from lightserve.batches.runner import Answer, Runner

@@ -32,11 +32,12 @@ from lightserve.frontend.request_options import TARGET_HEADERS
 from lightserve.metrics.catalogue import all_families
 from lightserve.models.decoder import PLAIN
 from lightserve.models.families import FAMILIES
-from lightserve.types import SLO
+from lightserve.types import SAMPLING_FIELDS, SLO
 from tools.structure import follow_body, follow_plan
 
 PACKAGE = Path(lightserve.__file__).parent
 ROOT = PACKAGE.parent
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(\s*<?([^)\s>]+)")
 _HTML_LINK = re.compile(r"(?:src|srcset|href)=\"([^\"]+)\"")
@@ -132,14 +133,14 @@ def test_headings_and_links_are_read_as_they_are_shown(tmp_path: Path) -> None:
 # Tables that are written by hand have what the code has.
 
 DOCS = PACKAGE.parent / "docs"
+API_PAGE = (DOCS / "api.md").read_text()
 
 
 @pytest.mark.parametrize(
     "model", [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
 )
 def test_every_field_of_the_api_is_described(model: type[StrictModel]) -> None:
-    page = (DOCS / "api.md").read_text()
-    described = set(re.findall(r"`(\w+)`", page))
+    described = set(re.findall(r"`(\w+)`", API_PAGE))
     assert set(model.model_fields) - described == set()
 
 
@@ -193,6 +194,14 @@ def test_the_versions_of_files_are_those_of_the_code() -> None:
     assert f"`{DATABASE}.schema-N`" in section
 
 
+@pytest.mark.parametrize("name", ["temperature", "min_p", "top_p", *PENALTIES])
+def test_limits_of_sampling_are_those_of_the_declaration(name: str) -> None:
+    spec = SAMPLING_FIELDS[name]
+    limits = "(0, 1]" if spec.excludes_low else f"{spec.low:g} to {spec.high:g}"
+    row = re.search(rf"^\| [^|]*`{name}`[^|]*\| ([^|]*) \|", API_PAGE, re.MULTILINE)
+    assert row is not None and limits in row[1].split("; ")
+
+
 # ---------------------------------------------------------------------- the numbers of the router
 
 HEADING = "The numbers at which the router guesses"
@@ -222,7 +231,6 @@ BOUNDS = {
     "MAX_DELTAS",
     "MAX_DEPTH",
     "MAX_KEYS",
-    "MAX_LOGPROBS",
     "MAX_NEWCOMER_BYTES",
     "MAX_REMEMBERED",
     "MAX_SECONDS",

@@ -20,7 +20,7 @@ from support.processes import wait_for
 
 from lightserve import logs
 from lightserve.bundled import BUNDLED_MODEL_NAME
-from lightserve.frontend.service import Observation
+from lightserve.frontend.observation import Observation
 from lightserve.messages.frontend_router import TokenDelta
 from lightserve.metrics.catalogue import LOG_LINES_DROPPED
 

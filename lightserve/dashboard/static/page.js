@@ -263,7 +263,7 @@
     const canvas = $("pool"), list = $("kinds");
     if (!pool || !pool.cells) {
       canvas.style.height = "0px";
-      list.replaceChildren(make("li", pool ? "too fragmented to be drawn" : "not to be had now", "quiet"));
+      list.replaceChildren(make("li", pool ? "too fragmented to draw" : "unavailable", "quiet"));
       return;
     }
     const scale = window.devicePixelRatio || 1, width = canvas.clientWidth;
@@ -343,11 +343,11 @@
     const steps = ((picture && picture.steps) || []).slice(-24).reverse();
     const share = (step, label) => (step.num_requests[label]
       ? `${step.num_requests[label]} req, ${step.num_tokens[label]} tok` : "–");
-    fill($("steps"), ["step", "sent", "predicted", "took", "limit", "real-time", "best-effort", "left out, and why"],
+    fill($("steps"), ["step", "sent", "predicted", "took", "limit", "real-time", "best-effort", "left out, by reason"],
       steps.map((s) => [[String(s.step_id)], [`${seconds(s.age_s)} ago`], [seconds(s.predicted_s)],
         [s.exec_s === null ? "runs" : seconds(s.exec_s), s.exec_s > s.limit_s && s.limit_s !== null ? "late" : ""],
         [seconds(s.limit_s)], [share(s, "rt")], [share(s, "be")], [reasonsOf(s), "reasons"]]));
-    if (!steps.length) $("steps").replaceChildren(make("caption", "no step was sent of late", "quiet"));
+    if (!steps.length) $("steps").replaceChildren(make("caption", "no recent steps", "quiet"));
   }
 
   // ------------------------------------------------------------------ events
@@ -366,7 +366,7 @@
       return;
     }
     if (!data.figures) {
-      say("no", "the supervisor does not answer");
+      say("no", "supervisor not responding");
       return;
     }
     const tick = { at: data.figures.time_s, families: data.figures.families, picture: data.picture };
@@ -374,7 +374,7 @@
     if (ticks.length > KEPT) ticks.shift();
     if (ticks.length > WINDOW + 61) ticks[ticks.length - WINDOW - 62].families = {};
     feedCharts(tick);
-    say("yes", isPaused ? "paused" : data.picture ? "live" : "live, no word of the router");
+    say("yes", isPaused ? "paused" : data.picture ? "live" : "live, router not responding");
     if (!isPaused) draw();
   }
   function draw() {
@@ -394,7 +394,7 @@
     $("main").hidden = true;
     $("login").hidden = false;
     $("refusal").textContent = why;
-    say("no", "a key is needed");
+    say("no", "needs a key");
     $("key").focus();
   }
   async function read(stream) {
@@ -419,16 +419,16 @@
         const headers = key ? { authorization: `Bearer ${key}` } : {};
         const answer = await fetch("dashboard/events", { headers, cache: "no-store", credentials: "omit" });
         if (answer.status === 401 || answer.status === 403) {
-          askForKey(!key ? "" : answer.status === 401 ? "This key is not known." : "This key is not an operator's.");
+          askForKey(!key ? "" : answer.status === 401 ? "Unknown key." : "This is not an operator's key.");
           key = "";
           return;
         }
         if (answer.ok) {
           failures = 0;
           await read(answer.body);
-          say("no", "connecting again");
+          say("no", "reconnecting");
         } else {
-          say("no", answer.status === 503 ? "not now, or as many look as may" : `status ${answer.status}`);
+          say("no", answer.status === 503 ? "unavailable, or too many viewers" : `status ${answer.status}`);
         }
       } catch {
         say("no", "no connection");

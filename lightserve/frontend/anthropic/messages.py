@@ -56,7 +56,7 @@ class Block:
     def __init__(self, kind: str, **fields: str) -> None:
         self.kind = kind
         self.text = TextBuffer()
-        """Of the answer as a whole alone."""
+        """Text of the block, kept for an answer that is not streamed."""
         self._fields = {"type": kind, **fields}
 
     def opened(self) -> dict[str, Any]:
@@ -91,14 +91,14 @@ class MessageWriter:
     def __init__(self, body: MessagesRequest) -> None:
         self.request_id = f"msg_{uuid.uuid4().hex}"
         self.parser_options = ParserOptions()
-        """What to look for in the output; set before it begins."""
+        """The parts to look for in the output; set before it begins."""
         self._model = body.model
         self._max_tokens = body.max_tokens
         self._tier = "batch" if body.service_tier == "flex" else "standard"
         self._parser: OutputParser | None = None
         self._blocks: list[Block] = []
         self._frame = (b"", b"")
-        """Of the last block."""
+        """Bytes before and behind the text in deltas of the last block."""
 
     def opening(self) -> bytes:
         """Return nothing: a message begins with its usage, which comes with the first news."""
@@ -293,14 +293,14 @@ class TokensCount(StrictModel):
 
 
 class AnthropicErrorDetails(StrictModel):
-    """What programs may look at."""
+    """The part of an error that programs read."""
 
     error_code: str
     param: str | None
 
 
 class AnthropicErrorDetail(StrictModel):
-    """What is wrong, in Anthropic's words."""
+    """An error, in Anthropic's words."""
 
     type: Literal[
         "invalid_request_error",

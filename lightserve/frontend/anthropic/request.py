@@ -1,4 +1,4 @@
-"""What /v1/messages takes, and the chat completion that it is.
+"""The body of /v1/messages, and the chat completion that it becomes.
 
 Turns of blocks become messages: one of the assistant for all its consecutive turns, one of a tool
 for each result, one of the user for the text between them.
@@ -25,7 +25,7 @@ from lightserve.frontend.json_body import (
     validated,
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
-from lightserve.frontend.openai.common import Key, NoEffect, NoEffectModel
+from lightserve.frontend.openai.fields import Key, NoEffect, NoEffectModel
 from lightserve.frontend.openai.messages import CacheControl
 from lightserve.frontend.openai.tools import FunctionName
 from lightserve.frontend.request_options import (
@@ -35,14 +35,14 @@ from lightserve.frontend.request_options import (
     Seconds,
     SLOFields,
     StopString,
-    Temperature,
-    TopK,
-    TopP,
+    given_sampling,
+    sampling_model,
 )
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import Schema
 from lightserve.model_formats import NONE
 from lightserve.tokenization.conversation import THINKING_SWITCHES
+from lightserve.types import GivenBy
 
 VERSION_HEADER = "anthropic-version"
 VERSIONS = ("2023-06-01", "2026-10-21")
@@ -55,7 +55,7 @@ CHAT_NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-"""What errors about fields of a chat completion call them here."""
+"""Names that errors use for fields of a chat completion."""
 ERROR_PREFIX = "Error: "
 """In front of a tool's result that is an error: chat templates know no other way to say so."""
 
@@ -73,7 +73,7 @@ class TextBlock(NoEffectModel):
 
 
 class ThinkingBlock(NoEffectModel):
-    """What the assistant thought before; its signature is that of this server's answers."""
+    """Earlier reasoning of the assistant; its signature is that of this server's answers."""
 
     no_effect: ClassVar[NoEffect] = {"signature": ("",)}
 
@@ -103,7 +103,7 @@ def _blocks_of(content: Any) -> Any:
 
 
 def _texts_of(content: Any) -> Any:
-    """The same of a content that may have text alone."""
+    """Return a content that may have text alone as a list of blocks."""
     for block in (blocks := _blocks_of(content)):
         if isinstance(block, dict) and (given := block.get("type")) != "text":
             raise ValueError(f"must have only blocks of the type text, got {show(given)}")
@@ -117,7 +117,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(NoEffectModel):
-    """What a call brought."""
+    """The result of a call."""
 
     no_effect: ClassVar[NoEffect] = {"toolset_name": ()}
 
@@ -410,7 +410,11 @@ def _assistant_message(blocks: Sequence[Any]) -> dict[str, Any]:
     return message
 
 
-class MessagesRequest(CountTokensRequest, NoEffectModel):
+class MessagesRequest(
+    CountTokensRequest,
+    NoEffectModel,
+    sampling_model(GivenBy.ANTHROPIC),  # type: ignore[misc]
+):
     """The body of /v1/messages; null is the same as absent."""
 
     no_effect: ClassVar[NoEffect] = {
@@ -425,9 +429,6 @@ class MessagesRequest(CountTokensRequest, NoEffectModel):
     stop_sequences: (
         Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
     ) = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     metadata: MetadataFields | None = None
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only", "flex"] | None = None
@@ -436,8 +437,8 @@ class MessagesRequest(CountTokensRequest, NoEffectModel):
     timeout: Seconds | None = None
 
     def _chat_fields(self, service: Service) -> dict[str, Any]:
-        fields = super()._chat_fields(service)
-        for name in ("temperature", "top_p", "top_k", "stream", "priority", "timeout"):
+        fields = super()._chat_fields(service) | given_sampling(self)
+        for name in ("stream", "priority", "timeout"):
             fields[name] = getattr(self, name)
         fields["stop"] = self.stop_sequences
         fields["user"] = None if self.metadata is None else self.metadata.user_id

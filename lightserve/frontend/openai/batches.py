@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, Field
 from starlette.responses import JSONResponse, Response
 
-from lightserve.batches.access import Store
+from lightserve.batches.contents import Store
 from lightserve.batches.files import START, Cursor
 from lightserve.batches.lines import LineCheck
 from lightserve.batches.records import (
@@ -35,7 +35,7 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.middleware import Caller, caller_of, owner_of
-from lightserve.frontend.openai.common import Metadata, StoredId
+from lightserve.frontend.openai.fields import Metadata, StoredId
 from lightserve.frontend.openai.files import read_limit, read_query
 from lightserve.frontend.openai.stored import (
     Page,
@@ -51,7 +51,7 @@ MAX_BATCHES_LISTED = 100
 DEFAULT_BATCHES_LISTED = 20
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 LINES_PER_WRITE = 2048
-"""Of a batch that is being made."""
+"""Lines of a new batch that one write takes."""
 BATCH_QUERY: Mapping[str, Any] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_BATCHES_LISTED},
     "after": {"type": "string"},
@@ -105,7 +105,7 @@ class RequestCounts(StrictModel):
 
 
 class ForecastObject(StrictModel):
-    """What is to be expected of a batch in progress."""
+    """Forecast of a batch in progress."""
 
     ends_at: int
     in_time: bool
@@ -139,7 +139,7 @@ class BatchObject(StrictModel):
 
 
 class BatchPage(Page):
-    """Of batches."""
+    """A page of batches."""
 
     data: list[BatchObject]
 

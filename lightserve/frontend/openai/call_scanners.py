@@ -279,7 +279,7 @@ class NamedScanner(Scanner):
         super().__init__(_Name(names, form.name_start, ends))
         self._form = form
         self._id: str | None = None
-        """What has come of the id behind the name; None: there is none."""
+        """The part of the id behind the name that has come; None: there is none."""
         self._value = _Value()
 
     def _take_mark(self, mark: str) -> None:
@@ -345,7 +345,7 @@ def _json_of_python(text: str) -> str | None:
     brackets: list[int] = []
     """Where those that are open stand in `pieces`."""
     lists: set[int] = set()
-    """Those of them with a comma."""
+    """Open brackets with a comma behind them."""
     place = 0
     while place < len(text):
         token = _TOKEN.match(text, place)
@@ -418,15 +418,15 @@ class TagScanner(Scanner):
         self._tags = form.tags
         self._texts = text_arguments
         self._ends = tuple(mark for mark in form.behind if mark != form.tags.end)
-        """What ends a call as well, behind the tag that ends a value."""
+        """Marks that also end a call, behind the tag that ends a value."""
         self._body = io.StringIO()
         """Behind the name."""
         self._tail = ""
         """Its end, as long as a mark can be."""
         self._first: str | None = ""
-        """What has come of the first tag; None: it is there."""
+        """The part of the first tag that has come; None: it is complete."""
         self._since: str | None = None
-        """What has come behind the tag that ends a value, without blanks; None: too much."""
+        """Text behind the tag that ends a value, without blanks; None: too much."""
         self._tail_size = max(map(len, (*self._tags, *self._ends)))
 
     def _take_mark(self, mark: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol
 
-import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
 from pydantic import BeforeValidator, Field
@@ -27,18 +26,7 @@ from lightserve.frontend.json_body import (
     count_values_in_texts,
     show,
 )
-from lightserve.frontend.openai.common import (
-    CHAT_NO_EFFECT,
-    ChunkWriter,
-    CommonFields,
-    end_fields,
-    whole_answer,
-)
-from lightserve.frontend.openai.logprobs import (
-    chat_logprobs,
-    chat_logprobs_json,
-    prompt_logprobs_json,
-)
+from lightserve.frontend.openai.fields import CHAT_NO_EFFECT, CommonFields
 from lightserve.frontend.openai.messages import CacheMarks, Message
 from lightserve.frontend.openai.output_parser import (
     MessageBuffer,
@@ -57,6 +45,14 @@ from lightserve.frontend.openai.tools import (
     Tools,
     ToolUse,
     resolve_tools,
+)
+from lightserve.frontend.openai.writing import (
+    ChunkWriter,
+    chat_logprobs,
+    chat_logprobs_json,
+    end_fields,
+    prompt_logprobs_json,
+    whole_answer,
 )
 from lightserve.frontend.prompts import EncodedChat
 from lightserve.frontend.request_options import (
@@ -186,7 +182,7 @@ class ChatRequest(CommonFields):
 
     @property
     def ending(self) -> Ending:
-        """What the prompt ends with."""
+        """End of the prompt."""
         if self.continue_final_message:
             return Ending.OPEN
         return Ending.MESSAGE if self.add_generation_prompt is False else Ending.ANSWER
@@ -282,14 +278,14 @@ class ChatWriter:
         chunk_envelope = self._envelope | {"object": "chat.completion.chunk"}
         self._writer = ChunkWriter(chunk_envelope, usage=request.usage_chunks)
         self.parser_options = ParserOptions()
-        """What to look for in the output; set before it begins."""
+        """The parts to look for in the output; set before it begins."""
         self._parsers: dict[int, OutputParser] = {}
-        """Of the choices that have begun."""
+        """Parsers of the choices that have begun."""
         self._frames: dict[tuple[int, str], tuple[bytes, bytes] | None] = {}
         """By choice and field of its message: what chunks with that field alone have in common."""
         self._messages: defaultdict[int, MessageBuffer] = defaultdict(MessageBuffer)
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
-        """Of the choices of an answer as a whole."""
+        """Tokens of the choices, for an answer that is not streamed."""
 
     def opening(self) -> bytes:
         """Return nothing: each choice names its role when it begins."""
@@ -330,7 +326,7 @@ class ChatWriter:
         if self._request.return_token_ids and not self._parsers:
             fields["prompt_token_ids"] = list(completion.options.prompt_token_ids)
         choice = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
-        usage = replace(completion.usage, completion_tokens=0)
+        usage = dataclasses.replace(completion.usage, completion_tokens=0)
         return self._writer.chunk(choice, usage, fields)
 
     def _choice(self, index: int, part: dict[str, Any], pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -423,7 +419,7 @@ class ConversationWriter(ResponseWriter, Protocol):
     """A way of writing the answer to a conversation down."""
 
     parser_options: ParserOptions
-    """What to look for in the output; set before it begins."""
+    """The parts to look for in the output; set before it begins."""
 
 
 def answer_chat(
@@ -591,12 +587,9 @@ async def _prepare(
     thinking = _thinking(
         service, body, prompt.ending, max_tokens, has_constraint=constraint is not None
     )
-    requests = [
-        (msgspec.structs.replace(request, thinking=thinking), replace(options, thinking=thinking))
-        for request, options in body.new_requests(service, prompts, sampling, level, constraint)
-    ]
-    if (marks := body.cache_marks) is None or body.keeps_prompts:
-        return requests, prompt
-    kept = {"num_retained_tokens": prompt.num_marked, "retention_s": marks.seconds}
-    marked = [(msgspec.structs.replace(request, **kept), options) for request, options in requests]
-    return marked, prompt
+    marks = body.cache_marks
+    retained = (0, 0.0) if marks is None else (prompt.num_marked, marks.seconds)
+    requests = body.new_requests(
+        service, prompts, sampling, level, constraint, retained=retained, thinking=thinking
+    )
+    return list(requests), prompt

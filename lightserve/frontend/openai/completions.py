@@ -7,10 +7,8 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from msgspec.json import encode
 from pydantic import BeforeValidator, Field
@@ -31,18 +29,15 @@ from lightserve.frontend.columns import (
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, show, whole_numbers
-from lightserve.frontend.openai.common import (
-    COMPLETION_NO_EFFECT,
+from lightserve.frontend.openai.fields import COMPLETION_NO_EFFECT, CommonFields
+from lightserve.frontend.openai.writing import (
     ChunkWriter,
-    CommonFields,
-    end_fields,
-    whole_answer,
-)
-from lightserve.frontend.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs_json,
+    end_fields,
     prompt_logprobs_json,
     prompt_pieces,
+    whole_answer,
 )
 from lightserve.frontend.request_options import (
     NumChoices,
@@ -96,7 +91,7 @@ def models_router(service: Service) -> APIRouter:
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 64
 TOKENS_PER_CHUNK = 64
-"""Of an echoed prompt with log-probabilities in a stream."""
+"""Tokens in a chunk of an echoed prompt with log-probabilities."""
 
 Prompt = str | list[int]
 
@@ -135,7 +130,7 @@ def _ids_of(value: Any) -> list[int]:
 _PromptInput = (
     str | list[int] | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-"""What `_prompts_of` takes."""
+"""Input of `_prompts_of`."""
 
 
 class CompletionRequest(CommonFields):
@@ -179,7 +174,7 @@ class CompletionRequest(CommonFields):
 
     @property
     def prompt_items(self) -> int:
-        """What each completion has of each token of its prompt: ids and log-probabilities."""
+        """Entries of each completion for each token of its prompt: ids and log-probabilities."""
         return super().prompt_items + (1 + (self.logprobs or 0) if self.echo else 0)
 
     def _check_suffix(self) -> None:
@@ -205,7 +200,7 @@ class CompletionWriter:
         self.request_id = new_request_id("cmpl")
         self.wants_pieces = request.logprobs is not None or bool(request.return_token_ids)
         self.prompt_texts: list[str] = []
-        """Of each prompt, where it is echoed; set once they are encoded."""
+        """Text of each echoed prompt; set once they are encoded."""
         self._request = request
         self._tokenizer = service.model.tokenizer
         self._envelope = {
@@ -217,12 +212,12 @@ class CompletionWriter:
         }
         self._writer = ChunkWriter(self._envelope, usage=request.usage_chunks)
         self._begun: dict[int, CompletionLogprobs] = {}
-        """Of the completions that have begun, in a stream."""
+        """Log-probabilities of the completions that have begun, in a stream."""
         self._frames: dict[int, tuple[bytes, bytes] | None] = {}
-        """Of the same: what their chunks have in common."""
+        """The common parts of the chunks of each completion that has begun."""
         self._texts: defaultdict[int, TextBuffer] = defaultdict(TextBuffer)
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
-        """Of the completions of an answer as a whole."""
+        """Tokens of the completions, for an answer that is not streamed."""
 
     def opening(self) -> bytes:
         """Return nothing: completions have no first chunk of their own."""
@@ -239,7 +234,7 @@ class CompletionWriter:
         completion = choices.completions[index]
         usage, text = completion.usage, delta.text
         first: dict[str, Any] = {}
-        """What only the first chunk of a choice says, of the choice and of itself."""
+        """Fields that only the first chunk of a choice has."""
         fields: dict[str, Any] = {}
         prompt: Iterable[Piece] = ()
         if index not in self._begun:
@@ -403,15 +398,15 @@ async def _requests(
         num_prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
     constraint = await body.resolve_constraint(service, level)
-    requests = body.new_requests(
-        service, list(zip(prompts, limits, strict=True)), sampling, level, constraint
-    )
     infilling = service.encoder.infilling if body.suffix and not body.ignore_eos else None
-    ends = () if infilling is None else infilling.end_token_ids
-    return [
-        (
-            msgspec.structs.replace(request, eos_token_ids=[*request.eos_token_ids, *ends]),
-            replace(options, discards_output=body.only_echoes),
+    return list(
+        body.new_requests(
+            service,
+            list(zip(prompts, limits, strict=True)),
+            sampling,
+            level,
+            constraint,
+            end_token_ids=() if infilling is None else infilling.end_token_ids,
+            discards_output=body.only_echoes,
         )
-        for request, options in requests
-    ]
+    )

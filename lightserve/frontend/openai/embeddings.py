@@ -19,8 +19,8 @@ from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, RaisedSLOObject, TextDelta, raised_slo
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel
-from lightserve.frontend.openai.common import NumKept, ServedFields
 from lightserve.frontend.openai.completions import texts_or_ids
+from lightserve.frontend.openai.fields import NumKept, ServedFields
 from lightserve.frontend.request_options import (
     OutputOptions,
     Prepared,
@@ -45,7 +45,7 @@ MAX_INPUTS = 2048
 INPUTS_PER_TURN = 8
 """That are encoded in one turn of the event loop."""
 NUMBERS_PER_ITEM = 4
-"""Of vectors, as many weigh as much as a token of an answer (--max-answer-items)."""
+"""So many numbers of a vector count as one token of an answer (--max-answer-items)."""
 
 Input = str | list[int]
 
@@ -55,7 +55,7 @@ def _inputs_of(value: Any) -> Any:
 
 
 _GivenInput = str | list[int] | Annotated[list[Input], Field(min_length=1, max_length=MAX_INPUTS)]
-"""What `_inputs_of` takes."""
+"""Input of `_inputs_of`."""
 
 
 class EmbeddingRequest(ServedFields):
@@ -243,12 +243,10 @@ def vector_request(
     """Return the request for a prompt's vector; `asked`: for the logits of tokens behind it."""
     submit = new_submit(
         TokenSegment(token_ids=pack_int32(token_ids)),
+        level,
         max_tokens=1,
         eos_token_ids=[],
         sampling=SamplingParams(temperature=0.0, allowed_token_ids=asked),
-        request_class=level.request_class,
-        slo=level.slo,
-        priority=level.priority,
         prediction_key=body.user or "",
         output=RequestOutput.WHOLE_VECTOR if embedding.is_whole else RequestOutput.VECTOR,
     )

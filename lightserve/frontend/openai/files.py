@@ -15,7 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from lightserve.batches.access import Store
+from lightserve.batches.contents import Store
 from lightserve.batches.files import START, Cursor
 from lightserve.batches.records import (
     MAX_FILE_BYTES,
@@ -76,7 +76,7 @@ class FileObject(StrictModel):
 
 
 class DeletedFile(StrictModel):
-    """What is left of a file."""
+    """The answer to a deletion of a file."""
 
     id: str
     object: Literal["file"]
@@ -84,7 +84,7 @@ class DeletedFile(StrictModel):
 
 
 class FilePage(Page):
-    """Of files."""
+    """A page of files."""
 
     data: list[FileObject]
 
@@ -248,7 +248,7 @@ class _Upload:
         self._values: dict[str, bytes] = {}
         self._filename = ""
         self._number: int | None = None
-        """Of the file in the store, once it has begun."""
+        """Number of the file in the store, once the upload has begun."""
         self._piece_bytes = self._num_pieces = self._num_bytes = 0
         self._buffer = bytearray()
         self._field = ""

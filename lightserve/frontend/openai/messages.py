@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_va
 
 from lightserve.frontend.completion import TextDelta
 from lightserve.frontend.json_body import StrictModel, show
-from lightserve.frontend.openai.common import MESSAGE_NO_EFFECT, NoEffectModel
+from lightserve.frontend.openai.fields import MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import OutputParser
 from lightserve.frontend.openai.tools import ToolCall
 from lightserve.tokenization.conversation import JOINT, ChatMessage, Place
@@ -50,16 +50,16 @@ def _check_cache_control(value: Any) -> None:
 
 
 class CacheMark(NamedTuple):
-    """What the `cache_control`s of a message ask for."""
+    """The wishes of the `cache_control`s of a message."""
 
     num_chars: int
-    """Of its content, up to the last of them."""
+    """Length of the content up to the last of them."""
     seconds: float
     """The longest of them."""
 
 
 class CacheMarks(NamedTuple):
-    """The same of all messages."""
+    """The wishes of the `cache_control`s of all messages."""
 
     place: Place
     seconds: float
@@ -93,7 +93,7 @@ class TextPart(StrictModel):
 
 
 _Content = str | Annotated[list[TextPart], Field(min_length=1)]
-"""What `_text_of` takes."""
+"""Input of `_text_of`."""
 
 
 class Message(NoEffectModel):
@@ -141,7 +141,7 @@ class Message(NoEffectModel):
 
     @property
     def thoughts(self) -> str | None:
-        """What the assistant thought before."""
+        """Earlier reasoning of the assistant."""
         return self.reasoning_content if self.reasoning is None else self.reasoning
 
     def rendered(self) -> ChatMessage:
@@ -170,11 +170,11 @@ class AnswerPart(NamedTuple):
 
     kind: Literal["text", "reasoning", "call"]
     text: str
-    """Of a call: of its arguments."""
+    """The text; for a call, of its arguments."""
     call_id: str = ""
     """Given where a call begins, random."""
     name: str = ""
-    """Of the tool, where a call begins."""
+    """Name of the tool, where a call begins."""
 
 
 def parts_of(parser: OutputParser, delta: TextDelta) -> Iterator[AnswerPart]:

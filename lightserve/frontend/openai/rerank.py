@@ -23,7 +23,6 @@ from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, RaisedSLOObject, raised_slo
 from lightserve.frontend.json_body import Integer, StrictModel, show
-from lightserve.frontend.openai.common import ServedFields
 from lightserve.frontend.openai.embeddings import (
     INPUTS_PER_TURN,
     MAX_INPUTS,
@@ -32,6 +31,7 @@ from lightserve.frontend.openai.embeddings import (
     VectorWriter,
     vector_request,
 )
+from lightserve.frontend.openai.fields import ServedFields
 from lightserve.frontend.request_options import Prepared, ServiceLevel, with_objective
 from lightserve.frontend.response import CompletionResponse, new_request_id
 from lightserve.frontend.service import Service
@@ -54,7 +54,7 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 </think>
 
 """
-"""Of Qwen3-Reranker (Zhang et al., 2025, section 2)."""
+"""Prompt of Qwen3-Reranker (Zhang et al., 2025, section 2)."""
 
 Passage = Annotated[str, Field(min_length=1)]
 
@@ -80,7 +80,7 @@ Texts = Annotated[_TextList, BeforeValidator(_texts, json_schema_input_type=_Giv
 
 
 class PairFields(ServedFields):
-    """What both routes take."""
+    """Fields of both routes."""
 
     default_tier = "flex"
     instruction: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -127,7 +127,7 @@ class ScoreRequest(PairFields):
 
 
 class PairsAnswer(StrictModel):
-    """What the answers of /v1/rerank and /v1/score have in common."""
+    """The common part of the answers of /v1/rerank and /v1/score."""
 
     id: str
     model: str
@@ -157,7 +157,7 @@ class Ranking(PairsAnswer):
 
 
 class ScoreObject(StrictModel):
-    """Of one pair."""
+    """Score of one pair."""
 
     index: int = Field(ge=0)
     object: Literal["score"]

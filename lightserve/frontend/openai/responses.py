@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from msgspec.json import decode, encode
 from starlette.responses import JSONResponse, Response
 
-from lightserve.batches.access import Store
+from lightserve.batches.contents import Store
 from lightserve.batches.records import NewResponse
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.completion import (
@@ -226,7 +226,7 @@ def stored_responses_router(service: Service) -> APIRouter:
 
 
 class DeletedResponse(StrictModel):
-    """What is left of a response."""
+    """The answer to a deletion of a response."""
 
     id: str
     object: Literal["response"]
@@ -234,6 +234,6 @@ class DeletedResponse(StrictModel):
 
 
 class ItemPage(Page):
-    """Of what was asked."""
+    """A page of the items of a request's input."""
 
     data: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What /v1/responses takes, and the chat completion that it is.
+"""The body of /v1/responses, and the chat completion that it becomes.
 
 Items become messages: reasoning, texts and calls of the assistant that follow each other are one.
 """
@@ -28,7 +28,7 @@ from lightserve.frontend.json_body import (
     validated,
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
-from lightserve.frontend.openai.common import NoEffect, NoEffectModel, RequestFields, StoredId
+from lightserve.frontend.openai.fields import NoEffect, NoEffectModel, RequestFields, StoredId
 from lightserve.frontend.openai.tools import FunctionName, ToolFunction
 from lightserve.frontend.request_options import MaxTokens
 from lightserve.frontend.structured_output import Schema
@@ -44,14 +44,14 @@ CHAT_NAMES = {
     "response_format": "text.format",
     "truncate_prompt_tokens": "truncation",
 }
-"""What errors about fields of a chat completion call them here."""
+"""Names that errors use for fields of a chat completion."""
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemFields(NoEffectModel):
-    """What items of answers have, as clients send them back: it says nothing to the model."""
+    """Fields of an answer's items, as clients send them back; they say nothing to the model."""
 
     id: Id | None = None
     status: Status | None = None
@@ -122,7 +122,7 @@ class CallItem(ItemFields):
 
 
 class OutputItem(ItemFields):
-    """What a call brought."""
+    """The result of a call."""
 
     no_effect: ClassVar[NoEffect] = {"namespace": (), "caller": ({"type": "direct"},)}
 
@@ -132,7 +132,7 @@ class OutputItem(ItemFields):
 
 
 class ReasoningItem(ItemFields):
-    """What the assistant thought before."""
+    """Earlier reasoning of the assistant."""
 
     no_effect: ClassVar[NoEffect] = {"summary": ([],), "encrypted_content": ()}
 

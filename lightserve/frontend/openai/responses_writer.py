@@ -30,13 +30,13 @@ from lightserve.frontend.service import Service
 from lightserve.types import FinishReason
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-"""Of ids of items, by the parts that they have."""
+"""Prefixes of the ids of items, by the parts of these."""
 _EVENTS = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
 }
-"""Of their texts: with `.delta` and `.done`."""
+"""Events of their texts, without `.delta` and `.done`."""
 
 
 class Item:
@@ -85,7 +85,7 @@ class ResponsesWriter:
         """Whether it says so: it can be retrieved."""
         self.request_id = f"resp_{uuid.uuid4().hex}"
         self.parser_options = ParserOptions()
-        """What to look for in the output; set before it begins."""
+        """The parts to look for in the output; set before it begins."""
         self._echoed = _echoed(service, body, chat)
         self._created_s = int(time.time())
         self._completed_s: int | None = None
@@ -93,7 +93,7 @@ class ResponsesWriter:
         self._items: list[Item] = []
         self._num_events = 0
         self._frame = (b"", b"")
-        """Of deltas of the last item: what is before the text, and between it and the number."""
+        """Bytes of the last item's deltas: before the text, and between it and the number."""
 
     def queued(self) -> bytes:
         """Return the response object before anything has begun."""
@@ -270,7 +270,7 @@ def _error_code(failure: InvalidRequest | RequestFailed) -> str:
 
 def _echoed(service: Service, body: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:
     """Return what a response says of its request."""
-    defaults = service.model.sampling_defaults
+    defaults = service.model.sampling_defaults.params
     text = body.text
     form = (
         {"type": "text"}
@@ -307,14 +307,14 @@ def _echoed(service: Service, body: ResponsesRequest, chat: ChatRequest) -> dict
 
 
 class InputTokensDetails(StrictModel):
-    """Of the tokens read."""
+    """Details of the tokens read."""
 
     cached_tokens: int = Field(ge=0)
     cache_write_tokens: Literal[0]
 
 
 class OutputTokensDetails(StrictModel):
-    """Of the tokens written."""
+    """Details of the tokens written."""
 
     reasoning_tokens: int = Field(ge=0)
     """By the share of the text."""

@@ -1,4 +1,4 @@
-"""What routes share that answer from the batch store: calls of it, and answers page by page.
+"""The common part of routes that answer from the batch store: its calls, and pages of answers.
 
 An answer is as large as what a client has stored, and its reader may be slow: so the store is read
 as the reader takes it, and what a reader has not taken counts among the kept answers of its client.
@@ -14,8 +14,8 @@ from msgspec.json import encode
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lightserve.batches.access import Store, StoreThread
-from lightserve.batches.contents import Contents
+from lightserve.batches.access import StoreThread
+from lightserve.batches.contents import Contents, Store
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.errors import RequestFailed, overloaded
 from lightserve.frontend.json_body import StrictModel

@@ -87,7 +87,7 @@ class Unwrapped:
         self._opening, ending = tags
         self._emit = emit
         self._start: str | None = ""
-        """What may be the first tag; None: it is known."""
+        """Text that may be the first tag; None: the first tag is known."""
         self._until = Until((ending,), emit)
         self._is_over = False
 
@@ -135,7 +135,7 @@ class ThinkText:
         """Behind reasoning."""
         self._content = content
         self._start = "" if not is_inside else None
-        """What may be the first tag, before it is known; None: it is known."""
+        """Text that may be the first tag; None: the first tag is known."""
         self._blanks = io.StringIO()
         """Before that."""
         self._is_inside = is_inside
@@ -197,7 +197,7 @@ class ThinkText:
 
 
 class Start(Enum):
-    """What a prompt has of an answer's beginning."""
+    """The part of an answer's beginning that a prompt has."""
 
     NOTHING = auto()
     INSIDE = auto()
@@ -239,7 +239,7 @@ EFFORT_BUDGETS: Mapping[str | None, int] = {
 """Tokens of reasoning at the levels of `reasoning_effort`, where the model's template has none of
 its own; at those that are not here there is no budget."""
 EFFORT_SHARE = 0.75
-"""Of an answer's tokens, what such a level leaves to reasoning at most."""
+"""Largest share of an answer's tokens that such a level leaves to reasoning."""
 
 
 _QWEN_CLOSING = (

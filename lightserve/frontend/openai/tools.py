@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, Tag
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import AN_OBJECT, BY_KIND, OTHERWISE, StrictModel, show
-from lightserve.frontend.openai.common import NoEffect, NoEffectModel
+from lightserve.frontend.openai.fields import NoEffect, NoEffectModel
 from lightserve.frontend.structured_output import ConstraintSpec, check_num_values
 from lightserve.messages.common import GrammarConstraint
 from lightserve.model_formats import CALL_FORMATS, NONE
@@ -22,7 +22,7 @@ from lightserve.structured import MAX_GRAMMAR_BYTES, WHITESPACE, as_written, clo
 MAX_CALLS = 16
 """Calls of one answer where calls are required."""
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-"""As long as Anthropic's; OpenAI's have at most 64 characters."""
+"""At most 128 characters, like Anthropic's; OpenAI's have at most 64."""
 
 
 class ToolFunction(StrictModel):
@@ -102,17 +102,17 @@ ToolChoice = Annotated[
 
 
 class ToolUse(NamedTuple):
-    """What a request does with its tools."""
+    """The use that a request makes of its tools."""
 
     offered: Sequence[Tool] = ()
-    """What the model is told of; empty: no calls are looked for."""
+    """Tools that the model is told of; empty: no calls are looked for."""
     required: Sequence[Tool] = ()
     """One of these must be called."""
     is_parallel: bool = True
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tools that may be called."""
+        """Names of the tools that may be called."""
         return frozenset(tool.function.name for tool in self.required or self.offered)
 
     @property
@@ -212,9 +212,9 @@ class _Kinds:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._of_reference: dict[str, frozenset[str] | None] = {}
-        """Of what has been looked up; of what is being looked up, every kind."""
+        """Kinds of the references that have been looked up; every kind while that is under way."""
         self._of_arguments: set[str] = set()
-        """Of objects."""
+        """References to objects whose properties have been looked up."""
 
     def of(self, schema: object) -> frozenset[str] | None:
         """Return the kinds of one schema, with those that it refers to."""

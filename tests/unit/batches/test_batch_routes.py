@@ -18,7 +18,7 @@ from starlette.types import Message
 from support.batch_store import ENDPOINT, client_of, jsonl, line, serving, working
 from support.fake_router import eventually, frontend, router_status, says
 
-from lightserve.batches.access import Store
+from lightserve.batches.contents import Store
 from lightserve.batches.jobs import Jobs
 from lightserve.batches.records import CHUNK_BYTES
 from lightserve.batches.sqlite import DATABASE

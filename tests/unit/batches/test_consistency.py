@@ -33,7 +33,8 @@ from support.batch_store import (
 from support.dying_process import STEPS, CountingEngine, Process
 
 from lightserve.batches import runner
-from lightserve.batches.access import Store
+from lightserve.batches.access import store_at
+from lightserve.batches.contents import Store
 from lightserve.batches.endings import Endings
 from lightserve.batches.leasing import MAX_CRASHES
 from lightserve.batches.lines import result_line
@@ -182,7 +183,7 @@ def test_duplicate_execution(tmp_path: Path) -> None:
 def test_cancel_racing_completion(tmp_path: Path) -> None:
     """A cancellation and the last results, at once from two connections: one of both wins."""
     with open_store(tmp_path) as store:
-        other = Store(place(tmp_path))
+        other = store_at(place(tmp_path))
         statuses = set()
         for attempt in range(12):
             batch = make_batch(store, NUM_LINES)

@@ -24,7 +24,7 @@ from support.batch_store import (
     upload,
 )
 
-from lightserve.batches.access import Store
+from lightserve.batches.contents import Store
 from lightserve.batches.forecast import (
     ASSUMED_SHARE,
     MARGIN,

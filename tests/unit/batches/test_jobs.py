@@ -38,7 +38,8 @@ from support.batch_store import (
     upload,
 )
 
-from lightserve.batches.access import Store
+from lightserve.batches.access import store_at
+from lightserve.batches.contents import Store
 from lightserve.batches.files import LONG_PAGE_BYTES, START, Cursor, Files, check_quota
 from lightserve.batches.jobs import PREPARING_S
 from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, SUSPECT_CRASHES
@@ -515,7 +516,7 @@ def test_no_end_of_many_rows_is_one_transaction(
                 with pytest.raises(InvalidRequest, match="there is no file"):
                     store.files.read(record, cursor)
         assert len(seen.sizes) == (2 if how == "expire" else 1)  # a lease, beside the end
-        other = Store(place(tmp_path))  # the process died
+        other = store_at(place(tmp_path))  # the process died
         others = Transactions(other, monkeypatch)
         while other.jobs.expire(NOW_S + DAY_S) + other.files.sweep():
             pass

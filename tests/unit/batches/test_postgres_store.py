@@ -29,7 +29,8 @@ from support.postgres import PostgresServer
 
 from lightserve.batches import postgres as postgres_store
 from lightserve.batches import runner
-from lightserve.batches.access import Store, listen, prepare
+from lightserve.batches.access import listen, prepare, store_at
+from lightserve.batches.contents import Store
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import LeasedLine, Outcome
 from lightserve.batches.schema import FILE_BYTES, SCHEMA_VERSION
@@ -80,7 +81,7 @@ def test_a_schema_is_made_once_and_a_newer_one_refused(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match="written by a newer one"):
             prepare(place(tmp_path))
         with pytest.raises(StoreError, match=f"version {SCHEMA_VERSION + 1}"):
-            Store(place(tmp_path))
+            store_at(place(tmp_path))
 
 
 def test_servers_that_start_at_once_make_one_schema(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_servers_that_start_at_once_make_one_schema(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    Store(location).database.close()
+    store_at(location).database.close()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_leases_at_once_share_the_lines_and_results_at_once_count_all(tmp_path: 
 
         def serve(owner: str) -> None:
             try:
-                own = Store(place(tmp_path))
+                own = store_at(place(tmp_path))
                 epoch = own.jobs.begin(owner, NOW_S)
                 while lines := lease(own, owner, 7, epoch):
                     taken.extend(each.number for each in lines)
@@ -177,7 +178,7 @@ def test_leases_at_once_share_the_lines_and_results_at_once_count_all(tmp_path: 
 def test_what_a_transaction_holds_is_passed_over_and_not_waited_for(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         make_batch(store, 5)
-        other = Store(place(tmp_path))
+        other = store_at(place(tmp_path))
         store.jobs.begin("a", NOW_S), other.jobs.begin("b", NOW_S)
         with store.database.transaction(is_shared=True):
             held = store.database.rows(
@@ -197,7 +198,7 @@ def test_one_that_stops_inside_a_transaction_holds_no_other_up(
         make_batch(store, 1)
         with monkeypatch.context() as patched:
             patched.setattr(postgres_store, "_SETTINGS", settings)
-            stopped = Store(place(tmp_path))
+            stopped = store_at(place(tmp_path))
         with pytest.raises(StoreError), stopped.database.transaction():
             stopped.database.write("UPDATE lines SET state = 'done'")
             store.jobs.begin("a", NOW_S)  # it waits until the other has lost its transaction
@@ -292,7 +293,7 @@ def test_a_database_that_goes_away_and_comes_back(
             assert (await setup.http.post("/v1/completions", json=asked)).status_code == 200
             server.start()
             engine.gate.set()
-            store = Store(place(tmp_path / "store"))
+            store = store_at(place(tmp_path / "store"))
             await until(lambda: store.jobs.counts()[1]["in_progress"] == 0)
             await process.stop()
             assert (await setup.http.get("/v1/batches")).status_code == 200
@@ -301,7 +302,7 @@ def test_a_database_that_goes_away_and_comes_back(
             server.stop("immediate")  # started again before it is asked for anything
             server.start()
             assert (await setup.http.get("/v1/batches")).status_code == 200
-            store = Store(place(tmp_path / "store"))
+            store = store_at(place(tmp_path / "store"))
             over = store.jobs.get(KEY, batch.id, NOW_S)
             assert (over.status, over.num_done) == ("completed", 6)
             assert len(content(store, over.output_file_id)) == 6
@@ -383,7 +384,7 @@ def test_an_owner_that_is_gone_for_long_is_forgotten(tmp_path: Path) -> None:
 def test_a_batch_is_the_same_whichever_server_is_asked(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         batch = make_batch(store, 2)
-        other = Store(place(tmp_path))
+        other = store_at(place(tmp_path))
         assert other.jobs.get(KEY, batch.id, NOW_S) == batch
         assert other.jobs.cancel(KEY, batch.id, NOW_S).status == "cancelled"
         with pytest.raises(InvalidRequest):
@@ -419,7 +420,7 @@ def test_what_clients_write_is_alone_and_what_servers_do_is_shared(
     with open_store(tmp_path) as store:
         settings = postgres_store._SETTINGS.replace("'10000ms'", "'50ms'")
         monkeypatch.setattr(postgres_store, "_SETTINGS", settings)
-        other = Store(place(tmp_path))
+        other = store_at(place(tmp_path))
         for first, second, is_refused in (
             (False, False, True),
             (False, True, True),

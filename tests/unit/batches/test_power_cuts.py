@@ -25,7 +25,8 @@ from support.batch_store import (
 )
 from support.power_cuts import Disk, Image
 
-from lightserve.batches.access import Store, prepare
+from lightserve.batches.access import prepare, store_at
+from lightserve.batches.contents import Store
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import LeasedLine, LineSums, NewResponse, Outcome
 from lightserve.batches.sqlite import SqliteDatabase
@@ -175,7 +176,7 @@ def test_an_error_of_the_disk_loses_and_halves_nothing(
         num_done, has_failed = 0, False
         with disk.mounted():
             lock = prepare(str(directory))
-            store = Store(str(directory))
+            store = store_at(str(directory))
             disk.fails_at, disk.failure = disk.num_calls + number, failure
             try:
                 for step in Life(store).steps():

@@ -19,7 +19,7 @@ from support.batch_store import (
     upload,
 )
 
-from lightserve.batches.access import Store
+from lightserve.batches.contents import Store
 from lightserve.batches.forecast import MARGIN, Costs, Pace, keys_share
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import BatchRecord, Outcome

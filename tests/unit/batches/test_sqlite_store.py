@@ -22,7 +22,8 @@ from support.batch_store import (
     upload,
 )
 
-from lightserve.batches.access import Store, location_of, prepare
+from lightserve.batches.access import location_of, prepare
+from lightserve.batches.contents import Store
 from lightserve.batches.records import LeasedLine, Outcome
 from lightserve.batches.schema import FILE_BYTES, SCHEMA_VERSION, VERSIONS
 from lightserve.batches.sqlite import DATABASE, LOCK

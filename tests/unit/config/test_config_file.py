@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import lightserve
 from lightserve.cli import main as cli_main
 from lightserve.config import ServeConfig
-from lightserve.config.fields import flag_name
+from lightserve.config.fields import Need, flag_name
 from lightserve.config.file import (
     MAX_FILE_BYTES,
     Origin,
@@ -233,6 +233,22 @@ def test_frontends_follow_the_cores_unless_their_number_is_given(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
     assert num_frontends(ServeConfig(http_workers=asked)) == expected
+
+
+NEEDS = [
+    (spec.name, need) for spec in dataclasses.fields(ServeConfig) for need in spec.metadata["needs"]
+]
+
+
+@pytest.mark.parametrize(("name", "need"), NEEDS, ids=[f"{n}-{need.option}" for n, need in NEEDS])
+def test_needs_name_options_and_values_that_there_are(name: str, need: Need) -> None:
+    """With a value that is not met for each: an error, else the option could be given alone."""
+    other = ServeConfig.__dataclass_fields__[need.option]
+    choices = other.metadata["choices"]
+    assert need.option != name and set(need.allowed) <= {*choices, other.default}
+    unmet = [v for v in (*choices, other.default, *need.refused, "x") if not need.is_met(v)]
+    assert unmet and flag_name(need.option) in need.complaint(unmet[0])
+    assert any(need.is_met(value) for value in (*choices, other.default, "x"))
 
 
 # docs/configuration.md is what the declaration says.

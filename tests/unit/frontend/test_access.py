@@ -133,7 +133,7 @@ def test_what_is_no_key(value: str) -> None:
 
 
 def test_keys_open_routes_and_change_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightserve.dashboard.feed.MAX_VIEW_S", 0.0)
+    monkeypatch.setattr("lightserve.dashboard.MAX_VIEW_S", 0.0)
 
     async def scenario() -> None:
         async with guarded() as (setup, ring, rejects):

@@ -12,7 +12,7 @@ from support.fake_router import Answer, frontend, says, sse_data
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.frontend.columns import LogprobColumns
-from lightserve.frontend.openai.logprobs import token_text
+from lightserve.frontend.openai.writing import token_text
 from lightserve.messages.common import TokenLogprob, unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.models.config import load_model_config

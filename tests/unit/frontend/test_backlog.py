@@ -21,12 +21,11 @@ from support.fake_router import eventually, frontend, made_logprobs, says
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.errors import InvalidRequest
 from lightserve.frontend import json_body, structured_output
-from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held
+from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held, InFlight, Seats
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import MAX_ITEMS, Backlog
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.prompts import BYTES_PER_ID
-from lightserve.frontend.service import InFlight, Seats
 from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.grammar_process import Verdict
 from lightserve.messages.common import Constraint, RegexConstraint
@@ -414,7 +413,7 @@ def test_bodies_in_flight_are_bounded_in_sum() -> None:
             most, size = 2 * of_two + 10_000, setup.service.in_flight.bodies.size // 2
             assert refused.json()["error"]["message"] == (
                 f"the bodies of requests in progress may take {most} bytes (--max-held-body-bytes),"
-                f" and those of a client half of what others leave: now {most // 2}, of which"
+                f" and those of one client half of the bytes that others leave: now {most // 2};"
                 f" {2 * size} are taken and this one needs {size}; try again"
             )
             waiting.append(asyncio.create_task(setup.post("/v1/completions", body(3))))

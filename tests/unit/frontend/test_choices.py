@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,8 @@ async def _start(
     stop_strings: tuple[str, ...] = (),
 ) -> Choices:
     request = prepared(request_class=request_class, stop_strings=stop_strings)
-    return await Choices.start(setup.service, [request] * count, per_prompt=count, by_token=False)
+    start = functools.partial(setup.service.start, by_token=False)
+    return await Choices.start(start, [request] * count, per_prompt=count)
 
 
 async def _deliver(setup: Setup) -> None:

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from support.batch_store import DAY_S, KEY, NOW_S, make_batch, serving
 from support.fake_router import Setup, frontend, kv_pool
 
+from lightserve import dashboard
 from lightserve.config import ServeConfig
-from lightserve.dashboard import feed as feed_module
-from lightserve.dashboard.feed import FAMILIES, MAX_VIEWERS, Feed, encode_tick, greeting
-from lightserve.dashboard.page import load_page
+from lightserve.dashboard import FAMILIES, MAX_VIEWERS, Feed, encode_tick, greeting, load_page
 from lightserve.frontend.dashboard import MAX_CELLS, picture_of, pool_cells
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
@@ -110,7 +109,7 @@ class Watcher:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(dashboard, "INTERVAL_S", 0.01)
 
 
 def _supervised(setup: Setup) -> None:
@@ -155,7 +154,7 @@ def test_nothing_runs_in_the_page_but_what_is_in_it() -> None:
         assert parts[directive].split() == wanted
     assert not re.search(r"""(src|href)=["'](?!data:,)""", text.split("<script>")[0])
     assert "localStorage" not in text and "sessionStorage" not in text
-    assert "innerHTML" not in (Path(feed_module.__file__).parent / "static/page.js").read_text()
+    assert "innerHTML" not in (Path(dashboard.__file__).parent / "static/page.js").read_text()
 
 
 @pytest.mark.parametrize(("key", "status"), [("", 401), ("alices-key", 403), ("wrong", 401)])
@@ -241,7 +240,7 @@ def test_views_end_when_the_server_drains_and_after_their_time(
             setup.service.in_flight.is_draining = True
             await asyncio.wait_for(watcher.task, 60)
             setup.service.in_flight.is_draining = False
-            monkeypatch.setattr(feed_module, "MAX_VIEW_S", 0.05)
+            monkeypatch.setattr(dashboard, "MAX_VIEW_S", 0.05)
             watcher = Watcher(app)
             await asyncio.wait_for(watcher.task, 60)
             assert watcher.status == 200 and len(watcher.events) > 1
@@ -257,7 +256,7 @@ def test_the_targets_and_buckets_are_those_of_the_server() -> None:
 
 
 def test_every_figure_that_the_page_reads_is_told() -> None:
-    script = (Path(feed_module.__file__).parent / "static/page.js").read_text()
+    script = (Path(dashboard.__file__).parent / "static/page.js").read_text()
     told = {family.name.removeprefix("lightserve_") for family in FAMILIES}
     calls = r"(?:value|sum|rate|grown|quantile|mean|perMinute)\((?:\w+, )?\"(\w+)\""
     assert set(re.findall(calls, script)) <= told

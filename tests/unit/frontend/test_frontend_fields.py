@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +13,9 @@ import msgspec
 import pytest
 from support.fake_router import Setup, frontend, says
 
+import lightserve
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
-from lightserve.frontend.openai.common import (
+from lightserve.frontend.openai.fields import (
     CHAT_NO_EFFECT,
     COMPLETION_NO_EFFECT,
     MESSAGE_NO_EFFECT,
@@ -428,6 +431,19 @@ def test_a_body_without_a_length_is_limited_too() -> None:
             assert whole.status_code == 200
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["min_p", "typical_p", "presence_penalty"])
+def test_a_sampling_parameter_is_declared_in_one_place(name: str) -> None:
+    """Others that name it compute it, or translate the names of GGUF files."""
+    package = Path(lightserve.__file__).parent
+    naming = [path.relative_to(package) for path in package.rglob("*.py") if name in _words(path)]
+    outside = {str(path) for path in naming if path.parts[0] not in ("kernels", "worker")}
+    assert outside - {"models/gguf_model.py"} == {"types.py"}
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.findall(r"\w+", path.read_text()))
 
 
 async def _submit(setup: Setup, path: str, changes: dict[str, Any]) -> Submit:

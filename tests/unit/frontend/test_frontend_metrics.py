@@ -16,10 +16,10 @@ import lightserve
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull
-from lightserve.frontend import service as service_module
+from lightserve.frontend import observation
 from lightserve.frontend.json_body import Backlog
+from lightserve.frontend.observation import Scrapes
 from lightserve.frontend.request_options import server_slo
-from lightserve.frontend.service import Scrapes
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import ClassLoad, ErrorCode, RequestDelta, TokenDelta
 from lightserve.messages.supervision import MetricsRequest, MetricsText
@@ -202,7 +202,7 @@ def test_load_and_version() -> None:
 
 
 def test_metrics_are_the_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "SCRAPE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(observation, "SCRAPE_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         async with frontend() as setup:
@@ -212,7 +212,7 @@ def test_metrics_are_the_supervisors(monkeypatch: pytest.MonkeyPatch) -> None:
             scrapes.attach(asked.append)
             await _assert_unavailable(setup)  # no answer
             scrapes.on_text(_text(asked[-1].number, "late"))  # no longer waited for
-            monkeypatch.setattr(service_module, "SCRAPE_TIMEOUT_S", PATIENCE_S)
+            monkeypatch.setattr(observation, "SCRAPE_TIMEOUT_S", PATIENCE_S)
 
             asking = [asyncio.create_task(setup.http.get("/metrics")) for _ in range(3)]
             while len(asked) < 2:

@@ -13,7 +13,7 @@ from support.fake_router import Setup, frontend, router_status, says
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.frontend.load_report import load_report
+from lightserve.frontend.admin import load_report
 from lightserve.frontend.middleware import KeyRing
 from lightserve.frontend.process import create_app
 from lightserve.http_access import ApiKey, digest_of

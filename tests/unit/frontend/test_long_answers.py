@@ -26,8 +26,9 @@ from support.fake_router import (
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
 from lightserve.frontend.completion import Completion
+from lightserve.frontend.connections import Turns
 from lightserve.frontend.news import MAX_TOKENS_PER_TURN, Delta
-from lightserve.frontend.service import Turns
+from lightserve.frontend.service import Service
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit, TokenDelta
 from lightserve.types import FinishReason, SamplingParams
@@ -359,7 +360,7 @@ def test_long_answers_are_written_in_turns() -> None:
 
 def test_many_completions_are_submitted_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[int] = []
-    turn, start = 0, Completion.start
+    turn, start = 0, Service.start
 
     def noting(*args: Any, **kwargs: Any) -> Completion:
         turns.append(turn)
@@ -378,6 +379,6 @@ def test_many_completions_are_submitted_in_several_turns(monkeypatch: pytest.Mon
             assert (await setup.post(COMPLETIONS, body)).status_code == 200
             counting.cancel()
 
-    monkeypatch.setattr(Completion, "start", noting)
+    monkeypatch.setattr(Service, "start", noting)
     asyncio.run(scenario())
     assert len(turns) == 128 and max(Counter(turns).values()) <= 8

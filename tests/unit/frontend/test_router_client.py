@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from collections.abc import Coroutine
 from typing import Any
@@ -495,7 +496,8 @@ def test_no_choice_stays_in_the_router_whenever_the_client_leaves(num_read: int)
     async def scenario() -> None:
         async with frontend() as setup:
             requests = [REQUEST] * 8
-            choices = await Choices.start(setup.service, requests, per_prompt=8, by_token=False)
+            start = functools.partial(setup.service.start, by_token=False)
+            choices = await Choices.start(start, requests, per_prompt=8)
             reading = asyncio.create_task(choices.next_news())
             await asyncio.sleep(0)  # every choice is waited for
             for submit in setup.router.submits:

@@ -18,9 +18,9 @@ from support.tokenizers_made import BOS, EOS, write_byte_level, write_config
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.frontend import admin
 from lightserve.frontend.admin import SpansResponse
+from lightserve.frontend.connections import Turns
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Backlog
-from lightserve.frontend.service import Turns
 from lightserve.tokenization.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.service import load_service
 from lightserve.models.config import load_model_config
 from lightserve.tokenization.tokenizer import Tokenizer
+from lightserve.types import SamplingParams
 
 VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
 
@@ -143,29 +145,36 @@ def test_words_that_are_too_long_or_leave_nothing_are_refused(
     asyncio.run(scenario())
 
 
+def _defaults(**params: Any) -> SamplingDefaults:
+    return SamplingDefaults(params=SamplingParams(**params))
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({}, SamplingDefaults()),
-        ({"do_sample": False, "temperature": 0.6}, SamplingDefaults(temperature=0.0)),
+        ({"do_sample": False, "temperature": 0.6}, _defaults(temperature=0.0)),
         ({"do_sample": True}, SamplingDefaults()),
-        ({"min_p": 0.05, "typical_p": 0.9}, SamplingDefaults(min_p=0.05, typical_p=0.9)),
-        ({"suppress_tokens": [3, 5, 3]}, SamplingDefaults(suppressed=(3, 5))),
+        ({"min_p": 0.05, "typical_p": 0.9}, _defaults(min_p=0.05, typical_p=0.9)),
+        ({"suppress_tokens": [3, 5, 3]}, _defaults(logit_bias=((3, -100.0), (5, -100.0)))),
         ({"max_new_tokens": 7}, SamplingDefaults(max_tokens=7)),
         ({"do_sample": 1}, "do_sample"),
         ({"min_p": -0.1}, "min_p"),
         ({"typical_p": 1.1}, "typical_p"),
+        ({"typical_p": 0}, "typical_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
         ({"suppress_tokens": [2304]}, "suppress_tokens"),
         ({"suppress_tokens": list(range(1025))}, "suppress_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         (
             {"temperature": 0.6, "top_p": 0.9, "top_k": 50},
-            SamplingDefaults(temperature=0.6, top_p=0.9, top_k=50),
+            _defaults(temperature=0.6, top_p=0.9, top_k=50),
         ),
-        ({"temperature": 0, "top_k": 0, "top_p": None}, SamplingDefaults(temperature=0.0)),
-        ({"temperature": 2.0, "top_k": 2304}, SamplingDefaults(temperature=2.0, top_k=2304)),
-        ({"top_k": 2305}, SamplingDefaults(top_k=0)),
-        ({"top_k": -1}, SamplingDefaults(top_k=0)),
+        ({"temperature": 0, "top_k": 0, "top_p": None}, _defaults(temperature=0.0)),
+        ({"temperature": 2.0, "top_k": 2304}, _defaults(temperature=2.0, top_k=2304)),
+        ({"top_k": 2305}, _defaults(top_k=0)),
+        ({"top_k": -1}, _defaults(top_k=0)),
         ({"temperature": 2.001}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lightserve import sim as simulated
 from lightserve.config import ServeConfig
-from lightserve.dashboard.feed import greeting
+from lightserve.dashboard import greeting
 from lightserve.errors import ConfigError
 from lightserve.frontend.request_options import server_slo
 from lightserve.loadtest import plots

@@ -17,7 +17,13 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.supervision import MetricSample
 from lightserve.metrics import catalogue
 from lightserve.metrics.catalogue import all_families
-from lightserve.metrics.recording import MAX_SERIES_PER_FAMILY, OTHER, Histogram, Kind, Recorder
+from lightserve.metrics.recording import (
+    MAX_SERIES_PER_FAMILY,
+    OTHER,
+    Histogram,
+    Kind,
+    Recorder,
+)
 from lightserve.metrics.requests import FrontendMetrics, RequestMetrics
 from lightserve.metrics.turns import TurnClock, TurnSelector
 from lightserve.supervisor.metrics import Ledger, make_registry, render

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from support.core_scenes import Arrival, make_core, submit
 
 from lightserve.channels import Codec
+from lightserve.errors import ProtocolError
 from lightserve.messages.common import Constraint, JsonSchemaConstraint
 from lightserve.messages.frontend_router import (
     Abort,
@@ -25,12 +27,19 @@ from lightserve.messages.router_worker import (
     plan_rows,
 )
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady
-from lightserve.router.from_submit import QueueLimits
+from lightserve.router.from_submit import QueueLimits, check_submit
 from lightserve.router.queue import Backlog
 from lightserve.router.retry_after import MIN_RETRY_S
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
-from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.types import (
+    SAMPLING_FIELDS,
+    FrontendId,
+    RequestClass,
+    RequestId,
+    SamplingField,
+    SamplingParams,
+)
 
 FRONTEND = FrontendId(0)
 
@@ -67,6 +76,21 @@ def test_one_class_does_not_fill_the_queue_of_the_other() -> None:
         RequestClass.BE: ClassLoad(2, 16, 0),
         RequestClass.RT: ClassLoad(1, 8, 0),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [item for item in SAMPLING_FIELDS.items() if item[1].high is not None]
+)
+def test_sampling_beyond_its_limits_is_no_request(name: str, spec: SamplingField) -> None:
+    assert spec.low is not None and spec.high is not None
+    for value, is_wrong in (
+        *((spec.low, False), (spec.high, False)),
+        *((spec.low - 1, True), (spec.high + 1, True)),
+    ):
+        params: Any = {name: value}
+        message = submit(0, Arrival(0.0, 8, 4, 4), sampling=SamplingParams(**params))
+        with pytest.raises(ProtocolError, match=name) if is_wrong else nullcontext():
+            check_submit(message, vocab_size=100_000)
 
 
 RT, BE = RequestClass.RT, RequestClass.BE

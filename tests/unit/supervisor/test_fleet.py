@@ -12,13 +12,13 @@ import pytest
 from lightserve.child import control_name, last_words_name
 from lightserve.config import ServeConfig
 from lightserve.errors import StartupError
-from lightserve.messages.nodes import NodeGroup
 from lightserve.messages.supervision import (
     ChildFailed,
     ChildReady,
     ChildSpec,
     FrontendLost,
     FrontendServing,
+    NodeGroup,
     Picture,
     Role,
     StoreUsed,

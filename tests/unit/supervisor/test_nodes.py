@@ -18,8 +18,14 @@ from lightserve.channels import Codec, ZmqLink
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.messages.common import PROTOCOL_VERSION
-from lightserve.messages.nodes import NODE_LINK_VERSION, NodeGroup, NodeOrder, NodeReport
-from lightserve.messages.supervision import ChildFailed, ChildReady
+from lightserve.messages.supervision import (
+    NODE_LINK_VERSION,
+    ChildFailed,
+    ChildReady,
+    NodeGroup,
+    NodeOrder,
+    NodeReport,
+)
 from lightserve.node_key import read_node_key, write_node_key
 from lightserve.supervisor.node import Node
 from lightserve.supervisor.nodes import QUIET_S, Nodes, terms_of, url_of

@@ -271,8 +271,11 @@ EXCLUSIVE = {"block_owner": "exclusive", "preemption": "swap", "cache_policy": "
     ("fields", "reason"),
     [
         ({"block_size": 6}, "--block-size must be 1, 2, 4, 8 or 16"),
-        (EXCLUSIVE | {"preemption": "checkpoint"}, "--block-owner exclusive needs --preemption"),
-        (EXCLUSIVE | {"cache_policy": "lru"}, "--block-owner exclusive needs --cache-policy off"),
+        (
+            EXCLUSIVE | {"preemption": "checkpoint"},
+            "--block-owner needs --preemption swap or recompute",
+        ),
+        (EXCLUSIVE | {"cache_policy": "lru"}, "--block-owner needs --cache-policy off"),
         ({"preemption": "swap", "clean_ahead_tokens": 9}, "--clean-ahead-tokens needs"),
         ({"preemption": "recompute", "clean_ahead_tokens": 9}, "--clean-ahead-tokens needs"),
         ({"preemption": "recompute", "host_kv_memory": "1MiB"}, "--host-kv-memory needs"),

@@ -1,21 +1,115 @@
-"""Log-probabilities in OpenAI's two shapes: of chat completions, and of completions."""
+"""OpenAI's objects, as its routes write them: usage, chunks of a stream, log-probabilities."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from msgspec.json import encode
 
 from lightserve.frontend.columns import (
     ITEMS_PER_PIECE,
     LogprobColumns,
     Piece,
     PieceColumns,
+    json_array,
     json_list,
     json_object,
 )
+from lightserve.frontend.completion import Choices, Completion, Usage, raised_slo
+from lightserve.frontend.openai.fields import UsageChunks
+from lightserve.frontend.response import sse_event
 from lightserve.messages.common import TokenLogprob
 from lightserve.tokenization.tokenizer import Tokenizer
+
+NO_FIELDS: Mapping[str, Any] = {}
+DONE = sse_event(b"[DONE]")
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def end_fields(completion: Completion, finish_reason: str | None) -> dict[str, Any]:
+    """Return how a choice ended, if it has: in OpenAI's words, and what it was, as vLLM and SGLang
+    tell it."""
+    if finish_reason is None:
+        return {"finish_reason": None}
+    return {
+        "finish_reason": finish_reason,
+        "stop_reason": completion.stop_reason,
+        "matched_stop": completion.matched_stop,
+    }
+
+
+def whole_answer(
+    envelope: dict[str, Any],
+    objects: Iterable[Iterator[bytes]],
+    choices: Choices,
+    fields: Mapping[str, Any] = NO_FIELDS,
+) -> Iterator[bytes]:
+    """Yield the body of an answer that is not streamed; values of `fields` may come in pieces."""
+    usage = usage_object(choices.usage)
+    answer = {**envelope, "choices": json_array(objects), "usage": usage, **fields}
+    if (slo := raised_slo(choices.completions)) is not None:
+        answer["slo"] = slo
+    return json_object(answer)
+
+
+class ChunkWriter:
+    """Writes chunks of one stream; what never changes within it is encoded once."""
+
+    def __init__(self, envelope: dict[str, Any], *, usage: UsageChunks) -> None:
+        """`envelope`: id, object, created, model, service_tier."""
+        self._prefix = b"data: " + encode(envelope)[:-1]
+        self._usage = usage
+        self._suffix = b"}\n\n" if usage is UsageChunks.NONE else b',"usage":null}\n\n'
+
+    def chunk(
+        self, choice: dict[str, Any], usage: Usage, fields: dict[str, Any] | None = None
+    ) -> bytes:
+        """Return one chunk with this choice, and with `fields` of its own that are not null.
+
+        `usage` is the choice's so far.
+        """
+        prefix = self._prefix
+        for name, value in (fields or {}).items():
+            if value is not None:
+                prefix += b"," + encode(name) + b":" + encode(value)
+        suffix = self._suffix
+        if self._usage is UsageChunks.ALL:
+            suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"
+        return prefix + b',"choices":[' + encode(choice) + b"]" + suffix
+
+    def frame(self, choice: dict[str, Any]) -> tuple[bytes, bytes] | None:
+        """Return what stands before and behind the text in chunks that differ in nothing else.
+
+        `choice` has an empty text; None: something else differs in every chunk.
+        """
+        if self._usage is UsageChunks.ALL:
+            return None
+        head, tail = encode(choice).split(b'""')
+        return self._prefix + b',"choices":[' + head, tail + b"]" + self._suffix
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the usage chunk, if wanted, and the mark of the end."""
+        if self._usage is UsageChunks.NONE:
+            return DONE
+        encoded = encode(usage_object(usage))
+        return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE
+
+
+# ----------------------------------------------------------------------
+# Log-probabilities, in the shapes of chat completions and of completions.
+
 
 LOWEST = -9999.0
 """JSON has no infinity: what is less probable is told as this."""

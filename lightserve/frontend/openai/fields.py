@@ -7,53 +7,39 @@ that would change the answer is never accepted and ignored. Null is always accep
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec.json import encode
 from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from starlette.requests import Request
 
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.columns import json_array, json_object
-from lightserve.frontend.completion import Choices, Completion, Usage, raised_slo
 from lightserve.frontend.json_body import UNSUPPORTED_VALUE, Integer, StrictModel, printable, show
-from lightserve.frontend.middleware import ARRIVAL_KEY, sharer_of
 from lightserve.frontend.request_options import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_STRINGS,
-    BadWords,
-    LogitBias,
     MaxTokens,
-    MinP,
-    MinTokens,
     NumChoices,
     NumLogprobs,
     OutputOptions,
-    Penalty,
     Prepared,
     Priority,
-    RepetitionPenalty,
     Seconds,
-    Seed,
     ServiceLevel,
     SLOFields,
     StopString,
     StopTokenIds,
-    Temperature,
-    TokenIds,
-    TopK,
-    TopP,
     check_token_ids,
+    given_sampling,
     new_submit,
     resolve_sampling,
     resolve_service_level,
+    sampling_model,
 )
-from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
 from lightserve.frontend.structured_output import (
     ALIASES,
@@ -68,8 +54,8 @@ from lightserve.frontend.structured_output import (
     spec_of_outputs,
     specs_of_aliases,
 )
-from lightserve.messages.common import Constraint, TokenSegment, pack_int32
-from lightserve.types import RequestClass, SamplingParams
+from lightserve.messages.common import Constraint, Thinking, TokenSegment, pack_int32
+from lightserve.types import GivenBy, RequestClass, SamplingParams
 
 NoEffect = Mapping[str, tuple[Any, ...] | None]
 """Names of fields, and their values besides null that change nothing; None: every value."""
@@ -157,11 +143,7 @@ def _check(field: str, value: Any, allowed: tuple[Any, ...] | None) -> None:
 
 
 # ----------------------------------------------------------------------
-# How the OpenAI routes write: usage, chunks of a stream, and its end.
-
-
-NO_FIELDS: Mapping[str, Any] = {}
-DONE = sse_event(b"[DONE]")
+# What the OpenAI routes share: common fields, and the requests that they become.
 
 
 class UsageChunks(Enum):
@@ -172,90 +154,6 @@ class UsageChunks(Enum):
     """One of its own, after all others."""
     ALL = auto()
     """That, and every other, for what its choice has used so far."""
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
-def end_fields(completion: Completion, finish_reason: str | None) -> dict[str, Any]:
-    """Return how a choice ended, if it has: in OpenAI's words, and what it was, as vLLM and SGLang
-    tell it."""
-    if finish_reason is None:
-        return {"finish_reason": None}
-    return {
-        "finish_reason": finish_reason,
-        "stop_reason": completion.stop_reason,
-        "matched_stop": completion.matched_stop,
-    }
-
-
-def whole_answer(
-    envelope: dict[str, Any],
-    objects: Iterable[Iterator[bytes]],
-    choices: Choices,
-    fields: Mapping[str, Any] = NO_FIELDS,
-) -> Iterator[bytes]:
-    """Yield the body of an answer that is not streamed; values of `fields` may come in pieces."""
-    usage = usage_object(choices.usage)
-    answer = {**envelope, "choices": json_array(objects), "usage": usage, **fields}
-    if (slo := raised_slo(choices.completions)) is not None:
-        answer["slo"] = slo
-    return json_object(answer)
-
-
-class ChunkWriter:
-    """Writes chunks of one stream; what never changes within it is encoded once."""
-
-    def __init__(self, envelope: dict[str, Any], *, usage: UsageChunks) -> None:
-        """`envelope`: id, object, created, model, service_tier."""
-        self._prefix = b"data: " + encode(envelope)[:-1]
-        self._usage = usage
-        self._suffix = b"}\n\n" if usage is UsageChunks.NONE else b',"usage":null}\n\n'
-
-    def chunk(
-        self, choice: dict[str, Any], usage: Usage, fields: dict[str, Any] | None = None
-    ) -> bytes:
-        """Return one chunk with this choice, and with `fields` of its own that are not null.
-
-        `usage` is the choice's so far.
-        """
-        prefix = self._prefix
-        for name, value in (fields or {}).items():
-            if value is not None:
-                prefix += b"," + encode(name) + b":" + encode(value)
-        suffix = self._suffix
-        if self._usage is UsageChunks.ALL:
-            suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"
-        return prefix + b',"choices":[' + encode(choice) + b"]" + suffix
-
-    def frame(self, choice: dict[str, Any]) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind the text in chunks that differ in nothing else.
-
-        `choice` has an empty text; None: something else differs in every chunk.
-        """
-        if self._usage is UsageChunks.ALL:
-            return None
-        head, tail = encode(choice).split(b'""')
-        return self._prefix + b',"choices":[' + head, tail + b"]" + self._suffix
-
-    def closing(self, usage: Usage) -> bytes:
-        """Return the usage chunk, if wanted, and the mark of the end."""
-        if self._usage is UsageChunks.NONE:
-            return DONE
-        encoded = encode(usage_object(usage))
-        return self._prefix + b',"choices":[],"usage":' + encoded + b"}\n\n" + DONE
-
-
-# ----------------------------------------------------------------------
-# What the OpenAI routes share: common fields, and the requests that they become.
 
 
 class StreamOptions(StrictModel):
@@ -279,7 +177,7 @@ Metadata = Annotated[
 
 
 StoredId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(printable)]
-"""Of what a store holds."""
+"""Id of an object in the store."""
 
 
 def _kept(value: int) -> int:
@@ -328,22 +226,18 @@ class ServedFields(NoEffectModel):
     def service_level(self, service: Service, request: Request) -> ServiceLevel:
         """Return how it is to be served. Raises InvalidRequest."""
         return resolve_service_level(
-            request.headers,
+            request,
             service.config,
-            arrival_s=request.scope[ARRIVAL_KEY],
             request_class=self.request_class,
             slo=self.slo,
             priority=self.priority,
             timeout_s=self.timeout,
-            sharer=sharer_of(request.scope),
         )
 
 
-class RequestFields(ServedFields):
+class RequestFields(ServedFields, sampling_model(GivenBy.RESPONSES)):  # type: ignore[misc]
     """Fields of everything that has tokens generated."""
 
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     stream: bool | None = None
     safety_identifier: Key | None = None
     prompt_cache_key: Key | None = None
@@ -351,21 +245,11 @@ class RequestFields(ServedFields):
     metadata: Metadata | None = None
 
 
-class CommonFields(RequestFields):
+class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: ignore[misc]
     """Fields of both completions and chat completions."""
 
     max_tokens: MaxTokens | None = None
     truncate_prompt_tokens: NumKept | None = None
-    min_tokens: MinTokens | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords | None = None
     n: NumChoices | None = None
     stop: StopStrings | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -395,13 +279,13 @@ class CommonFields(RequestFields):
 
     @property
     def prompt_items(self) -> int:
-        """What is told of each token of a prompt, besides an echo: its id, log-probabilities."""
+        """Entries for each token of a prompt, besides an echo: its id, log-probabilities."""
         known = 0 if self.prompt_logprobs is None else 1 + self.prompt_logprobs
         return known + bool(self.return_token_ids)
 
     @property
     def prediction_key(self) -> str:
-        """What this request's output length is predicted from: the first key given, or none."""
+        """The key that predicts this request's output length: the first one given, or none."""
         named = self.user or self.safety_identifier or self.prompt_cache_key
         return named or (json.dumps(self.metadata, sort_keys=True) if self.metadata else "")
 
@@ -495,30 +379,16 @@ class CommonFields(RequestFields):
         num_prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Return the parameters of sampling. Raises InvalidRequest, RequestFailed."""
-        bad_words: list[tuple[int, ...]] = []
-        if self.bad_words:
-            bad_words = await service.encoder.encode_words(
-                self.bad_words, param="bad_words", max_tokens=MAX_BAD_WORD_TOKENS
+        given = given_sampling(self)
+        if "bad_words" in given:
+            given["bad_words"] = tuple(
+                await service.encoder.encode_words(
+                    given["bad_words"], param="bad_words", max_tokens=MAX_BAD_WORD_TOKENS
+                )
             )
+        given |= {"num_logprobs": num_logprobs, "num_prompt_logprobs": num_prompt_logprobs}
         model = service.model
-        return resolve_sampling(
-            model.sampling_defaults,
-            vocab_size=model.vocab_size,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=bad_words,
-            min_tokens=self.min_tokens,
-            num_logprobs=num_logprobs,
-            num_prompt_logprobs=num_prompt_logprobs,
-        )
+        return resolve_sampling(model.sampling_defaults.params, given, vocab_size=model.vocab_size)
 
     def new_requests(
         self,
@@ -527,8 +397,25 @@ class CommonFields(RequestFields):
         params: SamplingParams,
         level: ServiceLevel,
         constraint: Constraint | None = None,
+        *,
+        end_token_ids: Sequence[int] = (),
+        discards_output: bool = False,
+        retained: tuple[int, float] = (0, 0.0),
+        thinking: Thinking | None = None,
     ) -> Iterator[Prepared]:
-        """Yield one request per completion; `prompts` are token ids and how many may follow.
+        """Yield one request per completion.
+
+        Args:
+            service: of this frontend.
+            prompts: token ids, and how many tokens may follow them.
+            params: how tokens are drawn.
+            level: class, targets, caller.
+            constraint: which outputs are allowed.
+            end_token_ids: end the output beside those that the model and the body name.
+            discards_output: whether the answer shows nothing of the output.
+            retained: tokens of a prompt that stay longer in the prefix cache, and for how many
+                seconds, unless the body asks for the whole prompt.
+            thinking: reasoning with which the output may begin.
 
         Raises:
             InvalidRequest: a token id beyond the vocabulary, min_tokens above the limit, or nothing
@@ -548,22 +435,25 @@ class CommonFields(RequestFields):
                 stop_strings=tuple(self.stop or ()),
                 includes_stop=bool(self.include_stop_str_in_output),
                 stop_token_ids=frozenset(stop_ids).difference(eos_ids),
+                discards_output=discards_output,
+                thinking=thinking,
             )
             segment = TokenSegment(token_ids=pack_int32(prompt_token_ids))
+            if self.keeps_prompts:
+                retained = len(prompt_token_ids), DAY_S
             for choice in range(self.num_choices):
                 request = new_submit(
                     segment,
+                    level,
                     max_tokens=max_tokens,
-                    eos_token_ids=[*eos_ids, *stop_ids],
+                    eos_token_ids=[*eos_ids, *stop_ids, *end_token_ids],
                     sampling=self._of_choice(params, choice),
-                    request_class=level.request_class,
-                    slo=level.slo,
-                    priority=level.priority,
                     prediction_key=self.prediction_key,
-                    num_retained_tokens=len(prompt_token_ids) if self.keeps_prompts else 0,
-                    retention_s=DAY_S if self.keeps_prompts else 0.0,
+                    num_retained_tokens=retained[0],
+                    retention_s=retained[1],
                     needs_acknowledgement=bool(self.stop),
                     constraint=constraint,
+                    thinking=thinking,
                 )
                 yield request, options
 

@@ -1,18 +1,123 @@
-"""`lightserve whatif`."""
+"""`lightserve replay`, `why` and `whatif`: commands that read a decision log."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from lightserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightserve.sim.whatif import Outcome
+
+
+@click.command("replay")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--request",
+    metavar="ID",
+    help="Print the story of one request instead: its answer's id (chatcmpl-...), its"
+    " X-Request-Id, or FRONTEND/REQUEST.",
+)
+@click.option(
+    "--all",
+    "is_whole",
+    is_flag=True,
+    help="With --request: every stretch of steps, not only the longest of a long story.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def replay(file: Path, request: str | None, is_whole: bool, as_json: bool) -> int:
+    """Repeat every decision of a decision log, or tell the story of one request.
+
+    FILE was written by lightserve serve --decision-log or lightserve simulate --decision-log. A
+    router's core as that one gets the same inputs at the same times, and has to decide the same.
+
+    Exit codes: 0 if it does, 1 with the first difference if it does not.
+    """
+    if request is not None:
+        if as_json:
+            raise ConfigError("--json does not go with --request")
+        return _tell(file, request, is_whole=is_whole)
+    if is_whole:
+        raise ConfigError("--all goes with --request")
+    # Imported late: `lightserve --help` needs none of it.
+    from lightserve.decisions import replaying  # noqa: PLC0415
+
+    reader = replaying.DecisionLogReader(file)
+    result = replaying.replay(reader)
+    if result.is_cut_off:
+        print(f"lightserve: {file}: the last line is not whole and was left out", file=sys.stderr)
+    if as_json:
+        document = dataclasses.asdict(result) | {"is_equal": result.difference is None}
+        click.echo(json.dumps(document))
+    else:
+        click.echo(f"decisions {result.num_decisions}, inputs {result.num_inputs}")
+        click.echo(f"decision hash {result.decision_hash}")
+        if (found := result.difference) is not None:
+            click.echo(f"line {found.line}, step {found.step_id} differs:")
+            click.echo(f"  recorded {json.dumps(found.recorded)}")
+            replayed = "no step now" if found.replayed is None else json.dumps(found.replayed)
+            click.echo(f"  replayed {replayed}")
+    return 0 if result.difference is None else 1
+
+
+def _tell(file: Path, request: str, *, is_whole: bool) -> int:
+    from lightserve.decisions.replaying import (  # noqa: PLC0415
+        MAX_LINES,
+        DecisionLogReader,
+        find_request,
+        story_of,
+    )
+
+    reader = DecisionLogReader(file)
+    found = find_request(reader, request)
+    if len(found) > 1:
+        names = ", ".join(f"{name.frontend_id}/{name.request_id}" for name in found[:20])
+        rest = ", ..." if len(found) > 20 else ""
+        print(f"lightserve: {len(found)} completions: {names}{rest}; the first:", file=sys.stderr)
+    for line in story_of(reader, found[0], max_lines=None if is_whole else MAX_LINES):
+        click.echo(line)
+    return 0
+
+
+@click.command("why")
+@click.argument("request_id")
+@click.option(
+    "--log",
+    "path",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Decision log of the server (serve --decision-log) or of a simulation.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def why(request_id: str, path: Path, as_json: bool) -> int:
+    """Explain why a request was late: which constraint held it up, and which work ran instead.
+
+    REQUEST_ID is the id of its answer (chatcmpl-...), its X-Request-Id, or FRONTEND/REQUEST. The
+    log is replayed for that; lightserve replay --request tells the whole story.
+    """
+    # Imported late: `lightserve --help` needs none of it.
+    from lightserve.decisions.replaying import DecisionLogReader, find_request  # noqa: PLC0415
+    from lightserve.decisions.why import explain  # noqa: PLC0415
+
+    reader = DecisionLogReader(path)
+    found = find_request(reader, request_id)
+    if len(found) > 1:
+        print(f"lightserve: {len(found)} completions; the first:", file=sys.stderr)
+    answer = explain(reader, found[0])
+    if as_json:
+        click.echo(msgspec.json.encode(answer).decode())
+    else:
+        for line in answer.text():
+            click.echo(line)
+    return 0
+
 
 _ROWS = (
     ("requests", "arrivals", "{:.0f}"),
@@ -60,7 +165,7 @@ _ROWS = (
     help="Another option of scheduling or memory, such as max-num-seqs=64; may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(log: Path, *, as_json: bool, **asked: Any) -> int:
+def whatif(log: Path, *, as_json: bool, **asked: Any) -> int:
     """Run the traffic of a decision log again, with other settings.
 
     LOG was written by lightserve serve --decision-log. What clients saw stands beside what the

@@ -1,4 +1,4 @@
-"""`lightserve convert`: safetensors of a model that has `pytorch_model*.bin` alone."""
+"""`lightserve node-key` and `convert`: commands that write files for a server."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 
 import click
 
+from lightserve.node_key import write_node_key
+
 _PROGRAM = "lightserve.models.pickled_weights"
 
 
 @click.command("convert")
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-def command(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path) -> None:
     """Write the model of directory SOURCE, whose weights are pickles, to TARGET as safetensors.
 
     The pickles are opened by a process of its own, which takes plain tensors from them and nothing
@@ -28,3 +30,15 @@ def command(source: Path, target: Path) -> None:
     if code:
         sys.exit(1)
     click.echo(f"{target}: written; lightserve serve --model {target}")
+
+
+@click.command("node-key")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def node_key(file: Path) -> int:
+    """Make the key of a server that runs on several machines.
+
+    FILE must not exist. Copy it to every node, for --node-key-file, and nowhere else.
+    """
+    write_node_key(file)
+    click.echo(f"{file}: a new key; every node needs this file")
+    return 0
