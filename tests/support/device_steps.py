@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton import knobs
@@ -282,7 +283,7 @@ def large_plans() -> list[StepPlan]:
 
 class WaitingForNothing(TorchDispatchMode):
     """An operation on tensors of two devices is an error, but for copies that the host leaves to
-    run: an index that is a list waits for all that the device has to do."""
+    run."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -297,6 +298,19 @@ class WaitingForNothing(TorchDispatchMode):
             if func not in COPIES or not is_left_to_run:
                 raise WaitedError(f"{func} on {devices}")
         return func(*args, **kwargs)
+
+
+class NoLists(TorchFunctionMode):
+    """A list as an index is an error: it would wait for all that the device has to do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type != "cpu":
+            parts = args[1] if isinstance(args[1], tuple) else args[1:2]
+            if any(isinstance(part, list) for part in parts):
+                raise WaitedError(f"an index of {args[0].device} is a list")
+        return func(*args, **(kwargs or {}))
 
 
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -327,7 +341,7 @@ def run_fake(plans: Sequence[StepPlan]) -> dict[str, Any]:
     as_it_is = mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor)  # fake tensors cannot
     with an_h200(), FakeTensorMode(), as_it_is, looking_at_launches(device) as names:
         runner = make_runner(StepQueue(device))
-        with WaitingForNothing():
+        with NoLists(), WaitingForNothing():
             pending = launch_all(runner, plans)
             try:
                 runner.finish(pending)
