@@ -39,7 +39,14 @@ from lightserve.frontend.json_body import (
     parse_json,
     parse_model,
 )
-from lightserve.frontend.openai import batches, files, responses, responses_writer
+from lightserve.frontend.openai import (
+    batches,
+    embeddings,
+    files,
+    rerank,
+    responses,
+    responses_writer,
+)
 from lightserve.frontend.openai.batches import BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
@@ -215,8 +222,10 @@ def test_every_body_is_of_a_route_here() -> None:
         completion,
         admin,
         batches,
+        embeddings,
         files,
         messages,
+        rerank,
         responses,
         responses_writer,
         dashboard,
