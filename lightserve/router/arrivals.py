@@ -10,11 +10,11 @@ average life follow
 
 Arrivals say it at once; steps and memory themselves would only show it when it is too late.
 
-How much an average life decodes is measured, from the first second on. Among the first to end are
-the shortest, so that what those that go on have had counts as well, for as many as have ended: at
-first the mean is rather too long, which is the safe side, as near capacity memory that was lent too
-much is never free again; by and by, over MANY_ENDS, it becomes that of the last hundred or so. It
-begins with NUM_PRIOR lives of a length that is assumed, which soon weigh nothing.
+How much an average life decodes is measured, from the first second on: decodes of all lives, those
+that go on included, per end. A mean of those that have ended would be too short: among the first to
+end are the shortest, and long steps put off the ends of the others, so that the load would seem the
+lower, the more is lent. It begins with NUM_PRIOR lives of a length that is assumed, which soon
+weigh nothing; later on the last thousand ends count most (NEWEST_WEIGHT).
 
 Arrivals also say how soon the next ones may have to be answered, hence how long a step may be at
 most while nothing else limits it: what comes waits for the rest of it. Where prompts leave little
@@ -201,10 +201,8 @@ MIN_SEEN_S = 0.5
 """A shorter time says nothing about a rate."""
 NUM_PRIOR = 4
 """Lives that an assumed length stands for: the first to end after a burst are the short ones."""
-NEWEST_WEIGHT = 0.01
+NEWEST_WEIGHT = 0.001
 """Least weight of the newest in a mean."""
-MANY_ENDS = 300
-"""After so many the first of them, the short ones, weigh next to nothing in a mean."""
 WINDOW_S = 30.0
 """The tightest target, and the most memory, are those of this time at least, and of twice as much
 at most."""
@@ -357,7 +355,7 @@ class ArrivalStats:
         self._going_on = max(0.0, self._going_on - count)
         self._held_going_on = max(0.0, self._held_going_on - held)
         self._num_ends += 1
-        weight = max(1.0 / (NUM_PRIOR + self._num_ends), NEWEST_WEIGHT)
+        weight = self._weight_of_end
         self._assumed_share *= 1.0 - weight
         self._output += weight * (count - self._output)
         self._held += weight * (held - self._held)
@@ -377,9 +375,8 @@ class ArrivalStats:
         assumed = expected_output(min(self._max_output, PRIOR_MOST))
         output = self._assumed_share * assumed + self._output
         held = self._assumed_share * assumed * (self._prompt + assumed) + self._held
-        share = max(0.0, 1.0 - self._num_ends / MANY_ENDS) / (NUM_PRIOR + self._num_ends)
-        output += share * self._going_on
-        held += share * self._held_going_on
+        output += self._weight_of_end * self._going_on
+        held += self._weight_of_end * self._held_going_on
         life = StepShape(
             num_new=round(self._prompt + output),
             decode_context=round(held),
@@ -390,6 +387,10 @@ class ArrivalStats:
         freed = (self._prompt + output) / output if output > 0 else 0.0
         load = rate * work_s(life)
         return Outlook(load, rate * held, ttft_s, slack_s, freed, has_untimed)
+
+    @property
+    def _weight_of_end(self) -> float:
+        return max(1.0 / (NUM_PRIOR + self._num_ends), NEWEST_WEIGHT)
 
     def _note_window(self, now_s: float) -> None:
         window = int(now_s // WINDOW_S)

@@ -447,14 +447,11 @@ def is_turn_of_late(
 # Deadlines alone lend too much. Longer steps keep real-time requests, and their KV, for longer: at
 # the same rate of arrival memory grows with the time of a step (Little's law), until newcomers wait
 # for it; and near capacity there is no time left in which it would fall again. So steps are kept to
-# the time at which real-time requests come to hold a share of the pool; the share is the smaller,
-# the less time is free, and it is left by and by as they hold more than that.
+# the time at which real-time requests come to hold a share of the pool, the smaller, the less time
+# is free; and nothing is lent while they hold more than that.
 #
 # Where first tokens are tight, decodes do not use up their time either: what they save is what
 # chunks of the next long prompt take them, which would be cut short otherwise.
-#
-# Below the knee of the cost model tokens cost next to nothing. A step is stretched by a share of
-# itself in any case, as far as there is free time, so that these are not left unused.
 #
 # Where much time is free (beyond MUCH_FREE) and little is lent, it is memory that is short. Decodes
 # of best-effort requests go beyond what is lent, as one that waits keeps its memory from others,
@@ -463,16 +460,12 @@ def is_turn_of_late(
 
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
-MAX_SHARE = 0.85
+MAX_SHARE = 0.75
 """Share of the pool that real-time requests may come to hold where most time is free."""
-BUSY_SHARE, SHARE_PER_FREE = 0.1, 1.8
-"""The share at full load, and its growth with the share of time that is free."""
-OVER_SHARE, FADE = 0.1, 0.3
-"""This much over its share nothing is lent, this much below that all of it."""
+SHARE_PER_FREE = 3.0
+"""Where less is, so many times the share of time that is free."""
 TIGHT_PACE = 0.85
 """Where first tokens are tight, share of the tightest mean time of a token that a step may take."""
-STRETCH_PER_FREE = 0.1
-"""Share of a step by which it is stretched in any case, per share of time that is free."""
 MUCH_FREE = 0.25
 """More than this share of time that is free is ample."""
 DECODE_STRETCH = 2.0
@@ -502,8 +495,7 @@ def lent_until_s(
         tpot_s: tightest mean time of a token of its real-time requests.
         pace_s: that requests without targets keep.
     """
-    free = min(1.0, max(0.0, 1.0 - outlook.load))
-    share = min(MAX_SHARE, BUSY_SHARE + SHARE_PER_FREE * free)
+    share = min(MAX_SHARE, SHARE_PER_FREE * max(0.0, 1.0 - outlook.load))
     shortest_s = IDLE_FLOORS * floor_s
     idle_limit_s = outlook.idle_limit_s
     if outlook.has_untimed:  # as though their first token were due in two paces
@@ -511,11 +503,11 @@ def lent_until_s(
     limit_s = max(idle_limit_s, shortest_s)
     if outlook.kv_per_step_s > 0:
         limit_s = min(limit_s, share * num_slots / outlook.kv_per_step_s)
-    limit_s *= min(1.0, max(0.0, (share + OVER_SHARE - held_share) / FADE))
+    if held_share > share:
+        limit_s = 0.0
     if outlook.is_tight:
         limit_s = min(limit_s, TIGHT_PACE * tpot_s)
-    stretched_s = base_s * (1.0 + STRETCH_PER_FREE * free) if base_s > 0 else shortest_s
-    return max(limit_s, stretched_s)
+    return max(limit_s, base_s if base_s > 0 else shortest_s)
 
 
 # Real-time decodes that can wait for a step give way.

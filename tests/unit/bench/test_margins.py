@@ -15,9 +15,9 @@ def test_rows_name_numbers_that_there_are() -> None:
 
 
 def test_a_number_is_changed_where_it_is_read_and_given_back() -> None:
-    before = unified.FADE
-    with neutral({"unified.FADE": 7.0}):
-        changed = unified.FADE
-    assert (changed, unified.FADE) == (7.0, before)
-    with pytest.raises(KeyError), neutral({"nowhere.FADE": 7.0}):
+    before = unified.MAX_SHARE
+    with neutral({"unified.MAX_SHARE": 7.0}):
+        changed = unified.MAX_SHARE
+    assert (changed, unified.MAX_SHARE) == (7.0, before)
+    with pytest.raises(KeyError), neutral({"nowhere.MAX_SHARE": 7.0}):
         pass

@@ -33,7 +33,7 @@ def test_runs_are_kept_where_it_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(margins, "play", play)
     monkeypatch.chdir(tmp_path)
-    arguments = ["margins", "--scene", "overload", "--row", "FADE"]
+    arguments = ["margins", "--scene", "overload", "--row", "MAX_SHARE"]
     for more in ([], ["--runs", "kept"], ["--runs", "kept"]):
         monkeypatch.setattr("sys.argv", arguments + more)
         margins.main()
