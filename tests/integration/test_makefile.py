@@ -167,7 +167,7 @@ def test_clients_run_without_the_servers_packages(
 def test_a_server_without_its_packages_says_how_to_get_them() -> None:
     done = _without_the_server("lightserve", "serve")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "is missing: this command needs what the server needs" in done.stderr
+    assert "is missing: this command needs the packages of the server" in done.stderr
     assert "pip install -e ." in done.stderr
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from support.gguf_files import (
     Typed,
     gguf_bytes,
@@ -30,7 +31,11 @@ from support.parity import TokenSequence, compare_all, schedule
 from support.tiny_models import TinyModel, load_reference, rope, write_tiny_model
 
 from lightserve.errors import ModelLoadError
-from lightserve.frontend.request_options import SamplingDefaults, read_sampling_defaults
+from lightserve.frontend.request_options import (
+    PLAIN_SAMPLING,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
@@ -454,14 +459,9 @@ def test_how_a_file_recommends_to_sample(tmp_path: Path, caplog: pytest.LogCaptu
     said |= {"general__sampling__mirostat": 2, "tokenizer__ggml__suppress_tokens": [5, 201, 7]}
     (tmp_path / "said.gguf").write_bytes(rewritten(gguf, **said))
     found = read_sampling_defaults(unpack(tmp_path / "said.gguf"), vocab_size=201)
-    assert found == SamplingDefaults(
-        temperature=0.25,
-        top_k=20,
-        top_p=0.5,
-        min_p=0.125,
-        repetition_penalty=1.25,
-        suppressed=(5, 7),
-    )
+    given: dict[str, Any] = {"temperature": 0.25, "top_k": 20, "top_p": 0.5, "min_p": 0.125}
+    given |= {"repetition_penalty": 1.25, "logit_bias": ((5, -100.0), (7, -100.0))}
+    assert found == SamplingDefaults(params=structs.replace(PLAIN_SAMPLING, **given))
     assert "mirostat is not taken" in caplog.text
     (tmp_path / "silent.gguf").write_bytes(rewritten(gguf))
     silent = read_sampling_defaults(unpack(tmp_path / "silent.gguf"), vocab_size=201)

@@ -46,9 +46,9 @@ class NotedLengths(OutputLengths):
         super().__init__(max_output_tokens=MAX_LEN)
         self.noted: list[int] = []
 
-    def record(self, length: int, key: Hashable = None) -> None:
+    def record(self, length: int, key: Hashable = None, num_reasoning: int | None = None) -> None:
         self.noted.append(length)
-        super().record(length, key)
+        super().record(length, key, num_reasoning)
 
 
 @dataclass
