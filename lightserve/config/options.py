@@ -17,6 +17,10 @@ from lightserve.types import MAX_PRIORITY
 # Options of a server whose ranks are spread over several machines (nodes).
 
 
+_SEVERAL_NODES = (Need("nnodes", refused=(1,), words="--nnodes, at least 2"),)
+"""Needs of options of several machines."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """See the module's docstring."""
@@ -35,26 +39,26 @@ class NodeOptions:
         low=0,
         high=63,
         scope=Scope.NODE,
-        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+        needs=_SEVERAL_NODES,
     )
     master_addr: str = option(
         "",
         "Address of node 0 in a network that is the nodes' own: IPv4, or a name for it.",
         scope=Scope.NODE,
-        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+        needs=_SEVERAL_NODES,
     )
     master_port: int = option(
         29500,
         "Port of --master-addr where node 0 awaits the others; it takes further ones as needed.",
         low=1,
         high=65535,
-        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+        needs=_SEVERAL_NODES,
     )
     node_key_file: str = option(
         "",
         "The key that all nodes have and nothing else may, as lightserve node-key writes it.",
         scope=Scope.NODE,
-        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+        needs=_SEVERAL_NODES,
     )
     node_timeout_s: float = option(
         10.0,
@@ -62,7 +66,7 @@ class NodeOptions:
         " back.",
         low=1.0,
         high=3600.0,
-        needs=(Need("nnodes", refused=(1,), words="--nnodes, at least 2"),),
+        needs=_SEVERAL_NODES,
     )
 
     def check_nodes(self, *, tp: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -115,7 +116,7 @@ class EmbeddingList(StrictModel):
     slo: RaisedSLOObject | None = None
 
 
-class VectorWriter:
+class VectorWriter(ABC):
     """An answer that is made of vectors, or of scores; it is never streamed."""
 
     keep_alive = KEEP_ALIVE
@@ -142,11 +143,12 @@ class VectorWriter:
         return error_event(failure)
 
     def keep(self, index: int, delta: TextDelta) -> None:
-        """See `ResponseWriter`; the completions keep their vectors."""
+        """Keep nothing: the completions have their vectors."""
+        del index, delta
 
+    @abstractmethod
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the answer."""
-        raise NotImplementedError
 
 
 class EmbeddingWriter(VectorWriter):
