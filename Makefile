@@ -68,7 +68,7 @@ test: $(HAS_TEST)
 	$(PYTEST)
 
 # What `make test` leaves out: the whole of its grids, what takes minutes, and a soak: SOAK_MINUTES
-# under mixed load, and 20,000 requests that share prefixes.
+# under mixed load.
 test-long: $(HAS_TEST)
 	$(PYTEST) -m 'long and not soak'
 ifneq ($(SOAK_MINUTES),0)

@@ -1,13 +1,13 @@
-"""What a server has to stand: hostile clients, wrong input, clients that leave, crowds, floods.
+"""What a server has to stand: hostile clients, clients that leave, crowds, floods.
 
     python -m bench.abuse                 every attack, and one table
     python -m bench.abuse memory 'step'   attacks whose subject or name has one of these words
-    python -m bench.abuse input parsing storm crowd overload schema
-    python -m bench.abuse all             attacks, then those six parts
+    python -m bench.abuse storm crowd overload
+    python -m bench.abuse all             attacks, then those three parts
     python -m bench.abuse --list
 
 Attacks are tried on live servers with the bundled model; abuse/arena.py says how one is
-written. A part starts servers of its own (`parsing` none) and prints its own figures. Ends with
+written. A part starts servers of its own and prints its own figures. Ends with
 code 1 if a bound was missed.
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.abuse import alone, bodies, connections, constraints, files, requests, shares
+from bench.abuse import connections, constraints, files, overload, requests, shares
 from bench.abuse.arena import (
     GRAMMARS,
     Arena,
@@ -45,16 +45,12 @@ SUBJECTS: Mapping[str, Sequence[Attack]] = {
     "prefixes": requests.PREFIXES,
     "router_load": requests.ROUTER_LOAD,
     "shares": shares.SHARES,
-    "alone": alone.ALONE,
 }
 """What there is without an attack comes first."""
 PARTS: Mapping[str, Callable[[], bool]] = {
-    "input": bodies.bad_input,
-    "parsing": bodies.parsing,
     "storm": connections.storm,
     "crowd": connections.crowd,
-    "overload": bodies.overload,
-    "schema": bodies.schema,
+    "overload": overload.overload,
 }
 MAX_TURN_S = 0.1
 MAX_LIVEZ_MS = 100.0

@@ -1,15 +1,14 @@
-"""Attacks by constraints: their compilation, their number, and what they leave to draw from."""
+"""Attacks by constraints: their compilation and their number."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import string
-import sys
 import time
 from typing import Any
 
-from bench.abuse.arena import GRAMMARS, Arena, Attack, Outcome, Setup
+from bench.abuse.arena import GRAMMARS, Arena, Attack, Outcome
 
 MAX_EXTRA_MIB = 64
 
@@ -66,57 +65,6 @@ def compilations_at_once(arena: Arena) -> Outcome:
     return Outcome(
         f"longest gap {gap_ms:.0f} ms; {figures}",
         met=gap_ms <= MAX_GAP_MS and set(statuses) <= {200, 429},
-    )
-
-
-def words_to_choose(arena: Arena) -> Outcome:
-    """Ask for one of as many choices as there may be."""
-    words = [f"choice {number:04}" for number in range(1024)]
-    answer = arena.ask(_constrained(arena, structured_outputs={"choice": words}, max_tokens=20))
-    return Outcome(f"status {answer.status}", met=answer.status == 200)
-
-
-def no_token_left(arena: Arena) -> Outcome:
-    """Send sampling fields that would leave nothing to draw from, and legal extremes."""
-    everything = list(range(100))
-    bad: list[dict[str, Any]] = [
-        {"repetition_penalty": 1e-300},
-        {"allowed_token_ids": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 2},
-    ]
-    good: list[dict[str, Any]] = [
-        {"repetition_penalty": penalty, "temperature": temperature, "top_p": top_p}
-        for penalty in (0.01, 10.0)
-        for temperature in (0, 5e-324, 2.0)
-        for top_p in (5e-324, 1.0)
-    ]
-    good += [{"allowed_token_ids": everything, "min_tokens": 2, "logit_bias": {"5": -100.0}}]
-    requests = [_constrained(arena, **fields) for fields in (*bad, *good)]
-    statuses = [answer.status for answer in arena.ask_all(requests, at_once=4)]
-    wanted = [400] * len(bad) + [200] * len(good)
-    num_500 = sum(status >= 500 for status in statuses)
-    return Outcome(
-        f"{num_500} x 500; impossible ones {sorted(set(statuses[: len(bad)]))}",
-        met=statuses == wanted,
-    )
-
-
-UNREAD_LOG = (
-    "import os, sys; r, w = os.pipe(); os.set_inheritable(r, True); os.dup2(w, 2);"
-    " os.execvp(sys.argv[1], sys.argv[1:])"
-)
-"""Becomes a server whose standard error is a pipe that is never read."""
-NUM_LOGGED = 1000
-
-
-def unread_log(arena: Arena) -> Outcome:
-    """Send requests that are logged to a pipe which has long been full."""
-    requests = [arena.get("/v1/models")] * NUM_LOGGED + [_constrained(arena)] * 20
-    answers = arena.ask_all(requests, at_once=8, timeout_s=20.0)
-    num_answered = sum(answer.status == 200 for answer in answers)
-    num_dropped = arena.metric("log_lines_dropped_total")
-    return Outcome(
-        f"{num_answered} of {len(requests)} answered, {num_dropped:.0f} lines dropped",
-        met=num_answered == len(requests),
     )
 
 
@@ -233,23 +181,5 @@ CONSTRAINTS = [
         compilations_at_once,
         before="a stream without any stood still for 3.4 s",
         bound="1 s, 200 or 429",
-    ),
-    Attack(
-        "1,024 choices", words_to_choose, before="400 from 1,000 on", bound="200", has_victim=False
-    ),
-    Attack(
-        "sampling fields that leave no token",
-        no_token_left,
-        before="500 non_finite_logits",
-        bound="400, and no 500",
-        has_victim=False,
-    ),
-    Attack(
-        "a log that is not read",
-        unread_log,
-        before="no answer after 146 requests",
-        bound="all answered",
-        setup=Setup(flags=("--log-level", "debug"), prefix=(sys.executable, "-c", UNREAD_LOG)),
-        has_victim=False,
     ),
 ]

@@ -1,13 +1,11 @@
-"""How well a step's time is predicted, on this machine and for published profiles.
+"""How well a step's time is predicted on this machine.
 
     python -m bench.engine.step_cost [--seconds 60] [--threads 1 [--cpu-time]]
-                              [--only bundled,random,published]
+                              [--only bundled,random]
 
 Steps of log-uniform random shapes run on a real worker engine: some are fitted, others, drawn from
 another seed, are predicted. All of them run in turns, several rounds, and medians count: on a
-machine with other work, what one round says of a step is worth little. Beside the model stand a
-line without a floor (alpha n + beta) and the rules for mixed steps that the papers offer: maximum,
-sum, and Echo's mixture of a step of each phase, with models of each phase of their own.
+machine with other work, what one round says of a step is worth little.
 
 What no model can beat stands in a line of its own: the same shapes, measured in the odd rounds,
 as predictions of the even ones. `--cpu-time` takes the thread's CPU time instead of the clock's,
@@ -30,7 +28,7 @@ from bench.engine.throughput import write_model
 from bench.table import print_head, print_row
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
-from lightserve.cost.model import FitError, StepModel, StepSample, StepShape, fit, least_squares
+from lightserve.cost.model import FitError, StepModel, StepSample, StepShape, fit
 from lightserve.worker.build import build_runner
 from lightserve.worker.profiling import (
     Row,
@@ -42,11 +40,7 @@ from lightserve.worker.profiling import (
 from lightserve.worker.threads import set_threads
 
 Predictor = Callable[[StepShape], float]
-PUBLISHED = {
-    "A100, Llama-2-7B": ({1: 9.3, 64: 9.7, 128: 12.2, 256: 17.8, 512: 33.4, 1024: 67.9}),
-    "H100, Llama-2-7B": ({1: 5.6, 64: 5.9, 128: 6.4, 256: 9.2, 512: 12.0, 1024: 21.0}),
-}
-"""Milliseconds of the dense part by new tokens (microsoft/vidur's operator profiles, MIT)."""
+MODEL = "as served"
 MEDIAN_TARGET, P95_TARGET = 0.08, 0.25
 
 
@@ -54,42 +48,6 @@ def error_of(predict: Predictor, samples: Sequence[StepSample]) -> FitError:
     """Return the relative errors of predictions."""
     off = [abs(predict(shape) / seconds - 1.0) for shape, seconds in samples]
     return FitError(float(np.median(off)), float(np.quantile(off, 0.95)))
-
-
-def linear(samples: Sequence[StepSample]) -> Predictor:
-    """Fit alpha n + beta plus attention, without a floor: BROS's model."""
-
-    def features(shape: StepShape) -> list[float]:
-        return [1.0, shape.num_new / 100, shape.decode_context / 1e4, shape.chunk_pairs / 1e6]
-
-    seconds = np.array([sample.seconds for sample in samples])
-    rows = np.array([features(sample.shape) for sample in samples])
-    weights = least_squares(rows / seconds[:, None], np.ones(len(rows)))
-    return lambda shape: float(np.array(features(shape)) @ weights)
-
-
-def by_phase(samples: Sequence[StepSample]) -> dict[str, Predictor]:
-    """Fit each phase to its own steps; combine them in mixed steps by each of the rules."""
-    decode = StepModel(fit([s for s in samples if s.shape.num_chunks == 0]))
-    prefill = StepModel(fit([s for s in samples if s.shape.num_decodes == 0]))
-
-    def parts(shape: StepShape) -> tuple[float, float]:
-        return (
-            decode.seconds(shape.decodes) if shape.num_decodes else 0.0,
-            prefill.seconds(shape.chunks) if shape.num_chunks else 0.0,
-        )
-
-    def mixture(share: float) -> Predictor:
-        return lambda shape: max(parts(shape)) + share * min(parts(shape))
-
-    mixed = [s for s in samples if s.shape.num_chunks and s.shape.num_decodes]
-    shares = np.linspace(0.0, 1.0, 41).tolist()
-    best = min(shares, key=lambda share: error_of(mixture(share), mixed).median)
-    return {
-        "by phase, maximum": mixture(0.0),
-        "by phase, sum": mixture(1.0),
-        f"by phase, mixture {best:.2f}": mixture(best),
-    }
 
 
 class Measured(NamedTuple):
@@ -138,71 +96,33 @@ def measure(config: ServeConfig, seconds: float, rounds: int, *, is_cpu_time: bo
 
 
 def report_worker(name: str, measured: Measured) -> list[dict[str, object]]:
-    """Return a line per model: errors on the steps that were not fitted."""
+    """Return two lines: errors of the model on steps that were not fitted, and of a repetition."""
     fitted, others, again = measured
     num_measured = len(fitted) + len(others)
     seen = {sample.shape for sample in fitted}
     others = [sample for sample in others if sample.shape not in seen]
     model = StepModel(fit(fitted))
-    predictors = {
-        "joint (shipped)": model.seconds,
-        **by_phase(fitted),
-        "line, no floor": linear(fitted),
-    }
     mixed = [s for s in others if s.shape.num_chunks and s.shape.num_decodes]
-    lines: list[dict[str, object]] = []
-    for label, predict in predictors.items():
-        of_all, of_mixed = error_of(predict, others), error_of(predict, mixed)
-        lines.append(
-            {
-                "workers": name,
-                "model": label,
-                "shapes": len(others),
-                "median %": 100 * of_all.median,
-                "p95 %": 100 * of_all.p95,
-                "mixed median %": 100 * of_mixed.median,
-                "mixed p95 %": 100 * of_mixed.p95,
-                "pivot": model.coefficients.knee if label.startswith("joint") else None,
-            }
-        )
-    lines.append(
+    of_all, of_mixed = error_of(model.seconds, others), error_of(model.seconds, mixed)
+    return [
+        {
+            "workers": name,
+            "model": MODEL,
+            "shapes": len(others),
+            "median %": 100 * of_all.median,
+            "p95 %": 100 * of_all.p95,
+            "mixed median %": 100 * of_mixed.median,
+            "mixed p95 %": 100 * of_mixed.p95,
+            "pivot": model.coefficients.knee,
+        },
         {
             "workers": name,
             "model": "none: the same shapes again",
             "shapes": num_measured,
             "median %": 100 * again.median,
             "p95 %": 100 * again.p95,
-        }
-    )
-    return lines
-
-
-def report_published() -> list[dict[str, object]]:
-    """Fit all published points but one, and predict that one (neither end of the range)."""
-    lines: list[dict[str, object]] = []
-    for name, points in PUBLISHED.items():
-        samples = [StepSample(StepShape(n), ms / 1e3) for n, ms in points.items()]
-        fits: dict[str, Callable[[Sequence[StepSample]], Predictor]] = {
-            "floor, then linear": lambda s: StepModel(fit(s)).seconds,
-            "line, no floor": linear,
-        }
-        for label, make in fits.items():
-            held = [
-                error_of(make([*samples[:i], *samples[i + 1 :]]), [samples[i]]).median
-                for i in range(1, len(samples) - 1)
-            ]
-            off = [100 * error_of(make(samples), [sample]).median for sample in samples]
-            lines.append(
-                {
-                    "profile": name,
-                    "model": label,
-                    "fitted mean %": float(np.mean(off)),
-                    "fitted worst %": max(off),
-                    "held out mean %": 100 * float(np.mean(held)),
-                    "pivot": fit(samples).knee if label.startswith("floor") else None,
-                }
-            )
-    return lines
+        },
+    ]
 
 
 def print_table(lines: Sequence[dict[str, object]]) -> None:
@@ -223,7 +143,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="per model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
-    parser.add_argument("--only", default="bundled,random,published")
+    parser.add_argument("--only", default="bundled,random")
     parser.add_argument("--cpu-time", action="store_true", help="with --threads 1")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -244,14 +164,11 @@ def main() -> None:
                 config, arguments.seconds, arguments.rounds, is_cpu_time=arguments.cpu_time
             )
             lines += report_worker(name, measured)
-    published = report_published() if "published" in parts else []
-    for table in (lines, published):
-        if table and not arguments.json:
-            print_table(table)
-            print()
     if arguments.json:
-        print(json.dumps({"workers": lines, "published": published}, indent=2))
-    ours = [line for line in lines if str(line["model"]).startswith("joint")]
+        print(json.dumps(lines, indent=2))
+    elif lines:
+        print_table(lines)
+    ours = [line for line in lines if line["model"] == MODEL]
     raise SystemExit(
         any(
             float(str(line["median %"])) > 100 * MEDIAN_TARGET

@@ -50,7 +50,7 @@ from lightserve.worker.threads import set_threads
 LAYERS, HIDDEN, INTERMEDIATE, VOCAB = 12, 768, 3072, 32_000
 HEADS, KV_HEADS, HEAD_DIM = 12, 4, 64
 MAX_LEN = 2304
-PARTS = ("decode", "prefill", "generate", "scattered", "invariant")
+PARTS = ("decode", "prefill", "generate", "invariant")
 
 PROMPT, NUM_NEW = 128, 17
 """Tokens of each sequence in the comparison with transformers."""
@@ -116,18 +116,12 @@ def prefill_flops(num_tokens: int) -> int:
 
 
 class Driver:
-    """Sequences of one runner, with slots in order or all over the pool."""
+    """Sequences of one runner."""
 
-    def __init__(
-        self, runner: ModelRunner, clock: Clock, num_seqs: int, length: int, *, scattered: bool
-    ) -> None:
+    def __init__(self, runner: ModelRunner, clock: Clock, num_seqs: int, length: int) -> None:
         rng = np.random.default_rng(0)
-        num_slots = num_seqs * length
-        slots = (
-            rng.permutation(runner.pool.num_slots)[:num_slots] if scattered else range(num_slots)
-        )
         self._runner, self._clock = runner, clock
-        self._slots = np.array(slots, dtype=np.int32).reshape(num_seqs, length)
+        self._slots = np.arange(num_seqs * length, dtype=np.int32).reshape(num_seqs, length)
         self._prompts = rng.integers(0, VOCAB, (num_seqs, length), dtype=np.int32)
         self._step = 0
 
@@ -267,7 +261,7 @@ class Bench:
         self.works: dict[str, Work] = {}
         self.seconds: dict[str, list[float]] = defaultdict(list)
         plain = self._runner()
-        ordered = Driver(plain, clock, 33, 640, scattered=False)
+        ordered = Driver(plain, clock, 33, 640)
         ordered.fill(PROMPT)
         if "decode" in parts or "invariant" in parts:
             self.works |= read_bandwidth(clock)
@@ -281,8 +275,6 @@ class Bench:
             for n in (1, 8, 32):
                 self.works[f"decode {n}"] = lambda n=n: ordered.decodes(n, PROMPT, NUM_NEW - 1)
                 self.works[f"generate {n}"] = lambda n=n: generate(model, clock, n)
-        if "scattered" in parts:
-            self._add_scattered(plain)
         if "invariant" in parts:
             self._add_invariant()
 
@@ -293,23 +285,10 @@ class Bench:
         set_threads(config)
         return build_runner(config)
 
-    def _add_scattered(self, runner: ModelRunner) -> None:
-        for name, scattered in (("contiguous", False), ("scattered", True)):
-            one = Driver(runner, self._clock, 1, MAX_LEN, scattered=scattered)
-            many = Driver(runner, self._clock, 16, 560, scattered=scattered)
-            one.fill(2000)
-            many.fill(512)
-            self.works |= {
-                f"{name}: decode 1 at 512": lambda d=one: d.decodes(1, 512),
-                f"{name}: decode 1 at 2000": lambda d=one: d.decodes(1, 2000),
-                f"{name}: decode 16 at 512": lambda d=many: d.decodes(16, 512),
-                f"{name}: chunk of 128 at 1024": lambda d=one: [d.chunk(0, 1024, 128)],
-            }
-
     def _add_invariant(self) -> None:
         for name, flag in (("default", False), ("invariant", True)):
             runner = self._runner(dtype="float32", batch_invariant=flag)
-            driver = Driver(runner, self._clock, 33, 640, scattered=False)
+            driver = Driver(runner, self._clock, 33, 640)
             driver.fill(PROMPT)
             self.works |= {
                 f"float32 {name}: decode 1": lambda d=driver: d.decodes(1, PROMPT),
@@ -362,9 +341,6 @@ def report(bench: Bench, quantile: float) -> Iterator[Figure]:
             yield at_least(name, ratio, 2, "x") if n == 32 else Figure(name, ratio, "x")
     for name, seconds in time_of.items():
         kind, _, work = name.partition(": ")
-        if kind == "scattered":
-            ratio = seconds / time_of[f"contiguous: {work}"]
-            yield Figure(f"scattered/contiguous, {work}", ratio, "x", "<= 1.4", ratio <= 1.4)
         if kind == "float32 invariant":
             ratio = seconds / time_of[f"float32 default: {work}"]
             yield Figure(f"float32, {work}", 1e3 * (seconds / ratio), "ms")

@@ -1,14 +1,10 @@
 """What a server keeps in the long run: memory, descriptors, threads, KV, counters.
 
-    python -m bench.faults.soak shared [--requests 20000]
-        requests that share long prefixes: memory before, during and after, and its slope once
-        the prefix cache is full
-    python -m bench.faults.soak mixed [--minutes 120]
-        mixed load with clients that leave at random; once a minute it pauses until nothing is in
-        flight, and then all KV is free or cache, descriptors and threads are as many as before,
-        and no counter has fallen
+    python -m bench.faults.soak [--minutes 120]
 
-Each starts a server of its own with the bundled model. Ends with code 1 if a bound was missed. A
+Mixed load on a server of its own with the bundled model, with clients that leave at random. Once a
+minute the load pauses until nothing is in flight; then all KV is free or cache, descriptors and
+threads are as many as before, and no counter has fallen. Ends with code 1 if a bound was missed. A
 slope that its own error allows to be below the bound is no miss, nor is growth of less than 2 MB in
 all: runs of a few minutes cannot tell 1 MB/h from the steps of an allocator, and say so.
 """
@@ -24,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,8 +32,6 @@ from bench.abuse.arena import QUIET, Address, address_of, ask, get, post
 from bench.serving.server import Server, running_server
 
 MAX_SLOPE_MB_H = 1.0
-NUM_PREFIXES, NUM_SHARED_TOKENS = 4, 2000
-NUM_OWN_TOKENS = 8
 VOCABULARY = (300, 2300)
 """Token ids that are text."""
 MAX_KV_TOKENS = 32_768
@@ -127,11 +121,11 @@ def watched(server: Server) -> Iterator[Memory]:
         memory.sample()
 
 
-def print_memory(memory: Memory, since_s: float, of_what: str) -> bool:
+def print_memory(memory: Memory, since_s: float) -> bool:
     """Print a line for each process; return whether none is known to grow too fast."""
     print(
-        f"\n| process | before | after each quarter | most | after (MiB) | slope {of_what}, MB/h |"
-        " < 1 MB/h |"
+        "\n| process | before | after each quarter | most | after (MiB) |"
+        " slope after a quarter, MB/h | < 1 MB/h |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     verdicts = []
@@ -144,69 +138,6 @@ def print_memory(memory: Memory, since_s: float, of_what: str) -> bool:
             f" {slope.mb_h:+.2f} ± {slope.error:.2f} | {slope.verdict} |"
         )
     return "MISSED" not in verdicts
-
-
-# -------------------------------------------------------------------- requests with shared prefixes
-
-
-async def _send_all(
-    address: Address, requests: Iterator[bytes], on_answer: Callable[[int], None]
-) -> None:
-    async def client() -> None:
-        for request in requests:
-            on_answer((await ask(address, request)).status)
-
-    await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-
-
-def _sharing_requests(model: str, count: int) -> Iterator[bytes]:
-    rng = random.Random(1)
-    prefixes = [
-        [rng.randrange(*VOCABULARY) for _ in range(NUM_SHARED_TOKENS)] for _ in range(NUM_PREFIXES)
-    ]
-    for number in range(count):
-        own = [rng.randrange(*VOCABULARY) for _ in range(NUM_OWN_TOKENS)]
-        prompt = [*prefixes[number % NUM_PREFIXES], *own]
-        body = {"model": model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
-        yield post("/v1/completions", body)
-
-
-def run_shared(num_requests: int) -> bool:
-    """Print memory around requests that share long prefixes; return whether bounds were kept."""
-    statuses: dict[int, int] = {}
-    full_s = [float("inf")]
-    with running_server([*QUIET, "--max-kv-tokens", str(MAX_KV_TOKENS)]) as server:
-        address = address_of(server.url)
-        start_s = time.monotonic()
-        with watched(server) as memory:
-
-            def on_answer(status: int) -> None:
-                statuses[status] = statuses.get(status, 0) + 1
-                if sum(statuses.values()) % 500 == 0 and full_s[0] == float("inf"):
-                    threading.Thread(target=look, daemon=True).start()
-
-            def look() -> None:
-                counts = asyncio.run(_kv_counts(address))
-                if counts["free"] < MAX_KV_TOKENS // 32:
-                    full_s[0] = min(full_s[0], time.monotonic())
-
-            asyncio.run(
-                _send_all(address, _sharing_requests(server.model, num_requests), on_answer)
-            )
-            end_s = time.monotonic()
-            time.sleep(5.0)
-        counts = asyncio.run(_kv_counts(address))
-    print(
-        f"{num_requests} requests, {NUM_SHARED_TOKENS} shared tokens and {NUM_OWN_TOKENS} of their"
-        f" own, in {end_s - start_s:.0f} s: answers {statuses}; the cache of"
-        f" {MAX_KV_TOKENS} tokens was full after {full_s[0] - start_s:.0f} s"
-    )
-    print(f"slots at the end: {counts}")
-    is_good = statuses == {200: num_requests} and counts["rt"] + counts["be"] == 0
-    return print_memory(memory, min(full_s[0], end_s), "with a full cache") and is_good
-
-
-# -------------------------------------------------------------------- mixed load
 
 
 async def _json(address: Address, path: str) -> Any:
@@ -386,7 +317,7 @@ def run_mixed(minutes: float, seed: int = 1) -> bool:
     ]
     for name, figure, is_met in lines:
         print(f"  {name:38} {figure}   {'met' if is_met else 'MISSED'}")
-    is_flat = print_memory(memory, warm.at_s, "after a quarter")
+    is_flat = print_memory(memory, warm.at_s)
     return is_flat and all(is_met for *_, is_met in lines)
 
 
@@ -399,12 +330,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["shared", "mixed"])
-    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--minutes", type=float, default=120.0)
-    args = parser.parse_args()
-    is_good = run_shared(args.requests) if args.what == "shared" else run_mixed(args.minutes)
-    return 0 if is_good else 1
+    return 0 if run_mixed(parser.parse_args().minutes) else 1
 
 
 if __name__ == "__main__":

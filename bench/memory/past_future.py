@@ -3,7 +3,7 @@
 python -m bench.memory.past_future t1 [--seeds 5] [--num-requests 3000] [--workload dist1]
     Past-Future's Table 1 from the real router core: every cell is the median of several seeds,
     with the options of the authors' published simulation; steps as ratios to their optimum
-python -m bench.memory.past_future t2|t3|t4|t5|t18|kept|restart|halves
+python -m bench.memory.past_future t2|t3|t4|t5|t18|halves
     figures beside their targets; halves: the second half of each trace, and a trace that was never
     opened while anything was tuned. `risk` is the server's default; the optimum is the oracle,
     which knows every length, with the same order
@@ -12,7 +12,6 @@ python -m bench.memory.past_future t2|t3|t4|t5|t18|kept|restart|halves
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -29,7 +28,7 @@ import numpy as np
 
 from bench.table import print_head, print_row
 from lightserve import sim
-from lightserve.sim.offline import OfflineConfig, OfflineRun, run_offline
+from lightserve.sim.offline import OfflineConfig, run_offline
 from lightserve.sim.report import Report
 from lightserve.sim.traffic import Workload, load_workload, next_power_of_two
 from lightserve.types import RequestClass
@@ -512,72 +511,13 @@ def t18(num_processes: int) -> None:
         print_row(name, *(f"{exceeded[q]:.1f}" for q in ranges), verdict(misses))
 
 
-ACCEPTED = (0.005, 0.01, 0.02, 0.05, 0.1)
-
-
-def kept(num_processes: int) -> None:
-    """The accepted risk beside the share of requests that memory was taken from."""
-    names, seeds = ("sharegpt 30k", "reason 120k"), (0, 1)
-    jobs = {
-        (name, share, seed): Job(name, "risk", options=(("rt_memory_risk", share),), seed=seed)
-        for name, share, seed in itertools.product(names, ACCEPTED, seeds)
-    }
-    reports = run_all([*jobs.values(), *(Job(name, "optimum") for name in names)], num_processes)
-    print_head("load", "accepted %", "evicted %, by seed", "steps over optimum %", "work s")
-    for name, share in itertools.product(names, ACCEPTED):
-        runs = [reports[jobs[name, share, seed]] for seed in seeds]
-        optimum = reports[Job(name, "optimum")]
-        print_row(
-            name,
-            f"{100 * share:.1f}",
-            ", ".join(f"{run.evicted_requests_pct:.2f}" for run in runs),
-            ", ".join(f"{over(run, optimum):+.2f}" for run in runs),
-            ", ".join(f"{run.total_work_s:.1f}" for run in runs),
-        )
-
-
-FIRST_S = 120.0
-
-
-def restart(num_processes: int) -> None:
-    """The first two minutes, without a history and with what a server before has kept of it."""
-    del num_processes
-    print_head("load", "history", "finished", "evicted", "redone tokens", "memory used %")
-    for name in ("reason 120k", "azure_conv 20k", "sharegpt 30k"):
-        load = LOADS[name]
-        config = sim.SimulationConfig(
-            workload=load.spec,
-            num_requests=NUM_REQUESTS,
-            num_warm_up=NUM_WARM_UP,
-            capacity_tokens=load.capacity_tokens,
-            admission="risk",
-        )
-        rows = sim.make_workload(config, "queued")
-        for keeps_history in (False, True):
-            run = OfflineRun(rows, config)
-            if not keeps_history:
-                without = dataclasses.replace(config, num_warm_up=0)
-                run = OfflineRun(rows.rows(NUM_WARM_UP, len(rows)), without)
-            report = run.until(FIRST_S)
-            print_row(
-                name,
-                "kept" if keeps_history else "empty",
-                f"{report.finished}",
-                f"{report.evicted_requests_pct * report.finished / 100:.0f}",
-                f"{report.recomputed_tokens:,}",
-                f"{report.consumed_pct:.1f}",
-            )
-
-
 TABLES = {
     "t2": t2,
     "t3": t3,
     "t4": t4,
     "t5": t5,
     "t18": t18,
-    "kept": kept,
     "halves": halves,
-    "restart": restart,
 }
 
 

@@ -1,15 +1,13 @@
-"""What the prefix cache brings: `python -m bench.memory.prefix_sharing policies|documents`.
+"""What the prefix cache brings: `python -m bench.memory.prefix_sharing`.
 
-policies: `--cache-policy` and the order of best-effort requests, on mooncake's block ids. The real
+`--cache-policy` and the order of best-effort requests, on mooncake's block ids. The real
 router core on virtual hardware (A100, Llama-2-7B): of each trace, rows of at most
 MAX_PROMPT_TOKENS; a quarter of the conversations are real-time and come at the trace's times,
 stretched; the others are a backlog of best-effort requests that is known from the start (Echo's
 reference counts need that). The pool is far smaller than all that could be cached. Hit rate: prompt
 tokens that were not computed when a request first started, of all prompt tokens of those
-that have begun to answer.
-
-documents: questions about long documents, shuffled, under the unified policy, beside a few
-real-time requests; by arrival and by what is shared.
+that have begun to answer. Questions about documents are a ground of `bench.scheduling.papers`
+(`echo-documents`).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product, takewhile
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,18 +25,16 @@ from bench.table import print_head, print_row
 from lightserve.config import ServeConfig
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Outcome, Simulation, TimedCore, TimedEvent
 from lightserve.sim.traffic import (
     Job,
     Trace,
     TraceTraffic,
     parse_block_ids,
-    parse_traffic,
     read_trace,
 )
 from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
-from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey
+from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 TRACES = ("mooncake_conversation", "mooncake_synthetic")
 ARMS = (
@@ -60,12 +56,6 @@ PEAK_SHARE = 0.1
 """RT peaks: of all stretches of PEAK_S, those with the most real-time prompt tokens."""
 MAX_NUM_SEQS = 256
 BUDGET_TOKENS = 2048
-
-NUM_DOCUMENTS, QUESTIONS_EACH = 60, 20
-DOCUMENTS_CAPACITY = 60_000
-DOCUMENTS_RT_RPS = 4.0
-DOCUMENTS_S = 240.0
-DOCUMENTS_SLO = SLO(ttft_ms=400.0, tpot_ms=200.0, mtpot_ms=200.0)
 
 
 class Cell(NamedTuple):
@@ -246,129 +236,16 @@ def compare_policies(args: argparse.Namespace) -> None:
             )
 
 
-def compare_orders(args: argparse.Namespace) -> None:
-    """Print the table of the documents."""
-    cells = [
-        Cell("documents", policy, DOCUMENTS_CAPACITY, order, 0, 0, args.seed)
-        for policy, order in product(("lru", "task-aware"), ("arrival", "sharing"))
-    ]
-    names = ("cache policy", "BE order", "hit BE", "RT in time", "BE ended/s", "x arrival")
-    print_head(*names, "max wait s")
-    with ProcessPoolExecutor(args.processes) as pool:
-        by_arrival = 0.0
-        for cell, got in zip(cells, pool.map(ask_about_documents, cells), strict=True):
-            if cell.be_order == "arrival":
-                by_arrival = got.be_ended_per_s
-            ratio = got.be_ended_per_s / by_arrival
-            print_row(
-                *(cell.cache_policy, cell.be_order, f"{got.hit_be:.1%}", f"{got.rt_in_time:.1%}"),
-                *(f"{got.be_ended_per_s:.2f}", f"{ratio:.2f}", f"{got.longest_wait_s:.0f}"),
-            )
-
-
-class Asked(NamedTuple):
-    """What a run of the documents came to."""
-
-    hit_be: float
-    rt_in_time: float
-    """Share of real-time requests whose first token came within DOCUMENTS_SLO."""
-    be_ended_per_s: float
-    longest_wait_s: float
-    """Of best-effort requests that have begun, until their first token."""
-
-
-def questions(rng: np.random.Generator) -> list[Job]:
-    """Return questions about documents, shuffled."""
-    jobs = []
-    for document in range(NUM_DOCUMENTS):
-        length = int(rng.integers(6000, 10_001))
-        text = rng.integers(1000 * document, 1000 * document + 1000, length)
-        for _ in range(QUESTIONS_EACH):
-            own = rng.integers(100_000, 200_000, int(rng.integers(20, 61)))
-            num_output = int(rng.integers(32, 129))
-            prompt = np.concatenate([text, own]).astype(np.int32)
-            jobs.append(Job(prompt, num_output, 128))
-    return [jobs[number] for number in rng.permutation(len(jobs))]
-
-
-def ask_about_documents(cell: Cell) -> Asked:
-    """Run one cell until all questions are answered, or DOCUMENTS_S have passed."""
-    rng = np.random.default_rng(cell.seed)
-    asked = questions(rng)
-    lengths = str(Path(__file__).parents[1] / "traces/sharegpt_lengths.csv.gz")
-    real_time = parse_traffic(
-        f"poisson:{DOCUMENTS_RT_RPS}", lengths, request_class=RequestClass.RT, max_tokens=2048
-    )
-    arrivals = takewhile(lambda timed: timed[0] < DOCUMENTS_S, real_time.jobs(rng))
-    events = [
-        TimedEvent(0.0, FromFrontend(FrontendId(1), job.submit(number, RequestClass.BE)))
-        for number, job in enumerate(asked)
-    ] + [
-        TimedEvent(
-            time_s,
-            FromFrontend(FrontendId(0), job.submit(number, RequestClass.RT, DOCUMENTS_SLO)),
-        )
-        for number, (time_s, job) in enumerate(arrivals)
-    ]
-    longest = 16_384
-    options: dict[str, Any] = {"cache_policy": cell.cache_policy, "be_order": cell.be_order}
-    config = make_scheduler_config(
-        ServeConfig(max_num_batched_tokens=512, **options), max_model_len=longest, seed=cell.seed
-    )
-    worker = VirtualWorker(
-        A100_LLAMA2_7B,
-        LengthWorker(max_num_seqs=config.max_num_seqs, max_model_len=longest),
-        noise=0.05,
-        rng=rng,
-    )
-    simulation = Simulation(
-        TimedCore(config),
-        worker,
-        worker.seconds,
-        num_slots=cell.capacity_tokens,
-        num_host_slots=cell.capacity_tokens // 2,
-        step_cost=fitted_profile(A100_LLAMA2_7B, noise=0.05, rng=rng),
-        overlaps_copies=A100_LLAMA2_7B.overlaps_copies,
-    )
-    now_s = 0.0
-    outcomes = simulation.outcomes
-    while now_s < DOCUMENTS_S:
-        now_s += 5.0
-        simulation.run(events, until_s=now_s)
-        events = []
-        best_effort = [o for key, o in outcomes.items() if key.frontend_id == 1]
-        if all(outcome.finish_reason is not None for outcome in best_effort):
-            break
-    ended_s = [o.token_times_s[-1] for o in best_effort if o.finish_reason is not None]
-    if len(ended_s) == len(asked):
-        now_s = max(ended_s)
-    seen = [
-        Sent(RequestClass.BE, 0.0, len(job.prompt_token_ids), outcome)
-        for number, job in enumerate(asked)
-        if (outcome := outcomes.get(RequestKey(FrontendId(1), RequestId(number))))
-    ]
-    assert DOCUMENTS_SLO.ttft_ms is not None
-    in_time = [
-        bool(o.token_times_s) and o.token_times_s[0] - o.arrival_s <= DOCUMENTS_SLO.ttft_ms / 1e3
-        for key, o in outcomes.items()
-        if key.frontend_id == 0 and o.arrival_s < now_s - 1.0
-    ]
-    waits_s = [o.token_times_s[0] for o in best_effort if o.token_times_s]
-    return Asked(hit_rate(seen), float(np.mean(in_time)), len(ended_s) / now_s, max(waits_s))
-
-
 def main() -> None:
-    """Run what was asked for."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("policies", "documents"))
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--capacity", type=int, default=120_000)
     parser.add_argument("--max-be-seqs", type=int, nargs="+", default=[8, 0])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    what = {"policies": compare_policies, "documents": compare_orders}
-    what[args.what](args)
+    compare_policies(args)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import gc
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
-from bench.router.clock import MAX_MODEL_LEN
+from bench.router.clock import MAX_MODEL_LEN, Enough
 from bench.router.process import (
     CONFIG,
     NUM_QUEUED,
@@ -41,14 +42,13 @@ from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import LengthWorker
 from lightserve.types import SLO, FrontendId, RequestClass
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 FRONTEND = FrontendId(0)
 ANSWER_S = 0.0005
 """After which a client whose request has ended sends the next one."""
 CALLS = ("on_message", "plan", "commit", "on_result")
-
-
-class Enough(Exception):
-    """As many steps as were asked for are there."""
 
 
 class MeasuredCore(Scheduler):
@@ -63,25 +63,24 @@ class MeasuredCore(Scheduler):
         self._num_steps = num_steps
         self._spent_s = dict.fromkeys(CALLS, 0.0)
 
+    def _spent(self, call: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call, and note the CPU time of it."""
+        start_s = time.thread_time()
+        result = function(*args, **kwargs)
+        self._spent_s[call] += time.thread_time() - start_s
+        return result
+
     def on_message(self, event: SchedulerEvent, now_s: float) -> list[Outgoing]:
         """See `Scheduler.on_message`."""
-        start_s = time.thread_time()
-        news = super().on_message(event, now_s)
-        self._spent_s["on_message"] += time.thread_time() - start_s
-        return news
+        return self._spent("on_message", super().on_message, event, now_s)
 
     def plan(self, now_s: float) -> PlannedStep | WaitUntil:
         """See `Scheduler.plan`."""
-        start_s = time.thread_time()
-        step = super().plan(now_s)
-        self._spent_s["plan"] += time.thread_time() - start_s
-        return step
+        return self._spent("plan", super().plan, now_s)
 
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """See `Scheduler.commit`. Raises Enough."""
-        start_s = time.thread_time()
-        plan = super().commit(planned, now_s)
-        self._spent_s["commit"] += time.thread_time() - start_s
+        plan = self._spent("commit", super().commit, planned, now_s)
         skipped = [(*request.key, reason.value) for request, reason in planned.skipped]
         self.plans.update(msgspec.msgpack.encode((plan, planned.predicted_s, skipped)))
         self.steps_s.append(self._spent_s)
@@ -93,10 +92,7 @@ class MeasuredCore(Scheduler):
 
     def on_result(self, result: StepResult, now_s: float) -> list[Outgoing]:
         """See `Scheduler.on_result`."""
-        start_s = time.thread_time()
-        news = super().on_result(result, now_s)
-        self._spent_s["on_result"] += time.thread_time() - start_s
-        return news
+        return self._spent("on_result", super().on_result, result, now_s)
 
 
 class Clients:

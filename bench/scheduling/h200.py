@@ -1,19 +1,11 @@
 """The mission's traffic on an H200 as it was measured: chats with tight targets beside a backlog.
 
     python -m bench.scheduling.h200 policies    10 to 60 chats a second under four policies
-    python -m bench.scheduling.h200 eager       steps with chunks launched kernel by kernel
-    python -m bench.scheduling.h200 oracle      the chats of a recorded run, and what can be in time
     python -m bench.scheduling.h200 pace        streams without targets beside long prompts
 
 Chats of 53 to 1,127 prompt and 80 output tokens come by a Poisson process, their first token due in
 150 ms and the others 20 ms apart in the mean; 256 best-effort streams of the same prompts and 200
-output tokens run beside them. The chats of the recorded run (`bench/traces/h200_chats.csv.gz`: 20 a
-second, then 40) are those of docs/results/gpu.md.
-
-The oracle knows all arrivals and lengths. It decodes as slowly as the targets allow, computes
-prompts whenever it likes, one after the other and without padding, and gives up those that make
-most others late (`paper_bounds.oracle_schedule`). It has no steps that a prompt would wait for, and
-no best-effort work: so it is optimistic where few are given up, whose decodes count all the same.
+output tokens run beside them.
 
 The streams of `pace` run there and on a CPU with a small model, with `--pace-ms 0` and by default.
 """
@@ -33,20 +25,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.scheduling.paper_bounds import Prompt, oracle_schedule
 from bench.table import print_head, print_row
-from lightserve.cost.model import StepModel, StepShape, chunk_pairs
 from lightserve.messages.common import StepCoefficients
 from lightserve.sim import HybridConfig, HybridReport, Targets, run_hybrid
 from lightserve.sim.hybrid import HybridRun
-from lightserve.sim.traffic import Trace, read_trace
-from lightserve.sim.virtual_gpus import H200_LLAMA_8B, MEASURED, ProfiledHardware
+from lightserve.sim.virtual_gpus import H200_LLAMA_8B, ProfiledHardware
 
-CHATS = Path(__file__).parents[1] / "traces/h200_chats.csv.gz"
 TARGETS = Targets(ttft_s=0.15, tpot_s=0.02, mtpot_s=0.08)
 PROMPTS = "uniform:53-1127"
 POLICIES = ("unified", "echo", "priority", "chunked")
-EAGER_RATES = (20, 40)
 
 
 class Cell(NamedTuple):
@@ -54,19 +41,16 @@ class Cell(NamedTuple):
 
     policy: str = "unified"
     rate: float = 0.0
-    """Chats a second; 0: those of the recorded run."""
+    """Chats a second."""
     seed: int = 0
-    hardware: str = "h200-llama-8b"
     duration_s: float = 30.0
     margin_s: float = 4.0
 
     def config(self) -> HybridConfig:
         """Return what is run: a server's settings, as they were on the H200."""
-        chats: dict[str, Any] = {"rt": str(CHATS), "rt_max_tokens": 80}
-        if self.rate:
-            chats = {"rt": f"poisson:{self.rate}", "rt_lengths": f"{PROMPTS},80-80"}
         return HybridConfig(
-            **chats,
+            rt=f"poisson:{self.rate}",
+            rt_lengths=f"{PROMPTS},80-80",
             be="closed:256",
             be_lengths=f"{PROMPTS},200-200",
             duration_s=self.duration_s,
@@ -75,7 +59,7 @@ class Cell(NamedTuple):
             host_kv_tokens=32_768,
             budget_tokens=8192,
             policy=self.policy,
-            hardware=MEASURED[self.hardware],
+            hardware=H200_LLAMA_8B,
             targets=TARGETS,
             serve_options={"max_num_seqs": 320},
             seed=self.seed,
@@ -113,79 +97,6 @@ def show_policies(processes: int, seeds: int) -> None:
             tokens = fmean(report.be.throughput_tps for _, report in of_cell)
             row.append(f"{in_time:.1f}; {tokens:,.0f}")
         print_row(rate, *row)
-
-
-def show_eager(processes: int, seeds: int) -> None:
-    """Print what came of the chats where steps with chunks are not recorded, by rate and policy."""
-    cells = [
-        Cell(policy, rate, seed, "h200-llama-8b-eager", 16.0, 2.0)
-        for policy in ("unified", "priority")
-        for rate in EAGER_RATES
-        for seed in range(seeds)
-    ]
-    reports = run_all(cells, processes)
-    print_head(
-        "policy", "chats/s", "in time, %, mean (of seeds)", "TTFT p50, p99, ms", "best effort"
-    )
-    for policy, rate in dict.fromkeys((cell.policy, cell.rate) for cell in cells):
-        of_cell = [(c, r) for c, r in reports.items() if (c.policy, c.rate) == (policy, rate)]
-        in_time = [cell.in_time_pct(report) for cell, report in of_cell]
-        print_row(
-            f"`{policy}`",
-            rate,
-            f"{fmean(in_time):.1f} ({min(in_time):.0f} to {max(in_time):.0f})",
-            _first_ms([report for _, report in of_cell]),
-            f"{fmean(report.be.throughput_tps for _, report in of_cell):,.0f}",
-        )
-
-
-def _first_ms(reports: Sequence[HybridReport]) -> str:
-    """Return the median and the 99th percentile of first tokens, means over runs."""
-    p50 = fmean(report.rt.ttft_ms_p50 or np.nan for report in reports)
-    p99 = fmean(report.rt.ttft_ms_p99 or np.nan for report in reports)
-    return f"{p50:,.0f}, {p99:,.0f}"
-
-
-def oracle_pct(trace: Trace) -> float:
-    """Return how many of a trace's chats an oracle has in time, in percent; see the module."""
-    assert trace.arrival_s is not None
-    formula, model = H200_LLAMA_8B.formula, StepModel(H200_LLAMA_8B.formula)
-    assert TARGETS.ttft_s is not None and TARGETS.tpot_s is not None
-    steps_per_s = 1 / TARGETS.tpot_s
-    fixed_s = formula.floor_s - formula.per_new_s * formula.knee
-    ends_s = trace.arrival_s + trace.output_tokens * TARGETS.tpot_s
-    prompts = []
-    for at_s, count in zip(trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), strict=True):
-        decoding = (trace.arrival_s < at_s) & (ends_s > at_s)
-        context = trace.prompt_tokens[decoding] + trace.output_tokens[decoding] / 2
-        decode_s = formula.per_new_s * decoding.sum() + formula.per_decode_context_s * context.sum()
-        speed = 1 - steps_per_s * (fixed_s + decode_s)
-        work_s = model.work(StepShape(count, 0, chunk_pairs(0, count), 0, 1)) / speed
-        prompts.append(Prompt(at_s, at_s + TARGETS.ttft_s, work_s))
-    return 100 * len(oracle_schedule(prompts)) / len(prompts)
-
-
-def show_oracle(processes: int, seeds: int) -> None:
-    """Print what `unified` and others do with the recorded chats, and what an oracle would."""
-    trace = read_trace(CHATS)
-    assert trace.arrival_s is not None
-    duration_s = float(np.ceil(trace.arrival_s.max() + 4.0))
-    cells = [
-        Cell(policy, 0.0, seed, duration_s=duration_s, margin_s=0.0)
-        for policy in POLICIES
-        for seed in range(seeds)
-    ]
-    reports = run_all(cells, processes)
-    print_head("", "in time, %", "first token p50, p99, ms", "best effort, tokens/s")
-    print_row("an oracle", f"{oracle_pct(trace):.1f}", "-", "-")
-    for policy in POLICIES:
-        of_cell = [(c, r) for c, r in reports.items() if c.policy == policy]
-        print_row(
-            f"`{policy}`",
-            f"{fmean(cell.in_time_pct(report) for cell, report in of_cell):.1f}",
-            _first_ms([report for _, report in of_cell]),
-            f"{fmean(report.be.throughput_tps for _, report in of_cell):,.0f}",
-        )
 
 
 SMALL_CPU = ProfiledHardware(
@@ -322,8 +233,6 @@ def show_pace(processes: int, seeds: int) -> None:
 
 PARTS = {
     "policies": show_policies,
-    "eager": show_eager,
-    "oracle": show_oracle,
     "pace": show_pace,
 }
 

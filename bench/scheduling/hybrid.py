@@ -1,8 +1,7 @@
 """The unified planner beside tuned baselines on the hybrid workload.
 
-    python -m bench.scheduling.hybrid tune       the best setting of each baseline at each rate
     python -m bench.scheduling.hybrid t6 | t7 | t8 | t9 | t10
-    python -m bench.scheduling.hybrid all        everything, and the pictures in docs/results
+    python -m bench.scheduling.hybrid all        everything
 
 Real-time lengths from ShareGPT, Poisson arrivals, a closed loop of 256 best-effort requests, on
 virtual hardware that the router knows by a profile fitted to noisy samples; every policy is the
@@ -17,7 +16,6 @@ import dataclasses
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -25,10 +23,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
 from bench.table import print_head, print_row
 from lightserve.config.scheduling import CLASS_BLIND_POLICIES
@@ -437,72 +431,12 @@ def verdict(is_met: bool) -> str:
     return "**met**" if is_met else "**missed**"
 
 
-PLOTS = Path(__file__).parents[2] / "docs" / "results"
-
-
-def draw(bench: Bench) -> None:
-    """Write goodput and best-effort throughput over the real-time rate, each policy at its best."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasSVG(figure)
-    goodput, best_effort = figure.subplots(1, 2)
-    runs = bench.runner.everything()
-    for policy in ("unified", *bench.baselines):
-        curve = _best_of(policy, runs)
-        style = {"linewidth": 2.5} if policy == UNIFIED.policy else {"linewidth": 1.0}
-        rates = sorted(curve)
-        goodput.plot(rates, [curve[r].goodput for r in rates], marker="o", label=policy, **style)
-        best_effort.plot(rates, [curve[r].be_rps for r in rates], marker="o", **style)
-    _finish(goodput, "real-time goodput, requests/s")
-    _finish(best_effort, "best-effort throughput, requests/s")
-    low, high = goodput.get_xlim()
-    goodput.plot([low, high], [low, high], "k:", linewidth=1, label="all that come")
-    goodput.legend()
-    PLOTS.mkdir(exist_ok=True)
-    path = PLOTS / "hybrid.svg"
-    figure.savefig(path, metadata={"Date": None})
-    print(path)
-
-
-def _finish(axes: Axes, label: str) -> None:
-    axes.set(xlabel="real-time arrivals per s", ylabel=label, ylim=(0, None))
-    axes.grid(alpha=0.3)
-
-
-def _best_of(policy: str, runs: dict[Cell, Figures]) -> dict[float, Figures]:
-    """Return the means over all seeds of the setting of highest goodput at each rate, M = 60k, no
-    refusals."""
-    found: dict[float, dict[object, list[Figures]]] = defaultdict(lambda: defaultdict(list))
-    for cell, figures in runs.items():
-        plain = Cell(cell.setting, cell.rate, cell.seed)
-        if cell == plain and cell.setting.policy == policy:
-            found[cell.rate][cell.setting].append(figures)
-    best = {}
-    for rate, settings in found.items():
-        num_seeds = max(map(len, settings.values()))  # a trial of the search has one
-        means = [mean(of) for of in settings.values() if len(of) == num_seeds]
-        best[rate] = max(means, key=lambda figures: figures.goodput)
-    return best
-
-
-def tune(bench: Bench) -> None:
-    """Print the best settings."""
-    for rate in RATES:
-        for policy in bench.baselines:
-            setting = tuned_for_goodput(bench.runner, policy, Load(rate))
-            print(f"{rate:g}/s, goodput: {setting}")
-    for load in (Load(8.0), Load(16.0), TIGHT):
-        setting = tuned(bench.runner, "priority", load, by_best_effort)
-        print(f"{load.rate:g}/s, {load.capacity_tokens} tokens, best-effort: {setting}")
-
-
 TABLES: Mapping[str, Callable[[Bench], None]] = {
-    "tune": tune,
     "t7": t7,
     "t8": t8,
     "t9": t9,
     "t10": t10,
     "t6": t6,
-    "plots": draw,
 }
 
 

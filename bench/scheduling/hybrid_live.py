@@ -8,7 +8,6 @@ several rounds, so that whatever else the machine does falls on all alike
 2. targets: three times the p99 of TTFT, TPOT and largest gap, real-time requests alone, Poisson at
    0.6 of the capacity
 3. the same arrivals over a backlog, every system in turn; real-time alone and best effort alone
-4. decode gaps of running chats while prompts of 1,024 to 2,048 tokens stream in (bundled model)
 
 Bars: attainment 99 %; best-effort tokens per second 0.85 * 0.4 of what they are alone, as 0.4 is
 what real-time requests at 0.6 leave.
@@ -180,18 +179,6 @@ class Bench:
         self.targets = ("--targets", text, "--send-targets")
         return limits
 
-    def gaps(self, system: str, long_prompts: str | None) -> Run:
-        """Run eight chats, and two clients of long prompts of a class; None: chats alone."""
-        chats = (*_lengths("64:128", "256"), "--concurrency", "8")
-        stream: tuple[str, ...] = ()
-        if long_prompts is not None:
-            stream = ("--be", "concurrency=2 prompt-tokens=1024:2048 output-tokens=1")
-            tier = {RT: "default", BE: "flex"}[long_prompts]
-            stream += ("--be-body", f'{{"service_tier": "{tier}"}}')
-        # Nothing is skipped: a gap counts where its chat's arrival does.
-        window = ("--duration-s", str(RAMP_S + self.seconds / 2), "--drain-s", "0.1")
-        return load(self.servers[system], *chats, *stream, *self.targets, *window)
-
 
 def _lengths(prompts: str, outputs: str) -> tuple[str, ...]:
     return ("--prompt-tokens", prompts, "--output-tokens", outputs)
@@ -250,28 +237,7 @@ def _rounds(values: Sequence[float], spec: str) -> str:
     return f" ({', '.join(format(value, spec) for value in values)})" if len(values) > 1 else ""
 
 
-def gaps(bench: Bench) -> None:
-    """Print decode gaps of chats while long prompts come."""
-    heads = ("system", "long prompts", "chat ITL p50 / p99 / max, ms", "chat tokens/s", "prompts/s")
-    print_head(*heads)
-    for kind in (None, BE, RT):
-        for system in bench.servers if kind else ("unified",):
-            run = bench.gaps(system, kind)
-            chats, prompts = run.classes[RT], run.classes.get(BE)
-            itl = chats.itl_ms
-            cells = (
-                *(system, {None: "none", BE: "best effort", RT: "real time"}[kind]),
-                f"{itl.p50 or 0:.1f} / {itl.p99 or 0:.1f} / {itl.max or 0:.0f}",
-                f"{chats.output_tokens_per_s:.0f}",
-                f"{prompts.requests_per_s:.2f}" if prompts else "",
-            )
-            print_row(*cells)
-    print(f"\nload average {load_average()}\n")
-
-
-def run_case(
-    name: str, systems: Sequence[str], parts: Sequence[str], seconds: float, rounds: int
-) -> None:
+def run_case(name: str, systems: Sequence[str], seconds: float, rounds: int) -> None:
     """Start a server per system and load them."""
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -288,10 +254,7 @@ def run_case(
         }
         bench = Bench(name, servers, seconds)
         print(f"#### {name} model; load average {load_average()}\n", flush=True)
-        if "policies" in parts:
-            compare(bench, rounds)
-        if "gaps" in parts and name == "bundled":
-            gaps(bench)
+        compare(bench, rounds)
     print(f"{time.perf_counter() - start_s:.0f} s\n", flush=True)
 
 
@@ -304,23 +267,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="bundled,random")
     parser.add_argument("--systems", default=SYSTEMS, help="unified among them")
-    parser.add_argument("--parts", default="policies,gaps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="counted, of a run")
     args = parser.parse_args()
-    systems, parts = args.systems.split(","), args.parts.split(",")
-    for flag, given, known in (
-        ("--models", args.models.split(","), CASES),
-        ("--parts", parts, ("policies", "gaps")),
-    ):
-        if unknown := set(given).difference(known):
-            parser.error(f"{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
-    if "policies" not in parts:
-        parser.error("--parts: policies is needed, which finds the targets that gaps has")
+    models, systems = args.models.split(","), args.systems.split(",")
+    if unknown := set(models).difference(CASES):
+        parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(CASES)}")
     if "unified" not in systems:
         parser.error("--systems: what runs alone runs on unified")
-    for name in args.models.split(","):
-        run_case(name, systems, parts, args.seconds, args.rounds)
+    for name in models:
+        run_case(name, systems, args.seconds, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The systems of four papers and `unified`, each on the ground where one of them made its claim.
 
-    python -m bench.scheduling.papers --save cells.jsonl --plot docs/results/papers.svg
+    python -m bench.scheduling.papers --save cells.jsonl
 
 Virtual time, on the virtual A100 with Llama-2-7B where a ground names no other hardware; every
 system is the real router core with the options of a preset (`lightserve.config.scheduling`), and
@@ -30,7 +30,6 @@ from bench.scheduling.paper_figures import (
     Figure,
     add_cell,
     cell_of,
-    draw,
     over_seeds,
     print_table,
     read_cells,
@@ -358,7 +357,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--save", type=Path, help="file of runs, read and added to")
-    parser.add_argument("--plot", type=Path, help="SVG with the pictures")
     args = parser.parse_args()
     started_s = time.monotonic()
     names = list(GROUNDS) if args.ground == "all" else [args.ground]
@@ -382,8 +380,6 @@ def main() -> None:
         of_system.append(done[name, system.name, seed])
     for name, cells in found.items():
         table(name, cells)
-    if args.plot:
-        draw(found, args.plot)
     print(f"\n{args.seeds} seeds, {time.monotonic() - started_s:.0f} s")
 
 

@@ -7,13 +7,7 @@ from minute to minute, but the simulator. What a TTFT has besides (HTTP, tokens,
 before on 100 other rows, see `Outside`. Bars: throughput and mean TTFT within 10 %, p90 of TTFT
 within 20 %, of the mean of the live runs.
 
-A second table takes the difference apart, from what clients saw to what a profile alone predicts:
-
-    client      as the load client saw it
-    router      from the log: without HTTP, tokens, links
-    replayed    the same requests, each step as long as the log's, one after the other
-    even        each step as long as a formula fitted to the log says
-    profiled    each step as long as `lightserve profile` said before, gaps as in the log's mean
+Printed beside each other are what the load client saw, and what is simulated.
 """
 
 from __future__ import annotations
@@ -33,15 +27,13 @@ import numpy.typing as npt
 
 from bench.serving.server import Server, load, load_average, pinned_server, write_profile
 from bench.table import print_head, print_row
-from lightserve.cost.model import StepModel
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.loadtest.result import RequestRow
 from lightserve.loadtest.workload import load_trace
-from lightserve.messages.common import StepCoefficients
 from lightserve.sim.hybrid import HybridConfig, HybridRun
 from lightserve.sim.report import Targets
 from lightserve.sim.virtual_gpus import ProfiledHardware
-from lightserve.sim.whatif import Clients, Recording, Settings, read_recording
+from lightserve.sim.whatif import Clients, Settings, read_recording
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -56,8 +48,6 @@ LOAD = 0.6
 TARGETS_MS = {"ttft": 1000.0, "tpot": 100.0, "mtpot": 400.0}
 """Those of all requests; `unified` plans by them."""
 BARS = {"tokens/s": 0.10, "TTFT mean": 0.10, "TTFT p90": 0.20}
-TERMS = ("client", "router", "replayed", "even", "profiled")
-"""See the module."""
 
 
 @dataclass(frozen=True)
@@ -206,25 +196,13 @@ def _ttft_s(row: RequestRow) -> float:
     return row.first_s - row.intended_s
 
 
-def replayed(log: Path, profile: StepCoefficients, num_rows: int) -> dict[str, Outcome]:
-    """Return what the last requests of a log came to, by the names of `TERMS` but for the first."""
+def replayed(log: Path, num_rows: int) -> dict[str, Outcome]:
+    """Return what the last requests of a log came to: in the log, and simulated by it."""
     recording = read_recording(DecisionLogReader(log))
-    gap_s = float(np.mean([step.gap_s for step in recording.steps]))
     return {
         "router": _of_clients(recording.clients(), num_rows),
         "replayed": _of_clients(recording.simulate(Settings()), num_rows),
-        "even": _of_clients(_even(recording, recording.step_cost, gap_s), num_rows),
-        "profiled": _of_clients(_even(recording, profile, gap_s), num_rows),
     }
-
-
-def _even(recording: Recording, cost: StepCoefficients, gap_s: float) -> Clients:
-    """Simulate with steps that take what a formula says, and a gap before each."""
-    model = StepModel(cost)
-    steps = [
-        step._replace(exec_s=model.seconds(step.shape), gap_s=gap_s) for step in recording.steps
-    ]
-    return dataclasses.replace(recording, step_cost=cost, steps=steps).simulate(Settings())
 
 
 def _of_clients(clients: Clients, num_rows: int) -> Outcome:
@@ -259,27 +237,18 @@ def print_bars(name: str, runs: Sequence[Mapping[str, Outcome]], outside_s: Floa
     return is_near
 
 
-def print_terms(name: str, runs: Sequence[Mapping[str, Outcome]]) -> None:
-    """Print a line per figure: what each of `TERMS` says, means over runs."""
-    for figure in BARS:
-        means = [np.mean([run[term].figures[figure] for run in runs]) for term in TERMS]
-        print_row(name, figure, *(f"{mean:.1f}" for mean in means))
-
-
-def played(
-    case: Case, folder: Path, options: Sequence[str], profile: StepCoefficients
-) -> dict[str, Outcome]:
-    """Play one case on a server of its own; return what `TERMS` say of it."""
+def played(case: Case, folder: Path, options: Sequence[str]) -> dict[str, Outcome]:
+    """Play one case on a server of its own; return what the client saw, and `replayed`."""
     log, path, num_rows = folder / "decisions.jsonl", folder / "rows.csv.gz", len(case.requests)
     log.unlink(missing_ok=True)
     case.requests.write(path)
     with pinned_server([*options, "--policy", case.policy, "--decision-log", str(log)]) as server:
         client = live(server, path, num_rows)
-    return {"client": client} | replayed(log, profile, num_rows)
+    return {"client": client} | replayed(log, num_rows)
 
 
 def main() -> None:
-    """Print the tables; exit code 1 if a bar is missed."""
+    """Print the table; exit code 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--profile-seconds", type=float, default=20.0)
@@ -297,7 +266,7 @@ def main() -> None:
         times_s = requests.times_s * (work_seconds(burst, hardware) / LOAD / requests.times_s[-1])
         rate = NUM_OTHER_ROWS / NUM_ROWS * times_s[-1] / others.times_s[-1]
         spread, *at_once = (
-            played(Case("trial", "chunked", each), folder, options, hardware.step_cost)
+            played(Case("trial", "chunked", each), folder, options)
             for each in (others.at(others.times_s * rate), *[others.at_once()] * NUM_BURSTS)
         )
         outside = Outside.of(spread, at_once)
@@ -310,7 +279,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, Outcome]]] = {case.name: [] for case in cases}
         for _ in range(args.runs):
             for case in cases:
-                runs[case.name].append(played(case, folder, options, hardware.step_cost))
+                runs[case.name].append(played(case, folder, options))
     print(
         f"{NUM_ROWS} rows of {TRACE}, lengths times {LENGTH_SCALE:g}: prompts of"
         f" {requests.prompt_tokens.mean():.0f}, outputs of {requests.output_tokens.mean():.0f}"
@@ -324,10 +293,6 @@ def main() -> None:
         print_bars(case.name, runs[case.name], outside.seconds(case.requests.times_s))
         for case in cases
     ]
-    print()
-    print_head("policy, load", "figure", *TERMS)
-    for name, of in runs.items():
-        print_terms(name, of)
     raise SystemExit(not all(near))
 
 

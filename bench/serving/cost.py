@@ -5,9 +5,6 @@ python -m bench.serving.cost [--streams 64 256] [--tokens 200] [--rounds 3]
     and how long, and in what share of the steps' time, the worker stood idle although requests
     could have gone on. The clients are one process of asyncio that reads bytes without parsing
     them, so that they take little of the cores that all share
-python -m bench.serving.cost idle
-    time to first token through HTTP minus inside the worker, resident memory, and CPU time of
-    each process while nothing happens
 """
 
 from __future__ import annotations
@@ -16,13 +13,12 @@ import argparse
 import asyncio
 import itertools
 import json
-import statistics
 import time
 from typing import Any
 
 import httpx
 
-from bench.serving.server import Server, loaded_libraries, running_server
+from bench.serving.server import Server, running_server
 
 ROLES = ("frontend", "router", "worker")
 
@@ -82,53 +78,6 @@ def measure_streams(
     }
 
 
-def ttft_overhead(server: Server, num_requests: int = 100) -> dict[str, float]:
-    """One request at a time, one token each: what HTTP, router and links add."""
-    body = {"model": server.model, "prompt": "Tell me a story.", "max_tokens": 1, "stream": True}
-    before = server.health()
-    times_ms = []
-    with httpx.Client(base_url=server.url) as client:
-        for _ in range(num_requests):
-            start_s = time.perf_counter()
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                chunks = response.iter_bytes()
-                next(chunks)
-                times_ms.append(1e3 * (time.perf_counter() - start_s))
-                for _ in chunks:
-                    pass
-    busy_s = server.health()["worker_busy_s"] - before["worker_busy_s"]
-    in_worker_ms = 1e3 * busy_s / num_requests
-    median_ms = statistics.median(times_ms)
-    return {
-        "http_ttft_ms": median_ms,
-        "worker_ttft_ms": in_worker_ms,
-        "overhead_ms": median_ms - in_worker_ms,
-    }
-
-
-def idle_cpu(server: Server, seconds: float = 20.0) -> dict[str, float]:
-    """CPU seconds per second of each process while nothing happens, in percent of a core."""
-    processes = server.tree()
-    before = {role: sum(process.cpu_times()[:2]) for role, process in processes.items()}
-    time.sleep(seconds)
-    shares = {
-        role: 100 * (sum(process.cpu_times()[:2]) - before[role]) / seconds
-        for role, process in processes.items()
-    }
-    return shares | {"all": sum(shares.values())}
-
-
-def memory(server: Server) -> dict[str, Any]:
-    """Resident MiB of each process, and whether it has torch."""
-    return {
-        role: {
-            "rss_mib": process.memory_info().rss / 2**20,
-            "torch": any("torch" in name for name in loaded_libraries(process)),
-        }
-        for role, process in server.tree().items()
-    }
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stop string": {"stop": "§§§"},
@@ -139,7 +88,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measure what the command line names; print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("what", nargs="?", choices=("streams", "idle"), default="streams")
     parser.add_argument("--streams", type=int, nargs="+", default=[64])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
@@ -148,14 +96,6 @@ def main() -> None:
     start_s = time.perf_counter()
     # One thread: two of them, the other processes and the clients do not share two cores well.
     with running_server(["--log-level", "warning", "--num-threads", "1"]) as server:
-        if args.what == "idle":
-            report = {
-                "ttft": ttft_overhead(server),
-                "memory": memory(server),
-                "idle_cpu_pct": idle_cpu(server),
-            }
-            print(json.dumps(report, indent=2))
-            return
         for count, kind in itertools.product(args.streams, args.kinds):
             figures = measure_streams(server, count, args.tokens, args.rounds, KINDS[kind])
             print(json.dumps({f"{count} {kind}": figures}, indent=2), flush=True)

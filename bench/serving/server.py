@@ -98,11 +98,6 @@ def running_server(
             raise
 
 
-def loaded_libraries(process: psutil.Process) -> set[str]:
-    """Return the names of the shared libraries that a process has mapped."""
-    return {Path(part.path).name for part in process.memory_maps()}
-
-
 LAYERS = 17
 """With the vocabulary of the bundled tokenizer: 150 M parameters."""
 ONE_THREAD = ("--num-threads", "1")

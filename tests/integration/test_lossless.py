@@ -1,6 +1,6 @@
 """No schedule changes a token, nothing that moves KV changes a bit of it.
 
-`bench/engine/exact.py` runs 1,000 schedules of the same kind.
+`bench/engine/lossless.py` runs 1,000 schedules of the same kind.
 """
 
 from __future__ import annotations

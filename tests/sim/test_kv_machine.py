@@ -30,7 +30,6 @@ from support.core_scenes import (
 )
 from support.grids import choose, more_when_long
 
-from bench.memory import arms
 from lightserve import sim
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import Abort
@@ -322,17 +321,43 @@ def test_best_effort_work_does_not_wait_until_real_time_memory_was_seen() -> Non
     assert small >= 0.8 * ample
 
 
-# The comparison of `bench.memory.arms`, small: what its arms have in common, and what they do.
+# Ways to take memory from best-effort requests: what they have in common, and what they do.
+
+WAYS: dict[str, dict[str, int | str]] = {
+    "two-ended 16, checkpoint": {"block_size": 16, "preemption": "checkpoint"},
+    "B = 1, checkpoint": {"block_size": 1, "preemption": "checkpoint"},
+    "two-ended 16, recompute": {"block_size": 16, "preemption": "recompute"},
+    **{
+        f"exclusive 16, {preemption}": {
+            "block_size": 16,
+            "block_owner": "exclusive",
+            "preemption": preemption,
+        }
+        for preemption in ("swap", "recompute")
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, sim.HybridReport]:
-    """Return a short run of every arm, memory so short that best-effort requests are paused."""
-    cells = {arm: arms.Cell(arm, 4.0, 7000, 0, 10.0, 1.0) for arm in arms.ARMS}
-    outcomes = {arm: arms.run(cell) for arm, cell in cells.items()}
-    for arm, outcome in outcomes.items():
-        arms.print_arm(arm, [outcome])
-    return {arm: outcome.report for arm, outcome in outcomes.items()}
+    """Return a short run of each way, memory so short that best-effort requests are paused."""
+    config = sim.HybridConfig(
+        rt="poisson:4",
+        rt_lengths="bench/traces/sharegpt_lengths.csv.gz",
+        be="closed:256",
+        be_lengths="uniform:512-1024,32-128",
+        duration_s=10.0,
+        margin_s=1.0,
+        capacity_tokens=7000,
+        policy="priority",
+        targets=sim.Targets(ttft_s=0.4, tpot_s=0.2, mtpot_s=0.2),
+    )
+    found = {}
+    for way, options in WAYS.items():
+        ahead = {"clean_ahead_tokens": -1} if options["preemption"] == "checkpoint" else {}
+        given = options | ahead | {"cache_policy": "off"}
+        found[way] = sim.run_hybrid(dataclasses.replace(config, serve_options=given))
+    return found
 
 
 def test_the_size_of_a_block_decides_nothing_but_where_slots_lie(

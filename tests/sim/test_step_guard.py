@@ -10,8 +10,8 @@ import dataclasses
 import msgspec
 import numpy as np
 import pytest
+from support.refused_clients import BE, RT, Scene, play
 
-from bench.scheduling.retry_after import BE, RT, Scene, play
 from lightserve import sim
 from lightserve.cost.model import StepModel, StepSample, StepShape, fit
 from lightserve.messages.common import StepCoefficients

@@ -49,7 +49,6 @@ RULES = (
     Rule(r"^make gpu-(wheels|check)", OPTIONS, "a package index, a GPU"),
     Rule(r"^python -m bench\.gpu --rehearse", NOT_RUN, "minutes; test_gpu_check runs a part"),
     Rule(r"^smg launch", NOT_RUN, "needs sglang-router"),
-    Rule(r"bench\.serving\.mixed", NOT_RUN, "other servers, a quarter of an hour"),
     Rule(r"bench mixed --url", NOT_RUN, "other servers"),
     Rule(r"bench mixed ", SLOW, "a minute of load"),
     Rule(r"--nnodes", OPTIONS, "several machines; test_two_nodes has two on one"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.scheduling.h200 import CHATS, oracle_pct
 from bench.scheduling.paper_bounds import (
     Prompt,
     best_effort_bound,
@@ -19,7 +18,6 @@ from bench.scheduling.paper_bounds import (
 from bench.scheduling.paper_figures import Figure
 from bench.scheduling.papers import UNIFIED, verdict
 from lightserve.sim import HybridConfig, Targets, run_hybrid
-from lightserve.sim.traffic import Trace, read_trace
 from lightserve.sim.worker import VirtualHardware
 
 STEPS = VirtualHardware(
@@ -95,26 +93,6 @@ def test_an_oracle_gives_up_what_makes_most_late() -> None:
     assert oracle_schedule([long._replace(due_s=14.0), *short]) == {0, 1, 2, 3, 4}  # it waits
     late = [Prompt(20.0, 20.5, 1.0), Prompt(20.0, 21.0, 1.0)]
     assert oracle_schedule([long, *late]) == {0, 2}
-
-
-def _chats(arrivals_s: list[float], num_prompt: int) -> Trace:
-    count = len(arrivals_s)
-    arrivals = np.array(arrivals_s)
-    return Trace(np.full(count, num_prompt), np.full(count, 80), [""] * count, arrivals, None)
-
-
-def test_what_an_oracle_has_in_time_on_the_measured_gpu() -> None:
-    """A prompt of 1,000 tokens takes some 20 ms, and its first token is due in 150 ms."""
-    alone = [float(n) for n in range(10)]
-    assert oracle_pct(_chats(alone, 1000)) == 100.0
-    at_once = oracle_pct(_chats([0.0] * 100, 1000))
-    assert 5.0 <= at_once <= 9.0
-
-
-def test_an_oracle_is_no_worse_than_what_runs() -> None:
-    trace = read_trace(CHATS)
-    assert trace.arrival_s is not None and len(trace.arrival_s) == 518
-    assert 99.0 <= oracle_pct(trace) <= 100.0
 
 
 def _figures(kept: float, goodput: float, tokens: float, of_bound: float) -> dict[str, Figure]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.small_states import Reading
 
-from bench.scheduling import hybrid_live, margins
+from bench.scheduling import margins
 from bench.scheduling.paper_figures import Figure, print_table
 from bench.scheduling.planner_optimality import Comparison, report
 
@@ -38,13 +38,3 @@ def test_runs_are_kept_where_it_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("sys.argv", arguments + more)
         margins.main()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and len(played) == 2
-
-
-def test_gaps_alone_have_no_targets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["hybrid_live", "--parts", "gaps"])
-    monkeypatch.setattr(hybrid_live, "run_case", lambda *_: None)
-    with pytest.raises(SystemExit):
-        hybrid_live.main()
-    assert "--parts: policies is needed" in capsys.readouterr().err

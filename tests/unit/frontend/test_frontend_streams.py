@@ -386,12 +386,10 @@ def test_the_router_learns_what_the_client_calls_a_request(
 
 
 # Forced tokens that cut characters and stop strings: the same answer whatever the frontend's lag.
-#
-# `python -m bench.engine.exact streams` runs as many cases as wanted; here is a bounded share.
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
 VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
-NUM_CASES = choose(100, 300)
+NUM_CASES = choose(100, 10_000)
 
 
 @pytest.fixture(scope="module")

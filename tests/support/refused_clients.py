@@ -1,28 +1,24 @@
-"""`Retry-After` beside the wait that came: `python -m bench.scheduling.retry_after`.
+"""Clients that are refused because a queue is full, in virtual time, and how long they wait.
 
 The real router core on virtual hardware (A100, Llama-2-7B, 60,000 tokens of KV). While the other
-class goes on as it does, a burst fills the queue of one class up to its bound, and what comes then
-is refused. *Predicted* is what the refused client is told. *Measured* is the time from the
+class goes on as it does, a burst fills the queue of one class up to its bound, and the next client
+is refused. *Predicted* is the wait that the refused client is told. *Measured* is the time from the
 refusal until all that waited then have begun; *retried* is the time until the client itself has
-begun, that comes back when it was told to, as often as it is refused. *Cold* is a server that has
+begun, which comes back when it was told to, as often as it is refused. *Cold* is a server that has
 done nothing before, *warm* one that has served the class for a while, *later* a refusal in the
 middle: the queue is filled once more when it has drained for 20 s.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.table import print_head, print_row
 from lightserve.config import ServeConfig
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan
@@ -37,7 +33,7 @@ from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
 from lightserve.types import FrontendId, RequestClass, RequestKey
 
 RT, BE = RequestClass.RT, RequestClass.BE
-LENGTHS = Path(__file__).parents[1] / "traces" / "sharegpt_lengths.csv.gz"
+LENGTHS = Path(__file__).parents[2] / "bench/traces/sharegpt_lengths.csv.gz"
 CAPACITY_TOKENS, BUDGET, MAX_SEQS = 60_000, 512, 256
 LATER_S = 20.0
 NOISE = 0.05
@@ -54,7 +50,6 @@ class Scene(NamedTuple):
     """Its bound, in requests."""
     when: str = "warm"
     """cold, warm or later."""
-    policy: str = "unified"
     scale: float = 1.0
     """Of memory, rows and rates."""
     warm_s: float = 40.0
@@ -108,7 +103,6 @@ class Play:
         bounds = {f"{c}_max_waiting_requests": 1 << 30 for c in RequestClass}
         bounds[f"{scene.request_class}_max_waiting_requests"] = scene.backlog
         serve = ServeConfig(
-            policy=scene.policy,
             max_num_batched_tokens=BUDGET,
             max_num_seqs=scene.scaled(MAX_SEQS),
             rt_max_waiting_requests=bounds["rt_max_waiting_requests"],
@@ -226,36 +220,3 @@ class Play:
 def play(scene: Scene) -> Waited:
     """Run a scene."""
     return Play(scene).run()
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backlogs", type=int, nargs="+", default=[100, 400, 1600])
-    parser.add_argument("--policies", nargs="+", default=["unified", "priority", "chunked"])
-    parser.add_argument("--classes", nargs="+", default=["rt", "be"])
-    parser.add_argument("--jobs", type=int, default=1)
-    options = parser.parse_args()
-    scenes = [
-        Scene(request_class, backlog, when, policy)
-        for policy in options.policies
-        for request_class in map(RequestClass, options.classes)
-        for when in ("cold", "warm", "later")
-        for backlog in options.backlogs
-    ]
-    started_s = time.monotonic()
-    seconds = ("predicted s", "measured s", "retried s")
-    print_head("policy", "class", "when", "backlog", *seconds, "off by")
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for scene, waited in zip(scenes, pool.map(play, scenes), strict=True):
-            off = waited.predicted_s / waited.measured_s - 1
-            print_row(
-                *(scene.policy, scene.request_class, scene.when, scene.backlog),
-                *(f"{wait_s:.1f}" for wait_s in waited),
-                f"{100 * off:+.0f} %",
-            )
-    print(f"\n{time.monotonic() - started_s:.0f} s")
-
-
-if __name__ == "__main__":
-    main()
