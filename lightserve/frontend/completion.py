@@ -166,9 +166,6 @@ class Completion:
             self.first_token_s = now_s
         num_before = self.num_tokens
         delta = self._take(news)
-        if self._thought is not None and not self._thought.is_over:
-            for token_id in news.token_ids[: self.num_tokens - num_before]:
-                self._thought.consume(token_id)
         self.num_bytes += len(delta.text)
         if self._by_token:
             self.num_bytes += len(delta.text) + 8 * len(news.token_ids)
@@ -189,9 +186,21 @@ class Completion:
             self.num_tokens += len(news.token_ids)
             self.finish_reason = news.finish_reason
             self._last_token_id = news.token_ids[-1] if news.token_ids else self._last_token_id
-            text = self._detokenizer.push(self._visible(news.token_ids))
+            text = self._text_of(news.token_ids)
             return TextDelta(text + self._tail(), (), self.finish_reason)
         return self._take_by_token(news)
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of more tokens; half a character at which a budget is used up has
+        none."""
+        visible, thought, text = self._visible(token_ids), self._thought, ""
+        if thought is not None and not thought.is_over:
+            for place, token_id in enumerate(token_ids):
+                if not thought.is_over and thought.consume(token_id):
+                    text = self._detokenizer.push(visible[:place])
+                    visible = visible[place:]
+                    self._detokenizer.finish()
+        return text + self._detokenizer.push(visible)
 
     def _visible(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens without the one that only ends the text."""
@@ -208,7 +217,7 @@ class Completion:
             self._last_token_id = token_id
             is_last = index == len(news.token_ids) - 1
             self.finish_reason = news.finish_reason if is_last else None
-            text = self._detokenizer.push(self._visible([token_id])) + self._tail()
+            text = self._text_of([token_id]) + self._tail()
             if self._by_token:
                 pieces.append(Piece(token_id, text, logprob))
             texts.append(self._look_for_stops(text))

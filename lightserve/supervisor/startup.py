@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -24,7 +25,7 @@ from lightserve.errors import ConfigError, ModelLoadError, StartupError, StoreUn
 from lightserve.logs import LineWriter, one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.gguf_model import unpack
-from lightserve.models.pooling import load_embedding
+from lightserve.models.pooling import Embedding, load_embedding
 from lightserve.models.weight_files import check_digests, check_weights
 from lightserve.supervisor.spawn import num_frontends
 from lightserve.tokenization.description import find_tokenizer
@@ -46,22 +47,14 @@ def print_banner(config: ServeConfig, port: int) -> None:
     """Print URL, curl line and OpenAI-client snippet to standard output; never waits."""
     model = Path(config.model)
     embedding = load_embedding(model, load_model_config(model), config.pooling)
-    embeds_only = embedding is not None and embedding.embeds_only
-    scores = embedding is not None and embedding.scores
-    text = ready_message(config, port, embeds_only=embeds_only, scores=scores)
-    LineWriter(sys.stdout.fileno()).write(text)
+    LineWriter(sys.stdout.fileno()).write(ready_message(config, port, embedding))
 
 
-def ready_message(
-    config: ServeConfig, port: int, *, embeds_only: bool = False, scores: bool = False
-) -> str:
-    """Return what is printed: the greeting of this server.
-
-    `embeds_only`: its model makes vectors of texts and nothing else, or where it `scores`, scores.
-    """
+def ready_message(config: ServeConfig, port: int, embedding: Embedding | None = None) -> str:
+    """Return what is printed: the greeting of this server; `embedding`: of its model."""
     greeting = banner
-    if embeds_only:
-        greeting = scoring_banner if scores else embedding_banner
+    if embedding is not None and embedding.embeds_only:
+        greeting = functools.partial(texts_banner, embedding)
     is_bundled = Path(config.model) == BUNDLED_MODEL_DIR
     return greeting(
         config.model_name,
@@ -105,24 +98,17 @@ print()"""
     return _greeting(model_name, url, "/v1/chat/completions", body, snippet, needs_key=needs_key)
 
 
-def embedding_banner(model_name: str, url: str, *, prompt: str, needs_key: bool = False) -> str:
-    """Return the greeting of a model that makes vectors of texts and nothing else."""
-    body = {"model": model_name, "input": prompt}
-    snippet = f"""\
-answer = client.embeddings.create(model={model_name!r}, input={prompt!r})
-print(answer.data[0].embedding[:8])"""
-    return _greeting(model_name, url, "/v1/embeddings", body, snippet, needs_key=needs_key)
-
-
-def scoring_banner(model_name: str, url: str, *, prompt: str, needs_key: bool = False) -> str:
-    """Return the greeting of a model that makes scores of pairs and nothing else."""
-    documents = ["The tower is by the sea.", "Yes, it can."]
-    body = {"model": model_name, "query": prompt, "documents": documents}
-    snippet = f"""\
-body = {{"model": {model_name!r}, "query": {prompt!r}, "documents": {documents!r}}}
-answer = client.post("/rerank", body=body, cast_to=object)
-print(answer["results"])"""
-    return _greeting(model_name, url, "/v1/rerank", body, snippet, needs_key=needs_key)
+def texts_banner(
+    embedding: Embedding, model_name: str, url: str, *, prompt: str, needs_key: bool = False
+) -> str:
+    """Return the greeting of a model that makes vectors of texts, or scores, and nothing else."""
+    path = "/embeddings"
+    fields: dict[str, Any] = {"input": prompt}
+    if embedding.scores:
+        path, fields = "/rerank", {"query": prompt, "documents": ["By the sea.", "Yes, it can."]}
+    body = {"model": model_name, **fields}
+    snippet = f"print(client.post({path!r}, body={body!r}, cast_to=object))"
+    return _greeting(model_name, url, f"/v1{path}", body, snippet, needs_key=needs_key)
 
 
 def _greeting(

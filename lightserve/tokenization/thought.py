@@ -43,8 +43,11 @@ class Thought:
         self._longest = max(map(len, self.endings))
         self._head = b""
         """Before it is known whether it opens."""
+        self._closing = thinking.closing
         self._num_opened = self._num_closed = 0
-        """Tokens of `opening` and `closing` that are there."""
+        """Tokens of `opening` and `_closing` that are there."""
+        self._is_cut = False
+        """Whether a token was forced."""
         self._pieces: deque[bytes] = deque()
         """The last tokens of the reasoning, in which an ending may have begun."""
 
@@ -75,22 +78,37 @@ class Thought:
             return known.opening[self._num_opened]
         if self.phase is Phase.INSIDE and self.num_tokens >= known.budget:
             self.phase = Phase.CLOSING
-        return known.closing[self._num_closed] if self.phase is Phase.CLOSING else None
+            self._closing = self._rest_of_ending() or known.closing
+        return self._closing[self._num_closed] if self.phase is Phase.CLOSING else None
+
+    def _rest_of_ending(self) -> tuple[int, ...]:
+        """Return what is left of the tag where the reasoning has begun to write it."""
+        ending, begun = self._thinking.ending, b""
+        rests = []
+        for number, token_id in enumerate(ending[:-1], 1):
+            begun += self._bytes_of(token_id)
+            if self.tail.endswith(begun):
+                rests.append(ending[number:])
+        return rests[-1] if rests else ()
 
     def skip(self) -> None:
         """There is no reasoning: the answer begins at once."""
         self.phase = Phase.OVER
 
-    def consume(self, token_id: int) -> None:
-        """Take in a token of an output whose answer has not begun."""
+    def consume(self, token_id: int) -> bool:
+        """Take in a token of an output whose answer has not begun; return whether it is the first
+        that a budget forces."""
         self.forced()  # which may begin to close
         data = self._bytes_of(token_id)
         if self.phase is Phase.OPENING:
             self._open(data)
-        else:
-            self._num_closed += self.phase is Phase.CLOSING
-            self.num_tokens += 1
-            self._look(data)
+            return False
+        is_first = self.phase is Phase.CLOSING and not self._is_cut
+        self._is_cut |= is_first
+        self._num_closed += self.phase is Phase.CLOSING
+        self.num_tokens += 1
+        self._look(data)
+        return is_first
 
     def _open(self, data: bytes) -> None:
         self._num_opened += 1

@@ -86,11 +86,9 @@ def test_cross_encoders_score_as_transformers_does(encoder: LiveServer, encoder_
 
 
 def test_what_is_answered(encoder: LiveServer) -> None:
-    given = [{"text": DOCUMENTS[0]}, *DOCUMENTS[1:]]
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-        answer = ask(
-            encoder, path, query=QUERY, documents=given, top_n=2, return_documents=True, user="u"
-        )
+        fields = {"top_n": 2, "return_documents": True, "user": "u"}
+        answer = ask(encoder, path, query=QUERY, documents=DOCUMENTS, **fields)
         assert len(answer["results"]) == 2
         for item in answer["results"]:
             assert item["document"] == {"text": DOCUMENTS[item["index"]]}
@@ -116,15 +114,14 @@ BODY = {"model": MODEL, "query": "a", "documents": ["a"]}
     [
         ("/v1/rerank", {"documents": []}, "documents"),
         ("/v1/rerank", {"documents": ["a", ""]}, "documents"),
-        ("/v1/rerank", {"documents": ["a", {"text": ""}]}, "documents"),
-        ("/v1/rerank", {"documents": ["a", {"title": "a"}]}, "documents"),
+        ("/v1/rerank", {"documents": ["a", {"text": "a"}]}, "documents"),
         ("/v1/rerank", {"documents": ["a"] * 2049}, "at most 2048 texts, got 2049"),
         ("/v1/rerank", {"documents": ["a", "sea " * 50]}, "documents[1] has 5"),
         ("/v1/rerank", {"query": ""}, "query"),
         ("/v1/rerank", {"query": "a" * 3000, "documents": ["a"] * 2000}, "at most 4194304 char"),
         ("/v1/rerank", {"top_n": 0}, "top_n"),
         ("/v1/rerank", {"max_tokens_per_doc": 0}, "max_tokens_per_doc"),
-        ("/v1/rerank", {"instruction": "a"}, "instruction is for models that read one"),
+        ("/v1/rerank", {"instruction": "a"}, "instruction"),
         ("/v1/rerank", {"rank_fields": ["a"]}, "rank_fields"),
         ("/v1/rerank", {"model": "other"}, "does not exist"),
         ("/v1/score", {**PAIR, "text_2": None}, "text_2"),
@@ -156,27 +153,25 @@ def test_a_model_that_does_not_score_says_so(server: LiveServer) -> None:
 PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
     ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n"
+    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer"
+    " the query\n<Query>: {}\n<Document>: {}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 def test_a_decoder_scores_by_the_logits_of_yes_and_no(run_parent: Path, tmp_path: Path) -> None:
     """As Qwen3-Reranker: the query is found in the prefix cache, and the model generates, too."""
     write_tiny_judge(tmp_path)
     with live_server(run_parent, *flags(tmp_path, "--pooling=yes-no", "--tp=2")) as running:
-        for instruction in (None, "old brass"):
-            prompts = [PROMPT.format(instruction or INSTRUCTION, QUERY, d) for d in DOCUMENTS]
-            logits = logits_apart(tmp_path, prompts, "yes", "no")
-            expected = [1 / (1 + math.exp(-logit)) for logit in logits]
-            assert max(expected) - min(expected) > 100 * NEAR
-            fields = {} if instruction is None else {"instruction": instruction}
-            answer = ask(running, "/v1/rerank", query=QUERY, documents=DOCUMENTS, **fields)
-            scores = {item["index"]: item["relevance_score"] for item in answer["results"]}
-            assert [scores[n] for n in range(6)] == pytest.approx(expected, abs=NEAR)
-            order = sorted(range(6), key=lambda index: -expected[index])
-            assert [item["index"] for item in answer["results"]] == order
+        prompts = [PROMPT.format(QUERY, document) for document in DOCUMENTS]
+        logits = logits_apart(tmp_path, prompts, "yes", "no")
+        expected = [1 / (1 + math.exp(-logit)) for logit in logits]
+        assert max(expected) - min(expected) > 100 * NEAR
+        answer = ask(running, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
+        scores = {item["index"]: item["relevance_score"] for item in answer["results"]}
+        assert [scores[n] for n in range(6)] == pytest.approx(expected, abs=NEAR)
+        order = sorted(range(6), key=lambda index: -expected[index])
+        assert [item["index"] for item in answer["results"]] == order
         written = ask(running, "/v1/completions", prompt="the sea", max_tokens=3, temperature=0)
         assert written["usage"]["completion_tokens"] <= 3
 

@@ -119,7 +119,7 @@ class ChatRequest(CommonFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Effort | None = None
-    thinking_token_budget: Annotated[Integer, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=-1)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

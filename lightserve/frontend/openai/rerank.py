@@ -22,7 +22,7 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, RaisedSLOObject, raised_slo
-from lightserve.frontend.json_body import Integer, StrictModel, show
+from lightserve.frontend.json_body import Integer, StrictModel
 from lightserve.frontend.openai.embeddings import (
     INPUTS_PER_TURN,
     MAX_INPUTS,
@@ -39,13 +39,12 @@ from lightserve.models.pooling import Embedding, Pooling
 from lightserve.tokenization.conversation import ChatMessage, Conversation, Ending
 from lightserve.tokenization.tokenizer import Tokenizer
 
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _PROMPT = """\
 <|im_start|>system
 Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
 Note that the answer can only be "yes" or "no".<|im_end|>
 <|im_start|>user
-<Instruct>: {instruction}
+<Instruct>: Given a web search query, retrieve relevant passages that answer the query
 <Query>: {query}
 <Document>: {document}<|im_end|>
 <|im_start|>assistant
@@ -60,43 +59,27 @@ Passage = Annotated[str, Field(min_length=1)]
 
 
 def _texts(value: Any) -> Any:
-    """Reduce a text, or a list of texts and of objects with one, to a list of texts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of strings, got {show(value)}")
-    if len(value) > MAX_INPUTS:
+    """Return a text as a list of one, and a list as it is unless it is too long to be looked at."""
+    if isinstance(value, list) and len(value) > MAX_INPUTS:
         raise ValueError(f"must have at most {MAX_INPUTS} texts, got {len(value)}")
-    return [i["text"] if isinstance(i, dict) and i.keys() == {"text"} else i for i in value]
+    return [value] if isinstance(value, str) else value
 
 
 _TextList = Annotated[list[Passage], Field(min_length=1, max_length=MAX_INPUTS)]
-_GivenTexts = (
-    Passage
-    | Annotated[list[Passage | dict[str, Passage]], Field(min_length=1, max_length=MAX_INPUTS)]
-)
-Texts = Annotated[_TextList, BeforeValidator(_texts, json_schema_input_type=_GivenTexts)]
-"""At least one text, none empty; as Cohere's first API has them also `{"text": …}`."""
+Texts = Annotated[_TextList, BeforeValidator(_texts, json_schema_input_type=Passage | _TextList)]
+"""At least one text, none empty."""
 
 
 class PairFields(ServedFields):
     """Fields of both routes."""
 
     default_tier = "flex"
-    instruction: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     max_tokens_per_doc: Annotated[Integer, Field(ge=1)] | None = None
 
     def check(self, service: Service) -> Embedding:
         """Check what types cannot; return how scores are made. Raises InvalidRequest."""
         service.check_model(self.model)
-        scoring = service.scoring()
-        if self.instruction is not None and scoring.kind is Pooling.SCORE:
-            raise InvalidRequest(
-                "instruction is for models that read one, such as Qwen3-Reranker; this encoder"
-                " does not",
-                param="instruction",
-            )
-        return scoring
+        return service.scoring()
 
 
 class RerankRequest(PairFields):
@@ -291,7 +274,6 @@ async def _request(
     """Encode a pair. Raises InvalidRequest, RequestFailed."""
     query, document, param = pair
     scoring, limit, most = service.scoring(), body.max_tokens_per_doc, service.context_len
-    text_of = _text_of(service, query, body.instruction)
 
     def pair_ids(tokenizer: Tokenizer) -> list[int]:
         step = scoring.type_step
@@ -299,7 +281,7 @@ async def _request(
 
     def judged_ids(tokenizer: Tokenizer) -> list[int]:
         kept = document if limit is None else tokenizer.cut(document, limit)
-        return tokenizer.encode(text_of(kept), add_special_tokens=False)
+        return tokenizer.encode(_text_of(service, query, kept), add_special_tokens=False)
 
     is_encoder = scoring.kind is Pooling.SCORE
     token_ids = await service.encoder.encode_made(
@@ -311,17 +293,9 @@ async def _request(
     return vector_request(token_ids, body, scoring, level, asked=asked)
 
 
-def _text_of(service: Service, query: str, instruction: str | None) -> Callable[[str], str]:
-    """Return what makes the prompt of a document."""
-    template = service.model.judge
-    if template is None:
-        given = {"query": query, "instruction": instruction or INSTRUCTION}
-        return lambda document: _PROMPT.format(document=document, **given)
-
-    def text(document: str) -> str:
-        messages = [ChatMessage("query", query), ChatMessage("document", document)]
-        if instruction is not None:
-            messages.insert(0, ChatMessage("system", instruction))
-        return template.render(Conversation(messages=messages, ending=Ending.ANSWER))
-
-    return text
+def _text_of(service: Service, query: str, document: str) -> str:
+    """Return the prompt of a document: the model's own, or that of Qwen3-Reranker."""
+    if service.model.judge is None:
+        return _PROMPT.format(query=query, document=document)
+    messages = [ChatMessage("query", query), ChatMessage("document", document)]
+    return service.model.judge.render(Conversation(messages=messages, ending=Ending.ANSWER))

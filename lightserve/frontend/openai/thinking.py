@@ -287,7 +287,7 @@ def budget_within(
     """Return the most tokens of reasoning that leave an answer.
 
     Args:
-        asked: `thinking_token_budget`.
+        asked: `thinking_token_budget`; -1: there is no budget.
         level: `reasoning_effort`, if it becomes a budget.
         max_tokens: of the output.
         limit_param: the name under which the request gives that.
@@ -297,7 +297,7 @@ def budget_within(
         InvalidRequest: as many as were asked for leave none.
     """
     most = max_tokens - num_closing - 1
-    if asked is None and level not in EFFORT_BUDGETS:
+    if asked == -1 or (asked is None and level not in EFFORT_BUDGETS):
         return MAX_INT32
     if asked is None:
         return max(0, min(EFFORT_BUDGETS[level], int(EFFORT_SHARE * max_tokens), most))

@@ -15,6 +15,7 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.cli import serve as cli_serve
 from lightserve.config import SECTIONS, ServeConfig
 from lightserve.config.fields import flag_name
+from lightserve.models.pooling import Embedding, Pooling
 from lightserve.supervisor.startup import BUNDLED_PROMPT, PROMPT, ready_message
 from tools.tiny_model.corpus import topics_of
 
@@ -51,24 +52,26 @@ def test_the_ready_message_asks_what_the_model_can_answer(model: str, expected: 
     assert printed.count(expected) == 2 and other not in printed
 
 
+def made_of_texts(kind: Pooling) -> Embedding:
+    return Embedding(kind=kind, size=8, is_whole=True, embeds_only=True)
+
+
 def test_a_model_that_only_embeds_is_asked_for_vectors() -> None:
-    printed = ready_message(ServeConfig(model="/models/bge"), 8000, embeds_only=True)
-    assert "/v1/embeddings" in printed and "client.embeddings.create(" in printed
+    printed = ready_message(ServeConfig(model="/models/bge"), 8000, made_of_texts(Pooling.CLS))
+    assert "/v1/embeddings" in printed and "client.post('/embeddings'" in printed
     assert "chat" not in printed and printed.count(PROMPT) == 2 and printed.count("\n\n") >= 2
 
 
 def test_a_model_that_only_scores_is_asked_to_rank() -> None:
-    printed = ready_message(ServeConfig(model="/models/bge"), 8000, embeds_only=True, scores=True)
-    assert "/v1/rerank" in printed and 'client.post("/rerank"' in printed
+    printed = ready_message(ServeConfig(model="/models/bge"), 8000, made_of_texts(Pooling.SCORE))
+    assert "/v1/rerank" in printed and "client.post('/rerank'" in printed
     assert "chat" not in printed and printed.count(PROMPT) == 2
 
 
-@pytest.mark.parametrize(("embeds_only", "scores"), [(False, False), (True, False), (True, True)])
-def test_the_snippet_can_be_pasted_into_an_interactive_python(
-    embeds_only: bool, scores: bool
-) -> None:
+@pytest.mark.parametrize("kind", [None, Pooling.CLS, Pooling.SCORE])
+def test_the_snippet_can_be_pasted_into_an_interactive_python(kind: Pooling | None) -> None:
     config = ServeConfig(model=str(BUNDLED_MODEL_DIR))
-    printed = ready_message(config, 8000, embeds_only=embeds_only, scores=scores)
+    printed = ready_message(config, 8000, None if kind is None else made_of_texts(kind))
     lines = printed[printed.index("from openai import") :].splitlines()
     pending: list[str] = []
     for line in lines:

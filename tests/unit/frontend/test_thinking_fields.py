@@ -13,6 +13,7 @@ from support.fake_router import Setup, copy_bundled_model, frontend, says, sse_d
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
 from lightserve.messages.common import MAX_INT32, Thinking
+from lightserve.tokenization.thought import Thought
 from lightserve.tokenization.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL_DIR)
@@ -108,7 +109,10 @@ def test_a_budget_leaves_an_answer(template: Callable[[str], dict[str, str]]) ->
             other = {"max_tokens": None, "max_completion_tokens": 50}
             error = await refused(setup, thinking_token_budget=50, **other)
             assert "max_completion_tokens (50)" in error["message"]
-            for odd in (-1, 1.5, "9"):
+            known = await asked(setup, thinking_token_budget=-1, reasoning_effort="none")
+            assert known is not None
+            assert known.budget == MAX_INT32
+            for odd in (-2, 1.5, "9"):
                 error = await refused(setup, thinking_token_budget=odd)
                 assert error["param"] == "thinking_token_budget"
 
@@ -243,6 +247,38 @@ def test_reasoning_is_counted_and_told_apart(
     run(scenario)
 
 
+@pytest.mark.parametrize("num_kept", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"stop": "never"}, {"logprobs": True}, {"stream": True}], ids=str
+)
+def test_of_a_character_that_a_budget_cuts_nothing_is_shown(
+    num_kept: int, options: dict[str, Any], template: Callable[[str], dict[str, str]]
+) -> None:
+    face = TOKENIZER.encode_within("\N{GRINNING FACE}")
+    assert len(face) == 4, "a token a byte"
+    thought = [*TOKENIZER.encode_within("Hm."), *face[:num_kept]]
+    output = [*thought, *CLOSING, *ANSWER, 2]
+
+    async def scenario() -> None:
+        async with frontend(says(output), **template(OPENED)) as setup:
+            fields = {**BODY, "thinking_token_budget": len(thought), **options}
+            response = await setup.post(CHAT, fields)
+            assert response.status_code == 200, response.text
+            if "stream" in options:
+                deltas = [c["choices"][0]["delta"] for c in sse_data(response.text)[:-1]]
+                shown = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+                content = "".join(delta.get("content") or "" for delta in deltas)
+            else:
+                message = response.json()["choices"][0]["message"]
+                shown, content = message["reasoning_content"], message["content"]
+                details = response.json()["usage"]["completion_tokens_details"]
+                assert details == {"reasoning_tokens": len(thought)}
+            assert shown == ("Hm." if num_kept < 4 else "Hm.\N{GRINNING FACE}")
+            assert content == "ab"
+
+    run(scenario)
+
+
 def test_an_answer_of_a_grammar_that_does_not_think_is_content(
     template: Callable[[str], dict[str, str]],
 ) -> None:
@@ -289,5 +325,35 @@ def test_answers_of_a_grammar_stand_on_the_final_channel(
             assert (message["reasoning_content"], message["content"]) == ("Hm.", " ab")
             num = response.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
             assert num == len(TOKENIZER.encode_within("Hm."))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("begun", range(4))
+def test_marks_within_gpt_oss_reasoning_count_for_budget_and_usage_alike(
+    begun: int, template: Callable[[str], dict[str, str]]
+) -> None:
+    """A budget that ends where the next message begins has the rest of the final one's marks."""
+    closing = TOKENIZER.encode_within(f"<|end|><|start|>assistant{FINAL}")
+    again = TOKENIZER.encode_within(f"<|end|><|start|>assistant{ANALYSIS}Hm.")
+    thought = [*TOKENIZER.encode_within("Hm."), *again, *closing[:begun]]
+    output = [*TOKENIZER.encode_within(ANALYSIS), *thought, *closing[begun:], *ANSWER, 2]
+
+    async def scenario() -> None:
+        flags = {**template(HARMONY), "reasoning_parser": "harmony"}
+        async with frontend(says(output), **flags) as setup:
+            response = await setup.post(CHAT, {**BODY, "thinking_token_budget": len(thought)})
+            message = response.json()["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("Hm.Hm.", " ab")
+            known = setup.router.submits[-1].thinking
+            assert known is not None
+            worker, written = Thought(known, TOKENIZER.bytes_of), list[int]()
+            while not worker.is_over:
+                forced = worker.forced()
+                written.append(output[len(written)] if forced is None else forced)
+                worker.consume(written[-1])
+            assert written == output[: len(written)]
+            num = response.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert num == worker.num_tokens == len(thought) - begun
 
     run(scenario)

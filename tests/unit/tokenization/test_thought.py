@@ -109,3 +109,16 @@ def test_an_opening_that_has_begun_goes_on_where_it_is_strict() -> None:
     sure = Thinking((OPEN,), (CLOSE,), (2, 4, 5), (1,), (1,), is_sure=True)
     assert Thought(sure, bytes_of, is_strict=True).forced() == 2
     assert Thought(sure, bytes_of).forced() is None
+
+
+def test_a_budget_that_ends_within_the_tag_is_closed_by_the_rest_of_it() -> None:
+    for budget, begun in ((2, ["a", "</"]), (3, ["a", "</", "think"])):
+        thought = told(Thought(thinking(budget, is_inside=True), bytes_of), *begun)
+        output = []
+        while not thought.is_over:
+            token_id = thought.forced()
+            assert token_id is not None
+            output.append(PIECES[token_id])
+            thought.consume(token_id)
+        assert "".join([*begun, *output]) == f"a{CLOSE}"
+        assert thought.num_tokens == 1
