@@ -275,10 +275,8 @@ class HybridRun:
         if self._decision_log is not None:
             self._decision_log.close()
 
-    def report(self) -> HybridReport:
-        """Return what the run came to so far."""
-        config = self.config
-        window = Window(config.margin_s, config.duration_s - config.margin_s, config.duration_s)
+    def seen(self) -> dict[RequestClass, list[Seen]]:
+        """Return what clients saw so far of their requests, by class."""
         seen: dict[RequestClass, list[Seen]] = {request_class: [] for request_class in RequestClass}
         for key, outcome in self.simulation.outcomes.items():
             clients = self.clients[_CLASSES[key.frontend_id]]
@@ -294,8 +292,14 @@ class HybridRun:
                     clients.targets[key.request_id],
                 )
             )
+        return seen
+
+    def report(self) -> HybridReport:
+        """Return what the run came to so far."""
+        config = self.config
+        window = Window(config.margin_s, config.duration_s - config.margin_s, config.duration_s)
         return hybrid_report(
-            seen,
+            self.seen(),
             {RequestClass.RT: config.targets, RequestClass.BE: Targets()},
             window,
             core=self.core,

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bench.scheduling.h200 import MIXES, Mix, play
+from bench.scheduling.h200 import MIXES, POLICIES, Mix, play
 from lightserve.decisions.replaying import DecisionLogReader, find_request
 from lightserve.decisions.why import explain
 from lightserve.sim import HybridConfig, Targets, run_hybrid
+from tools.day_picture import PICTURE, course_of, draw_day
 
 PACED = ("priority", "unified")
 SCENE = Mix("cpu", 1, 2, 7000)
@@ -101,3 +103,19 @@ def test_why_names_the_pace(tmp_path: Path) -> None:
     why = explain(reader, find_request(reader, f"{name[0]}/{name[1]}")[0])
     assert why.steps_of["pace"] > 0
     assert any("the pace of others' tokens leaves no time (pace)" in line for line in why.text())
+
+
+def test_a_day_of_chats_has_a_picture(tmp_path: Path) -> None:
+    courses = {policy: course_of(policy, (20, 40), 4.0) for policy in POLICIES}
+    assert {len(values) for course in courses.values() for values in course} == {4}
+    unified, priority = courses["unified"], courses["priority"]
+    assert np.mean(unified.in_time_pct) > 95
+    assert np.mean(priority.in_time_pct) < 50
+    assert 0 < unified.best_effort_per_s[-1] < unified.best_effort_per_s[0]
+    for name in ("one.svg", "two.svg"):
+        draw_day(courses, tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_text()
+    assert drawn == (tmp_path / "two.svg").read_text(), "the same for the same courses"
+    shown = PICTURE.read_text()
+    for text in ("lightserve: unified", "chats in time, %", "50 chats/s"):
+        assert f">{text}</text>" in drawn and f">{text}</text>" in shown

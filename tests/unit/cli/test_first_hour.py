@@ -27,14 +27,14 @@ def _prompts(text: str) -> list[str]:
     return asked + re.findall(r'echo "([^"]+)" \| lightserve chat', text)
 
 
-PAGES = ["README.md", "docs/api.md", "docs/access.md", "docker/README.md"]
+PAGES = ["README.md", "docs/install.md", "docs/api.md", "docs/access.md", "docker/README.md"]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *SCRIPTS])
 def test_examples_ask_what_the_bundled_model_has_learnt(page: str) -> None:
     asked = _prompts((ROOT / page).read_text())
-    assert len(asked) >= 3 or page != "README.md"
+    assert len(asked) >= 2 or page != "README.md"
     assert [prompt for prompt in asked if not any(topics_of(prompt))] == []
 
 
