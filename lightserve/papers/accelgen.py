@@ -130,8 +130,9 @@ class _Order:
     def _rank(self, request: Request) -> _Rank:
         if "ordering" in self._left_out:
             return _Rank(_Prospect.IN_TIME, request.priority, 0.0)
-        residual_s, rest = self._step.budget.residual(request), request.num_schedulable_tokens
-        alone = StepShape().plus(request.next_position, min(rest, self._budget))
+        start, rest = self._step.found(request)[:2]
+        residual_s = self._step.budget.residual(request)
+        alone = StepShape().plus(start, min(rest, self._budget))
         prospect = _Prospect.IN_TIME
         if residual_s < self._cost.seconds(alone):
             prospect = _Prospect.LATE
@@ -188,18 +189,18 @@ class _Order:
     def _is_long(self, request: Request) -> bool:
         num_found = request.num_cached_tokens or 0
         if request.state is WAITING:
-            num_found = request.next_position
+            num_found = self._step.found(request).start
         return 0 < self._long_tokens <= request.num_known_tokens - num_found
 
     def _distance(self, request: Request) -> float:
         """Return how far what it takes is from what is left, of compute and of the pool."""
-        num_in_step = self._step.budget.num_tokens
+        num_in_step = self._step.budget.shape.num_new
         if self._left[0] != num_in_step:
             compute = self._step.budget.num_tokens_in_time(request, self._budget)
             memory = max(0, self._step.limits.num_available_slots - num_in_step)
             self._left = num_in_step, compute, memory
         _, compute, memory = self._left
-        taken = request.num_schedulable_tokens
+        taken = self._step.found(request).num_left
         if self._is_long(request):
             taken = min(taken, compute, memory)
         num_slots = max(1, self._step.limits.num_slots)

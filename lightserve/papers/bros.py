@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from lightserve.router.policies.base import Step, heads_of_real_time, merged, one_by_one
-from lightserve.router.policies.step_budget import num_loaded_by
 from lightserve.router.request import Request
 from lightserve.router.request_table import Rows
 from lightserve.router.step_cost import StepShape
@@ -76,7 +75,7 @@ def _least_residual(step: Step, waiting: Iterable[Request]) -> float:
     least_s = float(next(in_time, math.inf))
     for request in waiting:
         residual_s = step.budget.residual(request)
-        shape = StepShape().plus(request.next_position, request.num_schedulable_tokens)
+        shape = StepShape().plus(*step.found(request)[:2])
         if cost.seconds(shape) <= residual_s < least_s:
             least_s = residual_s
     return least_s
@@ -145,7 +144,11 @@ def _try_best_effort(step: Step, size: int) -> None:
         return
     waiting = iter(step.waiting.of(BE))
     oldest = list(itertools.islice(waiting, 1)) if step.limits.turn.is_of_oldest else []
-    others = [*running.prompts, *oldest, *sorted(waiting, key=num_loaded_by)]
+    others = [
+        *running.prompts,
+        *oldest,
+        *sorted(waiting, key=lambda request: step.found(request).num_loaded),
+    ]
     not_too_many = itertools.takewhile(lambda _request: step.budget.num_requests < size, others)
     one_by_one(step, not_too_many, is_whole=_fits(step))
 

@@ -24,7 +24,7 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN, PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.router.request import RUNNING, WAITING, Found, Request
 from lightserve.router.request_table import Decodes, RequestTable
 from lightserve.router.retry_after import QueueDelay
 from lightserve.router.step import PlannedStep, Reason
@@ -37,7 +37,7 @@ _WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputK
 
 
 def _wanted_output(request: Request, samples: int) -> OutputKind:
-    if request.wants_prompt_logprobs:
+    if request.wants_prompt_logprobs(request.next_position):
         return _WITH_PROMPT[samples > 0]
     return OutputKind.SAMPLE if samples else OutputKind.NONE
 
@@ -211,11 +211,11 @@ class StepCommit:
         self._steps_since_take = 0 if step.checkpointed else self._steps_since_take + 1
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
-            self._start(request, kv)
+            self._start(request, kv, step.found[request])
         for request, _ in step.loaded:
-            kv.hold(request)
+            kv.hold(request, step.found[request])
         for request in newcomers:
-            num_loaded = kv.load(request, request.num_loaded_by_start)
+            num_loaded = kv.load(request, step.found[request].num_loaded)
             self.counters[request.request_class].loaded_tokens += num_loaded
             request.state = RUNNING
         for request, num_tokens in step.loaded:
@@ -241,19 +241,19 @@ class StepCommit:
             request.num_inflight_steps += 1
         return plan
 
-    def _start(self, request: Request, kv: KVStore) -> None:
+    def _start(self, request: Request, kv: KVStore, found: Found) -> None:
         """Take a waiting request out of its queue and give it a row and what there is of its KV."""
         self._waiting.admit(request)
         if not request.is_paused:
             kv.forget(request)
-        self._waits.note_started(request)
+        self._waits.note_started(request, found.start)
         self._rows.acquire(request)
-        computed_anew = max(0, request.num_kept_tokens - request.num_computed_tokens)
+        computed_anew = max(0, request.num_kept_tokens - found.start)
         self.counters[request.request_class].lost_tokens += computed_anew
-        kv.start(request)
+        kv.start(request, found)
         request.set_awaits_grammar(request.constraint is not None)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = found.start
 
     # ---------------------------------------------------------------- pausing and taking
 

@@ -58,7 +58,7 @@ REST_BYTES = 32 * 1024 * 1024
 """`ROW_BYTES` for 65,536 rows, slots and copies of 1,048,576 new tokens, copies ahead."""
 
 
-def newcomer_bytes(request: Request) -> int:
+def newcomer_bytes(request: Request, num_loaded: int) -> int:
     """Return what a waiting request takes at most if it begins or resumes in a step.
 
     For one that stays paused and loads beside the step, more than enough.
@@ -68,7 +68,7 @@ def newcomer_bytes(request: Request) -> int:
         SEQUENCE_BYTES
         + request.parameters.num_plan_bytes
         + (TOKEN_BYTES + SLOT_BYTES) * num_known
-        + COPY_BYTES * request.num_loaded_by_start
+        + COPY_BYTES * num_loaded
     )
 
 

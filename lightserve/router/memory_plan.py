@@ -29,7 +29,7 @@ import numpy as np
 from lightserve.router.from_submit import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
-from lightserve.router.request import RUNNING, Request
+from lightserve.router.request import RUNNING, FoundOf, Request
 from lightserve.router.request_table import Decodes, RequestTable, Rows
 from lightserve.router.seats import NO_SEATS, Seats
 from lightserve.router.step import Checkpointed, Loading, Reason, Scheduled, each_scheduled
@@ -50,10 +50,6 @@ def _runs(request: Request) -> bool:
     return request.state is RUNNING
 
 
-def _path_of_hit(request: Request) -> Iterator[PrefixNode]:
-    return path_of(request.hit.node) if request.hit and request.hit.node else iter(())
-
-
 class MemoryPlan:
     """The step so far. `num_left` counts slots that are free or cached, less what was placed."""
 
@@ -62,6 +58,7 @@ class MemoryPlan:
         kv: KVStore,
         table: RequestTable,
         holders: Callable[[], Sequence[Request]],
+        found: FoundOf,
         num_reserved: int,
         *,
         is_class_aware: bool,
@@ -74,6 +71,7 @@ class MemoryPlan:
             kv: the pool as it is.
             table: the requests that run.
             holders: returns those that run and those that are paused, the highest rank first.
+            found: tells what newcomers find in the pool.
             num_reserved: cached slots that best-effort requests may not have.
             is_class_aware: whether a real-time newcomer may take from best-effort requests.
             spared: newcomers; what they found in the prefix tree is not taken.
@@ -84,6 +82,7 @@ class MemoryPlan:
         self._kv, self._tails = kv, Tails(kv)
         self._num_reserved = num_reserved
         self._list_holders = holders
+        self._found = found
         self._found_holders: Sequence[Request] | None = None
         self._found_best_effort: int | None = None
         self._ranks: dict[Request, int] | None = None
@@ -116,7 +115,7 @@ class MemoryPlan:
         self._untaken: tuple[Any, ...] | None = None
         """State before decodes took memory; None: they took none."""
         for newcomer in spared:
-            self._pinned |= set(_path_of_hit(newcomer))
+            self._pinned |= set(self._path_of_hit(newcomer))
 
     # ---------------------------------------------------------------- what was decided
 
@@ -148,7 +147,7 @@ class MemoryPlan:
     @property
     def num_copied(self) -> int:
         """Tokens that the step copies at most, to the host and back."""
-        num_loaded = sum([r.num_loaded_by_start for r in self._placed if not _runs(r)])
+        num_loaded = sum([self._found(r).num_loaded for r in self._placed if not _runs(r)])
         return num_loaded + sum(self._checkpointed.values())
 
     def not_stopped(self, rows: Rows) -> Rows:
@@ -273,7 +272,7 @@ class MemoryPlan:
     def _place_waiting(self, part: Scheduled | Loading) -> Reason | None:
         """Add the part of a request that has no row; None, or why it does not fit."""
         request = part.request
-        num_bytes = newcomer_bytes(request)
+        num_bytes = self._bytes_of(request)
         together = self._newcomer_bytes + num_bytes
         if self._newcomer_bytes > FEW_NEWCOMER_BYTES and together > MAX_NEWCOMER_BYTES:
             return Reason.BYTES
@@ -294,7 +293,7 @@ class MemoryPlan:
     def _place_loading(self, part: Loading) -> Reason | None:
         """Add what a request that stays paused loads; if it does not fit, restore the state."""
         request, num_tokens = part
-        self._pinned = self._pinned | set(_path_of_hit(request))
+        self._pinned = self._pinned | set(self._path_of_hit(request))
         num_slots = self._num_pinned_by(request) + self._kv.cost(request, num_tokens)
         missing = num_slots - self._num_usable(request)
         if missing > 0:
@@ -325,12 +324,12 @@ class MemoryPlan:
     def _place_newcomer(self, part: Scheduled) -> Reason | None:
         """Add a request that has no row; if it does not fit, the state is to be restored."""
         request, num_tokens = part
-        if request.hit is not None:
+        if self._found(request).hit is not None:
             if any(self._reads(request, *take) for take in self._checkpointed.items()):
                 if request.request_class is RT:
                     self.robbed.append(request)
                 return Reason.KV_NOW  # next time it finds less
-            self._pinned = self._pinned | set(_path_of_hit(request))
+            self._pinned = self._pinned | set(self._path_of_hit(request))
         if self._num_rows == 0 and not self._take_row(request):
             return Reason.ROWS
         missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
@@ -356,24 +355,32 @@ class MemoryPlan:
         """Return what a share takes: its new tokens, and what it brings back or holds on to."""
         if _runs(request):
             return self._kv.cost(request, num_tokens)
-        num_new = request.num_loaded_by_start + num_tokens
+        num_new = self._found(request).num_loaded + num_tokens
         return self._num_pinned_by(request) + self._kv.cost(request, num_new)
 
     def _num_pinned_by(self, request: Request) -> int:
         """Return how much less can be evicted once a newcomer reads what it found."""
-        if request.hit is None or not self._preempted:
-            return request.num_pinned_by_start
-        freed = self._kv.freed_by(list(self._preempted))
-        return request.num_pinned_by_start + sum(
-            len(node.tokens) for node in _path_of_hit(request) if node in freed
-        )
+        num_pinned = self._found(request).num_pinned
+        if self._preempted:
+            freed = self._kv.freed_by(list(self._preempted))
+            num_pinned += sum(
+                len(node.tokens) for node in self._path_of_hit(request) if node in freed
+            )
+        return num_pinned
+
+    def _path_of_hit(self, request: Request) -> Iterator[PrefixNode]:
+        hit = self._found(request).hit
+        return path_of(hit.node) if hit and hit.node else iter(())
+
+    def _bytes_of(self, request: Request) -> int:
+        return newcomer_bytes(request, self._found(request).num_loaded)
 
     def _reads(self, request: Request, loser: Request, num_taken: int) -> bool:
         """Whether a newcomer found tokens that are taken from `loser`."""
         if loser.lease is None or num_taken <= loser.num_own_slots:
             return False
         shared = set(path_of(loser.lease.node))
-        num_common = sum(len(node.tokens) for node in _path_of_hit(request) if node in shared)
+        num_common = sum(len(node.tokens) for node in self._path_of_hit(request) if node in shared)
         return num_common > loser.num_held_tokens - num_taken
 
     def _most_tokens(self, request: Request, num_tokens: int) -> int:
@@ -566,14 +573,14 @@ class MemoryPlan:
         """Take back a part that was placed; a request that runs is paused."""
         if request in self._loaded:
             self._num_left += self._num_slots_placed(request)
-            self._newcomer_bytes -= newcomer_bytes(request)
+            self._newcomer_bytes -= self._bytes_of(request)
             del self._loaded[request]
         if request in self._placed:
             self._num_left += self._num_slots_placed(request)
             del self._placed[request]
             if not _runs(request):
                 self._num_rows += 1
-                self._newcomer_bytes -= newcomer_bytes(request)
+                self._newcomer_bytes -= self._bytes_of(request)
         if _runs(request) and request not in self._paused:
             self._paused[request] = reason
             self._num_rows += 1

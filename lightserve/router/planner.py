@@ -1,7 +1,7 @@
 """Plans steps: what may advance is put before the policy, which fills the step (`Step`).
 
-Pure: changes nothing but notes on waiting requests (what starting them would take), which are made
-anew for every plan.
+Pure: it writes to nothing but the step. What starting a request would take is found once per plan
+and goes to `commit` with it (`Found`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import Step, Waiting
 from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
-from lightserve.router.request import RUNNING, WAITING, Request
+from lightserve.router.request import RUNNING, WAITING, FoundOf, Request
 from lightserve.router.request_table import DueTimes, RequestTable, Running
 from lightserve.router.seats import Seats
 from lightserve.router.step import (
@@ -82,7 +82,8 @@ class Planner:
         outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
         running = Running(self._rows, self._seats.rows_in_order(self._rows))
         be_room = functools.partial(self._be_room, kv, running, outlook)
-        pool = PoolView(kv.num_slots, headroom, functools.cache(be_room))
+        found: FoundOf = functools.cache(kv.look_up)
+        pool = PoolView(kv.num_slots, headroom, functools.cache(be_room), found)
         for scene in self._scenes(kv, running, suspects):
             filled = self._fill(scene, kv, pool, outlook, start_s)
             if filled.memory.robbed:
@@ -103,19 +104,19 @@ class Planner:
         if suspects:
             suspect = suspects[0]
             if is_idle or suspect.num_inflight_steps > 0:
-                yield self._alone(suspect, kv)
+                yield self._alone(suspect)
             if not is_idle:
                 return
             if kv.num_reserved_for_rt:
-                yield self._alone(suspect, kv)._replace(keeps_reserve=False)
+                yield self._alone(suspect)._replace(keeps_reserve=False)
             # Where there is no room for it, those before it that were cleared make some.
             holders = [request for request in self.holders() if request not in suspects]
             rows = [request.row for request in holders if request.state is RUNNING]
             running = Running(self._rows, np.array(rows, dtype=np.int64))
-            waiting: Waiting = _Only([kv.look_up(r) for r in holders if r.is_paused])
+            waiting: Waiting = _Only([r for r in holders if r.is_paused])
         else:
             by_sharing = self._config.be_by_sharing
-            waiting = _LookedUp(self._waiting, kv, running, self._seats, by_sharing=by_sharing)
+            waiting = _Queued(self._waiting, kv, running, self._seats, by_sharing=by_sharing)
             holders = []
         yield _Scene(running, waiting)
         if kv.num_reserved_for_rt and not any(h.num_inflight_steps for h in self.holders()):
@@ -126,15 +127,15 @@ class Planner:
             yield _Scene(running, _Only([]))
             for request in holders or self.holders():
                 if request.num_schedulable_tokens > 0:
-                    yield self._alone(request, kv)._replace(keeps_reserve=False)
+                    yield self._alone(request)._replace(keeps_reserve=False)
 
-    def _alone(self, request: Request, kv: KVStore) -> _Scene:
+    def _alone(self, request: Request) -> _Scene:
         """Return a scene of nothing but a request."""
         if request.state is RUNNING:
             rows = np.array([request.row], dtype=np.int64)
             return _Scene(Running(self._rows, rows), _Only([]))
         rows = np.empty(0, dtype=np.int64)
-        return _Scene(Running(self._rows, rows), _Only([kv.look_up(request)]))
+        return _Scene(Running(self._rows, rows), _Only([request]))
 
     def _fill(
         self, scene: _Scene, kv: KVStore, pool: PoolView, outlook: Outlook, start_s: float
@@ -144,6 +145,7 @@ class Planner:
             kv,
             self._rows,
             functools.partial(self._by_loss, kv, start_s),
+            pool.found,
             kv.num_reserved_for_rt if scene.keeps_reserve else 0,
             is_class_aware=self._policy.is_class_aware,
             seats=self._seats,
@@ -156,6 +158,7 @@ class Planner:
             self._limits(scene, kv, outlook, start_s),
             memory,
             future,
+            found=pool.found,
             is_class_aware=self._policy.is_class_aware,
             meets_deadlines=self._policy.meets_deadlines,
         )
@@ -190,7 +193,7 @@ class Planner:
             ahead_seconds=pipeline.ahead_seconds,
             overlaps_copies=pipeline.overlaps_copies,
             outlook=outlook,
-            turn=self._waiting.turn() if isinstance(scene.waiting, _LookedUp) else Turn(),
+            turn=self._waiting.turn() if isinstance(scene.waiting, _Queued) else Turn(),
             seats=seats,
             num_owed_be_rows=len(seats.owed_of(BE)),
         )
@@ -203,12 +206,13 @@ class Planner:
         left_out = step.skips.of_step(decodes, chunks)
         newcomers = [r for r, _ in chunks if r.state is WAITING]
         changes = memory.changes()
-        shape = shape_of([decodes, *chunks])
+        found = {r: step.found(r) for r in (*newcomers, *(r for r, _ in changes.loaded))}
+        shape = shape_of([decodes, *chunks], step.found)
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
             decodes=decodes,
             chunks=chunks,
-            num_samples=nums_of_samples(chunks),
+            num_samples=nums_of_samples(chunks, step.found),
             paused=changes.paused,
             checkpointed=changes.checkpointed,
             preempted=changes.preempted,
@@ -216,6 +220,7 @@ class Planner:
             shape=shape,
             predicted_s=self._pipeline.predict(shape, memory.num_copied),
             loaded=changes.loaded,
+            found=found,
             seats_given=self._seats.given(changes.paused, newcomers),
             left_out=left_out,
             unseen=self._unseen(newcomers, left_out, step.skips),
@@ -324,8 +329,8 @@ class _Filled(NamedTuple):
     future: AdmissionRound
 
 
-class _LookedUp:
-    """The waiting, each with notes on what starting it takes; see `Waiting`."""
+class _Queued:
+    """The queue, as `Waiting`."""
 
     def __init__(
         self,
@@ -338,51 +343,40 @@ class _LookedUp:
     ) -> None:
         """`by_sharing`: best-effort requests come by what is cached of them, not by arrival."""
         self._waiting = waiting
-        self._kv = kv
         self._running = running
         self._seats = seats
         self._tree = kv.tree if by_sharing else None
-        self._noted: set[Request] = set()
         self._found_prefilling: list[Request] | None = None
 
     def __iter__(self) -> Iterator[Request]:
-        return map(self._look_up, self._waiting)
+        return iter(self._waiting)
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over one class."""
         if request_class is RT:
-            return map(self._look_up, self._waiting.real_time(self._seats))
+            return self._waiting.real_time(self._seats)
         table, rows = self._running.table, self._running.rows
         context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
-        best_effort = self._waiting.best_effort(
-            self._waiting.turn(), self._tree, context_len, self._seats
-        )
-        return map(self._look_up, best_effort)
+        return self._waiting.best_effort(self._waiting.turn(), self._tree, context_len, self._seats)
 
     def late(self) -> Iterator[Request]:
         """Iterate over real-time requests that never ran and are late."""
-        return map(self._look_up, self._waiting.late())
+        return self._waiting.late()
 
     def jobs(self) -> Iterator[Request]:
         """Iterate over best-effort requests with a completion time, the earliest first."""
-        return map(self._look_up, self._waiting.jobs())
+        return self._waiting.jobs()
 
     def lines(self) -> Iterator[Request]:
         """Iterate over lines of batches, those that are due first before others."""
-        return map(self._look_up, self._waiting.lines())
+        return self._waiting.lines()
 
-    def is_prefix_in_flight(self, request: Request) -> bool:
+    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
         """Whether it should wait for a prefix that another is just computing.
 
         A best-effort request does where these come by what they share; a real-time one does not.
         """
-        return self._tree is not None and bool(prefix_in_flight(request, self._prefilling()))
-
-    def _look_up(self, request: Request) -> Request:
-        """Note it once: nothing changes while a step is planned."""
-        if request not in self._noted:
-            self._noted.add(self._kv.look_up(request))
-        return request
+        return self._tree is not None and bool(prefix_in_flight(request, start, self._prefilling()))
 
     def _prefilling(self) -> list[Request]:
         """Return those that compute a prompt which is not in the tree yet."""
@@ -418,6 +412,6 @@ class _Only:
         """Iterate over nothing: one that is tried alone comes in its turn."""
         return iter(())
 
-    def is_prefix_in_flight(self, request: Request) -> bool:
+    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
         """Return False: it is tried at once."""
         return False

@@ -568,10 +568,10 @@ def _by_rank(item: tuple[Account | None, object]) -> tuple[float, float]:
     return (0.0, 0.0) if account is None else account.rank
 
 
-def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
+def prefix_in_flight(request: Request, start: int, prefilling: Sequence[Request]) -> int:
     """Return how many more leading tokens of a waiting request are just being computed.
 
-    Those beyond what it found, in the prompt of a running request that is not shared yet; 0 where
+    Those from `start` on, in the prompt of a running request that is not shared yet; 0 where
     that is too little to wait for: a best-effort request waits, a real-time one does not. A request
     that has to compute all of its prompt has nothing to wait for.
     """
@@ -581,7 +581,7 @@ def prefix_in_flight(request: Request, prefilling: Sequence[Request]) -> int:
     for other in prefilling:
         if other.prefix_salt == request.prefix_salt:
             common = common_len(request.prompt_token_ids, other.prompt_token_ids)
-            best = max(best, common - request.num_computed_tokens)
+            best = max(best, common - start)
     return best if best >= MIN_IN_FLIGHT_TOKENS else 0
 
 

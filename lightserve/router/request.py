@@ -18,17 +18,18 @@ prefix, and (where memory was taken from it) the rest on the host:
                 host.start ...................┘
                 └ copied to the host ─────────┘   (both: clean, could be taken at no cost)
 
-What it will not have to compute when it resumes is noted by `KVStore.look_up`.
+What it would not have to compute if it started now is what `KVStore.look_up` finds: a value that
+belongs to one plan (`Found`). A request changes when a plan is committed, never before.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -196,14 +197,8 @@ class Request:
     """Prompt tokens that were not computed when it first started."""
     keeps_kv: bool = True
     """Whether its KV may become cache: it has been finite so far."""
-    num_pinned_by_start: int = 0
-    """While it waits: cached slots that starting it would keep from being evicted."""
-    hit: Hit | None = None
-    """While it waits: what of it is in the prefix tree, if that is more than it holds itself."""
     expected: PrefixNode | None = None
     """While it waits and has no KV: where the prefix tree counts it as a future user."""
-    num_loaded_by_start: int = 0
-    """While it waits: tokens that starting it would load from the host."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
@@ -246,10 +241,9 @@ class Request:
     def lose_kv(self) -> None:
         """Wait as if it had never started: its known tokens are to be computed again."""
         self.state = WAITING
-        self.slots = self.lease = self.host = self.hit = self.expected = None
+        self.slots = self.lease = self.host = self.expected = None
         self.is_prompt_shared = False
-        self.num_paused_tokens = self.num_pinned_by_start = self.num_loaded_by_start = 0
-        self.next_position = 0
+        self.num_paused_tokens = self.next_position = 0
 
     def add_output(self, token_ids: list[int]) -> None:
         """Confirm tokens."""
@@ -357,11 +351,15 @@ class Request:
 
         0 once the last output token is in flight, and while the frontend has too much to look at.
         """
+        return self.num_left_from(self.next_position)
+
+    def num_left_from(self, start: int) -> int:
+        """Return the tokens that the next plan may compute if those before `start` have KV."""
         num_inflight = self.num_inflight_samples
         num_generated = len(self.output_token_ids) + num_inflight
         if num_generated >= self._stop_at or (self.awaits_grammar and num_inflight):
             return 0  # or the sample in flight may give no token
-        return self.num_prompt_tokens + num_generated - self.next_position
+        return self.num_prompt_tokens + num_generated - start
 
     @property
     def is_whole(self) -> bool:
@@ -373,12 +371,11 @@ class Request:
         """Whether KV that is there need not be computed: not where all tokens are looked at."""
         return self.sampling.num_prompt_logprobs is None and not self.is_whole
 
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether the next plan is to tell how probable prompt tokens are."""
+    def wants_prompt_logprobs(self, start: int) -> bool:
+        """Whether a plan that computes from `start` on tells how probable prompt tokens are."""
         return (
             self.sampling.num_prompt_logprobs is not None
-            and self.next_position < self.num_prompt_tokens - 1
+            and start < self.num_prompt_tokens - 1
             and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
         )
 
@@ -440,6 +437,36 @@ class Request:
             return self.prompt_token_ids
         output = np.asarray(self.output_token_ids, dtype=np.int32)
         return np.concatenate([self.prompt_token_ids, output])
+
+
+class Found(NamedTuple):
+    """The state that a request would go on from, as one plan found it. Immutable."""
+
+    start: int
+    """First position that is to be computed."""
+    num_left: int
+    """Tokens from there on that the plan may compute."""
+    num_loaded: int = 0
+    """Tokens before `start` that would come back from the host."""
+    num_pinned: int = 0
+    """Cached slots that starting it would keep from being evicted."""
+    hit: Hit | None = None
+    """The part of it in the prefix tree, if that is more than it holds itself."""
+
+    @property
+    def num_there(self) -> int:
+        """Leading positions whose KV is in the pool."""
+        return self.start - self.num_loaded
+
+
+FoundOf = Callable[[Request], Found]
+"""Returns what a plan found of a request; while it is made, the same each time."""
+
+
+def progress(request: Request) -> Found:
+    """Return the state of a request that runs, or of one of which nothing was looked up."""
+    start = request.next_position
+    return Found(start, request.num_left_from(start))
 
 
 # When a request ends, and whether it survives the death of its workers. Pure.

@@ -137,10 +137,10 @@ class QueueDelay:
                 has_waited and shape.num_new < FULL_SHARE * self._pipeline.max_num_batched_tokens
             )
 
-    def note_started(self, request: Request) -> None:
-        """Learn how much of a request that starts was there already."""
+    def note_started(self, request: Request, num_there: int) -> None:
+        """Learn how many tokens of a request that starts are not computed."""
         known = self._of[request.request_class]
-        known.uncached_share.add(1.0 - request.num_computed_tokens / request.num_known_tokens)
+        known.uncached_share.add(1.0 - num_there / request.num_known_tokens)
 
     def note_length(self, request: Request, num_tokens: int) -> None:
         """Learn how long an output has become."""

@@ -140,19 +140,18 @@ class SchedulingTargets:
         asked = request.slo
         if asked == SLO() or not self._cost.is_settled:
             return FeasibleSLO(asked, ()), math.inf
-        idle = self._idle_times(request, num_output)
+        idle = self._idle_times(request, num_output, start=0)
         feasible = raise_to_feasible(asked, idle)
         is_short = feasible.raised or is_tight(*_first_token(feasible, idle))
         if is_short and kv is not None and kv.tree is not None:
-            kv.look_up(request)  # what is cached has not to be computed
-            idle = self._idle_times(request, num_output)
+            start = kv.look_up(request).start  # what is cached has not to be computed
+            idle = self._idle_times(request, num_output, start=start)
             feasible = raise_to_feasible(asked, idle)
         slack_s, _ = _first_token(feasible, idle)
         return feasible, slack_s
 
-    def _idle_times(self, request: Request, num_output: float) -> IdleTimes:
-        """Return what the request would take alone: its prompt by chunks, then decodes."""
-        start = request.num_computed_tokens
+    def _idle_times(self, request: Request, num_output: float, *, start: int) -> IdleTimes:
+        """Return what the request would take alone: its prompt from `start` on, then decodes."""
         ttft_s = self._prompt_seconds(start, request.num_prompt_tokens - start)
         middle = request.num_prompt_tokens + round(num_output / 2)
         tpot_s = self._cost.seconds(StepShape().plus(middle, 1))

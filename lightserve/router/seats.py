@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from lightserve.router.accounts import Account
-from lightserve.router.request import WAITING, Request
+from lightserve.router.request import WAITING, FoundOf, Request, progress
 from lightserve.router.request_table import RequestTable, Rows
 from lightserve.types import RequestClass
 
@@ -126,7 +126,9 @@ NO_SEATS = Seats()
 """Where requests are of one account, or accounts do not count."""
 
 
-def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Request]:
+def in_turn(
+    waiting: Mapping[Account | None, Iterable[Request]], found: FoundOf = progress
+) -> Iterator[Request]:
     """Yield requests so that each time the account goes first that has had least.
 
     What was yielded before counts as had; of keys that have had as much the first one goes first.
@@ -134,6 +136,7 @@ def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Req
 
     Args:
         waiting: by account; read as far as needed.
+        found: says how much each has to compute.
     """
     if len(waiting) < 2:
         yield from itertools.chain.from_iterable(waiting.values())
@@ -142,7 +145,7 @@ def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Req
     for account, requests in waiting.items():
         key = None if account is None else account.key
         if key not in keys:
-            keys[key] = _Turns(0.0 if key is None else key.served)
+            keys[key] = _Turns(0.0 if key is None else key.served, found)
         keys[key].add(0.0 if account is None else account.served, iter(requests))
     of_keys = [(turns.had, number, turns) for number, turns in enumerate(keys.values())]
     heapq.heapify(of_keys)
@@ -158,7 +161,8 @@ def in_turn(waiting: Mapping[Account | None, Iterable[Request]]) -> Iterator[Req
 class _Turns:
     """The accounts behind a key, while requests are put in order."""
 
-    def __init__(self, had: float) -> None:
+    def __init__(self, had: float, found: FoundOf) -> None:
+        self._found = found
         self.had = had
         """Tokens that the key has had, including requests put in order."""
         self._accounts: list[tuple[float, int, Iterator[Request]]] = []
@@ -172,20 +176,21 @@ class _Turns:
         while self._accounts:
             had, number, requests = self._accounts[0]
             if (request := next(requests, None)) is not None:
-                self.had += request.num_schedulable_tokens
-                had += request.num_schedulable_tokens
+                num_left = self._found(request).num_left
+                self.had += num_left
+                had += num_left
                 heapq.heapreplace(self._accounts, (had, number, requests))
                 return request
             heapq.heappop(self._accounts)
         return None
 
 
-def in_fair_order(requests: Iterable[Request]) -> list[Request]:
+def in_fair_order(requests: Iterable[Request], found: FoundOf = progress) -> list[Request]:
     """Return requests as they come `in_turn`."""
     waiting: dict[Account | None, list[Request]] = {}
     for request in requests:
         waiting.setdefault(request.account, []).append(request)
-    return list(in_turn(waiting))
+    return list(in_turn(waiting, found))
 
 
 def has_had_less(request: Request, other: Request) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lightserve.cost.model import StepShape, chunk_pairs
 from lightserve.router.accounts import Computed
-from lightserve.router.request import Request
+from lightserve.router.request import Found, FoundOf, Request, progress
 from lightserve.router.request_table import Decodes, RequestTable, Rows
 from lightserve.types import RequestClass, StepId
 
@@ -68,7 +68,7 @@ def decodes_and_chunks(
     return Decodes(table, all_rows).kept(), tuple(chunks)
 
 
-def shape_of(parts: Iterable[Decodes | Scheduled]) -> StepShape:
+def shape_of(parts: Iterable[Decodes | Scheduled], found: FoundOf = progress) -> StepShape:
     """Return a step's shape, before its requests have moved."""
     num_new = decode_context = chunk_context = pairs = num_decodes = num_chunks = 0
     for part in parts:
@@ -78,7 +78,7 @@ def shape_of(parts: Iterable[Decodes | Scheduled]) -> StepShape:
             decode_context += part.num_context_tokens
             continue
         request, num_tokens = part
-        start = request.next_position
+        start = found(request).start
         num_new += num_tokens
         if num_tokens == 1:
             decode_context += start
@@ -90,13 +90,13 @@ def shape_of(parts: Iterable[Decodes | Scheduled]) -> StepShape:
     return StepShape(num_new, decode_context, pairs, num_decodes, num_chunks, chunk_context)
 
 
-def nums_of_samples(parts: Sequence[Scheduled]) -> tuple[int, ...]:
+def nums_of_samples(parts: Sequence[Scheduled], found: FoundOf = progress) -> tuple[int, ...]:
     """Return how many new tokens the next tokens of each request yield.
 
     None before its last known token, one with it, and one more for each step that it runs on
     by itself (simulated workers only).
     """
-    ends = [r.next_position + count for r, count in parts]
+    ends = [found(r).start + count for r, count in parts]
     known = [
         r.num_prompt_tokens + len(r.output_token_ids) + r.num_inflight_samples for r, _ in parts
     ]
@@ -275,6 +275,8 @@ class PlannedStep:
     """Predicted execution time."""
     loaded: tuple[Loading, ...] = ()
     """KV of paused requests that comes back beside the step."""
+    found: Mapping[Request, Found] = field(default_factory=dict)
+    """The state that each newcomer, and each of `loaded`, goes on from."""
     seats_given: tuple[Request, ...] = ()
     """Requests of `paused` whose seats others are owed."""
     left_out: LeftOut = NOTHING_LEFT_OUT

@@ -185,7 +185,7 @@ class RunPolicy:
         requests = step.running.table.of(rows)
         if (
             not len(rows)
-            or len(rows) < step.budget.num_tokens
+            or len(rows) < step.budget.shape.num_new
             or not all(r.is_decoding for r in requests)
         ):
             return
@@ -218,9 +218,9 @@ class _Nothing:
         """No request is a line of a batch."""
         return iter(())
 
-    def is_prefix_in_flight(self, request: Request) -> bool:
+    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
         """Return False."""
-        del request
+        del request, start
         return False
 
     def late(self) -> Iterator[Request]:

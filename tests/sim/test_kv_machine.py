@@ -216,7 +216,7 @@ class KVMachine(RuleBasedStateMachine):
         assert len(loading) == len(step.loaded) and not loading & (moved | losers)
         assert moved or not loading, "a step of copies alone"
         for request, num_tokens in step.loaded:
-            assert request.is_paused and 0 < num_tokens <= request.num_loaded_by_start
+            assert request.is_paused and 0 < num_tokens <= step.found[request].num_loaded
             assert (request, Reason.LOADING) in step.skipped
 
     def holders(self) -> list[Request]:

@@ -104,7 +104,7 @@ class TurnTaking:
         running = step.of()
         step.take(decodes=running.decodes)
         prompts, newcomers = list(running.prompts), list(step.waiting.of(RT))
-        budget = step.limits.max_num_batched_tokens - step.budget.num_tokens
+        budget = step.limits.max_num_batched_tokens - step.budget.shape.num_new
         share = budget // max(1, len(prompts) + len(newcomers))
         for request in prompts:
             step.take([request], num_tokens=min(share, request.num_schedulable_tokens))

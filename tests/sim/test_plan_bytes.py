@@ -46,7 +46,7 @@ from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import COPY_BYTES, ROW_BYTES, SLOT_BYTES, newcomer_bytes
 from lightserve.router.kv.prefix_node import least_recently_used
-from lightserve.router.request import WAITING, Request
+from lightserve.router.request import WAITING
 from lightserve.router.request_table import RequestTable
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -210,7 +210,8 @@ def test_a_newcomer_takes_no_more_than_was_said(
     core.on_message(_submit(2**62, prompt=prompt, max_tokens=1, **changes), 0.0)
     step = core.plan(0.0)
     assert isinstance(step, PlannedStep)
-    said = newcomer_bytes(step.scheduled[0][0])
+    request = step.scheduled[0].request
+    said = newcomer_bytes(request, step.found[request].num_loaded)
     plan = core.commit(step, 0.0)
     assert said - 256 <= len(msgspec.msgpack.encode(plan.sequences + plan.slot_ranges)) <= said
 
@@ -223,7 +224,8 @@ class _Weighed(Storm):
     def _check(self, step: PlannedStep) -> None:
         super()._check(step)
         newcomers = [request for request, _ in step.scheduled if request.state is WAITING]
-        sizes = [newcomer_bytes(r) for r in [*newcomers, *[r for r, _ in step.loaded]]]
+        starting = [*newcomers, *[r for r, _ in step.loaded]]
+        sizes = [newcomer_bytes(r, step.found[r].num_loaded) for r in starting]
         assert len(sizes) <= 1 or sum(sizes) <= memory_plan.MAX_NEWCOMER_BYTES
         self.num_refused += any(reason == "bytes" for _, reason in step.skipped)
         self._said = sum(sizes) + sum(ROW_BYTES + SLOT_BYTES * count for _, count in step.scheduled)
@@ -322,8 +324,6 @@ def test_decodes_that_a_real_worker_would_get_wrong(
 
 # `plan` writes nothing: what the scheduler knows is the same after it, and so is the next plan.
 
-NOTES = {"hit", "num_pinned_by_start", "num_loaded_by_start", "_next_position"}
-"""Of a request that waits: what starting it would take, which every plan finds out anew."""
 MEMOS = {
     RequestTable: {"_rows"},
     StepCost: {"_guard"},
@@ -365,8 +365,6 @@ def differences(one: Any, other: Any, at: str, seen: dict[int, Any]) -> list[str
             for found in differences(item, other_item, f"{at}[{number}]", seen)
         ]
     skipped = MEMOS.get(type(one), set())
-    if isinstance(one, Request) and one.state is WAITING:
-        skipped = NOTES
     return [
         found
         for name in fields_of(one)

@@ -80,8 +80,10 @@ def _by_rate(steps: _Steps) -> Iterator[list[Scheduled]]:
         number = int(np.searchsorted(firsts, place, side="right")) - 1
         group, at = groups[number], int(place - firsts[number])
         step = [
-            Scheduled(request, request.num_schedulable_tokens)
-            for request, is_in in zip(steps.requests, group.whole[at], strict=True)
+            Scheduled(request, int(count))
+            for request, count, is_in in zip(
+                steps.requests, steps.rest, group.whole[at], strict=True
+            )
             if is_in
         ]
         if group.cut is not None:
@@ -102,7 +104,10 @@ class _Steps:
         count = len(self.requests)
         numbers = np.arange(1 << count)
         self._in = (numbers[:, None] >> np.arange(count)) & 1 == 1
-        self._rest = np.array([r.num_schedulable_tokens for r in self.requests])
+        found = [state.kv.look_up(request) for request in self.requests]
+        self.rest = np.array([each.num_left for each in found])
+        """Tokens that each request has to compute."""
+        self._starts = [each.start for each in found]
         self._is_be = np.array([r.request_class is BE for r in self.requests])
         self._is_new = np.array([r.state is not RUNNING for r in self.requests])
         self._copies_s = np.array([state.copy_seconds(r) for r in self.requests])
@@ -112,9 +117,7 @@ class _Steps:
                 for r in self.requests
             ]
         )
-        shapes = [
-            StepShape().plus(r.next_position, r.num_schedulable_tokens) for r in state.requests
-        ]
+        shapes = [StepShape().plus(*each[:2]) for each in found]
         self._shape = self._in @ np.array(shapes, dtype=np.float64)
         kept = np.array(
             [r.num_kept_tokens if r.state is RUNNING or r.is_paused else 0 for r in self.requests]
@@ -122,7 +125,7 @@ class _Steps:
         held = np.array([r.num_held_tokens for r in self.requests])
         self._slots = np.where(self._is_be, kept, kept - held)
         """That each takes, besides its tokens, of what is left if best-effort ones lose all."""
-        self._prompts = np.where(self._is_new, kept - held + self._rest, 0)
+        self._prompts = np.where(self._is_new, kept - held + self.rest, 0)
         """Newcomers' whole prompts, for which there must be memory."""
         self._num_slots = state.kv.num_slots - int(held[~self._is_be].sum())
 
@@ -132,7 +135,7 @@ class _Steps:
         time_s = self._seconds(self._shape) + self._in @ self._copies_s
         keep &= time_s <= self._limit(self._in) + ROUNDING_S
         yield self._group(keep, None, np.zeros(len(keep), dtype=np.int64), time_s)
-        for cut in np.flatnonzero(self._rest > 2):
+        for cut in np.flatnonzero(self.rest > 2):
             yield from self._with_cut(int(cut))
 
     def _with_cut(self, cut: int) -> Iterator[_Candidates]:
@@ -144,7 +147,7 @@ class _Steps:
         copies_s = with_cut @ self._copies_s
         limit_s = self._limit(advancing) + ROUNDING_S - copies_s
         num_new = self._shape[:, 0].astype(np.int64)
-        most = np.minimum(self._state.budget - num_new, int(self._rest[cut]) - 1)
+        most = np.minimum(self._state.budget - num_new, int(self.rest[cut]) - 1)
         low, high = np.ones_like(most), most  # the largest count that keeps the limit, by bisection
         for _ in range(12):
             middle = (low + high + 1) // 2
@@ -181,7 +184,7 @@ class _Steps:
         return np.asarray(left_s.min(axis=1), dtype=np.float64)
 
     def _plus(self, cut: int, count: IntArray) -> FloatArray:
-        start = self.requests[cut].next_position
+        start = self._starts[cut]
         shape: FloatArray = self._shape.copy()
         shape[:, 0] += count
         shape[:, 2] += count * start + count * (count - 1) // 2
@@ -202,7 +205,7 @@ class _Steps:
     def _group(
         self, keep: BoolArray, cut: int | None, count: IntArray, time_s: FloatArray
     ) -> _Candidates:
-        tokens = self._in @ (self._rest * self._is_be)
+        tokens = self._in @ (self.rest * self._is_be)
         if cut is not None and self._is_be[cut]:
             tokens = tokens + count
         return _Candidates(self._in[keep], cut, count[keep], tokens[keep] / time_s[keep])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.policies.base import Policy, Step, Waiting
 from lightserve.router.policies.step_budget import StepLimits
-from lightserve.router.request import Request, RequestState
+from lightserve.router.request import Found, FoundOf, Request, RequestState, progress
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
 from lightserve.router.step import PlannedStep, Scheduled, nums_of_samples, shape_of
 from lightserve.types import (
@@ -57,6 +57,15 @@ def make_request(
     return request
 
 
+def loading(num_loaded: Mapping[Request, int]) -> FoundOf:
+    """Return a look-up in which some requests would load so many of the tokens before them."""
+
+    def found(request: Request) -> Found:
+        return progress(request)._replace(num_loaded=num_loaded.get(request, 0))
+
+    return found
+
+
 def running_of(requests: Iterable[Request]) -> Running:
     """Return requests that run, in a table of their own; they may be in another one before."""
     requests = list(requests)
@@ -74,6 +83,8 @@ def filled(
     waiting: Waiting,
     limits: StepLimits,
     admission: AdmissionRound,
+    *,
+    found: FoundOf = progress,
 ) -> Step:
     """Return a step as a policy fills it where slots are no limit."""
     by_rank = sorted(running, key=lambda request: request.request_class is BE)
@@ -81,6 +92,7 @@ def filled(
         KVStore(1 << 17, KVOptions()),
         running.table,
         lambda: by_rank,
+        found,
         0,
         is_class_aware=policy.is_class_aware,
     )
@@ -91,6 +103,7 @@ def filled(
         limits,
         memory,
         admission,
+        found=found,
         is_class_aware=policy.is_class_aware,
         meets_deadlines=policy.meets_deadlines,
     )
@@ -145,7 +158,7 @@ class Queue:
     def late(self) -> Iterator[Request]:
         return (r for r in self._requests if r in self._late)
 
-    def is_prefix_in_flight(self, request: Request) -> bool:
+    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
         return False
 
 

@@ -22,7 +22,7 @@ from lightserve.router.planner import Planner
 from lightserve.router.policies.base import Policy
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.request import RUNNING, Request, RequestState
+from lightserve.router.request import RUNNING, FoundOf, Request, RequestState, progress
 from lightserve.router.request_table import RequestTable
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step import Scheduled, each_scheduled, shape_of
@@ -44,15 +44,17 @@ class WholePrompts:
     def __init__(self, kv: KVStore, num_best_effort: int) -> None:
         """`num_best_effort` slots are in the hands of best-effort requests."""
         self._left = {RT: kv.num_available + num_best_effort, BE: kv.num_available}
+        self._found: FoundOf = progress
 
     def begin(self, live: Collection[Request], pool: PoolView) -> WholePrompts:
-        del live, pool
+        del live
         again = copy.copy(self)
-        again._left = dict(self._left)
+        again._left, again._found = dict(self._left), pool.found
         return again
 
     def admit(self, request: Request) -> bool:
-        num_tokens = request.num_loaded_by_start + request.num_schedulable_tokens
+        found = self._found(request)
+        num_tokens = found.num_loaded + found.num_left
         if num_tokens > self._left[request.request_class]:
             return False
         self._left = {of: count - num_tokens for of, count in self._left.items()}
@@ -96,8 +98,6 @@ class State:
                 self.kv.take(request, num_on_host)
                 self.kv.take_copies()
             self.waiting.requeue([request])
-        if request.state is RequestState.WAITING:
-            self.kv.look_up(request)
 
     def set_due(self, request: Request, in_ms: float) -> None:
         """Let a request's next token be due so long after the start of the step."""
@@ -113,8 +113,9 @@ class State:
 
     def is_lost(self, request: Request) -> bool:
         """Whether a request is late, or would be if it had the server for itself from here on."""
-        seconds, start = 0.0, request.next_position
-        while (rest := request.num_schedulable_tokens + request.next_position - start) > 0:
+        found = self.kv.look_up(request)
+        seconds, start = 0.0, found.start
+        while (rest := found.num_left + found.start - start) > 0:
             count = min(rest, self.budget)
             seconds += self.pipeline.cost.seconds(StepShape().plus(start, count))
             start += count
@@ -123,12 +124,13 @@ class State:
 
     def copy_seconds(self, *newcomers: Request) -> float:
         """Return the seconds that a step waits for the copies of those who resume."""
-        num_loaded = sum(r.num_loaded_by_start for r in newcomers if r.state is not RUNNING)
+        num_loaded = sum(self.kv.look_up(request).num_loaded for request in newcomers)
         return self.pipeline.copy_seconds(num_loaded)
 
     def seconds(self, step: Sequence[Scheduled]) -> float:
         """Return the predicted seconds of a step."""
-        return self.pipeline.cost.seconds(shape_of(step)) + self.copy_seconds(*(r for r, _ in step))
+        shape = shape_of(step, self.kv.look_up)
+        return self.pipeline.cost.seconds(shape) + self.copy_seconds(*(r for r, _ in step))
 
     def planner(self, policy: Policy | None = None) -> Planner:
         """Return the planner of a core with a policy, by default the unified one."""
@@ -152,7 +154,8 @@ class State:
 
     def fits(self, step: Sequence[Scheduled]) -> bool:
         """Whether memory and rows allow all of a step."""
-        memory = MemoryPlan(self.kv, self.rows, self.planner().holders, 0, is_class_aware=True)
+        holders, found = self.planner().holders, self.kv.look_up
+        memory = MemoryPlan(self.kv, self.rows, holders, found, 0, is_class_aware=True)
         for part in step:
             memory.place(part)
         return set(each_scheduled(memory.parts)) == set(step)
@@ -162,7 +165,7 @@ class State:
         advancing = {
             request
             for request, count in step
-            if reading is Reading.SHARE or count == request.num_schedulable_tokens
+            if reading is Reading.SHARE or count == self.kv.look_up(request).num_left
         }
         time_s = self.seconds(step)
         return all(

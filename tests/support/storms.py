@@ -69,7 +69,7 @@ class WatchedPolicy(UnifiedPolicy):
         assert len({request for request, _ in step.budget.parts}) == len(step.budget.parts)
         assert sum(count for _, count in chosen) <= step.limits.max_num_batched_tokens
         for request, count in chosen:
-            assert 1 <= count <= request.num_schedulable_tokens
+            assert 1 <= count <= step.found(request).num_left
         self.num_loads += len(step.budget.parts) - len(chosen)
         self._watch_deadlines(chosen, step)
 
@@ -80,7 +80,7 @@ class WatchedPolicy(UnifiedPolicy):
         """
         real_time = [part for part in chosen if part.request.request_class is RT]
         decodes = [part for part in real_time if part.request.is_decoding]
-        due = [r for r, count in real_time if count == r.num_schedulable_tokens]
+        due = [r for r, count in real_time if count == step.found(r).num_left]
         self._watch(due, real_time, chosen, step)
         self._watch([r for r, _ in decodes], decodes, real_time, step)
 

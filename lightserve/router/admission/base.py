@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightserve.router.request import Request
+from lightserve.router.request import FoundOf, Request, progress
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class PoolView:
     """Returns the tokens that best-effort newcomers may bring so that all could be saved on the
     host if real-time requests came to hold twice as much as they did of late; None: nothing is
     saved."""
+    found: FoundOf = progress
+    """Tells what newcomers find in the prefix tree."""
 
 
 class AdmissionRound(Protocol):

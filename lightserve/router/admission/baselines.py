@@ -16,13 +16,14 @@ import numpy as np
 
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import (
+    OutputSampler,
     PeakAdmission,
     PeakRound,
     SharedPrefixes,
 )
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
-from lightserve.router.request import Request
+from lightserve.router.request import FoundOf, Request
 
 EMA_GROWTH = 1.1
 EMA_BUSY_USAGE = 0.85
@@ -34,9 +35,13 @@ class FlatRound:
     forecast_peak = None
 
     def __init__(
-        self, live: Collection[Request], count: Callable[[Request], int], limit: float
+        self,
+        live: Collection[Request],
+        count: Callable[[Request], int],
+        limit: float,
+        found: FoundOf,
     ) -> None:
-        self._shared = SharedPrefixes(live)
+        self._shared = SharedPrefixes(live, found)
         self._count = count
         self._num_counted = sum(map(count, live)) - self._shared.num_counted_twice
         self._limit = limit
@@ -59,7 +64,7 @@ class ConservativeAdmission:
 
     def begin(self, live: Collection[Request], pool: PoolView) -> FlatRound:
         """Start a round from the reservations of all requests that hold rows."""
-        return FlatRound(live, _worst_case, int(pool.num_slots * self._overcommit))
+        return FlatRound(live, _worst_case, int(pool.num_slots * self._overcommit), pool.found)
 
 
 class AggressiveAdmission:
@@ -70,7 +75,7 @@ class AggressiveAdmission:
 
     def begin(self, live: Collection[Request], pool: PoolView) -> FlatRound:
         """Start a round from what is held now."""
-        return FlatRound(live, _known, pool.num_slots * self._watermark)
+        return FlatRound(live, _known, pool.num_slots * self._watermark, pool.found)
 
 
 def _worst_case(request: Request) -> int:
@@ -94,8 +99,8 @@ class EmaAdmission(PeakAdmission):
 
     def begin(self, live: Collection[Request], pool: PoolView) -> PeakRound:
         """Start a round; nothing in it is random."""
-        num_held = sum(request.next_position for request in live)
-        num_held -= SharedPrefixes(live).num_counted_twice
+        num_held = sum(pool.found(request).start for request in live)
+        num_held -= SharedPrefixes(live, pool.found).num_counted_twice
         is_busy = num_held > EMA_BUSY_USAGE * pool.num_slots
 
         def sample(requests: Sequence[Request], generated: IntArray) -> IntArray:
@@ -107,7 +112,11 @@ class EmaAdmission(PeakAdmission):
             lengths: IntArray = np.clip(guess.astype(np.int64), generated + 1, max_tokens)
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), pool.num_slots)
+        return _one_future(live, sample, pool)
+
+
+def _one_future(live: Collection[Request], sample: OutputSampler, pool: PoolView) -> PeakRound:
+    return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), pool.num_slots, found=pool.found)
 
 
 class OracleAdmission(PeakAdmission):
@@ -124,4 +133,4 @@ class OracleAdmission(PeakAdmission):
             lengths = np.fromiter(map(self._true_length, requests), np.int64, len(requests))
             return lengths[:, None]
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), pool.num_slots)
+        return _one_future(live, sample, pool)

@@ -74,7 +74,9 @@ class ClasswiseRound:
     def _best_effort(self) -> SharedPrefixes:
         """Return what those of the class read together, which takes room once."""
         if self._shared is None:
-            self._shared = SharedPrefixes(r for r in self._counted if r.request_class is BE)
+            self._shared = SharedPrefixes(
+                (r for r in self._counted if r.request_class is BE), self._pool.found
+            )
         return self._shared
 
     def _round_of(self, request_class: RequestClass) -> AdmissionRound:

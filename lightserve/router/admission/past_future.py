@@ -49,4 +49,4 @@ class PastFutureAdmission(PeakAdmission):
             keys = [request.prediction_key for request in requests]
             return self._lengths.sample(generated, max_tokens, uniforms, keys)
 
-        return PeakRound(live, sample, lambda peaks, _: int(peaks.max()), limit)
+        return PeakRound(live, sample, lambda peaks, _: int(peaks.max()), limit, found=pool.found)

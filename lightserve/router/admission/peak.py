@@ -24,8 +24,8 @@ from lightserve.router.future_memory import (
     SharedTokens,
     base_with_shared,
 )
-from lightserve.router.kv.prefix_node import PrefixNode, path_of
-from lightserve.router.request import Request
+from lightserve.router.kv.prefix_node import Hit, PrefixNode, path_of
+from lightserve.router.request import FoundOf, Request, progress
 
 OutputSampler = Callable[[Sequence[Request], IntArray], npt.NDArray[np.signedinteger[Any]]]
 """Total output lengths of requests, [n, num_futures], by what they have generated, int64 [n].
@@ -98,10 +98,18 @@ class PeakRound:
         limit: int,
         *,
         is_capped: bool = False,
+        found: FoundOf = progress,
     ) -> None:
-        """`is_capped`: `sample` gives no more than limits.
+        """Begin with those that run.
 
-        So where the limits of all have room together nothing need be sampled.
+        Args:
+            live: their requests.
+            sample: draws the lengths of outputs.
+            bound: the peak to reckon with.
+            limit: the most that it may be.
+            is_capped: whether `sample` gives no more than limits: then nothing need be sampled
+                where the limits of all have room together.
+            found: see `PoolView`.
         """
         self._live = list(live)
         self._sample = sample
@@ -112,7 +120,7 @@ class PeakRound:
         """None until the limits of all might not have room together."""
         self._most_of_live: int | None = None
         """Tokens that all can come to hold, by their limits; None: not summed up yet."""
-        self._shared = SharedPrefixes(self._live)
+        self._shared = SharedPrefixes(self._live, found)
         self._rest: IntArray = np.empty((0, 0), dtype=np.int64)
         """Tokens that live requests are still to generate, [n, num_futures]."""
         self._rests_of_newcomers: list[IntArray] = []
@@ -204,16 +212,18 @@ class Held(NamedTuple):
 class SharedPrefixes:
     """Who holds which part of the prefix tree, among the requests that count in a round.
 
-    Reads leases and, of requests that do not run yet, what `KVStore.look_up` noted. A newcomer
+    Reads leases and, of requests that do not run yet, what the plan found of them. A newcomer
     that is to hold only a part of a node holds none of it here, until it runs and the tree has
     split the node: another newcomer with the same part is then counted in full. That is never too
     little, and is put right by the next round.
     """
 
-    def __init__(self, counted: Iterable[Request]) -> None:
+    def __init__(self, counted: Iterable[Request], found: FoundOf = progress) -> None:
+        """`found` tells of those without a row; as a rule they hold what their leases say."""
         self._counted = list(counted)
+        self._found = found
         self._num_begun = len(self._counted)
-        self._has_newcomers = bool([r for r in self._counted if r.hit is not None])
+        self._has_newcomers = any(r.row is None and found(r).hit for r in self._counted)
         """Whether some that count found a prefix, and are none of its users yet."""
         self._holders: dict[PrefixNode, list[int]] | None = None
         self._several: dict[PrefixNode, list[int]] | None = None
@@ -221,9 +231,9 @@ class SharedPrefixes:
     def add(self, request: Request) -> None:
         """Count one more request, which does not run yet."""
         if self._holders is not None:
-            _note(self._holders, request, len(self._counted))
+            self._note(self._holders, request, len(self._counted))
         self._counted.append(request)
-        self._has_newcomers |= request.hit is not None
+        self._has_newcomers |= self._hit_of(request) is not None
 
     def held_by_several(self) -> list[Held]:
         """Return what two or more of those who count hold."""
@@ -240,7 +250,7 @@ class SharedPrefixes:
 
         Who holds a node holds those above it: where as many hold both, they are the same.
         """
-        if not (prefix := _prefix_of(request)):
+        if not (prefix := self._prefix_of(request)):
             return []
         # As a rule none or several read what a newcomer found, and those are known already.
         is_known = len(self._counted) == self._num_begun and all(
@@ -286,10 +296,10 @@ class SharedPrefixes:
         if self._holders is None:
             self._holders = {}
             for index, request in enumerate(self._counted):
-                if request.hit is not None or request.lease is None:
-                    _note(self._holders, request, index)
+                if request.row is None or request.lease is None:
+                    self._note(self._holders, request, index)
                     continue
-                node = request.lease.node  # as `_note` does: most are such
+                node = request.lease.node  # as `_note` does: most run
                 while (parent := node.parent) is not None:
                     if (known := self._holders.get(node)) is None:
                         self._holders[node] = [index]
@@ -298,26 +308,27 @@ class SharedPrefixes:
                     node = parent
         return self._holders
 
+    def _hit_of(self, request: Request) -> Hit | None:
+        return self._found(request).hit if request.row is None else None
 
-def _note(holders: dict[PrefixNode, list[int]], request: Request, index: int) -> None:
-    """Add a request to the holders of its nodes."""
-    if request.hit is not None:
-        for node, num_tokens in _prefix_of(request):
-            if num_tokens == len(node.tokens):
+    def _note(self, holders: dict[PrefixNode, list[int]], request: Request, index: int) -> None:
+        """Add a request to the holders of its nodes."""
+        if self._hit_of(request) is not None:
+            for node, num_tokens in self._prefix_of(request):
+                if num_tokens == len(node.tokens):
+                    holders.setdefault(node, []).append(index)
+        elif request.lease is not None:
+            node = request.lease.node
+            while (parent := node.parent) is not None:
                 holders.setdefault(node, []).append(index)
-    elif request.lease is not None:
-        node = request.lease.node
-        while (parent := node.parent) is not None:
-            holders.setdefault(node, []).append(index)
-            node = parent
+                node = parent
 
-
-def _prefix_of(request: Request) -> list[tuple[PrefixNode, int]]:
-    """Return the nodes that a waiting request holds or would hold, and how much of each."""
-    hold = request.hit or request.lease
-    if hold is None or hold.node is None or hold.num_tokens == 0:
-        return []
-    nodes = [node for node in path_of(hold.node) if node.parent is not None]
-    counts = [len(node.tokens) for node in nodes]
-    counts[0] -= sum(counts) - hold.num_tokens  # of the last one perhaps a part
-    return list(zip(nodes, counts, strict=True))
+    def _prefix_of(self, request: Request) -> list[tuple[PrefixNode, int]]:
+        """Return the nodes that a waiting request holds or would hold, and how much of each."""
+        hold = self._hit_of(request) or request.lease
+        if hold is None or hold.node is None or hold.num_tokens == 0:
+            return []
+        nodes = [node for node in path_of(hold.node) if node.parent is not None]
+        counts = [len(node.tokens) for node in nodes]
+        counts[0] -= sum(counts) - hold.num_tokens  # of the last one perhaps a part
+        return list(zip(nodes, counts, strict=True))

@@ -61,7 +61,7 @@ class RiskAdmission(PeakAdmission):
         def bound(peaks: IntArray, request: Request) -> int:
             return peak_at(peaks, self._accepted.level(request.request_class))
 
-        return PeakRound(live, self.totals, bound, pool.num_slots, is_capped=True)
+        return PeakRound(live, self.totals, bound, pool.num_slots, is_capped=True, found=pool.found)
 
     def totals(self, requests: Sequence[Request], generated: IntArray) -> LengthArray:
         """Return the total length of each request in each future, int32 [n, num_futures].

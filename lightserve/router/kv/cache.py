@@ -30,7 +30,7 @@ from lightserve.router.kv.host import Checkpoints, PlanCopies
 from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.slots import BlockSlotPool, IndexArray
-from lightserve.router.request import Request
+from lightserve.router.request import Found, Request, progress
 from lightserve.types import BE, RT
 
 LoadIsCheaper = Callable[[int, int], bool]
@@ -156,32 +156,33 @@ class KVStore:
 
     # ---------------------------------------------------------------- prefixes
 
-    def look_up(self, request: Request) -> Request:
-        """Note on a waiting request how much of it has KV, and what starting it takes besides.
+    def look_up(self, request: Request) -> Found:
+        """Return how much of a request has KV, and what starting it takes besides.
 
         The last known token is always computed: its logits are needed. A request that wants the
-        log-probabilities or the vector of its prompt computes all of it, once. Returns the request.
+        log-probabilities or the vector of its prompt computes all of it, once. One that runs is
+        where it is.
         """
+        if request.row is not None:
+            return progress(request)
         num_held = request.num_held_tokens
-        num_there, num_pinned = num_held, 0
-        request.hit = None
+        num_there, num_pinned, found = num_held, 0, None
         if self._tree is not None and request.takes_prefixes:
             known = request.expected if request.lease is None else request.lease.node
             tokens = request.known_token_ids()[:-1]
             hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
             if hit.num_tokens > request.num_shared_tokens:
                 num_there, num_pinned = max(num_held, hit.num_tokens), hit.num_evictable
-                request.hit = hit
+                found = hit
         num_lost = request.num_kept_tokens - num_there
         loads = num_lost > 0 and request.host is not None and request.host.start <= num_there
         if loads and not self._load_is_cheaper(num_lost, num_there):
             loads = False
-        request.num_loaded_by_start = num_lost if loads else 0
-        request.num_pinned_by_start = num_pinned
-        request.num_computed_tokens = num_there + request.num_loaded_by_start
-        return request
+        num_loaded = num_lost if loads else 0
+        start = num_there + num_loaded
+        return Found(start, request.num_left_from(start), num_loaded, num_pinned, found)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request, found: Found) -> None:
         """Give a request that begins or resumes its table of slots, and hold its cached prefix.
 
         Every newcomer of a plan does so before slots are acquired, which may evict prefixes.
@@ -190,33 +191,29 @@ class KVStore:
             request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
         if request.row is not None:
             self._pool.bind(request.row, request, request.request_class)
-        start = request.num_computed_tokens - request.num_loaded_by_start
-        self.hold(request)
-        if not request.num_loaded_by_start and request.host and request.host.end > start:
+        self.hold(request, found)
+        if not found.num_loaded and request.host and request.host.end > found.start:
             self.checkpoints.drop(request)  # computed anew
         request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: Request, found: Found) -> None:
         """Hold a waiting request's cached prefix, before it loads what is behind it."""
-        start = request.num_computed_tokens - request.num_loaded_by_start
         if self._tree is not None:
-            self._hold_prefix(request, start)
-        request.num_pinned_by_start = 0
-        request.hit = None
-        request.num_paused_tokens = start
+            self._hold_prefix(request, found)
+        request.num_computed_tokens = found.start
+        request.num_paused_tokens = found.num_there
 
     def load(self, request: Request, num_tokens: int, *, is_ahead: bool = False) -> int:
-        """Bring back from the host some of what `look_up` said, behind what is held.
+        """Bring back from the host some of what `look_up` found, behind what is held.
 
         `is_ahead`: beside the step of the plan. Returns how much.
         """
         if num_tokens:
-            assert request.slots is not None and num_tokens <= request.num_loaded_by_start
+            assert request.slots is not None
             start = request.num_paused_tokens
             end = start + num_tokens
             request.slots[start:end] = self.acquire([(request, num_tokens)])
             self.checkpoints.load(request, start, end, is_ahead=is_ahead)
-            request.num_loaded_by_start -= num_tokens
         return num_tokens
 
     def load_ahead(self, request: Request, num_tokens: int) -> int:
@@ -225,12 +222,13 @@ class KVStore:
         request.num_paused_tokens += num_tokens
         return num_tokens
 
-    def _hold_prefix(self, request: Request, num_tokens: int) -> None:
-        """Hold what the tree has of the first `num_tokens` tokens; own copies of it are freed."""
+    def _hold_prefix(self, request: Request, found: Found) -> None:
+        """Hold what the tree has of the tokens that are there; own copies of it are freed."""
+        num_tokens = found.num_there
         assert self._tree is not None and request.slots is not None
         before, num_held = request.lease, request.num_held_tokens
         is_real_time = request.request_class is RT
-        num_found = request.num_shared_tokens if request.hit is None else request.hit.num_tokens
+        num_found = request.num_shared_tokens if found.hit is None else found.hit.num_tokens
         tokens = request.known_token_ids()[: min(num_tokens, num_found)]
         lease, slots = self._tree.acquire(request.prefix_salt, tokens, is_real_time=is_real_time)
         assert len(slots) >= num_tokens or num_held >= num_tokens, "something changed since"

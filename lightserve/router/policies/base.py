@@ -22,10 +22,9 @@ from lightserve.router.policies.step_budget import (
     NO_LIMIT,
     StepBudget,
     StepLimits,
-    num_loaded_by,
 )
 from lightserve.router.queue import MAX_CANDIDATES
-from lightserve.router.request import WAITING, Request
+from lightserve.router.request import WAITING, FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running, SortedOut
 from lightserve.router.seats import had_of, has_had_less
 from lightserve.router.step import ALL_CLASSES, Loading, Reason, Scheduled, Skips
@@ -68,7 +67,7 @@ class Waiting(Protocol):
     def late(self) -> Iterable[Request]:
         """Return the real-time ones that never ran and are late; `of` has them at its end."""
 
-    def is_prefix_in_flight(self, request: Request) -> bool:
+    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
         """Whether it should wait for a prefix that another is just computing."""
 
 
@@ -95,6 +94,7 @@ class Step:
         memory: MemoryPlan,
         admission: AdmissionRound,
         *,
+        found: FoundOf,
         is_class_aware: bool,
         meets_deadlines: bool,
     ) -> None:
@@ -106,13 +106,15 @@ class Step:
             limits: what the step may use.
             memory: the pool, of which nothing is placed yet.
             admission: forecasts what newcomers will need.
+            found: tells what each request would go on from.
             is_class_aware: see `Policy`.
             meets_deadlines: see `Policy`.
         """
         self.running = running
         self.waiting = waiting
         self.limits = limits
-        self.budget = StepBudget(running.table, limits, meets_deadlines=meets_deadlines)
+        self.found = found
+        self.budget = StepBudget(running.table, limits, found, meets_deadlines=meets_deadlines)
         self.skips = Skips(running.table)
         """Requests that the step leaves out, and why."""
         self.started: dict[Request, None] = {}
@@ -227,6 +229,7 @@ class Step:
                 prompts,
                 decodes=budget.decode_rows,
                 due=budget.due,
+                found=self.found,
                 cost=self.limits.cost,
             )
 
@@ -269,7 +272,7 @@ class Step:
 
     def could_start(self, request: Request) -> bool:
         """Whether a request that waits is not in it, though it has something to compute."""
-        return request not in self.started and request.num_schedulable_tokens > 0
+        return request not in self.started and self.found(request).num_left > 0
 
     def is_open(self, request_class: RequestClass) -> bool:
         """Whether more newcomers of a class may be tried for now."""
@@ -326,12 +329,12 @@ class Step:
 
     def _refuses_to_start(self, request: Request) -> Reason | None:
         """Return why a request that waits may not start, memory aside; None if it may."""
-        if request.num_schedulable_tokens == 0:  # its frontend has not caught up with it yet
+        if self.found(request).num_left == 0:  # its frontend has not caught up with it yet
             return Reason.BLOCKED
         if request.request_class is BE and request not in self.urgent:
             if not self.limits.turn.allows(request):
                 return Reason.ORDER
-            if self.waiting.is_prefix_in_flight(request):
+            if self.waiting.is_prefix_in_flight(request, self.found(request).start):
                 return Reason.BLOCKED
         return None
 
@@ -341,10 +344,10 @@ class Step:
         An empty step takes something, however little time there is. One that resumes and has too
         much to bring back loads it beside the step; then others may still join it.
         """
-        budget, rest = self.budget, request.num_schedulable_tokens
+        budget, (start, rest, num_loaded, _, _) = self.budget, self.found(request)
         if rest == 0:
             return Reason.BLOCKED
-        if request.wants_prompt_logprobs:
+        if request.wants_prompt_logprobs(start):
             rest = min(rest, self._num_positions_left)
             if rest == 0:
                 return Reason.TOKENS
@@ -353,10 +356,9 @@ class Step:
         if how.is_whole or request.is_whole:
             is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
             return Scheduled(request, rest) if is_in else self._run_out()
-        loads = num_loaded_by(request) > 0
-        can_go_beside = loads and budget.loads.can_go_beside(request, budget.seconds)
+        can_go_beside = num_loaded > 0 and budget.loads.can_go_beside(num_loaded, budget.seconds)
         if can_go_beside and budget.loads.is_free_for(
-            request, budget.seconds, self._due_for(request)
+            num_loaded, budget.seconds, self._due_for(request)
         ):
             return self._offer_loading(request)
         most = budget.leaving_room(request, rest) if how.leaves_room else rest
@@ -378,7 +380,10 @@ class Step:
 
     def _offer_loading(self, request: Request) -> Loading | Reason:
         budget = self.budget
-        num_tokens = budget.loads.tokens_beside(request, budget.seconds, budget.predicted_limit_s)
+        num_loaded = self.found(request).num_loaded
+        num_tokens = budget.loads.tokens_beside(
+            num_loaded, budget.seconds, budget.predicted_limit_s
+        )
         return Loading(request, num_tokens) if num_tokens else Reason.LOADING
 
     def _run_out(self) -> Reason:
@@ -406,7 +411,7 @@ class Step:
         if isinstance(part, Loading):
             self.skips.note(request, Reason.LOADING)
             return
-        if request.wants_prompt_logprobs:
+        if request.wants_prompt_logprobs(self.found(request).start):
             self._num_positions_left -= part.num_tokens
         self.has_run_out = self.has_run_out or self.budget.is_full
 
@@ -416,7 +421,9 @@ class Step:
         if request.state is not WAITING or reason is Reason.BLOCKED:
             return
         is_best_effort = request.request_class is BE
-        has_no_positions = request.wants_prompt_logprobs and self._num_positions_left <= 0
+        has_no_positions = self._num_positions_left <= 0 and request.wants_prompt_logprobs(
+            self.found(request).start
+        )
         if (
             reason is Reason.LOADING
             or (reason is Reason.KV_FUTURE and is_best_effort)

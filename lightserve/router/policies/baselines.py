@@ -118,7 +118,7 @@ class SjfPolicy(PriorityPolicy):
 
     def newcomers(self, step: Step) -> Iterable[Request]:
         """Return real-time requests that wait, those with least to compute first."""
-        return sorted(step.waiting.of(RT), key=lambda request: request.num_schedulable_tokens)
+        return sorted(step.waiting.of(RT), key=lambda request: step.found(request).num_left)
 
 
 # Multi-level feedback queues over iterations (FastServe; a baseline of AccelGen).

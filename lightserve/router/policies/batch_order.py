@@ -23,17 +23,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.accounts import Account
-from lightserve.router.policies.base import Waiting
-from lightserve.router.policies.step_budget import (
-    LOOK_AHEAD,
-    StepBudget,
-    StepLimits,
-    num_loaded_by,
-)
+from lightserve.router.policies.base import Step
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget
 from lightserve.router.request import Request
-from lightserve.router.request_table import NO_ROWS, Rows, Running
+from lightserve.router.request_table import NO_ROWS, Rows
 from lightserve.router.slo import PROMOTION_FACTOR, CompletionLedger, LineDeadline
-from lightserve.router.step_cost import StepCost, StepShape
+from lightserve.router.step_cost import StepShape
 
 # Best-effort jobs with a completion time (AccelGen's JCT).
 #
@@ -59,25 +54,25 @@ class Promoted(NamedTuple):
     """From the start of the step to when each should have its prompt behind it."""
 
 
-def promote(running: Running, best_effort: Rows, waiting: Waiting, limits: StepLimits) -> Promoted:
+def promote(step: Step, best_effort: Rows) -> Promoted:
     """Return the best-effort jobs that have to run now; `best_effort` are rows of that class."""
-    assert limits.cost is not None
+    limits = step.limits
     urgent_running: list[Request] = []
     promoted = Promoted(NO_ROWS, [], {})
     for requests, urgent in (
-        (running.table.jobs(best_effort), urgent_running),
-        (itertools.islice(waiting.jobs(), LOOK_AHEAD), promoted.waiting),
+        (step.running.table.jobs(best_effort), urgent_running),
+        (itertools.islice(step.waiting.jobs(), LOOK_AHEAD), promoted.waiting),
     ):
         for request in requests:
-            ledger = request.deadlines
-            if not isinstance(ledger, CompletionLedger) or request.num_schedulable_tokens == 0:
+            ledger, num_left = request.deadlines, step.found(request).num_left
+            if not isinstance(ledger, CompletionLedger) or num_left == 0:
                 continue
             decodes_s = _num_to_come(request, ledger) * limits.average_step_s
-            work_left_s = _prompt_s(request, limits.cost) + decodes_s
+            work_left_s = _prompt_s(step, request) + decodes_s
             if not ledger.is_urgent(limits.start_s, work_left_s=work_left_s):
                 continue
             urgent.append(request)
-            if request.num_schedulable_tokens > 1:
+            if num_left > 1:
                 promoted.due_s[request] = ledger.end_s - limits.start_s - decodes_s
     rows = [request.row for request in urgent_running]
     return promoted._replace(rows=np.array(rows, dtype=np.int64)) if rows else promoted
@@ -91,11 +86,9 @@ class UrgentLines(NamedTuple):
     waiting: list[Request]
 
 
-def urgent_lines(
-    running: Running, best_effort: Rows, waiting: Waiting, limits: StepLimits
-) -> UrgentLines:
+def urgent_lines(step: Step, best_effort: Rows) -> UrgentLines:
     """Return the lines that go before others; `best_effort` are rows of that class."""
-    assert limits.cost is not None
+    limits, running = step.limits, step.running
     table, start_s = running.table, limits.start_s
     rows = best_effort[table.line_due_s[best_effort] < math.inf]
     if len(rows):
@@ -104,24 +97,25 @@ def urgent_lines(
         work_s = limits.average_step_s * np.minimum(to_come, table.max_tokens[rows] - num_output)
         for place in np.flatnonzero(running.schedulable[rows] > 1).tolist():
             (request,) = table.of(rows[place : place + 1])
-            work_s[place] += _prompt_s(request, limits.cost)
+            work_s[place] += _prompt_s(step, request)
         rows = rows[table.line_due_s[rows] - start_s < PROMOTION_FACTOR * work_s]
     urgent: list[Request] = []
-    for request in itertools.islice(waiting.lines(), LOOK_AHEAD):
+    for request in itertools.islice(step.waiting.lines(), LOOK_AHEAD):
         line = request.deadlines
-        if not isinstance(line, LineDeadline) or request.num_schedulable_tokens == 0:
+        if not isinstance(line, LineDeadline) or step.found(request).num_left == 0:
             continue
         num_left = request.max_tokens - len(request.output_token_ids)
         work_left_s = limits.average_step_s * min(num_left, line.num_expected)
-        work_left_s += _prompt_s(request, limits.cost)
+        work_left_s += _prompt_s(step, request)
         if line.shared.due_s - start_s < PROMOTION_FACTOR * work_left_s:
             urgent.append(request)
     return UrgentLines(rows, urgent)
 
 
-def _prompt_s(request: Request, cost: StepCost) -> float:
+def _prompt_s(step: Step, request: Request) -> float:
     """Return the time of what is left of a prompt, in large steps."""
-    return cost.work(StepShape().plus(request.next_position, request.num_schedulable_tokens))
+    found = step.found(request)
+    return step.limits.cost.work(StepShape().plus(found.start, found.num_left))
 
 
 def _num_to_come(request: Request, ledger: CompletionLedger) -> float:
@@ -152,7 +146,7 @@ class BatchOrder:
         self._distances: dict[Request, float] = {}
         self._num_left: dict[tuple[int, int], int] = {}
         """Tokens of a prompt that there is time for, by where it begins and what it loads."""
-        self._num_tokens = budget.num_tokens
+        self._num_tokens = budget.shape.num_new
         """By others the step was then filled: what was found holds as long."""
 
     def best_first(self, waiting: Iterable[Request]) -> Iterator[Request]:
@@ -176,19 +170,23 @@ class BatchOrder:
         """Return the tokens that a newcomer's chunk gains per second."""
         num_new, added_s = self._budget.share_of(request)
         num_lost = max(0, num_new - self._num_free)
-        num_gained = request.next_position + num_new - num_lost
+        num_gained = self._budget.found(request).start + num_new - num_lost
         return num_gained / added_s if added_s > 0 else math.inf
 
     @property
     def _num_free(self) -> int:
         """Slots that hold nothing, and that no request of the step takes."""
-        return max(0, self._num_free_at_first - self._budget.num_tokens)
+        return max(0, self._num_free_at_first - self._budget.shape.num_new)
 
     def _index_of_best(self, requests: list[Request]) -> int:
         if len(requests) == 1:
             return 0
         if requests[0].num_requeues:
-            loads = [self._budget.seconds_added(r, r.num_schedulable_tokens) for r in requests]
+            found = map(self._budget.found, requests)
+            loads = [
+                self._budget.seconds_added(request, each.num_left)
+                for request, each in zip(requests, found, strict=True)
+            ]
             return loads.index(min(loads))
         scores = [self._score_now(request) for request in requests]
         alike = (1.0 - ALIKE) * max(scores)
@@ -199,8 +197,8 @@ class BatchOrder:
 
     def _score_now(self, request: Request) -> float:
         """Return the score, from memory while nothing has joined the step since."""
-        if self._num_tokens != self._budget.num_tokens:
-            self._num_tokens = self._budget.num_tokens
+        if self._num_tokens != self._budget.shape.num_new:
+            self._num_tokens = self._budget.shape.num_new
             self._scores.clear()
             self._distances.clear()
             self._num_left.clear()
@@ -216,8 +214,8 @@ class BatchOrder:
 
     def _distance(self, request: Request) -> float:
         """Return how far a demand for compute and KV is from what is left of both, as shares."""
-        num_rest = request.num_schedulable_tokens
-        place = request.next_position, num_loaded_by(request)
+        start, num_rest, num_loaded, _, _ = self._budget.found(request)
+        place = start, num_loaded
         if (num_left := self._num_left.get(place)) is None:
             num_left = self._budget.num_tokens_in_time(request, self._max_tokens)
             self._num_left[place] = num_left

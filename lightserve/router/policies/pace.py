@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.arrivals import is_tight
-from lightserve.router.request import Request
+from lightserve.router.request import FoundOf, Request
 from lightserve.router.request_table import DueTimes, Rows, Running
 from lightserve.router.slo import RESERVE_SHARE
 from lightserve.router.step_cost import StepCost, StepShape
@@ -86,6 +86,7 @@ class StepPace:
         *,
         decodes: Rows,
         due: DueTimes,
+        found: FoundOf,
         cost: StepCost,
     ) -> None:
         """Find the limits of a step; there are none without a stream that keeps a pace.
@@ -99,6 +100,7 @@ class StepPace:
             prompts: those that may be tried next.
             decodes: real-time ones in the step, which has nothing else.
             due: deadlines of the step's tokens.
+            found: tells how much of each prompt there is.
             cost: predicts its time.
         """
         table, rows = running.table, running.of(RT)
@@ -115,8 +117,8 @@ class StepPace:
         done_s, step_s = 0.0, self.limits.prompts_s
         for request in sorted(prompts, key=due.of):
             if 0.0 < (due_s := due.of(request)) < math.inf:
-                rest = request.num_schedulable_tokens
-                chunk = cost.tokens_within(shape, step_s, request.next_position + rest // 2, rest)
+                start, rest = found(request)[:2]
+                chunk = cost.tokens_within(shape, step_s, start + rest // 2, rest)
                 done_s += math.ceil(rest / max(1, chunk)) * step_s
                 self._may_be_exceeded |= is_tight(due_s - done_s, due_s)
 

@@ -13,7 +13,7 @@ import numpy as np
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
 from lightserve.router.policies.pace import StepPace
 from lightserve.router.queue import Turn
-from lightserve.router.request import WAITING, Request
+from lightserve.router.request import FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, DueTimes, RequestTable, Rows
 from lightserve.router.seats import Seats
 from lightserve.router.step import Loading, Scheduled
@@ -118,40 +118,40 @@ class StepLoads:
             seconds += self._beside_seconds(self._num_beside)
         return seconds
 
-    def wait_for(self, request: Request) -> None:
+    def wait_for(self, num_loaded: int) -> None:
         """Load all that a request lacks before the step: it runs in it."""
-        self._num_waited += num_loaded_by(request)
+        self._num_waited += num_loaded
 
-    def can_go_beside(self, request: Request, step_s: float) -> bool:
+    def can_go_beside(self, num_loaded: int, step_s: float) -> bool:
         """Whether a request that has to load could do so beside the step instead of running in it.
 
         Another has to be in it, and there has to be an idea of what copies take. `step_s` is
         what it takes without its loads; 0: it is empty.
         """
-        return step_s > 0.0 and self._beside_seconds(num_loaded_by(request)) > 0.0
+        return step_s > 0.0 and self._beside_seconds(num_loaded) > 0.0
 
-    def is_free_for(self, request: Request, step_s: float, due_s: float) -> bool:
+    def is_free_for(self, num_loaded: int, step_s: float, due_s: float) -> bool:
         """Whether loading a request beside steps costs nothing, to itself or to others.
 
         Its next token is due in `due_s`, perhaps inf; steps are taken to be as long as this one.
         """
         if not self._overlaps:
             return False
-        load_s = self._beside_seconds(num_loaded_by(request))
+        load_s = self._beside_seconds(num_loaded)
         return (math.ceil(load_s / step_s) + 1) * step_s <= due_s
 
-    def tokens_beside(self, request: Request, step_s: float, limit_s: float) -> int:
+    def tokens_beside(self, num_loaded: int, step_s: float, limit_s: float) -> int:
         """Return how much of a request there is time to load beside the step.
 
         Args:
-            request: it can go beside the step.
+            num_loaded: tokens that it lacks; it can go beside the step.
             step_s: what the step takes without its loads.
             limit_s: what it may take with them.
         """
         free_s = step_s
         if not self._overlaps:
             free_s = limit_s - step_s - self._waited_seconds(self._num_waited)
-        counts = range(1, num_loaded_by(request) + 1)
+        counts = range(1, num_loaded + 1)
         return bisect.bisect_right(
             counts, free_s, key=lambda count: self._beside_seconds(self._num_beside + count)
         )
@@ -161,20 +161,21 @@ class StepLoads:
         self._num_beside += num_tokens
 
 
-def num_loaded_by(request: Request) -> int:
-    """Return the tokens that a request brings back when it starts."""
-    return request.num_loaded_by_start if request.state is WAITING else 0
-
-
 class StepBudget:
     """The contents of a step, its predicted time and its limits. Policies set the limits."""
 
-    def __init__(self, table: RequestTable, limits: StepLimits, *, meets_deadlines: bool) -> None:
+    def __init__(
+        self, table: RequestTable, limits: StepLimits, found: FoundOf, *, meets_deadlines: bool
+    ) -> None:
         """Begin with an empty step.
 
-        `table` has the requests that run; `meets_deadlines`: whether the policy looks at deadlines.
+        Args:
+            table: the requests that run.
+            limits: what the step may use.
+            found: tells what each request would go on from.
+            meets_deadlines: whether the policy looks at deadlines.
         """
-        self.limits = limits
+        self.limits, self.found = limits, found
         self.due = DueTimes(table, limits.start_s)
         self.deadline_s = math.inf
         """From its start to the nearest deadline that it is to meet; inf: to none."""
@@ -190,8 +191,9 @@ class StepBudget:
         self._table = table
         self._meets_deadlines = meets_deadlines
         self._cost = limits.cost
-        self._shape = StepShape()
-        self._timed = self._shape, 0.0
+        self.shape = StepShape()
+        """New tokens, contexts and requests in it."""
+        self._timed = self.shape, 0.0
         """The shape of the last prediction, and the predicted time."""
         self._limit_s = math.inf
         """By deadlines: of the whole step, with both guards."""
@@ -209,7 +211,7 @@ class StepBudget:
     @property
     def is_empty(self) -> bool:
         """Whether nothing advances in it."""
-        return self._shape.num_new == 0
+        return self.shape.num_new == 0
 
     @property
     def is_full(self) -> bool:
@@ -217,14 +219,9 @@ class StepBudget:
         return self.num_left <= 0
 
     @property
-    def num_tokens(self) -> int:
-        """New tokens in it, each of which takes a slot."""
-        return self._shape.num_new
-
-    @property
     def num_requests(self) -> int:
         """Requests that advance in it."""
-        return self._shape.num_decodes + self._shape.num_chunks
+        return self.shape.num_decodes + self.shape.num_chunks
 
     @property
     def parts(self) -> list[Scheduled | Loading]:
@@ -262,12 +259,12 @@ class StepBudget:
         if len(rows):
             self._added.append(rows)
             context = int(self._table.next_position[rows].sum())
-            self._shape = self._shape.plus_decodes(len(rows), context)
+            self.shape = self.shape.plus_decodes(len(rows), context)
             self.num_left -= len(rows)
 
     def remove_decodes(self, rows: Rows) -> None:
         """Take decodes out; they may be added again."""
-        self._shape = self._without(rows)
+        self.shape = self._without(rows)
         for place, part in enumerate(self._added):
             if isinstance(part, np.ndarray):
                 self._added[place] = part[~np.isin(part, rows)]
@@ -280,8 +277,9 @@ class StepBudget:
         if isinstance(part, Loading):
             self.loads.add_beside(num_tokens)
             return
-        shape = self._shape.plus(request.next_position, num_tokens)
-        if num_tokens == request.num_schedulable_tokens and request.request_class is RT:
+        start, num_left, num_loaded, _, _ = self.found(request)
+        shape = self.shape.plus(start, num_tokens)
+        if num_tokens == num_left and request.request_class is RT:
             # It yields a token in this step, whose deadline counts if it can be met.
             residual_s = self.residual(request)
             if residual_s >= self._seconds(shape):
@@ -290,8 +288,8 @@ class StepBudget:
             elif residual_s >= self._cost.seconds(shape):
                 self._best_effort_limit_s = min(self._best_effort_limit_s, residual_s)
         self.chunks.add(request)
-        self.loads.wait_for(request)
-        self._shape = shape
+        self.loads.wait_for(num_loaded)
+        self.shape = shape
         self.num_left -= num_tokens
 
     # ---------------------------------------------------------------- deadlines
@@ -310,7 +308,8 @@ class StepBudget:
         In this step if there is room for all of it; otherwise in as many like it as it needs, each
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
-        rest, shape = request.num_schedulable_tokens, self._without(without)
+        start, rest = self.found(request)[:2]
+        shape = self._without(without)
         fits = rest <= self.num_left + len(without)
         if fits and (whole_s := self._seconds_with_all_of(request, shape)) <= self._limit_s:
             return whole_s
@@ -319,7 +318,6 @@ class StepBudget:
         if chunk >= rest:
             return self._seconds_with_all_of(request, decodes)
         num_whole, last = divmod(rest, chunk)
-        start = request.next_position
         ends = (start, start + (num_whole - 1) * chunk)
         each_s = sum(self._seconds(decodes.plus(place, chunk)) for place in ends) / 2
         last_s = self._seconds(decodes.plus(start + rest - last, last)) if last else 0.0
@@ -327,16 +325,16 @@ class StepBudget:
 
     def seconds_to_end_beside_others(self, request: Request) -> float:
         """Return the share of the time of full steps that a prompt takes, with the guard."""
-        start, decodes = request.next_position, self._shape.decodes
+        (start, rest), decodes = self.found(request)[:2], self.shape.decodes
         chunk = self._tokens_beside(decodes, request)
-        return request.num_schedulable_tokens / chunk * self._seconds(decodes.plus(start, chunk))
+        return rest / chunk * self._seconds(decodes.plus(start, chunk))
 
     def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
         """Return how much of a prompt goes beside decodes in a step, at least MIN_CHUNK."""
         most = self.limits.max_num_batched_tokens - decodes.num_new
         if math.isfinite(self._limit_s) and self._cost.is_known:
             limit_s = self._limit_s / self._cost.guard
-            most = self._cost.tokens_within(decodes, limit_s, request.next_position, most)
+            most = self._cost.tokens_within(decodes, limit_s, self.found(request).start, most)
         return max(MIN_CHUNK, most)
 
     def is_urgent(self, request: Request, step_s: float | None = None) -> bool:
@@ -346,7 +344,7 @@ class StepBudget:
         return 0.0 <= self.residual(request) - self.seconds_to_end(request) <= step_s
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
-        return self._seconds(shape.plus(request.next_position, request.num_schedulable_tokens))
+        return self._seconds(shape.plus(*self.found(request)[:2]))
 
     # ---------------------------------------------------------------- limits
 
@@ -358,7 +356,7 @@ class StepBudget:
         and a token that will be late in any case is due as if all before it had been in time,
         lest its request falls behind further. If that cannot be either, it sets no limit.
         """
-        least_s, base_s = self.seconds, self._seconds(self._shape)
+        least_s, base_s = self.seconds, self._seconds(self.shape)
         rows = self.decode_rows
         residual_s = self.due.of_rows(rows, self.due.residuals.due)
         is_sure = residual_s >= base_s
@@ -379,11 +377,6 @@ class StepBudget:
         rows = [part for part in self._added if isinstance(part, np.ndarray)]
         return rows[0] if len(rows) == 1 else np.concatenate([NO_ROWS, *rows])
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether workers fill it up with as many tokens as are worth a row."""
-        return self._cost.num_padding(self._shape) >= MIN_CHUNK
-
     def lend(self, until_s: float, *, doubtless_s: float = 0.0) -> None:
         """Let best-effort requests have what is left up to then, in doubt to `doubtless_s`."""
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
@@ -403,8 +396,8 @@ class StepBudget:
     @property
     def seconds(self) -> float:
         """Predicted time of the step without copies."""
-        if self._timed[0] is not self._shape:
-            self._timed = self._shape, self._cost.seconds(self._shape)
+        if self._timed[0] is not self.shape:
+            self._timed = self.shape, self._cost.seconds(self.shape)
         return self._timed[1]
 
     def _limit_for(self, request: Request) -> float:
@@ -412,7 +405,7 @@ class StepBudget:
         limit_s = self.predicted_limit_s
         if self.pace.limits.prompts_s < math.inf:
             limit_s = self.pace.limit(limit_s, request, self.residual(request))
-        return limit_s - self.loads.seconds(num_loaded_by(request))
+        return limit_s - self.loads.seconds(self.found(request).num_loaded)
 
     @property
     def predicted_limit_s(self) -> float:
@@ -427,7 +420,7 @@ class StepBudget:
 
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
         """Whether the step keeps its limits with so many more decodes, contexts summed."""
-        shape = self._shape.plus_decodes(num_decodes, context)
+        shape = self.shape.plus_decodes(num_decodes, context)
         return self._cost.seconds(shape) + self.loads.seconds() <= self.predicted_limit_s
 
     def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> Rows:
@@ -452,9 +445,9 @@ class StepBudget:
 
     def _without(self, rows: Rows) -> StepShape:
         if not len(rows):
-            return self._shape
+            return self.shape
         context = int(self._table.next_position[rows].sum())
-        return self._shape.plus_decodes(-len(rows), -context)
+        return self.shape.plus_decodes(-len(rows), -context)
 
     @property
     def deadline_limit_s(self) -> float:
@@ -465,7 +458,7 @@ class StepBudget:
     def gained_by_prompt(self, without: Rows) -> int:
         """Return how many more tokens of a prompt would fit until then without decodes."""
         limit_s = self._limit_s / self._cost.guard
-        before = self._cost.tokens_within(self._shape, limit_s, 0, self.num_left)
+        before = self._cost.tokens_within(self.shape, limit_s, 0, self.num_left)
         return self._cost.tokens_within(self._without(without), limit_s, 0, self.num_left) - before
 
     def num_tokens_in_time(self, request: Request, most: int) -> int:
@@ -474,12 +467,12 @@ class StepBudget:
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
-        least, start = min(most, MIN_CHUNK), request.next_position
+        least, start = min(most, MIN_CHUNK), self.found(request).start
         if self.pace.is_limit and request.request_class is RT and not self.chunks:  # it gets on
-            least_s = self._cost.seconds(self._shape.plus(start, least))
-            most_s = self.predicted_limit_s - self.loads.seconds(num_loaded_by(request))
+            least_s = self._cost.seconds(self.shape.plus(start, least))
+            most_s = self.predicted_limit_s - self.loads.seconds(self.found(request).num_loaded)
             limit_s = min(max(limit_s, least_s), most_s)
-        in_time = self._cost.tokens_within(self._shape, limit_s, start, most)
+        in_time = self._cost.tokens_within(self.shape, limit_s, start, most)
         return max(in_time, least) if self.is_empty else in_time
 
     def leaving_room(self, request: Request, most: int) -> int:
@@ -487,18 +480,18 @@ class StepBudget:
 
         They wait for the rest of the step. But it has tokens to which the constant is little.
         """
-        outlook, cost, start = self.limits.outlook, self._cost, request.next_position
+        outlook, cost, start = self.limits.outlook, self._cost, self.found(request).start
         if request.request_class is BE or outlook.ttft_s == math.inf:
             return most
-        least_s = cost.seconds(self._shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
+        least_s = cost.seconds(self.shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
         limit_s = max(outlook.room_limit_s / cost.guard, least_s)
-        num_tokens = cost.tokens_within(self._shape, limit_s, start, most)
+        num_tokens = cost.tokens_within(self.shape, limit_s, start, most)
         is_cut = num_tokens < most and not self.is_urgent(request, limit_s * cost.guard)
         return num_tokens if is_cut else most
 
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what the step takes longer if so many tokens of a prompt join, loads included."""
-        shape = self._shape.plus(request.next_position, num_tokens)
+        shape = self.shape.plus(self.found(request).start, num_tokens)
         return self._cost.seconds(shape) - self.seconds + self._seconds_loading(request)
 
     def share_of(self, request: Request) -> tuple[int, float]:
@@ -506,9 +499,10 @@ class StepBudget:
 
         As `num_tokens_in_time` and `seconds_added` say, which as a rule are one question.
         """
-        most = min(request.num_schedulable_tokens, self.num_left)
+        start, rest = self.found(request)[:2]
+        most = min(rest, self.num_left)
         if most > 1:
-            seconds = self._cost.seconds(self._shape.plus(request.next_position, most))
+            seconds = self._cost.seconds(self.shape.plus(start, most))
             if seconds <= self._limit_for(request) or not self._cost.is_known:
                 return most, seconds - self.seconds + self._seconds_loading(request)
         num_tokens = max(1, self.num_tokens_in_time(request, most))
@@ -516,7 +510,7 @@ class StepBudget:
 
     def _seconds_loading(self, request: Request) -> float:
         """Return what the step takes longer for the loads of one more request."""
-        num_loaded = num_loaded_by(request)
+        num_loaded = self.found(request).num_loaded
         return self.loads.seconds(num_loaded) - self.loads.seconds() if num_loaded else 0.0
 
     def _seconds(self, shape: StepShape) -> float:

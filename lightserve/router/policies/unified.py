@@ -37,7 +37,7 @@ from lightserve.router.arrivals import IDLE_SHARE, Outlook
 from lightserve.router.policies.base import MEMORY_REASONS, Step, in_turns, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
 from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace
-from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget
+from lightserve.router.policies.step_budget import LOOK_AHEAD, MIN_CHUNK, StepBudget
 from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
@@ -98,7 +98,7 @@ class _Order:
         self._real_time, self._best_effort = step.running.of(RT), step.running.of(BE)
         self._num_held = int(self._table.next_position[self._real_time].sum())
         """Tokens of real-time requests."""
-        promoted = promote(step.running, self._best_effort, step.waiting, step.limits)
+        promoted = promote(step, self._best_effort)
         step.budget.due.of_jobs = promoted.due_s
         step.urgent = set(promoted.waiting)
         self._jobs = promoted.waiting
@@ -106,7 +106,7 @@ class _Order:
         self._promoted = promoted.rows
         if len(promoted.rows):
             self._best_effort = self._best_effort[~np.isin(self._best_effort, promoted.rows)]
-        self._lines = urgent_lines(step.running, self._best_effort, step.waiting, step.limits)
+        self._lines = urgent_lines(step, self._best_effort)
         step.urgent.update(self._lines.waiting)
         if len(rows := self._lines.rows):
             others = self._best_effort[~np.isin(self._best_effort, rows)]
@@ -213,9 +213,9 @@ class _Order:
             until_s = min(until_s, budget.seconds)
             budget.lend(until_s)
         self._try_best_effort()
-        if self.wants_more and (ample > 0 or budget.is_padded):
+        if self.wants_more and (ample > 0 or self._is_padded()):
             nearly_s = budget.seconds * (1.0 + NEARLY_FREE)
-            doubtless_s = nearly_s if budget.is_padded else 0.0
+            doubtless_s = nearly_s if self._is_padded() else 0.0
             budget.lend(max(until_s, nearly_s), doubtless_s=doubtless_s)
             self._try_best_effort(has_decodes=False)
             self.wants_more = True
@@ -261,6 +261,10 @@ class _Order:
         step = self._step
         is_tried = step.skips.reason_of(request) in MEMORY_REASONS
         return request not in step.started and not is_tried
+
+    def _is_padded(self) -> bool:
+        """Whether workers fill up the step: tokens up to its size cost their attention alone."""
+        return self._limits.cost.num_padding(self._budget.shape) >= MIN_CHUNK
 
     def _lent_until_s(self) -> float:
         budget, limits = self._budget, self._limits
@@ -323,15 +327,15 @@ class _Order:
             num_decodes = int(self._table.is_rt[budget.decode_rows].sum())
             freed_per_s = num_decodes * self._limits.outlook.freed_per_decode / average_step_s
         if not _fit_all(in_time, in_progress, budget, num_free, freed_per_s):
-            in_time.sort(key=lambda request: request.num_schedulable_tokens)
+            in_time.sort(key=lambda request: step.found(request).num_left)
             is_too_much = True
         self._is_too_much = is_too_much
         if is_too_much:
             untimed: list[Request] = []
             if seats.is_shared:
                 untimed, rest = self._untimed(rest)
-            in_time = in_fair_order([*in_time, *untimed])
-        return itertools.chain(owed, in_time, in_fair_order(hopeless), rest)
+            in_time = in_fair_order([*in_time, *untimed], step.found)
+        return itertools.chain(owed, in_time, in_fair_order(hopeless, step.found), rest)
 
     def _untimed(self, newcomers: Iterator[Request]) -> tuple[list[Request], Iterator[Request]]:
         """Return the next few newcomers that nothing is due of, and those behind them."""
@@ -368,7 +372,7 @@ class _Order:
                 if request.num_known_tokens - (request.num_cached_tokens or 0) >= long_tokens
             }
         for request in newcomers:
-            is_long = request.num_schedulable_tokens >= long_tokens
+            is_long = step.found(request).num_left >= long_tokens
             if not is_long or request.account not in is_at_it or self._budget.is_urgent(request):
                 yield request
                 continue
@@ -455,8 +459,8 @@ def is_turn_of_late(
 #
 # Where much time is free (beyond MUCH_FREE) and little is lent, it is memory that is short. Decodes
 # of best-effort requests go beyond what is lent, as one that waits keeps its memory from others,
-# and prompts get what adds next to nothing to a step (NEARLY_FREE). So they do in any case where
-# workers pad a step with a chunk: up to its size tokens cost their attention alone.
+# and prompts get what adds next to nothing to a step (NEARLY_FREE), and in any case where workers
+# pad a step with a chunk.
 
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.policy_scenes import BE, make_request, running_of
+from support.policy_scenes import BE, loading, make_request, running_of
 
 from lightserve.router.policies.batch_order import BatchOrder
 from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget, StepLimits
@@ -25,16 +25,20 @@ def cost() -> StepCost:
     return model
 
 
+LOADED: dict[Request, int] = {}
+
+
 def waiting(number: int, *, rest: int, there: int = 0, loaded: int = 0) -> Request:
     """Return a newcomer, or (with `loaded` tokens) one that resumes."""
     request = make_request(number, BE, prompt=rest + there)
-    request.num_computed_tokens, request.num_loaded_by_start = there, loaded
+    request.num_computed_tokens = there
+    LOADED[request] = loaded
     request.num_requeues = int(loaded > 0)
     return request
 
 
 def empty_step(limits: StepLimits) -> StepBudget:
-    return StepBudget(running_of([]).table, limits, meets_deadlines=True)
+    return StepBudget(running_of([]).table, limits, loading(LOADED), meets_deadlines=True)
 
 
 def order(

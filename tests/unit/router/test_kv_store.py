@@ -64,9 +64,9 @@ class Scene:
     def run(self, request: Request, num_output: int = 0) -> Request:
         """Start or resume a request and compute its prompt and `num_output` tokens."""
         kv = self.kv
-        kv.look_up(request)
-        kv.start(request)
-        kv.load(request, request.num_loaded_by_start)
+        found = kv.look_up(request)
+        kv.start(request, found)
+        kv.load(request, found.num_loaded)
         request.state = RequestState.RUNNING
         assert request.slots is not None
         start, end = request.num_computed_tokens, request.num_prompt_tokens + num_output
@@ -138,10 +138,10 @@ def test_what_is_taken_out_of_the_tree_is_private_and_back_on_resume() -> None:
     request.pause()
     assert scene.kv.takeable(request) == 25
     scene.kv.take(request, 15)
-    assert scene.kv.look_up(make_request(9)).num_computed_tokens == 10, "the rest stays shareable"
+    assert scene.kv.look_up(make_request(9)).start == 10, "the rest stays shareable"
     scene.run(request, num_output=6)
     assert scene.copies() == (15, 15, 0)
-    assert scene.kv.look_up(make_request(9)).num_computed_tokens == 19, "shared anew"
+    assert scene.kv.look_up(make_request(9)).start == 19, "shared anew"
     scene.kv.check_integrity([request])
 
 
@@ -169,9 +169,8 @@ def test_what_does_not_come_back_is_computed(
     request = scene.run(make_request(0), num_output=5)
     request.pause()
     assert scene.kv.take(request, 8) == (8 if num_host_slots >= 8 else None)
-    scene.kv.look_up(request)
-    assert request.num_computed_tokens == 17 + num_loaded
-    assert request.num_schedulable_tokens == 26 - 17 - num_loaded
+    found = scene.kv.look_up(request)
+    assert (found.start, found.num_left) == (17 + num_loaded, 26 - 17 - num_loaded)
     scene.run(request, num_output=6)
     assert scene.copies()[1] == num_loaded
     scene.kv.release(request, keep=False)
@@ -187,7 +186,7 @@ def test_kv_comes_back_bit_by_bit_and_goes_again_at_no_cost() -> None:
     scene.kv.take(request, 20)
     scene.copies()
     for num_loaded, num_held in ((7, 12), (6, 18)):
-        scene.kv.hold(scene.kv.look_up(request))
+        scene.kv.hold(request, scene.kv.look_up(request))
         assert scene.kv.load_ahead(request, num_loaded) == num_loaded
         copies = scene.kv.take_copies()
         assert copies.loads.slots == copies.saves.slots == b""
@@ -195,7 +194,7 @@ def test_kv_comes_back_bit_by_bit_and_goes_again_at_no_cost() -> None:
             request.held_slots[-num_loaded:].tolist()
         )
         assert (request.num_held_tokens, scene.kv.num_used) == (num_held, num_held)
-        assert scene.kv.look_up(request).num_loaded_by_start == 25 - num_held
+        assert scene.kv.look_up(request).num_loaded == 25 - num_held
         scene.kv.check_integrity([request])
     assert scene.kv.take(request, 4) == 0
     assert scene.copies() == (0, 0, 0) and scene.kv.num_used == 14
@@ -213,12 +212,12 @@ def test_what_is_cached_again_is_held_before_the_rest_is_loaded() -> None:
     scene.kv.take(request, 20)
     other = scene.run(make_request(1, 24), num_output=2)
     scene.copies()
-    scene.kv.hold(scene.kv.look_up(request))
+    scene.kv.hold(request, scene.kv.look_up(request))
     assert (request.num_held_tokens, request.num_shared_tokens) == (20, 20)
     scene.kv.load_ahead(request, 2)
     scene.kv.release(other, keep=False)
     scene.kv.check_integrity([request])
-    assert scene.kv.look_up(request).num_loaded_by_start == 3
+    assert scene.kv.look_up(request).num_loaded == 3
     scene.run(request, num_output=6)
     assert scene.copies() == (0, 3, 0)
     scene.kv.check_integrity([request])

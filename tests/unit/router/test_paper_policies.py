@@ -13,13 +13,21 @@ from lightserve.papers.bros import BASE_BATCH, BrosPolicy
 from lightserve.papers.echo import EchoPolicy
 from lightserve.router.policies.base import Policy, Step
 from lightserve.router.policies.step_budget import StepLimits
-from lightserve.router.request import WAITING, Request, RequestState
+from lightserve.router.request import WAITING, FoundOf, Request, RequestState, progress
 from lightserve.router.request_table import Running
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step_cost import StepCost
 from lightserve.types import SLO
 from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
-from tests.support.policy_scenes import BE, Admitting, Queue, filled, make_request, running_of
+from tests.support.policy_scenes import (
+    BE,
+    Admitting,
+    Queue,
+    filled,
+    loading,
+    make_request,
+    running_of,
+)
 
 NOW_S = 100.0
 TOKEN_S = 0.001
@@ -42,7 +50,9 @@ def due(request: Request, left_s: float) -> Request:
     return request
 
 
-def step_of(policy: Policy, requests: Sequence[Request], **limits: Any) -> Step:
+def step_of(
+    policy: Policy, requests: Sequence[Request], found: FoundOf = progress, **limits: Any
+) -> Step:
     running = running_of([r for r in requests if r.state is RequestState.RUNNING])
     waiting = Queue([r for r in requests if r.state is WAITING])
     values: dict[str, Any] = {
@@ -54,7 +64,9 @@ def step_of(policy: Policy, requests: Sequence[Request], **limits: Any) -> Step:
         "average_step_s": 0.01,
         "cost": cost(),
     }
-    return filled(policy, running, waiting, StepLimits(**{**values, **limits}), Admitting())
+    return filled(
+        policy, running, waiting, StepLimits(**{**values, **limits}), Admitting(), found=found
+    )
 
 
 def parts(policy: Policy, requests: Sequence[Request], **limits: Any) -> list[tuple[int, int]]:
@@ -79,9 +91,9 @@ class TestBros:
 
     def test_best_effort_requests_with_least_on_the_host_start_first(self) -> None:
         loads, fresh = make_request(1, BE, prompt=20), make_request(2, BE, prompt=20)
-        loads.num_loaded_by_start = 8
-        found = parts(BrosPolicy(), [due(make_request(0, output=2), 0.1), loads, fresh])
-        assert [number for number, _ in found] == [0, 2, 1]
+        requests = [due(make_request(0, output=2), 0.1), loads, fresh]
+        found = step_of(BrosPolicy(), requests, loading({loads: 8})).budget.parts
+        assert [request.arrival_number for request, _ in found] == [0, 2, 1]
 
     def test_they_take_the_place_of_real_time_decodes_that_can_wait(self) -> None:
         """Three tokens fit: the two real-time ones with most time left give way, one by one."""

@@ -61,7 +61,6 @@ def play(
     for number, actor in enumerate(actors):
         request = requests[actor.name] = make_request(number, actor)
         if actor.state == "new":
-            kv.look_up(request)
             continue
         request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
         request.slots[: actor.held] = kv.acquire([(request, actor.held)])
@@ -72,10 +71,9 @@ def play(
             table.acquire(request)
         if actor.state == "paused":
             request.pause()
-            kv.look_up(request)
     holders = [requests[actor.name] for actor in actors if actor.state != "new"]
     wanted = [Scheduled(requests[a.name], a.wants) for a in actors if a.wants]
-    memory = MemoryPlan(kv, table, lambda: holders, 0, is_class_aware=is_class_aware)
+    memory = MemoryPlan(kv, table, lambda: holders, kv.look_up, 0, is_class_aware=is_class_aware)
     for part in wanted:
         memory.place(part)
     return summary(memory, {request: name for name, request in requests.items()})
@@ -192,8 +190,7 @@ def play_shared(
         own = np.full(actor.held - num_shared + (not is_whole), 1000 + number, dtype=np.int32)
         request = requests[actor.name] = make_request(number, actor)
         request.prompt_token_ids = np.concatenate([np.arange(num_shared, dtype=np.int32), own])
-        kv.look_up(request)
-        kv.start(request)
+        kv.start(request, kv.look_up(request))
         start, end = request.num_computed_tokens, actor.held
         assert request.slots is not None
         request.slots[start:end] = kv.acquire([(request, end - start)])
@@ -204,9 +201,10 @@ def play_shared(
             table.acquire(request)
         else:
             request.pause()
-            kv.look_up(request)
     kv.acquire([(make_request(99, Actor("other", RT)), kv.num_available)])
-    memory = MemoryPlan(kv, table, lambda: list(requests.values()), 0, is_class_aware=True)
+    memory = MemoryPlan(
+        kv, table, lambda: list(requests.values()), kv.look_up, 0, is_class_aware=True
+    )
     memory.place(Scheduled(requests[holders[0][0].name], wants))
     return summary(memory, {request: name for name, request in requests.items()})
 

@@ -430,13 +430,12 @@ def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch, num_share
 )
 def test_prefixes_in_flight(num_common: int, num_found: int, salt: str, expected: int) -> None:
     waiting = make_request(0, [5] * num_common + [1] * 50)
-    waiting.num_computed_tokens = num_found
     running = [make_request(1, [9] * 200), make_request(2, [5] * num_common + [2] * 50, salt)]
-    assert prefix_in_flight(waiting, running) == expected
+    assert prefix_in_flight(waiting, num_found, running) == expected
 
 
 def test_a_request_that_computes_its_whole_prompt_waits_for_no_prefix() -> None:
     """Others with its prefix may be on their way all the time."""
     waiting = make_request(0, [5] * 100)
     waiting.sampling = SamplingParams(num_prompt_logprobs=0)
-    assert prefix_in_flight(waiting, [make_request(1, [5] * 100)]) == 0
+    assert prefix_in_flight(waiting, 0, [make_request(1, [5] * 100)]) == 0

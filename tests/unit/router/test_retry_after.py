@@ -155,8 +155,7 @@ def test_what_is_cached_is_not_waited_for() -> None:
     scene = Scene()
     for _ in range(3):
         request = scene.make(BE, 100)
-        request.num_computed_tokens = 75
-        scene.waits.note_started(request)
+        scene.waits.note_started(request, 75)
     scene.wait(4, BE, 3000)
     assert scene.seconds(BE) == pytest.approx(0.3)
 

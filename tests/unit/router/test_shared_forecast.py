@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.admission.peak import PeakRound
 from lightserve.router.future_memory import IntArray
+from lightserve.router.kv.prefix_node import Hit
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.router.request import Request
+from lightserve.router.request import Found, Request, progress
 from lightserve.types import RequestClass
 
 NUM_FUTURES = 3
@@ -55,6 +57,7 @@ class Scene:
         self.tree = PrefixTree()
         self._num_slots = 0
         self.members: dict[Request, Member] = {}
+        self.hits: dict[Request, Hit] = {}
         for member in cached:
             self.tree.release(self._start(member).lease)  # type: ignore[arg-type]
         self.live = [self._start(member) for member in live]
@@ -82,8 +85,15 @@ class Scene:
     def newcomer(self, member: Member) -> Request:
         request = self.request(member)
         hit = self.tree.look_up(KEY, request.prompt_token_ids[:-1])
-        request.hit = hit if hit.num_tokens else None
+        if hit.num_tokens:
+            self.hits[request] = hit
         return request
+
+    def found(self, request: Request) -> Found:
+        return progress(request)._replace(hit=self.hits.get(request))
+
+    def pool(self, num_slots: int, **options: Any) -> PoolView:
+        return PoolView(num_slots, found=self.found, **options)
 
     def sample(self, requests: Sequence[Request], generated: IntArray) -> IntArray:
         del generated
@@ -109,8 +119,8 @@ class Scene:
     def _positions(self, request: Request) -> set[tuple[int, ...]]:
         """Tokens that it has in the tree, each known by the prefix that it ends."""
         num_tokens = 0
-        if request.hit is not None:
-            num_tokens = request.hit.num_tokens
+        if request in self.hits:
+            num_tokens = self.hits[request].num_tokens
         elif request.lease is not None:
             num_tokens = request.lease.num_tokens
         prompt = self.members[request].prompt
@@ -127,7 +137,7 @@ class Asked:
             self.peaks = peaks.tolist()
             return int(peaks.max())
 
-        self.round = PeakRound(live, scene.sample, bound, 1 << 30)
+        self.round = PeakRound(live, scene.sample, bound, 1 << 30, found=scene.found)
 
 
 @more_when_long
@@ -173,19 +183,18 @@ def test_newcomers_of_one_round_are_never_counted_too_little(
         exact = scene.peaks_by_brute_force(batch)
         bounds = zip(before, exact, asked.peaks, unshared.peaks, strict=True)
         assert all(max(old, low) <= peak <= high for old, low, peak, high in bounds)
-        is_exact = is_exact and not _cuts_a_node(request)
+        is_exact = is_exact and not _cuts_a_node(scene.hits.get(request))
         assert asked.peaks == exact or not is_exact
 
 
 def _private(scene: Scene, request: Request) -> Request:
     """The same request, holding everything alone."""
     copy = scene.request(scene.members[request])
-    copy.lease = copy.hit = None
+    copy.lease = None
     return copy
 
 
-def _cuts_a_node(request: Request) -> bool:
-    hit = request.hit
+def _cuts_a_node(hit: Hit | None) -> bool:
     if hit is None or hit.node is None:
         return False
     node, num_tokens = hit.node, 0
@@ -219,8 +228,8 @@ def test_every_rule_counts_shared_tokens_once(
 ) -> None:
     scene, newcomer = shared_scene()
     rule = make_rule(name, history(20), **options)
-    assert rule.begin(scene.live, PoolView(needed)).admit(newcomer)
-    assert not rule.begin(scene.live, PoolView(needed - 1)).admit(newcomer)
+    assert rule.begin(scene.live, scene.pool(needed)).admit(newcomer)
+    assert not rule.begin(scene.live, scene.pool(needed - 1)).admit(newcomer)
 
 
 @pytest.mark.parametrize("name", sorted(ADMISSION_RULES))
@@ -228,7 +237,7 @@ def test_newcomers_of_one_round_share_with_each_other(name: str) -> None:
     """The prompt is cached and not held: the first to hold it brings it, for all of them."""
     prompt = tuple(range(900))
     scene = Scene([], [Member(prompt, 0, (1,) * 3)])
-    round_ = make_rule(name, history(20)).begin([], PoolView(2000))
+    round_ = make_rule(name, history(20)).begin([], scene.pool(2000))
     for _ in range(8):
         assert round_.admit(scene.newcomer(Member((*prompt, 1000), 0, (20,) * 3)))
 
@@ -242,7 +251,7 @@ def test_by_class_what_best_effort_requests_hold_is_no_gift() -> None:
     rule = ClasswiseAdmission(*(make_rule("aggressive", history(20)) for _ in range(2)))
 
     def admits(num_slots: int) -> list[bool]:
-        round_ = rule.begin(scene.live, PoolView(num_slots))
+        round_ = rule.begin(scene.live, scene.pool(num_slots))
         return [round_.admit(rt), round_.admit(newcomer)]
 
     # 0.95 of the pool: the real-time ones need 30 + 59.
@@ -265,5 +274,5 @@ def test_of_the_room_for_best_effort_requests_shared_tokens_take_their_part_once
         request.request_class = RequestClass.BE
     rule = ClasswiseAdmission(*(make_rule("aggressive", history(20)) for _ in range(2)))
     for be_room, admitted in ((2, [False, False]), (3, [True, False]), (6, [True, True])):
-        round_ = rule.begin(scene.live, PoolView(1000, be_room=lambda room=be_room: room))
+        round_ = rule.begin(scene.live, scene.pool(1000, be_room=lambda room=be_room: room))
         assert [round_.admit(request) for request in newcomers] == admitted

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.policy_scenes import BE, RT, make_request
 
-from lightserve.router.policies.step_budget import StepLimits, StepLoads, num_loaded_by
-from lightserve.router.request import Request
-from lightserve.types import RequestClass
+from lightserve.router.policies.step_budget import StepLimits, StepLoads
 
 STEP_S, TOKEN_S = 0.01, 1e-4
 
@@ -25,15 +22,9 @@ def make_loads(*, overlaps: bool = True, token_s: float = TOKEN_S) -> StepLoads:
 
 
 def add_beside(loads: StepLoads, num_lacking: int, limit_s: float) -> int:
-    num_tokens = loads.tokens_beside(lacking(num_lacking), STEP_S, limit_s)
+    num_tokens = loads.tokens_beside(num_lacking, STEP_S, limit_s)
     loads.add_beside(num_tokens)
     return num_tokens
-
-
-def lacking(num_tokens: int, request_class: RequestClass = BE) -> Request:
-    request = make_request(0, request_class, prompt=1000)
-    request.num_loaded_by_start = num_tokens
-    return request
 
 
 def test_beside_a_step_comes_what_the_link_can_do_in_its_time() -> None:
@@ -47,7 +38,7 @@ def test_beside_a_step_comes_what_the_link_can_do_in_its_time() -> None:
 
 def test_where_nothing_overlaps_it_takes_the_time_that_is_left() -> None:
     loads = make_loads(overlaps=False)
-    loads.wait_for(lacking(30))
+    loads.wait_for(30)
     limit_s = STEP_S + 100.5 * TOKEN_S
     assert add_beside(loads, 500, limit_s) == 70
     assert loads.seconds() == pytest.approx(100 * TOKEN_S)
@@ -72,12 +63,10 @@ def test_it_is_free_unless_its_own_deadline_is_too_near(
     overlaps: bool, num_lacking: int, due_s: float, is_free: bool
 ) -> None:
     loads = make_loads(overlaps=overlaps)
-    assert loads.is_free_for(lacking(num_lacking, RT), STEP_S, due_s) is is_free
+    assert loads.is_free_for(num_lacking, STEP_S, due_s) is is_free
 
 
 def test_none_loads_beside_nothing_or_for_an_unknown_time() -> None:
-    assert make_loads().can_go_beside(lacking(500), STEP_S)
-    assert not make_loads().can_go_beside(lacking(500), 0.0)
-    assert not make_loads(token_s=0.0).can_go_beside(lacking(500), STEP_S)
-    running = make_request(1, BE, prompt=10, computed=10)
-    assert num_loaded_by(running) == 0
+    assert make_loads().can_go_beside(500, STEP_S)
+    assert not make_loads().can_go_beside(500, 0.0)
+    assert not make_loads(token_s=0.0).can_go_beside(500, STEP_S)

@@ -6,7 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    RT,
+    Admitting,
+    Queue,
+    filled,
+    loading,
+    make_request,
+    running_of,
+)
 
 from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.arrivals import IDLE_LIMIT_S, NO_OUTLOOK, Outlook
@@ -14,7 +23,7 @@ from lightserve.router.policies.base import Step
 from lightserve.router.policies.step_budget import MIN_CHUNK, StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.request import Request
+from lightserve.router.request import FoundOf, Request, progress
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step import Reason
 from lightserve.router.step_cost import StepCost, StepGuard, StepShape
@@ -52,6 +61,7 @@ def play(
     refused: tuple[int, ...] = (),
     num_slots: int = 100_000,
     copy_ms: float = 0.0,
+    found: FoundOf = progress,
     guard: StepGuard | None = None,
     into: list[Step] | None = None,
     late_min_share: float = 0.1,
@@ -74,7 +84,9 @@ def play(
     )
     policy = UnifiedPolicy(UnifiedOptions(late_min_share=late_min_share))
     late = [r for r in waiting or [] if r.deadlines and r.deadlines.residual(NOW_S) <= 0]
-    step = filled(policy, in_rows, Queue(waiting or [], late), limits, Admitting(refused))
+    step = filled(
+        policy, in_rows, Queue(waiting or [], late), limits, Admitting(refused), found=found
+    )
     if into is not None:
         into.append(step)
     return {request.arrival_number: count for request, count in step.budget.parts}
@@ -382,11 +394,12 @@ def test_who_resumes_brings_the_time_of_its_copies(cost: StepCost) -> None:
     resuming = []
     for number in range(10):
         request = make_request(10 + number, BE, prompt=501)
-        request.num_computed_tokens, request.num_loaded_by_start = 500, 100
+        request.num_computed_tokens = 500
         resuming.append(request)
-    free = play(cost, [decode(0, 45)], resuming, num_free_rows=20)
+    found = loading(dict.fromkeys(resuming, 100))
+    free = play(cost, [decode(0, 45)], resuming, num_free_rows=20, found=found)
     assert len(free) == 11
-    dear = play(cost, [decode(0, 45)], resuming, num_free_rows=20, copy_ms=0.1)
+    dear = play(cost, [decode(0, 45)], resuming, num_free_rows=20, copy_ms=0.1, found=found)
     assert [count == 1 for count in dear.values()] == [True] * 5 + [False]
     assert 0 < dear[14] < 100
 

@@ -48,7 +48,7 @@ def test_the_emptiest_best_effort_block_goes_first() -> None:
     requests = [make_request(number, BE, prompt=p) for number, p in enumerate((15, 10))]
     for request in requests:
         request.num_paused_tokens = request.num_prompt_tokens
-        kv.start(request)
+        kv.start(request, kv.look_up(request))
         slots = kv.acquire([(request, request.num_prompt_tokens)])
         assert request.slots is not None
         request.slots[: len(slots)] = slots
