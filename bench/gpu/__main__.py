@@ -45,7 +45,7 @@ class Part:
     """How a part is run."""
 
     module: str
-    """Of this package, with a function of the part's name."""
+    """Module of this package that has a function of the part's name."""
     limit_s: float
     is_timed: bool = True
     """Whether it is alone on the device."""

@@ -1,4 +1,4 @@
-"""A database that holds a batch store: what SQLite and PostgreSQL have in common.
+"""A database that holds a batch store: what SQLite and PostgreSQL have in common, and its schema.
 
 Statements are written once, with `?` for values, in what both understand. A write is one short
 transaction whose conditions are checked inside it, and no other writes meanwhile. Only what servers
@@ -74,3 +74,303 @@ class Database(ABC):
 
     def check_space(self) -> None:  # noqa: B027 (not every database can tell)
         """Check that something may be added. Raises StoreError: too little space is free."""
+
+
+# The schema, as SQLite and PostgreSQL make it.
+
+_FIRST = """
+CREATE TABLE files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    key_name TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    filename TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    created_s INTEGER NOT NULL,
+    expires_s INTEGER,
+    touched_s INTEGER NOT NULL,
+    is_whole BOOLEAN NOT NULL,
+    batch INTEGER,
+    has_errors BOOLEAN NOT NULL DEFAULT FALSE
+);
+CREATE INDEX files_of_key ON files (key_name, number);
+CREATE TABLE chunks (
+    file INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (file, number)
+);
+CREATE TABLE batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    key_name TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    input_file INTEGER NOT NULL,
+    input_file_id TEXT NOT NULL,
+    "window" TEXT NOT NULL,
+    status TEXT NOT NULL,
+    created_s INTEGER NOT NULL,
+    expires_s INTEGER NOT NULL,
+    ended_s INTEGER,
+    metadata TEXT,
+    output_ttl_s INTEGER NOT NULL,
+    idempotency_key TEXT,
+    request_digest TEXT NOT NULL,
+    num_lines INTEGER NOT NULL,
+    num_done INTEGER NOT NULL DEFAULT 0,
+    num_failed INTEGER NOT NULL DEFAULT 0,
+    output_file_id TEXT,
+    error_file_id TEXT,
+    UNIQUE (key_name, idempotency_key)
+);
+CREATE INDEX batches_of_key ON batches (key_name, number);
+CREATE INDEX batches_active ON batches (expires_s) WHERE status = 'in_progress';
+CREATE TABLE lines (
+    batch INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    custom_id TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    losses INTEGER NOT NULL DEFAULT 0,
+    not_before_s REAL NOT NULL DEFAULT 0,
+    owner TEXT,
+    epoch INTEGER,
+    lease_until_s REAL,
+    result BLOB,
+    PRIMARY KEY (batch, number)
+);
+CREATE INDEX lines_queued ON lines (batch, number) WHERE state = 'queued';
+CREATE INDEX lines_leased ON lines (owner, epoch) WHERE state = 'leased';
+CREATE TABLE owners (
+    name TEXT PRIMARY KEY,
+    epoch INTEGER NOT NULL
+);
+"""
+
+_RESPONSES = """
+CREATE TABLE responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    key_name TEXT NOT NULL,
+    previous_id TEXT,
+    created_s INTEGER NOT NULL,
+    expires_s INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    input BLOB NOT NULL,
+    response BLOB NOT NULL
+);
+CREATE INDEX responses_by_end ON responses (expires_s);
+CREATE TABLE stored (
+    key_name TEXT PRIMARY KEY,
+    num_bytes INTEGER NOT NULL
+);
+INSERT INTO stored SELECT key_name, sum(num_bytes) FROM files GROUP BY key_name;
+"""
+"""Responses, and how many bytes each key has stored in all."""
+
+_BACKGROUND = """
+ALTER TABLE batches ADD COLUMN response INTEGER;
+ALTER TABLE responses ADD COLUMN batch INTEGER;
+ALTER TABLE responses ADD COLUMN request BLOB;
+"""
+"""Responses in the background: each is the one line, `request`, of a batch of its own."""
+
+_FORECASTS = """
+ALTER TABLE batches ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN limit_tokens INTEGER;
+ALTER TABLE batches ADD COLUMN done_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN prompt_tokens INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;
+UPDATE batches SET num_bytes =
+    (SELECT coalesce(sum(num_bytes), 0) FROM lines WHERE batch = batches.number);
+CREATE TABLE pace (
+    minute INTEGER PRIMARY KEY,
+    busy_s REAL NOT NULL,
+    num_lines INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL
+);
+CREATE TABLE costs (
+    id INTEGER PRIMARY KEY,
+    prompt_token_s REAL NOT NULL,
+    output_token_s REAL NOT NULL
+);
+"""
+"""Sizes of batches and the pace of lines: see `forecast`."""
+
+_CRASHES = """
+ALTER TABLE lines ADD COLUMN crashes INTEGER NOT NULL DEFAULT 0;
+"""
+"""Times that the process of batches has died with a line."""
+
+_LEASES = """
+ALTER TABLE owners ADD COLUMN lease_until_s REAL NOT NULL DEFAULT 0;
+ALTER TABLE lines DROP COLUMN lease_until_s;
+"""
+"""One lease for each owner, and not for each of its lines."""
+
+_PROMISES = """
+ALTER TABLE batches ADD COLUMN is_promised BOOLEAN NOT NULL DEFAULT FALSE;
+UPDATE batches SET is_promised = TRUE WHERE response IS NULL;
+"""
+"""Whether a window was promised, or accepted although it is too short."""
+
+_OBJECTS = """
+ALTER TABLE files ADD COLUMN kept TEXT NOT NULL DEFAULT 'rows';
+"""
+"""The place of the content of a file: in 'rows', in rows of which objects are made ('moving'), in
+'objects', or in objects that are to be deleted ('gone')."""
+
+_ENDS = """
+CREATE INDEX batches_by_end ON batches (ended_s) WHERE ended_s IS NOT NULL;
+CREATE INDEX files_by_end ON files (expires_s) WHERE is_whole;
+CREATE INDEX files_by_touch ON files (touched_s) WHERE NOT is_whole;
+"""
+"""Indexes by which `purge` finds ended rows. It asks with whole seconds: PostgreSQL finds no
+fraction in an index of whole numbers."""
+
+LINE_BYTES = 512
+"""Bytes counted for a line beside its custom_id: its row, and the error that may be its result."""
+FILE_BYTES, RESPONSE_BYTES, BATCH_BYTES = 512, 512, 1024
+"""Bytes counted for other rows, beside contents, names and metadata."""
+_CHARGES = {
+    "files": f"{{0}}.num_bytes + octet_length({{0}}.filename) + {FILE_BYTES}",
+    "responses": f"{{0}}.num_bytes + {RESPONSE_BYTES}",
+    "batches": f"coalesce(octet_length({{0}}.metadata), 0) + {BATCH_BYTES}",
+}
+"""Bytes counted for a row of each table."""
+_CHANGING = {"files": "num_bytes, filename", "responses": "num_bytes"}
+_COUNTED = (
+    f"""
+ALTER TABLE batches ADD COLUMN row_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN output_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN error_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN failing TEXT;
+UPDATE batches SET row_bytes = (SELECT coalesce(sum({LINE_BYTES} + octet_length(custom_id)), 0)
+        FROM lines WHERE batch = batches.number),
+    output_bytes = (SELECT coalesce(sum(length(result) + 1), 0)
+        FROM lines WHERE batch = batches.number AND state = 'done'),
+    error_bytes = (SELECT coalesce(sum(length(result) + 1), 0)
+        FROM lines WHERE batch = batches.number AND state = 'error')
+    WHERE status IN ('preparing', 'in_progress');
+CREATE INDEX batches_open ON batches (key_name) WHERE status IN ('preparing', 'in_progress');
+CREATE TABLE leftovers (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    owner INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    first INTEGER NOT NULL
+);
+DELETE FROM stored;
+INSERT INTO stored SELECT key_name, sum(charge) FROM ("""
+    + " UNION ALL ".join(
+        f"SELECT key_name, {charge.format(table)} AS charge FROM {table}"
+        for table, charge in _CHARGES.items()
+    )
+    + ") AS charges GROUP BY key_name;\n"
+)
+"""Bytes of a batch in progress in rows of lines, which `stored` does not count, and in results;
+why its lines fail without being run; rows that are to be deleted."""
+
+_SQLITE_TRIGGERS = "".join(
+    f"""
+CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT OR IGNORE INTO stored VALUES (NEW.key_name, 0);
+    UPDATE stored SET num_bytes = num_bytes + NEW.num_bytes WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_changed AFTER UPDATE OF num_bytes ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes
+    WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes - OLD.num_bytes WHERE key_name = OLD.key_name;
+END;
+"""
+    for table in ("files", "responses")
+)
+_SQLITE_CHARGES = "".join(
+    f"DROP TRIGGER {table}_{event};\n"
+    for table in ("files", "responses")
+    for event in ("added", "changed", "deleted")
+) + "".join(
+    f"""
+CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT OR IGNORE INTO stored VALUES (NEW.key_name, 0);
+    UPDATE stored SET num_bytes = num_bytes + {charge.format("NEW")}
+    WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_changed AFTER UPDATE OF {_CHANGING.get(table, "metadata")} ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes + {charge.format("NEW")} - ({charge.format("OLD")})
+    WHERE key_name = NEW.key_name;
+END;
+CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN
+    UPDATE stored SET num_bytes = num_bytes - ({charge.format("OLD")})
+    WHERE key_name = OLD.key_name;
+END;
+"""
+    for table, charge in _CHARGES.items()
+)
+_POSTGRES_TRIGGERS = """
+CREATE FUNCTION note_stored() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO stored VALUES (
+        coalesce(NEW.key_name, OLD.key_name),
+        coalesce(NEW.num_bytes, 0) - coalesce(OLD.num_bytes, 0)
+    ) ON CONFLICT (key_name) DO UPDATE SET num_bytes = stored.num_bytes + excluded.num_bytes;
+    RETURN NULL;
+END;
+$$;
+""" + "".join(
+    f"CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE OF num_bytes ON {table}"
+    " FOR EACH ROW EXECUTE FUNCTION note_stored();\n"
+    for table in ("files", "responses")
+)
+_POSTGRES_CHARGES = """
+DROP TRIGGER files_stored ON files;
+DROP TRIGGER responses_stored ON responses;
+DROP FUNCTION note_stored();
+""" + "".join(
+    f"""
+CREATE FUNCTION note_{table}() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO stored VALUES (
+        coalesce(NEW.key_name, OLD.key_name),
+        CASE WHEN TG_OP = 'DELETE' THEN 0 ELSE {charge.format("NEW")} END
+        - CASE WHEN TG_OP = 'INSERT' THEN 0 ELSE {charge.format("OLD")} END
+    ) ON CONFLICT (key_name) DO UPDATE SET num_bytes = stored.num_bytes + excluded.num_bytes;
+    RETURN NULL;
+END;
+$$;
+CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE
+    OF {_CHANGING.get(table, "metadata")} ON {table}
+    FOR EACH ROW EXECUTE FUNCTION note_{table}();
+"""
+    for table, charge in _CHARGES.items()
+)
+
+_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS, _ENDS)
+VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER, _COUNTED + _SQLITE_CHARGES)
+"""Statements that make each version of SQLite's schema of the one before."""
+SCHEMA_VERSION = len(VERSIONS)
+_POSTGRES_WORDS = (
+    ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
+    ("INTEGER", "BIGINT"),
+    ("REAL", "DOUBLE PRECISION"),
+    ("BLOB", "BYTEA"),
+)
+
+
+def postgres_versions() -> list[str]:
+    """Return the same for PostgreSQL."""
+    versions = []
+    for statements in (_FIRST, _RESPONSES, *_LATER, _COUNTED):
+        text = statements
+        for word, other in _POSTGRES_WORDS:
+            text = text.replace(word, other)
+        versions.append(text)
+    versions[1] += _POSTGRES_TRIGGERS
+    versions[-1] += _POSTGRES_CHARGES
+    return versions

@@ -5,7 +5,7 @@ tokens of a line. The share of the engine that batches have had while lines were
 how fast they get on; with too little history it is ASSUMED_SHARE. How long lines are is known from
 those of their batch that are over, or else from those of others, and their own limits.
 
-Of a key, lines of the batch that ends first run before others, and keys share (`shares`): so a
+Of a key, lines of the batch that ends first run before others, and keys share (`leasing`): so a
 batch ends when all the work up to it is done. Promises stand above shares: a batch that is made now
 must leave every one before it as it is, of whatever key.
 """
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from lightserve.batches.database import Database
 from lightserve.batches.records import MAX_WINDOW_S, Forecast, LineSums, NewBatch
-from lightserve.batches.shares import Work, work_until
 from lightserve.errors import InvalidRequest
 
 ASSUMED_SHARE = 0.5
@@ -43,6 +42,43 @@ many times what a line takes, as long ones last longest, and lines of others beg
 Chosen on ten seeds; see docs/results/batches.md."""
 TOKENS_PER_BYTE = 0.25
 ASSUMED_OUTPUT_TOKENS = 256
+
+
+class Work(NamedTuple):
+    """The rest of a batch."""
+
+    number: int
+    expires_s: float
+    seconds: float
+    """Time of an idle engine."""
+    num_lines: int = 1
+    """Lines without a result."""
+    is_promised: bool = True
+    """Whether the batch is to be done in its window."""
+    key_name: str = ""
+
+
+def work_until(works: Iterable[Work], *, by_keys: bool) -> dict[int, float]:
+    """Return how much of all the work is done once each batch is, by its number.
+
+    `by_keys`: they share evenly. By the time that one has had so much of the engine every other one
+    has had as much, or all that it wants; its batches come by the ends of their windows. Otherwise
+    all batches do, those that were promised first.
+    """
+    if not by_keys:
+        in_order = sorted(works, key=lambda w: (not w.is_promised, w.expires_s, w.number))
+        done_s = itertools.accumulate(work.seconds for work in in_order)
+        return dict(zip((work.number for work in in_order), done_s, strict=True))
+    in_order = sorted(works, key=lambda work: (work.expires_s, work.number))
+    totals: dict[str, float] = {}
+    for work in in_order:
+        totals[work.key_name] = totals.get(work.key_name, 0.0) + work.seconds
+    had = dict.fromkeys(totals, 0.0)
+    found = {}
+    for work in in_order:
+        own = had[work.key_name] = had[work.key_name] + work.seconds
+        found[work.number] = sum(min(own, total) for total in totals.values())
+    return found
 
 
 class Pace(NamedTuple):

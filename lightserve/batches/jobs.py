@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-from lightserve.batches.database import Database
+from lightserve.batches.database import LINE_BYTES, Database
 from lightserve.batches.endings import CRASHED, Endings
 from lightserve.batches.files import Files, check_quota, clear
 from lightserve.batches.forecast import Forecasts
@@ -39,7 +39,6 @@ from lightserve.batches.records import (
     Status,
 )
 from lightserve.batches.responses import Responses
-from lightserve.batches.schema import LINE_BYTES
 from lightserve.errors import InvalidRequest
 
 _COLUMNS = (

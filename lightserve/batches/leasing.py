@@ -1,21 +1,25 @@
-"""Which lines are leased next, and what they say.
+"""The choice of the lines that are leased next, and their contents.
 
-With one key, those of the batch that ends first go before others. Several keys take turns as
-`shares` says.
+With one key, lines of the batch that ends first go before others. Several keys share, as far as the
+windows that were promised allow it: the key that has had the least goes first. That is the virtual
+token counter of Sheng et al., "Fairness in Serving Large Language Models", as the router has it for
+requests; it counts the time that a line takes of an idle engine, when the line is leased. Once a
+promise would not be kept so, promised batches go before others, by the ends of their windows, until
+there is time to spare again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from lightserve.batches.database import Database
 from lightserve.batches.files import Files
-from lightserve.batches.forecast import Forecasts, Left, keys_share, work_of
+from lightserve.batches.forecast import Forecasts, Left, Work, keys_share, work_of
 from lightserve.batches.records import LeasedLine
-from lightserve.batches.shares import Turns, line_costs
 
 MAX_CRASHES = 6
 SUSPECT_CRASHES = 2
@@ -153,7 +157,7 @@ class _Taking:
         return self._max_bytes > 0
 
     def take(self, batches: Sequence[_Batch], max_lines: int) -> int:
-        """Take so many lines, of the first batches that have them; return how many there were."""
+        """Take `max_lines` lines at most, of the first batches with any; return their number."""
         before = len(self.lines)
         for batch in batches:
             room = max_lines - (len(self.lines) - before)
@@ -197,3 +201,37 @@ class _Taking:
                 expires_s=int(batch.left.expires_s),
             )
             self.lines.append((line, Place(batch.input_file, position, num_bytes, batch.response)))
+
+
+def line_costs(works: Iterable[Work]) -> dict[str, float]:
+    """Return what a line of each key takes of an idle engine, in seconds, at the mean."""
+    sums: dict[str, tuple[float, int]] = {}
+    for work in works:
+        seconds, num_lines = sums.get(work.key_name, (0.0, 0))
+        sums[work.key_name] = seconds + work.seconds, num_lines + work.num_lines
+    return {key: max(1e-6, seconds / max(1, num)) for key, (seconds, num) in sums.items()}
+
+
+class Turns:
+    """Work that each key with waiting lines has had; a key that comes has saved up nothing."""
+
+    def __init__(self) -> None:
+        self._had: dict[str, float] = {}
+
+    def split(self, costs: Mapping[str, float], num_lines: int) -> dict[str, int]:
+        """Return how many of so many lines are each key's, by what one takes; and count them."""
+        least = min((had for key, had in self._had.items() if key in costs), default=0.0)
+        self._had = {key: max(least, self._had.get(key, least)) for key in costs}
+        turns = [(had, key) for key, had in self._had.items()]
+        heapq.heapify(turns)
+        portions: dict[str, int] = {}
+        for _ in range(num_lines if turns else 0):
+            had, key = turns[0]
+            portions[key] = portions.get(key, 0) + 1
+            self._had[key] = had + costs[key]
+            heapq.heapreplace(turns, (self._had[key], key))
+        return portions
+
+    def give_back(self, key: str, cost: float, num_lines: int) -> None:
+        """Count so many lines less: the key has no more."""
+        self._had[key] -= cost * num_lines

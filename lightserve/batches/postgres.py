@@ -19,8 +19,12 @@ from typing import Any, ClassVar
 import psycopg
 from psycopg.adapt import Buffer, Loader
 
-from lightserve.batches.database import BUSY_TIMEOUT_MS, Database
-from lightserve.batches.schema import SCHEMA_VERSION, postgres_versions
+from lightserve.batches.database import (
+    BUSY_TIMEOUT_MS,
+    SCHEMA_VERSION,
+    Database,
+    postgres_versions,
+)
 from lightserve.errors import StartupError, StoreError
 
 SCHEMA = "lightserve"

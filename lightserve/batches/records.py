@@ -50,7 +50,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_s: int
     expires_s: int | None
     batch: int | None
-    """Number of the batch whose results it is; None: it was uploaded."""
+    """Number of the batch whose results the file has; None: the file was uploaded."""
     has_errors: bool
     """Whether the file is the error file of `batch`."""
     is_in_objects: bool = False

@@ -21,8 +21,7 @@ from typing import Any
 
 import apsw
 
-from lightserve.batches.database import BUSY_TIMEOUT_MS, Database
-from lightserve.batches.schema import SCHEMA_VERSION, VERSIONS
+from lightserve.batches.database import BUSY_TIMEOUT_MS, SCHEMA_VERSION, VERSIONS, Database
 from lightserve.errors import StoreError, StoreUnusable
 
 log = logging.getLogger(__name__)

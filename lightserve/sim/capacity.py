@@ -58,7 +58,7 @@ class _MooncakeLine(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What is asked."""
+    """The traffic, the targets and the server that a plan is made for."""
 
     rows: list[Row]
     """In order of time."""
@@ -74,12 +74,12 @@ class PlanConfig:
     """The server's option; 0: what a server takes on this hardware."""
     be_lengths: str = "uniform:512-1024,32-128"
     be_clients: int = 64
-    """Of each replica."""
+    """Best-effort clients of each replica."""
     hardware: Hardware = A100_LLAMA2_7B
 
     @property
     def budget_tokens(self) -> int:
-        """Of a step."""
+        """Most new tokens in a step."""
         return self.max_num_batched_tokens or self.hardware.server_budget
 
 
@@ -101,7 +101,7 @@ class Plan:
     """In it."""
     num_replicas: int = 0
     kv_tokens: int = 0
-    """Of each replica, the smallest found that is enough."""
+    """Smallest KV pool of each replica that was found to be enough, in tokens."""
     attainment: float = 0.0
     be_tokens_per_day: float = 0.0
     """Output tokens of all replicas."""

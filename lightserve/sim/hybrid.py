@@ -123,9 +123,9 @@ class HybridConfig:
     rt_lengths: str | None = None
     """With the first three: uniform:P1-P2,O1-O2 or a trace file."""
     rt_max_tokens: int | None = 2048
-    """What real-time requests declare; None: the next power of two over the longest output."""
+    """Declared limit of real-time outputs; None: the next power of two over the longest one."""
     be: str | None = None
-    """As `rt`."""
+    """Best-effort traffic, in the words of `rt`."""
     be_lengths: str | None = None
     be_max_tokens: int | None = None
     """None: the end of a range; for a trace the next power of two over its longest output."""
@@ -142,13 +142,13 @@ class HybridConfig:
     serve_options: dict[str, float | str] = field(default_factory=dict)
     """Further fields of ServeConfig: those of the admission rule and of the KV pool."""
     targets: Targets = DEFAULT_TARGETS
-    """Of real-time requests."""
+    """Targets of real-time requests."""
     noise: float | None = None
     """Lognormal, of the time of a step; None: the spread that the hardware has."""
     router_time_factor: float = 1.0
     """Times what a router takes that this one does, see `Simulation`; 0: no time."""
     router_times: RouterTimes | None = None
-    """Of a router that was measured; None: by a formula."""
+    """Times of a router that was measured; None: a formula gives them."""
     is_profiled: bool = True
     """Whether the router starts from a profile of the hardware, fitted to noisy samples of it;
     otherwise it learns what steps take as it serves."""
@@ -323,7 +323,7 @@ class Clients:
         """`targets` are sent along, unless a request has its own: what the report judges by."""
         self._slo = targets.slo()
         self.targets: list[Targets | None] = []
-        """Of all requests sent, by number; None: those above."""
+        """Targets of all requests sent, by number; None: the targets of the run."""
         self.request_class = request_class
         self.traffic = traffic
         self.num_output_tokens: list[int] = []
@@ -332,7 +332,7 @@ class Clients:
         self.arrivals_s: list[float] = []
         self._jobs = traffic.jobs(rng)
         self._num_ended = 0
-        """Of the batch that is there."""
+        """Ended requests of the current batch."""
 
     def first_events(self, duration_s: float) -> list[TimedEvent]:
         """Return what is sent within the run without an answer: all, or a closed loop's start."""

@@ -289,7 +289,7 @@ def run_offline(
 
 
 class _Output(NamedTuple):
-    """What a request yields in a step."""
+    """The output of a request in a step."""
 
     request: Request
     num_tokens: int
@@ -372,12 +372,6 @@ class OfflineRun:
             if num_ended and progress is not None:
                 progress(num_ended)
         return self._measured.report(self._num_finished, self._core, self._now_s)
-
-    def until(self, time_s: float) -> Report:
-        """Run up to a virtual time."""
-        while self._num_finished < len(self._rows) and self._now_s < time_s:
-            self.step()
-        return self._measured.report(max(1, self._num_finished), self._core, self._now_s)
 
     def step(self) -> int:
         """Run one plan, or wait for the next arrival; returns how many requests have ended."""

@@ -1,4 +1,4 @@
-"""What a simulated run came to: sums over it, and the report made of them."""
+"""The report of a simulated run, and the sums that it is made of."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Window(NamedTuple):
 
 @dataclass
 class Seen:
-    """What a client saw of a request."""
+    """A request as its client saw it."""
 
     arrival_s: float
     num_output_tokens: int
@@ -98,7 +98,7 @@ class ClassReport:
 
     arrivals: int
     ttft_attainment: float | None
-    """Of those that have such a target; None: none has."""
+    """Share of the requests with such a target that met it; None: no request has one."""
     tpot_attainment: float | None
     mtpot_attainment: float | None
     completion_attainment: float | None
@@ -237,7 +237,7 @@ def _percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
 
 @dataclass(frozen=True)
 class KVReport:
-    """Of the whole run, both classes."""
+    """Figures of memory in the whole run, both classes together."""
 
     steps: int
     total_work_s: float
@@ -250,7 +250,7 @@ class KVReport:
     pauses: int
     evictions: int
     rt_evictions_beside_be: int
-    """Of real-time requests, in steps after which a best-effort one still had KV of its own."""
+    """Evictions of real-time requests while a best-effort one still had KV of its own."""
     recomputed_tokens: int
     saved_tokens: int
     """Copied to the host in the step that took their slots."""
@@ -274,7 +274,7 @@ STEP_TARGET_MS = 187.5
 
 @dataclass(frozen=True)
 class StepsReport:
-    """Of the whole run: how large steps are, and how much of the hardware they use."""
+    """Sizes of all steps of the run, and the share of the hardware that they use."""
 
     tokens_mean: float
     """Computed in a step, of prompts and decodes."""
@@ -284,9 +284,9 @@ class StepsReport:
     short_pct: float
     """Steps of at most `STEP_TARGET_MS`."""
     busy_pct: float
-    """Of the time in which steps ran."""
+    """Share of the run's time in which steps ran."""
     compute_pct: float
-    """Of the time that the tokens of all steps would take in the largest ones, where neither the
+    """Share of the time that all tokens would take in the largest steps, where neither the
     floor of a step nor attention counts: how much of the compute is used."""
 
 
@@ -307,10 +307,10 @@ def steps_report(sums: WorkSums, per_token_s: float, stop_s: float) -> StepsRepo
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What the router costs, in real CPU time, and what it sends."""
+    """Real CPU time of the router, and the sizes of its messages."""
 
     cpu_ms_p50: float
-    """Of all calls of the core for a step, in every eighth of them."""
+    """CPU time of all calls of the core for a step, in every eighth step."""
     cpu_ms_p99: float
     plan_bytes_mean: float
     reasons: dict[str, dict[str, int]]
@@ -321,7 +321,7 @@ class RouterReport:
 
 @dataclass(frozen=True)
 class WarmUpReport:
-    """What came before the window, which no other figure of the classes counts."""
+    """Figures before the window, which no other figure of the classes counts."""
 
     seconds: float
     rt_arrivals: int
@@ -334,7 +334,7 @@ class WarmUpReport:
 
 @dataclass(frozen=True)
 class HybridReport:
-    """What a hybrid run came to; a class without traffic has no arrivals."""
+    """Report of a hybrid run; a class without traffic has no arrivals."""
 
     warm_up: WarmUpReport
     rt: ClassReport
@@ -449,7 +449,7 @@ class TimelinePoint:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run came to; percentages are of the pool's capacity, means over decode steps."""
+    """Report of a run; percentages are of the pool's capacity, means over decode steps."""
 
     decode_steps: int
     consumed_pct: float

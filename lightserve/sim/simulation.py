@@ -54,7 +54,7 @@ class TimedCore(Scheduler):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self.step_cpu_s: list[float] = []
-        """Of every `MEASURED_EVERY`-th step: CPU time of all calls since the step before was sent,
+        """CPU time of every `MEASURED_EVERY`-th step: all calls since the step before was sent,
         up to its own `commit`."""
         self.step_rows: list[int] = []
         """Rows of each of those."""
@@ -124,7 +124,7 @@ StepTime = Callable[[StepPlan], float]
 ROUTER_STEP_S = 0.5e-3
 ROUTER_DECODE_S = 1.6e-6
 ROUTER_PROMPT_S = 0.4e-3
-"""What a router's core takes for a step, for each decode and for each chunk of a prompt in it: a
+"""Seconds of a router's core for a step, for each decode and each chunk of a prompt in it: a
 robust fit to the CPU times of steps of the real-time and best-effort mix of docs/results/hybrid.md
 at 16 to 28 real-time requests/s, with 20,000 to 200,000 slots."""
 
@@ -139,7 +139,7 @@ RouterTime = Callable[[PlannedStep], float]
 
 
 class RouterTimes:
-    """What a router was measured to take for steps by their number of rows, and between these."""
+    """Measured times of a router for steps by their number of rows, with straight lines between."""
 
     def __init__(self, rows: Sequence[float], seconds: Sequence[float]) -> None:
         """`rows` ascend; below the first and above the last its own time counts."""
@@ -193,7 +193,7 @@ Frontend = Callable[[FrontendId, RequestDelta, float], list[TimedEvent]]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a frontend saw of one request."""
+    """A request as its frontend saw it."""
 
     arrival_s: float
     token_ids: list[int] = field(default_factory=list)
@@ -262,7 +262,7 @@ class Simulation:
         """When the router has sent the plan that it is busy with."""
         self.outcomes: dict[RequestKey, Outcome] = {}
         self._outcomes_of: defaultdict[FrontendId, dict[int, Outcome]] = defaultdict(dict)
-        """The same by frontend and id."""
+        """Outcomes by frontend and id."""
         self.now_s = 0.0
         self._worker = worker
         self._step_time = step_time
@@ -384,4 +384,4 @@ class Simulation:
 
 
 _Event = SchedulerEvent | StepPlan | StepResult | _Finished | None
-"""What happens at some time: to the router, to the worker; None: the router looks again."""
+"""An event of the router or the worker; None: the router looks again."""

@@ -71,7 +71,7 @@ class Workload:
     prompt_tokens: IntArray
     output_tokens: IntArray
     max_tokens: IntArray
-    """What the client declares; outputs are cut there."""
+    """Declared limit of the output, at which it is cut."""
     clients: tuple[str, ...]
     """Prediction keys; empty strings where a trace has none."""
     arrival_s: FloatArray
@@ -271,9 +271,9 @@ class Job(NamedTuple):
 
     prompt_token_ids: Int32Array
     num_output_tokens: int
-    """What the model will say, EOS included; hidden from the router."""
+    """Length of the output, EOS included; hidden from the router."""
     max_tokens: int
-    """What the client declares."""
+    """Declared limit of the output."""
     client: str = ""
     slo: SLO | None = None
     """Targets of its own; None: those of its class."""
@@ -385,7 +385,7 @@ class Traffic(Protocol):
 
     @property
     def num_clients(self) -> int | None:
-        """Of a closed loop or a batch; None: requests come at times of their own."""
+        """Clients of a closed loop or a batch; None: requests come at times of their own."""
 
     @property
     def is_batch(self) -> bool:

@@ -40,19 +40,19 @@ from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 from lightserve.sim.worker import Hardware, VirtualHardware
 
 BYTES = 2
-"""Of a number: weights, KV and activations are bfloat16."""
+"""Size of a number: weights, KV and activations are bfloat16."""
 WEIGHTS_SHARE, COMPUTE_SHARE, KV_SHARE, PAIRS_SHARE = 0.703, 0.674, 0.779, 0.48
-"""Of the peak, by what is read or computed."""
+"""Shares of the peak rates that reading weights, computing, reading KV and pairs reach."""
 LAYER_S = 2.25e-3 / 32
 NVLINK_BYTES_PER_S, REDUCE_S = 0.7 * 300e9, 10e-6
 LINK_BYTES_PER_S = 25e9
 """To the host and back."""
 POOL_SHARE = 0.9
-"""Of a GPU's memory, for weights and KV."""
+"""Share of a GPU's memory for weights and KV."""
 
 
 class ModelShape(NamedTuple):
-    """What of a model its step times depend on."""
+    """The sizes of a model that its step times depend on."""
 
     num_params: float
     num_layers: int
@@ -62,7 +62,7 @@ class ModelShape(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Of a token, all layers."""
+        """Bytes of KV of a token, all layers."""
         return 2 * self.num_layers * self.kv_width * BYTES
 
 
@@ -138,7 +138,7 @@ class ProfiledHardware:
     whatever is in it. A router then knows what it fits to steps, as no formula of ours says it."""
     overlaps_copies: bool = False
     spread: float = 0.0
-    """What the profile was off by, on shapes that it was not fitted to."""
+    """Error of the profile on shapes that it was not fitted to."""
     server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
     graph_sizes: GraphSizes = NO_SIZES
 
@@ -211,8 +211,9 @@ percentile, and to 22 steps that were timed alone (docs/results/gpu.md). A graph
 longer than one of 512, and is left out, as workers do. Decodes alone were fitted by their number,
 so that they have no sizes here."""
 H200_LAUNCH_S, H200_LAUNCH_SPREAD = 20.3e-3, 0.26
-"""Of a step with a chunk there, kernel by kernel: 14 to 25 ms were seen, at least 0.44 ms for each
-of 32 layers. Within that they are chosen so that chats are in time as often as they were."""
+"""Launch time of a step with a chunk there, kernel by kernel: 14 to 25 ms were seen, at least
+0.44 ms for each of 32 layers. Within that the numbers are chosen so that chats are in time as often
+as they were."""
 MEASURED = {
     "h200-llama-8b": H200_LLAMA_8B,
     "h200-llama-8b-eager": dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What a server would have done with other settings: a decision log's traffic, run again.
+"""A decision log's traffic, run again with other settings of the server.
 
 The log is replayed, which says how long outputs are, what each step was, and what clients saw. A
 formula of step times is fitted to the steps that really ran; then the same requests come, at the
@@ -100,7 +100,7 @@ class Asked:
 
 
 class Settings(NamedTuple):
-    """What is to be other than it was."""
+    """The settings that are to differ from the log's."""
 
     options: Mapping[str, Any] = {}
     """Fields of `ServeConfig` that the core is made from."""
@@ -110,18 +110,18 @@ class Settings(NamedTuple):
     speed: float = 1.0
     """Times as fast are steps."""
     hardware: Hardware | None = None
-    """What runs them; None: the log's machine."""
+    """Hardware that runs the steps; None: the log's machine."""
 
 
 class Clients(NamedTuple):
-    """What clients saw, or would have seen, of requests that they did not give up."""
+    """Requests that clients did not give up, as they saw them or would have seen them."""
 
     seen: Mapping[RequestKey, Seen]
     asked: Mapping[RequestKey, Asked]
 
 
 class Outcome(NamedTuple):
-    """What clients saw, or would have seen."""
+    """Figures of requests as clients saw them, or would have seen them."""
 
     classes: dict[RequestClass, ClassReport]
     window_s: float
@@ -135,7 +135,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Recording:
-    """What a log says of traffic and machine."""
+    """The traffic and the machine of a log."""
 
     config: dict[str, Any]
     max_model_len: int
@@ -147,7 +147,7 @@ class Recording:
     step_cost: StepCoefficients
     """Fitted to the steps."""
     known_cost: StepCoefficients
-    """What the router was told of them, or, where it was told nothing, what was fitted."""
+    """Step times that the router was told, or, where it was told none, the fitted ones."""
     steps: list[LoggedStep]
     start_s: float
     end_s: float
@@ -284,14 +284,14 @@ _DEFAULTS = ServeConfig()
 _TRUTH = {"true": True, "false": False}
 
 MOST_TIMES_AS_LONG = 20
-"""As the log a simulation of it lasts: settings that are too small for the traffic never end it."""
+"""Most lengths of its log that a simulation lasts: too small settings would never end it."""
 _MOMENT_S = 1e-6
 
 MIN_ROUNDS = 2
 """Requests of each client before it is taken for one that waits for answers."""
 LEAST_FULL, LEAST_OFTEN = 0.9, 0.9
-"""Of a class whose clients wait for answers so many requests come while so much of the most that
-ever were there is."""
+"""Clients of a class wait for answers where this share of its requests come while this share of
+the most that were ever in flight is there."""
 
 
 class _Loop(NamedTuple):

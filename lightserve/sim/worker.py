@@ -265,7 +265,7 @@ class WorkSums:
     saved_tokens: int = 0
     ahead_tokens: int = 0
     loaded_tokens: int = 0
-    """Those that were loaded ahead included."""
+    """Tokens loaded from the host, the ones loaded ahead included."""
     ahead_wait_s: float = 0.0
     """Between steps, for copies made ahead."""
     plan_bytes: int = 0
@@ -424,11 +424,11 @@ class LengthWorker:
 
 
 class Hardware(Protocol):
-    """What a simulated worker runs on."""
+    """The hardware of a simulated worker."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers."""
+        """Bytes of KV of a token in all layers."""
 
     @property
     def server_budget(self) -> int:
@@ -436,7 +436,7 @@ class Hardware(Protocol):
 
     @property
     def step_cost(self) -> StepCoefficients | None:
-        """What the router is told of it; None: it learns from the steps."""
+        """Step times that the router is told; None: it learns them from the steps."""
 
     @property
     def graph_sizes(self) -> GraphSizes:
@@ -444,7 +444,7 @@ class Hardware(Protocol):
 
     @property
     def per_token_s(self) -> float:
-        """Of a step, for each token that it computes, where it computes many."""
+        """Seconds of a step for each token that it computes, where it computes many."""
 
     @property
     def spread(self) -> float:
@@ -483,7 +483,7 @@ class VirtualHardware:
     overlaps_copies: bool = True
     spread: float = 0.05
     per_gathered_token_s: float = 0.0
-    """Of a copy, on the device: into one piece, or out of it; 0: it is part of the copy."""
+    """Seconds of a copy on the device, into one piece or out of it; 0: it is part of the copy."""
 
     step_cost = None
     graph_sizes = NO_SIZES

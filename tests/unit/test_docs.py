@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pytest
 
 import lightserve
-from lightserve.batches import schema
+from lightserve.batches import database
 from lightserve.batches.sqlite import DATABASE
 from lightserve.cli.main import SUBCOMMANDS
 from lightserve.config import ServeConfig
@@ -186,8 +186,8 @@ def test_the_versions_of_files_are_those_of_the_code() -> None:
     section = (DOCS / "stable.md").read_text().partition("\n## Files\n")[2]
     versions = re.findall(r"^\| ([a-z][^|]*?) \| (\d+) \|", section, re.MULTILINE)
     assert {name: int(number) for name, number in versions} == {
-        "batch store, SQLite": schema.SCHEMA_VERSION,
-        "batch store, PostgreSQL": schema.SCHEMA_VERSION,
+        "batch store, SQLite": database.SCHEMA_VERSION,
+        "batch store, PostgreSQL": database.SCHEMA_VERSION,
         "decision log": FORMAT_VERSION,
         "step-time profile": profile.SCHEMA_VERSION,
     }

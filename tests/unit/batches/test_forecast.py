@@ -32,13 +32,13 @@ from lightserve.batches.forecast import (
     Left,
     Pace,
     Tokens,
+    Work,
     dues,
     earliest_window,
     ends,
     work_of,
 )
 from lightserve.batches.records import BatchRecord, LeasedLine, Outcome
-from lightserve.batches.shares import Work
 from lightserve.errors import InvalidRequest
 
 

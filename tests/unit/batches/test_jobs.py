@@ -40,6 +40,14 @@ from support.batch_store import (
 
 from lightserve.batches.access import store_at
 from lightserve.batches.contents import Store
+from lightserve.batches.database import (
+    _POSTGRES_TRIGGERS,
+    _SQLITE_TRIGGERS,
+    BATCH_BYTES,
+    FILE_BYTES,
+    LINE_BYTES,
+    SCHEMA_VERSION,
+)
 from lightserve.batches.files import LONG_PAGE_BYTES, START, Cursor, Files, check_quota
 from lightserve.batches.jobs import PREPARING_S
 from lightserve.batches.leasing import LOSS_DELAY_S, MAX_CRASHES, SUSPECT_CRASHES
@@ -53,14 +61,6 @@ from lightserve.batches.records import (
     LeaseLost,
     LineSums,
     Outcome,
-)
-from lightserve.batches.schema import (
-    _POSTGRES_TRIGGERS,
-    _SQLITE_TRIGGERS,
-    BATCH_BYTES,
-    FILE_BYTES,
-    LINE_BYTES,
-    SCHEMA_VERSION,
 )
 from lightserve.errors import InvalidRequest
 

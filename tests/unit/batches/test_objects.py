@@ -31,9 +31,9 @@ from lightserve.batches import objects as objects_module
 from lightserve.batches import runner
 from lightserve.batches.access import StoreThread, prepare
 from lightserve.batches.contents import Contents
+from lightserve.batches.database import BATCH_BYTES
 from lightserve.batches.objects import Objects
 from lightserve.batches.records import OBJECT_BYTES
-from lightserve.batches.schema import BATCH_BYTES
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError, StoreError
 

@@ -31,9 +31,9 @@ from lightserve.batches import postgres as postgres_store
 from lightserve.batches import runner
 from lightserve.batches.access import listen, prepare, store_at
 from lightserve.batches.contents import Store
+from lightserve.batches.database import FILE_BYTES, SCHEMA_VERSION
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import LeasedLine, Outcome
-from lightserve.batches.schema import FILE_BYTES, SCHEMA_VERSION
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, InvalidRequest, StartupError, StoreError
 

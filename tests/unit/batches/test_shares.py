@@ -20,10 +20,10 @@ from support.batch_store import (
 )
 
 from lightserve.batches.contents import Store
-from lightserve.batches.forecast import MARGIN, Costs, Pace, keys_share
+from lightserve.batches.forecast import MARGIN, Costs, Pace, Work, keys_share
+from lightserve.batches.leasing import Turns, line_costs
 from lightserve.batches.lines import result_line
 from lightserve.batches.records import BatchRecord, Outcome
-from lightserve.batches.shares import Turns, Work, line_costs
 
 PACE = Pace(
     1.0, 1.0, share=0.5, low_share=0.5, is_observed=True, tokens_per_byte=1, output_tokens=1

@@ -24,8 +24,8 @@ from support.batch_store import (
 
 from lightserve.batches.access import location_of, prepare
 from lightserve.batches.contents import Store
+from lightserve.batches.database import FILE_BYTES, SCHEMA_VERSION, VERSIONS
 from lightserve.batches.records import LeasedLine, Outcome
-from lightserve.batches.schema import FILE_BYTES, SCHEMA_VERSION, VERSIONS
 from lightserve.batches.sqlite import DATABASE, LOCK
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError, StoreError, StoreUnusable

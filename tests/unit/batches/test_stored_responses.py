@@ -20,8 +20,8 @@ from support.batch_store import (
 from support.fake_router import eventually
 
 from lightserve.batches.access import location_of, prepare
+from lightserve.batches.database import RESPONSE_BYTES
 from lightserve.batches.records import NewResponse
-from lightserve.batches.schema import RESPONSE_BYTES
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest, StoreError
 from lightserve.frontend.middleware import KeyRing
