@@ -251,15 +251,6 @@ class SchedulingOptions:
         scope=Scope.SIMULATE,
         needs=(Need("policy", ("priority", "sjf", "unified", *_OF_PAPERS)),),
     )
-    burst_headroom_s: float = option(
-        0.0,
-        "KV memory that best-effort requests leave free: enough for the real-time requests that"
-        " arrive within this time, in all but the worst cases. 0 leaves none.",
-        low=0.0,
-        high=3600.0,
-        scope=Scope.SIMULATE,
-        needs=(Need("policy", ("priority", "sjf", "unified", *_OF_PAPERS)),),
-    )
 
     def be_by_sharing(self) -> bool:
         """Whether best-effort requests start by what is cached of them."""

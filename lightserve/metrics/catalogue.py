@@ -214,7 +214,7 @@ BURST_HEADROOM = gauge(
     "burst_headroom_tokens",
     Origin.ROUTER,
     "Slots of the KV pool that best-effort newcomers leave for real-time arrivals"
-    " (--burst-headroom-s).",
+    " (--rt-kv-deviations).",
 )
 RAISED_TARGETS = counter(
     "raised_targets_total",

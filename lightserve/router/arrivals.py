@@ -24,113 +24,24 @@ of their time to a first token, what they leave counts.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightserve.cost.model import StepShape
-from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
-from lightserve.router.request import Request
+from lightserve.router.output_lengths import PRIOR_MOST, expected_output
 
-# Burst headroom: KV that best-effort requests leave free for real-time arrivals (Echo).
-#
-# The core calls `note_arrival` for every real-time request that it takes in; planning reads
-# `headroom`, which `ClasswiseAdmission` takes off the pool of best-effort newcomers.
-#
-# Time is cut into intervals of the length that headroom is wanted for. Over the intervals of the
-# last quarter of an hour (Echo's window) the tokens that arrived in one have a mean and a standard
-# deviation; mean + 2 deviations stay free. An interval counts once it is over, and the answer is
-# rounded up to a hundredth of the pool: so it seldom changes, and what admission remembers about
-# refusals (`admission.risk`) lasts.
-
-BURST_WINDOW_S = 900.0
-MIN_INTERVALS = 20
-"""A window is at least this many intervals long: fewer have no deviation worth its name."""
-NUM_DEVIATIONS = 2.0
+HELD_MEMORY_S = 900.0
+"""Time constant of what real-time requests held (Echo's window: a quarter of an hour)."""
 POOL_STEPS = 100
-
-
-def expected_kv_tokens(request: Request, lengths: OutputLengths) -> int:
-    """Return the slots that a new request is going to need at its end, on average."""
-    return request.num_prompt_tokens + math.ceil(min(request.max_tokens, lengths.average)) - 1
-
-
-class BurstHeadroom:
-    """Rolling statistics of the real-time tokens per interval; pure, O(1) per call (amortised)."""
-
-    def __init__(self, interval_s: float) -> None:
-        """`interval_s` 0 leaves no headroom."""
-        self._interval_s = interval_s
-        self._num_intervals = 0
-        """Length of the window."""
-        if interval_s > 0:
-            self._num_intervals = max(MIN_INTERVALS, round(BURST_WINDOW_S / interval_s))
-        self._first: int | None = None
-        """The interval in which time began; intervals are counted from time 0."""
-        self._current = 0
-        self._arriving = 0
-        """Tokens in the current interval."""
-        self._past: deque[tuple[int, int]] = deque()
-        """Intervals of the window in which anything arrived, and the tokens."""
-        self._sum = 0
-        self._sum_of_squares = 0
-
-    def note_arrival(self, now_s: float, num_tokens: int) -> None:
-        """Learn that a real-time request has come that will need so many tokens of KV."""
-        if self._num_intervals > 0:
-            self._advance(now_s)
-            self._arriving += num_tokens
-
-    def headroom(self, now_s: float, num_slots: int) -> int:
-        """Return the slots of a pool of `num_slots` that best-effort newcomers must leave."""
-        if self._num_intervals == 0 or self._first is None:
-            return 0
-        interval = max(self._current, int(now_s // self._interval_s))
-        count = min(self._num_intervals, interval - self._first)
-        is_past = interval - self._num_intervals <= self._current < interval
-        arriving = self._arriving if is_past else 0
-        total, of_squares = self._sum + arriving, self._sum_of_squares + arriving * arriving
-        for number, num_tokens in self._past:
-            if number >= interval - self._num_intervals:
-                break
-            total, of_squares = total - num_tokens, of_squares - num_tokens * num_tokens
-        if count == 0 or total == 0:
-            return 0
-        mean = total / count
-        variance = max(0.0, of_squares / count - mean * mean)
-        step = max(1, num_slots // POOL_STEPS)
-        wanted = mean + NUM_DEVIATIONS * math.sqrt(variance)
-        return min(num_slots, math.ceil(wanted / step) * step)
-
-    def note_time(self, now_s: float) -> None:
-        """Forget what has left the window."""
-        if self._num_intervals > 0:
-            self._advance(now_s)
-
-    def _advance(self, now_s: float) -> None:
-        """Close the intervals that are over; those out of the window count no more."""
-        interval = int(now_s // self._interval_s)
-        if self._first is None:
-            self._first = self._current = interval
-        if interval <= self._current:
-            return
-        if self._arriving > 0:
-            self._past.append((self._current, self._arriving))
-            self._count(self._arriving, 1)
-        self._current, self._arriving = interval, 0
-        while self._past and self._past[0][0] < interval - self._num_intervals:
-            self._count(self._past.popleft()[1], -1)
-
-    def _count(self, num_tokens: int, sign: int) -> None:
-        self._sum += sign * num_tokens
-        self._sum_of_squares += sign * num_tokens * num_tokens
+"""The slots that stay free are rounded up to such a part of the pool: so they seldom change, and
+what admission remembers about refusals lasts."""
 
 
 class HeldByRealTime:
     """KV that real-time requests held of late, for a threshold of mean + deviations (Echo, 5.3).
 
-    Averages over time, the recent counting most (BURST_WINDOW_S). Pure, O(1) per call.
+    Averages over time, the recent counting most (HELD_MEMORY_S). Pure, O(1) per call.
     """
 
     def __init__(self, num_deviations: float) -> None:
@@ -145,7 +56,7 @@ class HeldByRealTime:
         if self._num_deviations == 0:
             return
         if self._now_s is not None and now_s > self._now_s:
-            keep = math.exp((self._now_s - now_s) / BURST_WINDOW_S)
+            keep = math.exp((self._now_s - now_s) / HELD_MEMORY_S)
             self._weight = keep * self._weight + 1.0 - keep
             share = (1.0 - keep) / self._weight
             self._mean += share * (self._held - self._mean)

@@ -36,8 +36,6 @@ class SchedulerConfig:
     rt_kv_deviations: float = 0.0
     """Standard deviations above what real-time requests held on average that stay free of
     best-effort ones; 0: nothing."""
-    burst_headroom_s: float = 0.0
-    """Seconds of real-time arrivals for which best-effort requests leave memory; 0: none."""
     queue_limits: Mapping[RequestClass, QueueLimits]
     """Queue limits of every class."""
     last_ones_go: bool = False
@@ -100,7 +98,6 @@ def make_scheduler_config(
         max_num_batched_tokens=config.max_tokens_of_step("cpu"),
         max_be_seqs=config.max_be_seqs or NO_LIMIT,
         rt_kv_deviations=config.rt_kv_deviations,
-        burst_headroom_s=config.burst_headroom_s,
         last_ones_go=config.policy == "unified",
         keys_take_turns=config.policy in KEYS_TAKE_TURNS,
         queue_limits={

@@ -39,12 +39,7 @@ from lightserve.messages.router_worker import (
     StepResult,
 )
 from lightserve.router.accounts import Accounts
-from lightserve.router.arrivals import (
-    ArrivalStats,
-    BurstHeadroom,
-    HeldByRealTime,
-    expected_kv_tokens,
-)
+from lightserve.router.arrivals import ArrivalStats, HeldByRealTime
 from lightserve.router.commit import KVCounters, SkipCounters, StepCommit
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import (
@@ -110,7 +105,6 @@ class Scheduler:
         self._commit = StepCommit(
             self._waiting, self._rows, self._pipeline, self._waits, config.accepted_risk
         )
-        self._burst = BurstHeadroom(config.burst_headroom_s)
         self._held_by_rt = HeldByRealTime(config.rt_kv_deviations)
         self._num_arrivals = 0
         self.forecast_peak: int | None = None
@@ -184,8 +178,6 @@ class Scheduler:
             slack_s = self._targets.apply(request, self._kv)
             self._waiting.append(request)
             if request.request_class is RT:
-                num_tokens = expected_kv_tokens(request, self._config.lengths)
-                self._burst.note_arrival(now_s, num_tokens)
                 slo = request.scheduled_slo or request.slo
                 self._demand.note_arrival(
                     now_s,
@@ -320,8 +312,7 @@ class Scheduler:
         due_s = self._pipeline.next_plan_due_s()
         if due_s is None or due_s > now_s:
             return WaitUntil(due_s)
-        num_slots = self._kv.num_slots
-        headroom = max(self._burst.headroom(now_s, num_slots), self._held_by_rt.headroom(num_slots))
+        headroom = self._held_by_rt.headroom(self._kv.num_slots)
         planned = self._planner.plan(self._kv, self._suspects, headroom, now_s)
         if planned is None or (planned.paused and not self._pipeline.is_empty):
             return WaitUntil(None)  # a row may only be taken from a request that is not in flight
@@ -333,7 +324,6 @@ class Scheduler:
         if planned.forecast_peak is not None:
             self.forecast_peak = planned.forecast_peak
         self.burst_headroom_tokens = planned.headroom
-        self._burst.note_time(now_s)
         plan = self._commit.book(planned, self._kv, now_s)
         self._accounts.charge(planned.computed())
         return plan

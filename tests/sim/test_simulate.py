@@ -305,7 +305,7 @@ def test_help_names_the_defaults_that_the_code_has() -> None:
         ("--admission", "oracle"),
         ("--policy", "fcfs"),
         ("--ttft-slo-ms", "1"),
-        ("--burst-headroom-s", "1"),
+        ("--rt-kv-deviations", "2"),
         ("--router-time-factor", "20"),
         ("--step-noise", "0.3"),
     ],

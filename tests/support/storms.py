@@ -143,7 +143,7 @@ class Storm:
             max_num_seqs=self.num_rows,
             max_num_batched_tokens=rng.choice([self.num_rows, 16, 24, 64]),
             max_be_seqs=rng.choice([NO_LIMIT, 1, 3]),
-            burst_headroom_s=rng.choice([0.0, 0.0, 0.5]),
+            rt_kv_deviations=rng.choice([0.0, 0.0, 2.0]),
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(1000, 1 << 30)),
             policy=self.policy,
             slo_clock=rng.choice([curve_clock, gap_clock]),
