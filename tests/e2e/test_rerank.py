@@ -78,6 +78,9 @@ def test_cross_encoders_score_as_transformers_does(encoder: LiveServer, encoder_
     ranked = [item["relevance_score"] for item in answer["results"]]
     assert ranked == pytest.approx([scores[i] for i in order], abs=NEAR / 100)
     assert answer["service_tier"] == "flex"
+    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        again = ask(encoder, "/score", **dict(zip(names, (QUERY, DOCUMENTS), strict=True)))
+        assert [item["score"] for item in again["data"]] == pytest.approx(scores, abs=NEAR / 100)
     # The two texts are told apart: as one of them, or the other way round, they score otherwise.
     turned = ask(encoder, "/score", text_1=DOCUMENTS, text_2=[QUERY] * 6)
     expected = reference_scores(encoder_dir, [(document, QUERY) for document in DOCUMENTS])
@@ -125,6 +128,8 @@ BODY = {"model": MODEL, "query": "a", "documents": ["a"]}
         ("/v1/rerank", {"rank_fields": ["a"]}, "rank_fields"),
         ("/v1/rerank", {"model": "other"}, "does not exist"),
         ("/v1/score", {**PAIR, "text_2": None}, "text_2"),
+        ("/v1/score", {**PAIR, "queries": "b"}, "queries"),
+        ("/v1/score", {**PAIR, "text_1": None, "queries": 3}, "queries"),
         ("/v1/score", {**PAIR, "text_1": ["a"] * 3}, "one text or as many as text_2, 1, got 3"),
         ("/v1/embeddings", {"query": None, "documents": None, "input": "a"}, "makes no vectors"),
     ],

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter, Request
 from msgspec.json import encode
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 from starlette.responses import Response
 
 from lightserve.config.fields import flag_name
@@ -92,10 +92,12 @@ class RerankRequest(PairFields):
 
 
 class ScoreRequest(PairFields):
-    """The body of /v1/score, as vLLM has it."""
+    """The body of /v1/score, as vLLM has it, with vLLM's other names of the two."""
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    text_2: Annotated[
+        Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+    ]
 
     def pairs(self) -> list[tuple[str, str, str]]:
         """Return the pairs of texts, with the field of the second. Raises InvalidRequest."""
