@@ -213,7 +213,7 @@ def resolve_model(config: ServeConfig) -> ServeConfig:
         StartupError: a hub id that cannot be fetched.
     """
     path = Path(config.model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.is_file():  # by its content, as programs name theirs by digests, too
         path = unpack(path)
     if not path.is_dir():
         if path.exists() or _HUB_ID.fullmatch(config.model) is None:

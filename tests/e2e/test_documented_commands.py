@@ -149,6 +149,7 @@ def place(run_parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 server, log, root / "decisions.jsonl"
             ),
             "/path/to/Qwen2.5-0.5B-Instruct-Q4_K_M.gguf": str(root / "model.gguf"),
+            "/path/to/blobs/sha256-00e1317c": str(root / "sha256-00e1317c"),
             "/path/to/old-model": str(root / "pickled"),
             "/path/to/Qwen2.5-0.5B-Instruct": str(root / "DIR"),
             "/path/to/Llama-3-8B": str(root / "DIR"),
@@ -211,9 +212,10 @@ def test_what_is_quick(place: Place, block: Block) -> None:
     "block", _with({Treatment.SLOW, Treatment.CHECKED}), ids=lambda block: block.name
 )
 def test_everything(place: Place, block: Block) -> None:
-    if any(".gguf" in command.text for command in block.commands):
-        tokens = tokens_of(BUNDLED_MODEL_DIR)
-        write_gguf(BUNDLED_MODEL_DIR, place.root / "model.gguf", name="llama", tokens=tokens)
+    for ending, name in ((".gguf", "model.gguf"), ("/blobs/", "sha256-00e1317c")):
+        if any(ending in command.text for command in block.commands):
+            tokens = tokens_of(BUNDLED_MODEL_DIR)
+            write_gguf(BUNDLED_MODEL_DIR, place.root / name, name="llama", tokens=tokens)
     run(place, block, {Treatment.RUN, Treatment.SLOW, Treatment.CHECKED}, only_check=False)
 
 

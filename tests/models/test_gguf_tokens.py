@@ -79,6 +79,8 @@ def test_the_bundled_model_as_one_file(tmp_path: Path) -> None:
     assert ours.eos_token_ids == (2, 3)
     found = find_chat_template(Path(config.model))
     assert found is not None and found.text == template
+    by_digest = file.rename(tmp_path / "sha256-00e1317c")  # as in the store of another program
+    check_model(resolve_model(ServeConfig(model=str(by_digest))))
 
 
 def test_a_sentencepiece_tokeniser(tmp_path: Path) -> None:

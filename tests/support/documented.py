@@ -96,7 +96,14 @@ class Block:
 
 def pages() -> list[Path]:
     """Return what is read."""
-    folders = ("docs", "docs/results", "docker", "docker/kubernetes", "docker/monitoring")
+    folders = (
+        "docs",
+        "docs/from",
+        "docs/results",
+        "docker",
+        "docker/kubernetes",
+        "docker/monitoring",
+    )
     found = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "bench" / "README.md"]
     return found + [path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))]
 

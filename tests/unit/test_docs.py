@@ -182,6 +182,29 @@ def test_every_own_field_and_header_is_called_stable_or_experimental() -> None:
     assert {name for name in names if name.startswith("x-")} == set(TARGET_HEADERS)
 
 
+def _mapped(page: Path) -> list[tuple[str, str]]:
+    """Return both columns of the rows of a page's tables."""
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", page.read_text(), re.MULTILINE)
+    return [(theirs, ours) for theirs, ours in rows if not theirs.startswith("---")]
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "from").glob("*.md")), ids=lambda page: page.stem)
+def test_flags_and_routes_that_others_are_led_to_are_there(page: Path) -> None:
+    flags = {flag_name(spec.name) for spec in dataclasses.fields(ServeConfig)}
+    flags |= {"--preset", "--config"}
+    routes = {name.split()[-1] for names in _promised("Routes") for name in names}
+    rows = _mapped(page)
+    for theirs, ours in rows:
+        named = f"{theirs} {ours}" if ours.startswith("the same") else ours
+        if ours.startswith("missing"):
+            continue
+        named = re.sub(r"\]\([^)]*\)|https?://", "", named)
+        assert set(re.findall(r"--[a-z][a-z0-9-]+", named)) <= flags, theirs
+        paths = set(re.findall(r"`(?:GET |POST )?(/[a-z0-9_/]*)[`,?]", named))
+        assert paths <= routes | {"/v1"}, theirs
+    assert len(rows) > 15 and len(page.read_text().splitlines()) < 100
+
+
 def test_the_versions_of_files_are_those_of_the_code() -> None:
     section = (DOCS / "stable.md").read_text().partition("\n## Files\n")[2]
     versions = re.findall(r"^\| ([a-z][^|]*?) \| (\d+) \|", section, re.MULTILINE)
