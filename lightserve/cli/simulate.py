@@ -536,8 +536,9 @@ def _printable(values: dict[str, Any]) -> dict[str, Any]:
 
 def _print_table(columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """Print sections of figures, a column per run; what says nothing of any of them is left out."""
+    width = max(16, *(2 + len(title) for title in columns))
     if len(columns) > 1:
-        click.echo(" " * 28 + "".join(f"{title:>16}" for title in columns))
+        click.echo(" " * 28 + "".join(title.rjust(width) for title in columns))
     num_left_out = 0
     for section in next(iter(columns.values())):
         tables = [dict(_flat(sections[section])) for sections in columns.values()]
@@ -553,7 +554,7 @@ def _print_table(columns: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None
             if all(value is None or (value == 0 and " " in name) for value in values):
                 num_left_out += 1
             else:
-                click.echo(f"  {name:26}" + "".join(f"{_shown(value):>16}" for value in values))
+                click.echo(f"  {name:26}" + "".join(_shown(value).rjust(width) for value in values))
     if num_left_out:
         click.echo(f"({num_left_out} reasons or figures that count nothing are left out)")
 

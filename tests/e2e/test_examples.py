@@ -20,7 +20,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def server(run_parent: Path) -> Iterator[LiveServer]:
-    flags = ("--tool-call-parser=hermes", "--policy=own_policy:ShortAnswersFirst")
+    flags = ("--tool-call-parser=hermes", "--policy=own_policy:DeadlinesFirst")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(EXAMPLES))
         with live_server(run_parent, *flags) as running:

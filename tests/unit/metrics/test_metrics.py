@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightserve.metrics.catalogue import all_families
 from lightserve.metrics.recording import (
     MAX_SERIES_PER_FAMILY,
     OTHER,
+    Family,
     Histogram,
     Kind,
     Recorder,
@@ -269,6 +271,14 @@ def test_a_job_is_judged_by_its_completion(completion_s: float, outcome: str) ->
         labels = {"request_class": "be", "target": target, "outcome": outcome}
         assert lines[line("slo_requests_total", **labels)] == 1
     assert lines[line("goodput_requests_total", request_class="be")] == (outcome == "met")
+
+
+def test_no_metric_is_declared_and_never_recorded() -> None:
+    package = Path(catalogue.__file__).parents[1]
+    texts = [path.read_text() for path in package.rglob("*.py") if path.name != "catalogue.py"]
+    words = set(re.findall(r"\w+", "\n".join(texts)))
+    families = {name for name, value in vars(catalogue).items() if isinstance(value, Family)}
+    assert len(families) > 50 and families - words == set()
 
 
 def test_the_page_is_that_of_the_catalogue() -> None:

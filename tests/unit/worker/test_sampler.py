@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 from lightserve.messages.common import TokenLogprob
-from lightserve.types import SamplingParams
+from lightserve.types import SAMPLING_FIELDS, SamplingParams
 from lightserve.worker.sampling import interface
 from lightserve.worker.sampling.interface import sequence_state, uniform, uniform_at
 from lightserve.worker.sampling.sampler import (
@@ -99,6 +100,27 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     other = truncated((LOGITS / (temperature + 0.2)).softmax(-1).double(), top_k, top_p)
     if temperature < 2.0:
         assert chi_square(frequencies(params), other.float()) > 20.5, "the test can tell"
+
+
+WITHOUT_EXAMPLE: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 2,
+    "logit_bias": ((0, 5.0),),
+    "allowed_token_ids": (1, 2),
+    "bad_words": ((0, 3),),
+}
+
+
+@pytest.mark.parametrize("name", [n for n, spec in SAMPLING_FIELDS.items() if spec.changes])
+def test_no_parameter_is_declared_and_ignored(name: str) -> None:
+    example = SAMPLING_FIELDS[name].example
+    value = WITHOUT_EXAMPLE[name] if example is None else example
+    plain = [SamplingParams(seed=seed) for seed in range(2000)]
+    changed = [msgspec.structs.replace(params, **{name: value}) for params in plain]
+    histories = [History([3, 0, 0], 1, eos_token_ids=(0,))] * len(plain)
+    rows, at = LOGITS.expand(len(plain), -1), range(len(plain))
+    tokens = [draw(rows, each, at, histories).token_ids for each in (plain, changed)]
+    assert not torch.equal(*tokens)
 
 
 @more_when_long
