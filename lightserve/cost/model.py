@@ -73,6 +73,11 @@ class StepShape(NamedTuple):
         )
 
     @property
+    def num_requests(self) -> int:
+        """Rows in all."""
+        return self.num_decodes + self.num_chunks
+
+    @property
     def decodes(self) -> StepShape:
         """The rows that compute one token, alone."""
         return StepShape(self.num_decodes, self.decode_context, 0, self.num_decodes, 0)

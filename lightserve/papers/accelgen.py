@@ -131,7 +131,7 @@ class _Order:
         if "ordering" in self._left_out:
             return _Rank(_Prospect.IN_TIME, request.priority, 0.0)
         start, rest = self._step.found(request)[:2]
-        residual_s = self._step.budget.residual(request)
+        residual_s = self._step.budget.due.of(request)
         alone = StepShape().plus(start, min(rest, self._budget))
         prospect = _Prospect.IN_TIME
         if residual_s < self._cost.seconds(alone):

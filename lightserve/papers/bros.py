@@ -47,7 +47,7 @@ class BrosPolicy:
         """Fill a step; `Policy.fill` says how."""
         size = BASE_BATCH << min(step.limits.num_steps_in_time, MAX_DOUBLINGS)
         waiting = heads_of_real_time(step.waiting)
-        waiting.sort(key=lambda request: (request.priority, step.budget.residual(request)))
+        waiting.sort(key=lambda request: (request.priority, step.budget.due.of(request)))
         limit_s = _least_residual(step, waiting)
         step.budget.lend(limit_s / step.limits.cost.guard)
         _try_real_time(step, waiting, size)
@@ -74,7 +74,7 @@ def _least_residual(step: Step, waiting: Iterable[Request]) -> float:
     )
     least_s = float(next(in_time, math.inf))
     for request in waiting:
-        residual_s = step.budget.residual(request)
+        residual_s = step.budget.due.of(request)
         shape = StepShape().plus(*step.found(request)[:2])
         if cost.seconds(shape) <= residual_s < least_s:
             least_s = residual_s
@@ -88,17 +88,17 @@ def _try_real_time(step: Step, waiting: Sequence[Request], size: int) -> None:
     decodes = budget.due.in_order(running.decodes)
     due_s = budget.due.of_rows(decodes, budget.due.residuals.due)
     prompts = merged(
-        sorted(running.prompts, key=budget.residual),
+        sorted(running.prompts, key=budget.due.of),
         iter(waiting),
-        lambda newcomer, request: budget.residual(newcomer) < budget.residual(request),
+        lambda newcomer, request: budget.due.of(newcomer) < budget.due.of(request),
     )
     num_done = 0
     for request in prompts:
-        num_before = int(np.searchsorted(due_s, budget.residual(request), side="right"))
+        num_before = int(np.searchsorted(due_s, budget.due.of(request), side="right"))
         if num_before > num_done:
             _decode(step, decodes[num_done:num_before], size)
             num_done = num_before
-        if _is_through(step) or budget.num_requests >= size:
+        if _is_through(step) or budget.shape.num_requests >= size:
             return
         one_by_one(step, [request], is_whole=_fits(step))
         if _is_through(step):
@@ -108,7 +108,7 @@ def _try_real_time(step: Step, waiting: Sequence[Request], size: int) -> None:
 
 
 def _decode(step: Step, rows: Rows, size: int) -> None:
-    step.decode(rows[: max(0, size - step.budget.num_requests)])
+    step.decode(rows[: max(0, size - step.budget.shape.num_requests)])
 
 
 def _is_through(step: Step) -> bool:
@@ -149,7 +149,9 @@ def _try_best_effort(step: Step, size: int) -> None:
         *oldest,
         *sorted(waiting, key=lambda request: step.found(request).num_loaded),
     ]
-    not_too_many = itertools.takewhile(lambda _request: step.budget.num_requests < size, others)
+    not_too_many = itertools.takewhile(
+        lambda _request: step.budget.shape.num_requests < size, others
+    )
     one_by_one(step, not_too_many, is_whole=_fits(step))
 
 
@@ -157,7 +159,7 @@ def _replace_one_by_one(step: Step, size: int) -> None:
     """Try decodes of best-effort requests in place of real-time ones that can wait."""
     budget = step.budget
     left_out = step.sort_out(step.running.of(BE)).decodes[:MAX_REPLACED]
-    is_full = step.has_run_out or budget.num_requests >= size
+    is_full = step.has_run_out or budget.shape.num_requests >= size
     if not len(left_out) or not is_full or budget.is_full:
         return
     can_wait = budget.decodes_due_after(budget.seconds + step.limits.average_step_s)

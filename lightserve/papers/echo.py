@@ -65,7 +65,7 @@ class EchoPolicy:
             return
         offline = step.waiting.of(BE)
         if self._best_first:
-            offline = BatchOrder(step.budget, spares_wanted=True).best_first(offline)
+            offline = BatchOrder(step, spares_wanted=True).best_first(offline)
         step.take(newcomers=offline, classes=(BE,))
 
 

@@ -62,8 +62,8 @@ class MemoryPlan:
         num_reserved: int,
         *,
         is_class_aware: bool,
-        spared: Iterable[Request] = (),
         seats: Seats = NO_SEATS,
+        spared: Iterable[Request] = (),
     ) -> None:
         """Begin with nothing placed.
 
@@ -74,8 +74,8 @@ class MemoryPlan:
             found: tells what newcomers find in the pool.
             num_reserved: cached slots that best-effort requests may not have.
             is_class_aware: whether a real-time newcomer may take from best-effort requests.
-            spared: newcomers; what they found in the prefix tree is not taken.
             seats: whose seats others are owed.
+            spared: newcomers; what they found in the prefix tree is not taken.
         """
         self._table = table
         self._num_rows = table.num_free
@@ -123,11 +123,6 @@ class MemoryPlan:
     def parts(self) -> list[Decodes | Scheduled]:
         """Parts of the step that have memory."""
         return [*self._whole, *itertools.starmap(Scheduled, self._placed.items())]
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether anything advances."""
-        return bool(self._whole or self._placed)
 
     def changes(self) -> MemoryChanges:
         """Return what must happen before."""

@@ -10,11 +10,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.router.admission.base import AdmissionRound, PoolView
+from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.arrivals import ArrivalStats, Outlook
 from lightserve.router.config import SchedulerConfig
@@ -23,7 +22,7 @@ from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import Step, Waiting
 from lightserve.router.policies.step_budget import StepLimits
-from lightserve.router.queue import Turn, WaitingQueue, prefix_in_flight
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, FoundOf, Request
 from lightserve.router.request_table import DueTimes, RequestTable, Running
 from lightserve.router.seats import Seats
@@ -44,6 +43,10 @@ MAX_NEWCOMERS = 32
 two steps, for forecasts of memory above all, and the worker some time as well."""
 RT_GROWTH = 2
 """Real-time requests may come to hold so many times `ArrivalStats.most_held`."""
+
+
+Attempt = tuple[Running, Waiting, int]
+"""Requests that run, those that wait, and cached slots that stay reserved for real-time ones."""
 
 
 class Planner:
@@ -77,101 +80,103 @@ class Planner:
             headroom: slots that best-effort newcomers may not count on.
             now_s: the time.
         """
-        self._seats = self._seats_now(now_s)
+        self._seats = Seats()
+        if self._config.keys_take_turns:
+            heads = {of: self._waiting.heads(of) for of in (RT, BE)}
+            self._seats = Seats(self._rows.of(self._rows.rows), heads, now_s)
         start_s = self._pipeline.next_start_s(now_s)
         outlook = self._demand.outlook(self._pipeline.cost.work, start_s)
         running = Running(self._rows, self._seats.rows_in_order(self._rows))
         be_room = functools.partial(self._be_room, kv, running, outlook)
         found: FoundOf = functools.cache(kv.look_up)
         pool = PoolView(kv.num_slots, headroom, functools.cache(be_room), found)
-        for scene in self._scenes(kv, running, suspects):
-            filled = self._fill(scene, kv, pool, outlook, start_s)
-            if filled.memory.robbed:
-                spared = self._fill(
-                    scene._replace(spared=filled.memory.robbed), kv, pool, outlook, start_s
-                )
-                if filled.memory.real_time() < spared.memory.real_time():
-                    filled = spared
-            if filled.memory.has_parts:
-                return self._planned(filled, headroom, now_s)
+
+        def fill(attempt: Attempt, spared: Sequence[Request] = ()) -> Step:
+            running, waiting, num_reserved = attempt
+            memory = MemoryPlan(
+                kv,
+                self._rows,
+                functools.partial(self._by_loss, kv, start_s),
+                found,
+                num_reserved,
+                is_class_aware=self._policy.is_class_aware,
+                seats=self._seats,
+                spared=spared,
+            )
+            step = Step(
+                running,
+                waiting,
+                self._limits(running, waiting, kv, outlook, start_s),
+                memory,
+                self._config.admission.begin(list(self._rows), pool),
+                found=found,
+                is_class_aware=self._policy.is_class_aware,
+                meets_deadlines=self._policy.meets_deadlines,
+            )
+            self._policy.fill(step)
+            step.note_rest()
+            return step
+
+        for attempt in self._attempts(kv, running, suspects):
+            step = fill(attempt)
+            if step.memory.robbed:
+                again = fill(attempt, spared=step.memory.robbed)
+                if step.memory.real_time() < again.memory.real_time():
+                    step = again
+            if step.memory.parts:
+                return self._planned(step, headroom, now_s)
         return None
 
-    def _scenes(
+    def _attempts(
         self, kv: KVStore, running: Running, suspects: Sequence[Request]
-    ) -> Iterator[_Scene]:
-        """Yield what may advance; later ones are for steps in which nothing else could."""
-        is_idle = self._pipeline.is_empty
+    ) -> Iterator[Attempt]:
+        """Yield requests that may advance together.
+
+        Each is for a step in which none of those before could. The reserve is given up where
+        nothing could ever advance otherwise: one may need more than the rest of the pool.
+        """
+        is_idle, num_reserved = self._pipeline.is_empty, kv.num_reserved_for_rt
+        holders: list[Request] = []
         if suspects:
             suspect = suspects[0]
             if is_idle or suspect.num_inflight_steps > 0:
-                yield self._alone(suspect)
+                yield *self._only([suspect]), num_reserved
             if not is_idle:
                 return
-            if kv.num_reserved_for_rt:
-                yield self._alone(suspect)._replace(keeps_reserve=False)
+            if num_reserved:
+                yield *self._only([suspect]), 0
             # Where there is no room for it, those before it that were cleared make some.
             holders = [request for request in self.holders() if request not in suspects]
-            rows = [request.row for request in holders if request.state is RUNNING]
-            running = Running(self._rows, np.array(rows, dtype=np.int64))
-            waiting: Waiting = _Only([r for r in holders if r.is_paused])
+            running, waiting = self._only(holders)
         else:
-            by_sharing = self._config.be_by_sharing
-            waiting = _Queued(self._waiting, kv, running, self._seats, by_sharing=by_sharing)
-            holders = []
-        yield _Scene(running, waiting)
-        if kv.num_reserved_for_rt and not any(h.num_inflight_steps for h in self.holders()):
-            yield _Scene(running, waiting, keeps_reserve=False)
-        # With nothing in flight no result will make room, and something has to move at last: first
-        # without newcomers, then the highest rank that holds memory, which can take from all.
+            tree = kv.tree if self._config.be_by_sharing else None
+            waiting = Waiting(self._waiting, running, self._seats, tree)
+        yield running, waiting, num_reserved
+        if num_reserved and not any(h.num_inflight_steps for h in self.holders()):
+            yield running, waiting, 0
+        # With nothing in flight no result will make room, and something has to move at last: the
+        # highest rank that holds memory can take from all.
         if is_idle:
-            yield _Scene(running, _Only([]))
             for request in holders or self.holders():
                 if request.num_schedulable_tokens > 0:
-                    yield self._alone(request)._replace(keeps_reserve=False)
+                    yield *self._only([request]), 0
 
-    def _alone(self, request: Request) -> _Scene:
-        """Return a scene of nothing but a request."""
-        if request.state is RUNNING:
-            rows = np.array([request.row], dtype=np.int64)
-            return _Scene(Running(self._rows, rows), _Only([]))
-        rows = np.empty(0, dtype=np.int64)
-        return _Scene(Running(self._rows, rows), _Only([request]))
+    def _only(self, requests: Sequence[Request]) -> tuple[Running, Waiting]:
+        """Return requests that may advance, and no others."""
+        rows = [request.row for request in requests if request.state is RUNNING]
+        running = Running(self._rows, np.array(rows, dtype=np.int64))
+        waiting = WaitingQueue()
+        waiting.requeue([request for request in requests if request.state is WAITING])
+        return running, Waiting(waiting, running)
 
-    def _fill(
-        self, scene: _Scene, kv: KVStore, pool: PoolView, outlook: Outlook, start_s: float
-    ) -> _Filled:
-        """Return the step of a scene, as the policy orders it."""
-        memory = MemoryPlan(
-            kv,
-            self._rows,
-            functools.partial(self._by_loss, kv, start_s),
-            pool.found,
-            kv.num_reserved_for_rt if scene.keeps_reserve else 0,
-            is_class_aware=self._policy.is_class_aware,
-            seats=self._seats,
-            spared=scene.spared,
-        )
-        future = self._config.admission.begin(list(self._rows), pool)
-        step = Step(
-            scene.running,
-            scene.waiting,
-            self._limits(scene, kv, outlook, start_s),
-            memory,
-            future,
-            found=pool.found,
-            is_class_aware=self._policy.is_class_aware,
-            meets_deadlines=self._policy.meets_deadlines,
-        )
-        self._policy.fill(step)
-        step.note_rest()
-        return _Filled(step, memory, future)
-
-    def _limits(self, scene: _Scene, kv: KVStore, outlook: Outlook, start_s: float) -> StepLimits:
+    def _limits(
+        self, running: Running, waiting: Waiting, kv: KVStore, outlook: Outlook, start_s: float
+    ) -> StepLimits:
         pipeline, seats = self._pipeline, self._seats
         num_free = min(self._rows.num_free, MAX_NEWCOMERS)
         num_yielding = 0
         if self._policy.is_class_aware:
-            num_yielding = len(scene.running.of(BE)) + len(seats.owed_of(RT))
+            num_yielding = len(running.of(BE)) + len(seats.owed_of(RT))
             num_yielding = min(num_yielding, MAX_NEWCOMERS - num_free)
         return StepLimits(
             max_num_batched_tokens=pipeline.max_num_batched_tokens,
@@ -193,13 +198,13 @@ class Planner:
             ahead_seconds=pipeline.ahead_seconds,
             overlaps_copies=pipeline.overlaps_copies,
             outlook=outlook,
-            turn=self._waiting.turn() if isinstance(scene.waiting, _Queued) else Turn(),
+            turn=waiting.turn(),
             seats=seats,
             num_owed_be_rows=len(seats.owed_of(BE)),
         )
 
-    def _planned(self, filled: _Filled, headroom: int, now_s: float) -> PlannedStep:
-        step, memory, future = filled
+    def _planned(self, step: Step, headroom: int, now_s: float) -> PlannedStep:
+        memory = step.memory
         decodes, chunks = decodes_and_chunks(self._rows, memory.parts)
         for request, reason in memory.stopped_for.items():
             step.skips.lose(request, reason)
@@ -227,7 +232,7 @@ class Planner:
             limit_s=step.budget.deadline_s if math.isfinite(step.budget.deadline_s) else None,
             hits_limit=step.hits_limit,
             best_effort_s=step.best_effort_s,
-            forecast_peak=future.forecast_peak,
+            forecast_peak=step.admission.forecast_peak,
             headroom=headroom,
         )
 
@@ -260,12 +265,6 @@ class Planner:
         num_known = sum([r.num_known_tokens for r in started])
         num_known -= SharedPrefixes(started).num_counted_twice
         return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
-
-    def _seats_now(self, now_s: float) -> Seats:
-        if not self._config.keys_take_turns:
-            return Seats()
-        heads = {request_class: self._waiting.heads(request_class) for request_class in (RT, BE)}
-        return Seats(self._rows.of(self._rows.rows), heads, now_s)
 
     def holders(self) -> list[Request]:
         """Return the running and paused requests, the highest rank first (see `MemoryPlan`).
@@ -307,111 +306,3 @@ class Planner:
     def _standing(self, request: Request) -> tuple[RequestClass, bool]:
         of = request.request_class if self._policy.is_class_aware else RT
         return of, request.state is RUNNING
-
-
-class _Scene(NamedTuple):
-    """Requests that may advance in a step."""
-
-    running: Running
-    waiting: Waiting
-    keeps_reserve: bool = True
-    """Whether what is reserved for real-time's cache stays so; not where nothing could ever advance
-    otherwise: a best-effort request may need more than the rest of the pool."""
-    spared: Sequence[Request] = ()
-    """Real-time newcomers; what they found in the prefix tree is not taken."""
-
-
-class _Filled(NamedTuple):
-    """A step as it was filled."""
-
-    step: Step
-    memory: MemoryPlan
-    future: AdmissionRound
-
-
-class _Queued:
-    """The queue, as `Waiting`."""
-
-    def __init__(
-        self,
-        waiting: WaitingQueue,
-        kv: KVStore,
-        running: Running,
-        seats: Seats,
-        *,
-        by_sharing: bool,
-    ) -> None:
-        """`by_sharing`: best-effort requests come by what is cached of them, not by arrival."""
-        self._waiting = waiting
-        self._running = running
-        self._seats = seats
-        self._tree = kv.tree if by_sharing else None
-        self._found_prefilling: list[Request] | None = None
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting)
-
-    def of(self, request_class: RequestClass) -> Iterator[Request]:
-        """Iterate over one class."""
-        if request_class is RT:
-            return self._waiting.real_time(self._seats)
-        table, rows = self._running.table, self._running.rows
-        context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
-        return self._waiting.best_effort(self._waiting.turn(), self._tree, context_len, self._seats)
-
-    def late(self) -> Iterator[Request]:
-        """Iterate over real-time requests that never ran and are late."""
-        return self._waiting.late()
-
-    def jobs(self) -> Iterator[Request]:
-        """Iterate over best-effort requests with a completion time, the earliest first."""
-        return self._waiting.jobs()
-
-    def lines(self) -> Iterator[Request]:
-        """Iterate over lines of batches, those that are due first before others."""
-        return self._waiting.lines()
-
-    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
-        """Whether it should wait for a prefix that another is just computing.
-
-        A best-effort request does where these come by what they share; a real-time one does not.
-        """
-        return self._tree is not None and bool(prefix_in_flight(request, start, self._prefilling()))
-
-    def _prefilling(self) -> list[Request]:
-        """Return those that compute a prompt which is not in the tree yet."""
-        if self._found_prefilling is None:
-            table, rows = self._running.table, self._running.rows
-            prefilling = table.of(rows[~table.is_plain[rows]])
-            self._found_prefilling = [r for r in prefilling if not r.is_prompt_shared]
-        return self._found_prefilling
-
-
-class _Only:
-    """A fixed list of waiting requests, as `Waiting`."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def of(self, request_class: RequestClass) -> Iterator[Request]:
-        """Iterate over one class."""
-        return (r for r in self._requests if r.request_class is request_class)
-
-    def jobs(self) -> Iterator[Request]:
-        """Iterate over those that may have a completion time."""
-        return self.of(BE)
-
-    def lines(self) -> Iterator[Request]:
-        """Iterate over those that may be lines of batches."""
-        return self.of(BE)
-
-    def late(self) -> Iterator[Request]:
-        """Iterate over nothing: one that is tried alone comes in its turn."""
-        return iter(())
-
-    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
-        """Return False: it is tried at once."""
-        return False

@@ -16,7 +16,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ from lightserve.router.from_submit import QueueLimits
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
-from lightserve.router.policies.base import Policy, Step
+from lightserve.router.policies.base import Policy, Step, Waiting
+from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -177,7 +178,7 @@ class RunPolicy:
         """See `Policy.fill`."""
         may_admit = self._steps_left == 0 or not len(step.running)
         if not may_admit:
-            step.waiting = _Nothing()
+            step.waiting = Waiting(WaitingQueue(), step.running)
         self._inner.fill(step)
         if self._limit is None or step.started:
             return
@@ -197,35 +198,6 @@ class RunPolicy:
         if num_steps > 1:
             step.give_way(rows)
             step.take(requests, classes=(), num_tokens=num_steps)
-
-
-class _Nothing:
-    """No request waits; see `policies.base.Waiting`."""
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(())
-
-    def of(self, request_class: RequestClass) -> Iterator[Request]:
-        """Iterate over no request."""
-        del request_class
-        return iter(())
-
-    def jobs(self) -> Iterator[Request]:
-        """No request has a completion time."""
-        return iter(())
-
-    def lines(self) -> Iterator[Request]:
-        """No request is a line of a batch."""
-        return iter(())
-
-    def is_prefix_in_flight(self, request: Request, start: int) -> bool:
-        """Return False."""
-        del request, start
-        return False
-
-    def late(self) -> Iterator[Request]:
-        """Iterate over no request."""
-        return iter(())
 
 
 def _grow(requests: Iterable[Request], num_tokens: int) -> None:

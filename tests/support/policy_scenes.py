@@ -9,7 +9,7 @@ import numpy as np
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.base import Policy, Step, Waiting
+from lightserve.router.policies.base import Policy, Step
 from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.request import Found, FoundOf, Request, RequestState, progress
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
@@ -80,13 +80,31 @@ def running_of(requests: Iterable[Request]) -> Running:
 def filled(
     policy: Policy,
     running: Running,
-    waiting: Waiting,
+    waiting: Queue,
     limits: StepLimits,
     admission: AdmissionRound,
     *,
     found: FoundOf = progress,
 ) -> Step:
     """Return a step as a policy fills it where slots are no limit."""
+    step = begun(policy, running, waiting, limits, admission, found=found)
+    policy.fill(step)
+    step.note_rest()
+    parts = step.budget.parts
+    assert len({request for request, _ in parts}) == len(parts)
+    return step
+
+
+def begun(
+    policy: Policy,
+    running: Running,
+    waiting: Queue,
+    limits: StepLimits,
+    admission: AdmissionRound,
+    *,
+    found: FoundOf = progress,
+) -> Step:
+    """Return such a step before anything is in it."""
     by_rank = sorted(running, key=lambda request: request.request_class is BE)
     memory = MemoryPlan(
         KVStore(1 << 17, KVOptions()),
@@ -97,7 +115,7 @@ def filled(
         is_class_aware=policy.is_class_aware,
     )
     memory._num_rows = limits.num_free_rows
-    step = Step(
+    return Step(
         running,
         waiting,
         limits,
@@ -107,11 +125,6 @@ def filled(
         is_class_aware=policy.is_class_aware,
         meets_deadlines=policy.meets_deadlines,
     )
-    policy.fill(step)
-    step.note_rest()
-    parts = step.budget.parts
-    assert len({request for request, _ in parts}) == len(parts)
-    return step
 
 
 def planned_step(

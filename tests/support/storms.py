@@ -94,7 +94,7 @@ class WatchedPolicy(UnifiedPolicy):
         cost = step.limits.cost
         before_s, after_s = (cost.guard * cost.seconds(shape_of(part)) for part in (before, after))
         for request in due:
-            residual_s = step.budget.residual(request)
+            residual_s = step.budget.due.of(request)
             if residual_s >= before_s + ROUNDING_S:
                 assert after_s <= residual_s + ROUNDING_S, "made late by others"
                 self.num_timed += len(after) > len(before)

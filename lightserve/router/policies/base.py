@@ -14,8 +14,9 @@ import numpy as np
 
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.pace import Pace
+from lightserve.router.policies.pace import Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     MIN_CHUNK,
@@ -23,10 +24,10 @@ from lightserve.router.policies.step_budget import (
     StepBudget,
     StepLimits,
 )
-from lightserve.router.queue import MAX_CANDIDATES
+from lightserve.router.queue import MAX_CANDIDATES, Turn, WaitingQueue, prefix_in_flight
 from lightserve.router.request import WAITING, FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running, SortedOut
-from lightserve.router.seats import had_of, has_had_less
+from lightserve.router.seats import NO_SEATS, Seats, had_of, has_had_less
 from lightserve.router.step import ALL_CLASSES, Loading, Reason, Scheduled, Skips
 from lightserve.types import BE, RT, RequestClass
 
@@ -46,29 +47,74 @@ class Policy(Protocol):
         """Try requests that run and wait, the most urgent first (`Step.take`)."""
 
 
-class Waiting(Protocol):
+class Waiting:
     """The waiting requests, those that were paused or preempted before those that never ran."""
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        running: Running,
+        seats: Seats = NO_SEATS,
+        tree: PrefixTree | None = None,
+    ) -> None:
+        """Read a queue; it is not changed.
+
+        Args:
+            queue: all of those that may start.
+            running: those that run beside them.
+            seats: which of the waiting are owed a seat.
+            tree: the cached prefixes, where best-effort requests come by what is cached of them;
+                None: by arrival.
+        """
+        self._queue = queue
+        self._running = running
+        self._seats = seats
+        self._tree = tree
+        self._found_prefilling: list[Request] | None = None
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all of them in the order of the queue."""
+        return iter(self._queue)
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over those of one class, in the order in which they should start.
 
         Best-effort ones are not all of them: the few that are worth asking.
         """
+        if request_class is RT:
+            return self._queue.real_time(self._seats)
+        table, rows = self._running.table, self._running.rows
+        context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
+        return self._queue.best_effort(self.turn(), self._tree, context_len, self._seats)
+
+    def turn(self) -> Turn:
+        """Return whose turn it is among best-effort requests as the step begins."""
+        return self._queue.turn()
 
     def jobs(self) -> Iterator[Request]:
         """Iterate over best-effort requests with a completion time, those to end first before."""
+        return self._queue.jobs()
 
     def lines(self) -> Iterator[Request]:
         """Iterate over lines of batches, those that are due first before others."""
+        return self._queue.lines()
 
-    def late(self) -> Iterable[Request]:
-        """Return the real-time ones that never ran and are late; `of` has them at its end."""
+    def late(self) -> Iterator[Request]:
+        """Iterate over real-time ones that never ran and are late; `of` has them at its end."""
+        return self._queue.late()
 
     def is_prefix_in_flight(self, request: Request, start: int) -> bool:
-        """Whether it should wait for a prefix that another is just computing."""
+        """Whether it should wait for a prefix that another is just computing.
+
+        A best-effort request does where these come by what they share; a real-time one does not.
+        """
+        if self._tree is None:
+            return False
+        if self._found_prefilling is None:
+            table, rows = self._running.table, self._running.rows
+            prefilling = table.of(rows[~table.is_plain[rows]])
+            self._found_prefilling = [r for r in prefilling if not r.is_prompt_shared]
+        return bool(prefix_in_flight(request, start, self._found_prefilling))
 
 
 MEMORY_REASONS = {Reason.KV_NOW, Reason.KV_FUTURE, Reason.BYTES}
@@ -121,14 +167,14 @@ class Step:
         """Newcomers in it, those that load to start later included."""
         self.urgent: set[Request] = set()
         """Best-effort newcomers that start whatever the turn."""
-        self.has_run_out = False
-        """Whether the last that were tried found too little time, or too few tokens."""
+        self._short_of: Reason | None = None
+        """The resource that the last that were tried found too little of: tokens, pace or time."""
         self.hits_limit = False
         """Whether a policy had to leave out a real-time request for want of time."""
         self.best_effort_s: float | None = None
         """Time that best-effort requests add to it, where they are owed a share and want more."""
-        self._memory = memory
-        self._admission = admission
+        self.memory = memory
+        self.admission = admission
         self._is_class_aware = is_class_aware
         self._meets_deadlines = meets_deadlines
         self._closed: set[RequestClass] = set()
@@ -182,38 +228,32 @@ class Step:
             num_tokens: where not 0, each gets so many tokens, whatever time and budget are left
                 (simulated workers decode on by themselves).
         """
-        self.has_run_out = self.budget.is_full
+        self._short_of = Reason.TOKENS if self.budget.is_full else None
         self._closed.clear()
         self._num_passed = 0
         if len(decodes):
             self._add_decodes(decodes)
         how = _How(is_whole, leaves_room, num_tokens)
-        waiting = filter(lambda request: self.is_open(request.request_class), newcomers)
-        newcomer, place = None, 0
+        waiting = self._open(newcomers, classes)
+        in_order: Iterator[Request] = itertools.chain(prompts, waiting)
+        if goes_before is not None:
+            in_order = merged(prompts, waiting, goes_before)
         while num_tokens or not self.has_run_out:
-            prompt = prompts[place] if place < len(prompts) else None
-            is_next = newcomer is None and (prompt is None or goes_before is not None)
-            if is_next and not self.has_run_out and any(map(self.is_open, classes)):
-                newcomer = next(waiting, None)
-            if newcomer and (prompt is None or (goes_before and goes_before(newcomer, prompt))):
-                request, newcomer = newcomer, None
-            elif prompt is not None:
-                request, place = prompt, place + 1
-            else:
+            if (request := next(in_order, None)) is None:
                 break
             self._try(request, how, classes)
-        if self.has_run_out:
+        if self._short_of is not None:
             for request in prompts:
                 if request not in self.budget.chunks:
-                    self.skips.note(request, self._full_of)
+                    self.skips.note(request, self._short_of)
             for request_class in classes:
-                self._close(request_class, self._full_of)
+                self._close(request_class, self._short_of)
 
     def give_way(self, rows: Rows) -> None:
         """Take decodes out of the step; they may be tried again."""
         if len(rows):
             self.budget.remove_decodes(rows)
-            self._memory.remove_decodes(rows)
+            self.memory.remove_decodes(rows)
 
     def keep_pace(self, pace: Pace | None, prompts: Iterable[Request]) -> None:
         """Have others leave real-time decodes without a target their pace.
@@ -223,7 +263,7 @@ class Step:
         """
         if pace is not None:
             budget = self.budget
-            budget.pace.keep(
+            budget.pace = kept_pace(
                 pace,
                 self.running,
                 prompts,
@@ -239,7 +279,7 @@ class Step:
         table = self.running.table
         for request in self.started:
             self.skips.note(request, Reason.KV_NOW)  # unless it is in the step after all
-        if self.budget.num_requests - len(self.started) < len(table.rows):
+        if self.budget.shape.num_requests - len(self.started) < len(table.rows):
             others = self._not_in_it(table.rows)
             is_blocked = self.running.schedulable[others] == 0
             self.skips.note_rows(others[is_blocked], Reason.BLOCKED)
@@ -248,6 +288,11 @@ class Step:
             self.skips.stop(request_class, reason)
 
     # ---------------------------------------------------------------- what policies ask
+
+    @property
+    def has_run_out(self) -> bool:
+        """Whether the last that were tried found too little time, or too few tokens."""
+        return self._short_of is not None
 
     def of(self, request_class: RequestClass | None = None) -> SortedOut:
         """Return the requests of a class, or of all, that run and are not in it yet."""
@@ -286,6 +331,15 @@ class Step:
 
     # ---------------------------------------------------------------- trying
 
+    def _open(
+        self, newcomers: Iterable[Request], classes: tuple[RequestClass, ...]
+    ) -> Iterator[Request]:
+        """Yield newcomers of open classes, as long as there are any."""
+        waiting = iter(newcomers)
+        while any(map(self.is_open, classes)) and (request := next(waiting, None)) is not None:
+            if self.is_open(request.request_class):
+                yield request
+
     def _not_in_it(self, rows: Rows) -> Rows:
         """Return those rows of which nothing is in the step."""
         if self.budget.is_empty or not len(rows):
@@ -297,14 +351,14 @@ class Step:
         return others
 
     def _add_decodes(self, rows: Rows) -> None:
-        wanted = self._memory.not_stopped(rows)
+        wanted = self.memory.not_stopped(rows)
         in_time = self.budget.decodes_in_time(wanted)
-        fitting = self._memory.place_decodes(in_time)
+        fitting = self.memory.place_decodes(in_time)
         self.budget.add_decodes(fitting)
-        self.has_run_out = self.budget.is_full
+        self._short_of = Reason.TOKENS if self.budget.is_full else None
         if len(in_time) < len(wanted):
-            self.has_run_out = True
-            self.skips.note_rows(np.setdiff1d(wanted, in_time, assume_unique=True), self._full_of)
+            self._short_of = reason = self._lacking()
+            self.skips.note_rows(np.setdiff1d(wanted, in_time, assume_unique=True), reason)
         if len(fitting) < len(rows):
             self.skips.note_rows(np.setdiff1d(rows, fitting), Reason.KV_NOW)
 
@@ -312,16 +366,17 @@ class Step:
         """Add as much of a request as fits, or note what it lacks."""
         is_newcomer = request.state is WAITING
         lacking = self._refuses_to_start(request) if is_newcomer else None
-        if lacking is None and is_newcomer and not self._admission.admit(request):
+        if lacking is None and is_newcomer and not self.admission.admit(request):
             is_owed = request in self.limits.seats.owed
             lacking = None if is_owed else Reason.KV_FUTURE
         part = lacking or self._offer(request, how)
         if self._is_class_aware:
             classes = (request.request_class,)
         if not isinstance(part, Reason):
-            part = self._memory.place(part)
+            part = self.memory.place(part)
             if isinstance(part, Reason):  # time and tokens are left for others
-                self.has_run_out, classes = self.budget.is_full, (request.request_class,)
+                self._short_of = Reason.TOKENS if self.budget.is_full else None
+                classes = (request.request_class,)
         if isinstance(part, Reason):
             self._skip(request, part, classes)
         else:
@@ -355,28 +410,31 @@ class Step:
             return Scheduled(request, how.num_tokens)
         if how.is_whole or request.is_whole:
             is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
-            return Scheduled(request, rest) if is_in else self._run_out()
+            if is_in:
+                return Scheduled(request, rest)
+            self._short_of = self._lacking(request)
+            return self._short_of
         can_go_beside = num_loaded > 0 and budget.loads.can_go_beside(num_loaded, budget.seconds)
         if can_go_beside and budget.loads.is_free_for(
             num_loaded, budget.seconds, self._due_for(request)
         ):
             return self._offer_loading(request)
-        most = budget.leaving_room(request, rest) if how.leaves_room else rest
-        num_tokens = budget.num_tokens_in_time(request, most)
-        is_small = budget.pace.is_limit and request.request_class is BE
+        num_tokens = budget.num_tokens_in_time(request, rest, leaves_room=how.leaves_room)
+        is_small = request.request_class is BE and budget.is_paced(request)
         least = min(rest, MIN_CHUNK) if self._meets_deadlines and not is_small else 1
         if num_tokens <= 0 or (num_tokens < least and not budget.is_empty):
             if can_go_beside and not budget.is_full:
                 return self._offer_loading(request)
-            return self._run_out()
-        self.has_run_out = num_tokens < rest
+            self._short_of = self._lacking(request)
+            return self._short_of
+        self._short_of = self._lacking(request) if num_tokens < rest else None
         return Scheduled(request, num_tokens)
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""
         if request.request_class is RT and not self._meets_deadlines:
             return 0.0
-        return self.budget.residual(request) / self.limits.cost.guard
+        return self.budget.due.of(request) / self.limits.cost.guard
 
     def _offer_loading(self, request: Request) -> Loading | Reason:
         budget = self.budget
@@ -386,18 +444,12 @@ class Step:
         )
         return Loading(request, num_tokens) if num_tokens else Reason.LOADING
 
-    def _run_out(self) -> Reason:
-        self.has_run_out = True
-        return self._full_of
-
-    @property
-    def _full_of(self) -> Reason:
-        """The resource that ran out: tokens, pace or time."""
-        if self.budget.is_full:
-            return Reason.TOKENS
-        if self.budget.pace.is_limit:
+    def _lacking(self, request: Request | None = None) -> Reason:
+        """Return the resource that is too little for all of a prompt, or (None) for decodes."""
+        if self.budget.is_paced(request) and not self.budget.is_full:
             return Reason.PACE
-        return Reason.TIME if self._meets_deadlines else Reason.TOKENS
+        is_time = self._meets_deadlines and not self.budget.is_full
+        return Reason.TIME if is_time else Reason.TOKENS
 
     def _add(self, part: Scheduled | Loading) -> None:
         """Add a part that was offered, or less of it."""
@@ -413,7 +465,8 @@ class Step:
             return
         if request.wants_prompt_logprobs(self.found(request).start):
             self._num_positions_left -= part.num_tokens
-        self.has_run_out = self.has_run_out or self.budget.is_full
+        if self.budget.is_full:
+            self._short_of = Reason.TOKENS
 
     def _skip(self, request: Request, reason: Reason, classes: tuple[RequestClass, ...]) -> None:
         """Leave a request out; no more newcomers of `classes` are tried if it may not be passed."""
@@ -451,7 +504,10 @@ class _How(NamedTuple):
 def merged(
     first: Iterable[Request], second: Iterator[Request], goes_before: GoesBefore
 ) -> Iterator[Request]:
-    """Yield both in their own orders, one of `second` before one of `first` where that is said."""
+    """Yield both in their own orders, one of `second` before one of `first` where that is said.
+
+    Each is asked for once the one before was tried.
+    """
     other = next(second, None)
     for request in first:
         while other is not None and goes_before(other, request):

@@ -101,7 +101,7 @@ class PriorityPolicy:
         in_turns(step, real_time, self.newcomers(step), RT)
         if step.budget.is_full or step.leaves_waiting(RT):
             return
-        step.budget.lend(step.budget.pace.limits.best_effort_s)
+        step.budget.lend(step.budget.pace.best_effort_s)
         in_turns(step, step.of(BE), step.waiting.of(BE), BE)
 
     def newcomers(self, step: Step) -> Iterable[Request]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from lightserve.router.accounts import Account
 from lightserve.router.policies.base import Step
-from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget
+from lightserve.router.policies.step_budget import LOOK_AHEAD
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, Rows
 from lightserve.router.slo import PROMOTION_FACTOR, CompletionLedger, LineDeadline
@@ -132,10 +132,11 @@ ALIKE = 0.05
 class BatchOrder:
     """Compares best-effort requests that could start in a step."""
 
-    def __init__(self, budget: StepBudget, *, spares_wanted: bool = False) -> None:
+    def __init__(self, step: Step, *, spares_wanted: bool = False) -> None:
         """`spares_wanted`: of what leaves the cache, only what others wait for counts as lost."""
-        self._budget = budget
-        limits = budget.limits
+        self._budget = budget = step.budget
+        self._found = step.found
+        limits = step.limits
         self._max_tokens = limits.max_num_batched_tokens
         self._turn = limits.turn
         self._num_free_at_first = limits.num_free_slots
@@ -168,9 +169,12 @@ class BatchOrder:
 
     def score(self, request: Request) -> float:
         """Return the tokens that a newcomer's chunk gains per second."""
-        num_new, added_s = self._budget.share_of(request)
+        start, rest = self._found(request)[:2]
+        most = min(rest, self._budget.num_left)
+        num_new = max(1, self._budget.num_tokens_in_time(request, most))
+        added_s = self._budget.seconds_added(request, num_new)
         num_lost = max(0, num_new - self._num_free)
-        num_gained = self._budget.found(request).start + num_new - num_lost
+        num_gained = start + num_new - num_lost
         return num_gained / added_s if added_s > 0 else math.inf
 
     @property
@@ -182,7 +186,7 @@ class BatchOrder:
         if len(requests) == 1:
             return 0
         if requests[0].num_requeues:
-            found = map(self._budget.found, requests)
+            found = map(self._found, requests)
             loads = [
                 self._budget.seconds_added(request, each.num_left)
                 for request, each in zip(requests, found, strict=True)
@@ -214,7 +218,7 @@ class BatchOrder:
 
     def _distance(self, request: Request) -> float:
         """Return how far a demand for compute and KV is from what is left of both, as shares."""
-        start, num_rest, num_loaded, _, _ = self._budget.found(request)
+        start, num_rest, num_loaded, _, _ = self._found(request)
         place = start, num_loaded
         if (num_left := self._num_left.get(place)) is None:
             num_left = self._budget.num_tokens_in_time(request, self._max_tokens)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +33,7 @@ from lightserve.router.request import FoundOf, Request
 from lightserve.router.request_table import DueTimes, Rows, Running
 from lightserve.router.slo import RESERVE_SHARE
 from lightserve.router.step_cost import StepCost, StepShape
-from lightserve.types import RT
+from lightserve.types import BE, RT
 
 EVERY_BEST_EFFORT = 128
 """So rare that the 99th percentile of gaps does not show it."""
@@ -54,6 +53,28 @@ class PaceLimits(NamedTuple):
     """With real-time prompts."""
     best_effort_s: float = math.inf
     """With best-effort work."""
+    may_be_exceeded: bool = False
+    """Whether prompts that can be in time do not keep it."""
+
+    def limit(self, limit_s: float, prompt: Request, due_s: float) -> float:
+        """Return how long a step may take in which a prompt is.
+
+        Args:
+            limit_s: the limit by all other rules; that of best-effort work is in it already.
+            prompt: of either class.
+            due_s: seconds until its next token is due.
+        """
+        if limit_s <= self.prompts_s or prompt.request_class is BE or prompt.is_whole:
+            return limit_s
+        may_exceed = self.may_be_exceeded and 0.0 < due_s < math.inf
+        return limit_s if may_exceed else self.prompts_s
+
+    def sets(self, limit_s: float) -> bool:
+        """Whether a limit is one of these."""
+        return limit_s < math.inf and limit_s in self[:2]
+
+
+NO_PACE = PaceLimits()
 
 
 def pace_limits(pace: Pace, decodes_s: float, *, steps_per_token: int = 1) -> PaceLimits:
@@ -68,71 +89,46 @@ def pace_limits(pace: Pace, decodes_s: float, *, steps_per_token: int = 1) -> Pa
     return PaceLimits(prompts_s, pace.be_stretch * decodes_s)
 
 
-@dataclass(slots=True)
-class StepPace:
-    """The pace of one step that is being filled."""
+def kept_pace(
+    pace: Pace,
+    running: Running,
+    prompts: Iterable[Request],
+    *,
+    decodes: Rows,
+    due: DueTimes,
+    found: FoundOf,
+    cost: StepCost,
+) -> PaceLimits:
+    """Return the limits of a step; there are none without a stream that keeps a pace.
 
-    limits: PaceLimits = field(default_factory=PaceLimits)
-    is_limit: bool = False
-    """Whether the limit that was asked for last is one of these."""
-    _may_be_exceeded: bool = False
-    """Whether prompts that can be in time do not keep it."""
+    Such a stream has no target for its tokens, and decodes, in this step or (its grammar has to
+    see the token before it) in the next one.
 
-    def keep(
-        self,
-        pace: Pace,
-        running: Running,
-        prompts: Iterable[Request],
-        *,
-        decodes: Rows,
-        due: DueTimes,
-        found: FoundOf,
-        cost: StepCost,
-    ) -> None:
-        """Find the limits of a step; there are none without a stream that keeps a pace.
-
-        Such a stream has no target for its tokens, and decodes, in this step or (its grammar has to
-        see the token before it) in the next one.
-
-        Args:
-            pace: as set.
-            running: requests that run.
-            prompts: those that may be tried next.
-            decodes: real-time ones in the step, which has nothing else.
-            due: deadlines of the step's tokens.
-            found: tells how much of each prompt there is.
-            cost: predicts its time.
-        """
-        table, rows = running.table, running.of(RT)
-        num_generated = table.num_output[rows] + table.inflight_samples[rows]
-        is_stream = (num_generated > 0) & (num_generated < table.max_tokens[rows])
-        is_stream &= ~table.is_timed[rows] & (running.schedulable[rows] <= 1)
-        streams = rows[is_stream]
-        if not len(streams) or not cost.is_known:
-            return
-        together = np.union1d(decodes, streams)
-        shape = StepShape().plus_decodes(len(together), int(table.next_position[together].sum()))
-        steps_per_token = 2 if table.awaits_grammar[streams].any() else 1
-        self.limits = pace_limits(pace, cost.seconds(shape), steps_per_token=steps_per_token)
-        done_s, step_s = 0.0, self.limits.prompts_s
-        for request in sorted(prompts, key=due.of):
-            if 0.0 < (due_s := due.of(request)) < math.inf:
-                start, rest = found(request)[:2]
-                chunk = cost.tokens_within(shape, step_s, start + rest // 2, rest)
-                done_s += math.ceil(rest / max(1, chunk)) * step_s
-                self._may_be_exceeded |= is_tight(due_s - done_s, due_s)
-
-    def limit(self, limit_s: float, prompt: Request | None = None, due_s: float = 0.0) -> float:
-        """Return how long a step may take in which a prompt is, and note what limits it.
-
-        Args:
-            limit_s: the limit by all other rules; that of best-effort work is in it already.
-            prompt: None: none that keeps the pace.
-            due_s: seconds until its next token is due.
-        """
-        if limit_s > self.limits.prompts_s and prompt and prompt.request_class is RT:
-            may_exceed = self._may_be_exceeded and 0.0 < due_s < math.inf
-            if not (may_exceed or prompt.is_whole):
-                limit_s = self.limits.prompts_s
-        self.is_limit = limit_s < math.inf and limit_s in self.limits
-        return limit_s
+    Args:
+        pace: as set.
+        running: requests that run.
+        prompts: those that may be tried next.
+        decodes: real-time ones in the step, which has nothing else.
+        due: deadlines of the step's tokens.
+        found: tells how much of each prompt there is.
+        cost: predicts its time.
+    """
+    table, rows = running.table, running.of(RT)
+    num_generated = table.num_output[rows] + table.inflight_samples[rows]
+    is_stream = (num_generated > 0) & (num_generated < table.max_tokens[rows])
+    is_stream &= ~table.is_timed[rows] & (running.schedulable[rows] <= 1)
+    streams = rows[is_stream]
+    if not len(streams) or not cost.is_known:
+        return NO_PACE
+    together = np.union1d(decodes, streams)
+    shape = StepShape().plus_decodes(len(together), int(table.next_position[together].sum()))
+    steps_per_token = 2 if table.awaits_grammar[streams].any() else 1
+    limits = pace_limits(pace, cost.seconds(shape), steps_per_token=steps_per_token)
+    done_s, step_s, may_be_exceeded = 0.0, limits.prompts_s, False
+    for request in sorted(prompts, key=due.of):
+        if 0.0 < (due_s := due.of(request)) < math.inf:
+            start, rest = found(request)[:2]
+            chunk = cost.tokens_within(shape, step_s, start + rest // 2, rest)
+            done_s += math.ceil(rest / max(1, chunk)) * step_s
+            may_be_exceeded |= is_tight(due_s - done_s, due_s)
+    return limits._replace(may_be_exceeded=may_be_exceeded)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
-from lightserve.router.policies.pace import StepPace
+from lightserve.router.policies.pace import NO_PACE
 from lightserve.router.queue import Turn
 from lightserve.router.request import FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, DueTimes, RequestTable, Rows
@@ -175,13 +175,13 @@ class StepBudget:
             found: tells what each request would go on from.
             meets_deadlines: whether the policy looks at deadlines.
         """
-        self.limits, self.found = limits, found
+        self._limits, self._found = limits, found
         self.due = DueTimes(table, limits.start_s)
         self.deadline_s = math.inf
         """From its start to the nearest deadline that it is to meet; inf: to none."""
         self.in_danger: list[Request] = []
         """Decodes in it that may be late, whatever joins it."""
-        self.pace = StepPace()
+        self.pace = NO_PACE
         """The pace of real-time decodes without a target."""
         self.num_left = limits.max_num_batched_tokens
         """Tokens that it has room for."""
@@ -217,11 +217,6 @@ class StepBudget:
     def is_full(self) -> bool:
         """Whether the token budget is used up."""
         return self.num_left <= 0
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that advance in it."""
-        return self.shape.num_decodes + self.shape.num_chunks
 
     @property
     def parts(self) -> list[Scheduled | Loading]:
@@ -277,11 +272,11 @@ class StepBudget:
         if isinstance(part, Loading):
             self.loads.add_beside(num_tokens)
             return
-        start, num_left, num_loaded, _, _ = self.found(request)
+        start, num_left, num_loaded, _, _ = self._found(request)
         shape = self.shape.plus(start, num_tokens)
         if num_tokens == num_left and request.request_class is RT:
             # It yields a token in this step, whose deadline counts if it can be met.
-            residual_s = self.residual(request)
+            residual_s = self.due.of(request)
             if residual_s >= self._seconds(shape):
                 self._limit_s = min(self._limit_s, residual_s)
                 self.deadline_s = min(self.deadline_s, residual_s)
@@ -294,21 +289,23 @@ class StepBudget:
 
     # ---------------------------------------------------------------- deadlines
 
-    def residual(self, request: Request) -> float:
-        """Return the time from the start of the step to the deadline of a request's next token."""
-        return self.due.of(request)
+    def can_be_in_time(self, request: Request, without: Rows = NO_ROWS) -> bool:
+        """Whether a prompt, computed from here on without a pause, meets its deadline.
 
-    def can_be_in_time(self, request: Request) -> bool:
-        """Whether a prompt, computed from here on without a pause, meets its deadline."""
-        return self.seconds_to_end(request) <= self.residual(request)
+        Or one of `in_danger`. A prompt of several steps is in each of them `without` some decodes
+        that are in this one.
+        """
+        if len(without) and request in self.in_danger:
+            return self._seconds(self._without(without)) <= self.due.of(request)
+        return self._seconds_to_end(request, without) <= self.due.of(request)
 
-    def seconds_to_end(self, request: Request, without: Rows = NO_ROWS) -> float:
+    def _seconds_to_end(self, request: Request, without: Rows = NO_ROWS) -> float:
         """Return how long a prompt takes from here on without a pause, with the guard.
 
         In this step if there is room for all of it; otherwise in as many like it as it needs, each
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
-        start, rest = self.found(request)[:2]
+        start, rest = self._found(request)[:2]
         shape = self._without(without)
         fits = rest <= self.num_left + len(without)
         if fits and (whole_s := self._seconds_with_all_of(request, shape)) <= self._limit_s:
@@ -325,26 +322,26 @@ class StepBudget:
 
     def seconds_to_end_beside_others(self, request: Request) -> float:
         """Return the share of the time of full steps that a prompt takes, with the guard."""
-        (start, rest), decodes = self.found(request)[:2], self.shape.decodes
+        (start, rest), decodes = self._found(request)[:2], self.shape.decodes
         chunk = self._tokens_beside(decodes, request)
         return rest / chunk * self._seconds(decodes.plus(start, chunk))
 
     def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
         """Return how much of a prompt goes beside decodes in a step, at least MIN_CHUNK."""
-        most = self.limits.max_num_batched_tokens - decodes.num_new
+        most = self._limits.max_num_batched_tokens - decodes.num_new
         if math.isfinite(self._limit_s) and self._cost.is_known:
             limit_s = self._limit_s / self._cost.guard
-            most = self._cost.tokens_within(decodes, limit_s, self.found(request).start, most)
+            most = self._cost.tokens_within(decodes, limit_s, self._found(request).start, most)
         return max(MIN_CHUNK, most)
 
     def is_urgent(self, request: Request, step_s: float | None = None) -> bool:
         """Whether a prompt can be in time, and no more after a step of `step_s`; None: as this."""
         if step_s is None:
-            step_s = min(self._limit_s, self.limits.outlook.room_limit_s)
-        return 0.0 <= self.residual(request) - self.seconds_to_end(request) <= step_s
+            step_s = min(self._limit_s, self._limits.outlook.room_limit_s)
+        return 0.0 <= self.due.of(request) - self._seconds_to_end(request) <= step_s
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
-        return self._seconds(shape.plus(*self.found(request)[:2]))
+        return self._seconds(shape.plus(*self._found(request)[:2]))
 
     # ---------------------------------------------------------------- limits
 
@@ -368,8 +365,8 @@ class StepBudget:
         )
         self.deadline_s = self._limit_s = surely_s
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
-        if self.limits.guard is not None and math.isfinite(surely_s):
-            self._limit_s = self.limits.guard.limit(base_s, surely_s)
+        if self._limits.guard is not None and math.isfinite(surely_s):
+            self._limit_s = self._limits.guard.limit(base_s, surely_s)
 
     @property
     def decode_rows(self) -> Rows:
@@ -382,14 +379,13 @@ class StepBudget:
         self._limit_s = min(self._limit_s, self._best_effort_limit_s)
         self._base_s = max(self.seconds, min(doubtless_s, self._limit_s))
         self._lent_until_s = until_s
-        self.pace.limit(self.predicted_limit_s)
 
     @contextmanager
     def in_any_case(self, seconds: float) -> Iterator[None]:
         """Within it the step may be filled for so much longer, whatever its limits."""
         limits = self._limit_s, self._lent_until_s
         self._limit_s = math.inf
-        self._lent_until_s = self.seconds + min(seconds, self.limits.outlook.idle_limit_s)
+        self._lent_until_s = self.seconds + min(seconds, self._limits.outlook.idle_limit_s)
         yield
         self._limit_s, self._lent_until_s = limits
 
@@ -402,10 +398,17 @@ class StepBudget:
 
     def _limit_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
+        return self._paced_limit(request) - self.loads.seconds(self._found(request).num_loaded)
+
+    def is_paced(self, request: Request | None = None) -> bool:
+        """Whether the pace is what limits the step, for a prompt or (None) for decodes."""
+        return self.pace.sets(self._paced_limit(request))
+
+    def _paced_limit(self, request: Request | None) -> float:
         limit_s = self.predicted_limit_s
-        if self.pace.limits.prompts_s < math.inf:
-            limit_s = self.pace.limit(limit_s, request, self.residual(request))
-        return limit_s - self.loads.seconds(self.found(request).num_loaded)
+        if request is None or self.pace is NO_PACE:
+            return limit_s
+        return self.pace.limit(limit_s, request, self.due.of(request))
 
     @property
     def predicted_limit_s(self) -> float:
@@ -429,19 +432,10 @@ class StepBudget:
         due_s = self.due.of_rows(rows, self.due.residuals.lent if lent else self.due.residuals.due)
         has_output = self._table.num_output[rows] + self._table.inflight_samples[rows] > 0
         can_wait = (due_s > residual_s) & has_output
-        if lent and self.pace.limits.best_effort_s < math.inf:
+        if lent and self.pace.best_effort_s < math.inf:
             can_wait &= due_s < math.inf
         late: Rows = rows[can_wait]
         return late
-
-    def would_be_in_time(self, request: Request, without: Rows) -> bool:
-        """Whether one in it, or a prompt, computed without a pause, would be without others.
-
-        These are decodes in it; a prompt that takes several steps is without them in each.
-        """
-        if request in self.in_danger:
-            return self._seconds(self._without(without)) <= self.residual(request)
-        return self.seconds_to_end(request, without) <= self.residual(request)
 
     def _without(self, rows: Rows) -> StepShape:
         if not len(rows):
@@ -461,26 +455,30 @@ class StepBudget:
         before = self._cost.tokens_within(self.shape, limit_s, 0, self.num_left)
         return self._cost.tokens_within(self._without(without), limit_s, 0, self.num_left) - before
 
-    def num_tokens_in_time(self, request: Request, most: int) -> int:
-        """Return how many of a prompt's next tokens, `most` at most, fit time and budget."""
-        most = min(most, self.num_left)
+    def num_tokens_in_time(self, request: Request, most: int, *, leaves_room: bool = False) -> int:
+        """Return how many of a prompt's next tokens, `most` at most, fit time and budget.
+
+        `leaves_room`: one that has time leaves some of it to arrivals.
+        """
+        most = min(self._leaving_room(request, most) if leaves_room else most, self.num_left)
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
-        least, start = min(most, MIN_CHUNK), self.found(request).start
-        if self.pace.is_limit and request.request_class is RT and not self.chunks:  # it gets on
+        least, start = min(most, MIN_CHUNK), self._found(request).start
+        is_first = request.request_class is RT and not self.chunks
+        if is_first and self.is_paced(request):  # it gets on
             least_s = self._cost.seconds(self.shape.plus(start, least))
-            most_s = self.predicted_limit_s - self.loads.seconds(self.found(request).num_loaded)
+            most_s = self.predicted_limit_s - self.loads.seconds(self._found(request).num_loaded)
             limit_s = min(max(limit_s, least_s), most_s)
         in_time = self._cost.tokens_within(self.shape, limit_s, start, most)
         return max(in_time, least) if self.is_empty else in_time
 
-    def leaving_room(self, request: Request, most: int) -> int:
+    def _leaving_room(self, request: Request, most: int) -> int:
         """Return how many of a prompt's tokens leave time to arrivals, if it is in time so.
 
         They wait for the rest of the step. But it has tokens to which the constant is little.
         """
-        outlook, cost, start = self.limits.outlook, self._cost, self.found(request).start
+        outlook, cost, start = self._limits.outlook, self._cost, self._found(request).start
         if request.request_class is BE or outlook.ttft_s == math.inf:
             return most
         least_s = cost.seconds(self.shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
@@ -491,26 +489,12 @@ class StepBudget:
 
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what the step takes longer if so many tokens of a prompt join, loads included."""
-        shape = self.shape.plus(self.found(request).start, num_tokens)
+        shape = self.shape.plus(self._found(request).start, num_tokens)
         return self._cost.seconds(shape) - self.seconds + self._seconds_loading(request)
-
-    def share_of(self, request: Request) -> tuple[int, float]:
-        """Return how many of a prompt's tokens, at least 1, would join, and what they add to it.
-
-        As `num_tokens_in_time` and `seconds_added` say, which as a rule are one question.
-        """
-        start, rest = self.found(request)[:2]
-        most = min(rest, self.num_left)
-        if most > 1:
-            seconds = self._cost.seconds(self.shape.plus(start, most))
-            if seconds <= self._limit_for(request) or not self._cost.is_known:
-                return most, seconds - self.seconds + self._seconds_loading(request)
-        num_tokens = max(1, self.num_tokens_in_time(request, most))
-        return num_tokens, self.seconds_added(request, num_tokens)
 
     def _seconds_loading(self, request: Request) -> float:
         """Return what the step takes longer for the loads of one more request."""
-        num_loaded = self.found(request).num_loaded
+        num_loaded = self._found(request).num_loaded
         return self.loads.seconds(num_loaded) - self.loads.seconds() if num_loaded else 0.0
 
     def _seconds(self, shape: StepShape) -> float:

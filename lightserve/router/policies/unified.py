@@ -130,12 +130,12 @@ class _Order:
                 step.decode(of_rows.decodes)
                 budget.limit_by_deadlines()
         newcomers = itertools.islice(step.waiting.of(RT), LOOK_AHEAD)
-        self._gave_way = _rescued(budget, itertools.chain(self._prompts, newcomers))
+        self._gave_way = _rescued(step, itertools.chain(self._prompts, newcomers))
         if len(self._gave_way):
             step.give_way(self._gave_way)
             budget.limit_by_deadlines()
         heads = itertools.islice(step.waiting.of(RT), MAX_CANDIDATES)
-        due = itertools.takewhile(lambda request: budget.residual(request) < math.inf, heads)
+        due = itertools.takewhile(lambda request: budget.due.of(request) < math.inf, heads)
         step.keep_pace(self._options.pace, itertools.chain(self._prompts, due))
 
     def pay_owed(self) -> None:
@@ -148,7 +148,7 @@ class _Order:
     def try_urgent(self) -> None:
         """Try real-time prompts: those that can be in time, then those that cannot."""
         options, step, budget = self._options, self._step, self._budget
-        prompts = sorted(self._prompts, key=lambda r: (budget.residual(r), had_of(r)))
+        prompts = sorted(self._prompts, key=lambda r: (budget.due.of(r), had_of(r)))
         late = [r for r in prompts if not budget.can_be_in_time(r)]
         late.sort(key=had_of)
         in_time = [r for r in prompts if r not in late]
@@ -195,12 +195,12 @@ class _Order:
             )
             return
         outlook = self._limits.outlook
-        pace_s = budget.pace.limits.best_effort_s
+        pace_s = budget.pace.best_effort_s
         lent_s = self._lent_until_s()
         until_s = min(lent_s, pace_s)
         ample = 0.0 if outlook.is_tight else max(0.0, 1.0 - outlook.load - MUCH_FREE)
         budget.lend(until_s)
-        displaced = _displaced(budget)
+        displaced = _displaced(step)
         step.give_way(displaced)
         if ample > 0 and len(self._best_effort):
             before_s = budget.seconds
@@ -251,7 +251,7 @@ class _Order:
         if not step.waits_for_memory(RT):
             newcomers = filter(self._may_be_tried, step.waiting.of(BE))
             if self._options.best_first:
-                newcomers = BatchOrder(self._budget).best_first(newcomers)
+                newcomers = BatchOrder(step).best_first(newcomers)
         in_turns(step, running, newcomers, BE)
         self.wants_more = step.has_run_out
         self.best_effort_s += self._budget.seconds - before_s
@@ -310,7 +310,7 @@ class _Order:
         owed: list[Request] = []
         rest: Iterator[Request] = newcomers
         for request in itertools.islice(newcomers, MAX_CANDIDATES):
-            residual_s = budget.residual(request)
+            residual_s = budget.due.of(request)
             if request in seats.owed and not 0 < residual_s < math.inf:
                 owed.append(request)
                 continue
@@ -341,7 +341,7 @@ class _Order:
         """Return the next few newcomers that nothing is due of, and those behind them."""
         found: list[Request] = []
         for request in newcomers:
-            if self._budget.residual(request) < math.inf or len(found) == LOOK_AHEAD:
+            if self._budget.due.of(request) < math.inf or len(found) == LOOK_AHEAD:
                 return found, itertools.chain([request], newcomers)
             found.append(request)
         return found, iter(())
@@ -384,7 +384,7 @@ class _Order:
     def _goes_before(self, newcomer: Request, request: Request) -> bool:
         """Whether it is due before; where nothing is due, or too much, whether it has had less."""
         budget = self._budget
-        due_s, other_due_s = budget.residual(newcomer), budget.residual(request)
+        due_s, other_due_s = budget.due.of(newcomer), budget.due.of(request)
         if due_s == other_due_s == math.inf:
             return has_had_less(newcomer, request)
         if self._is_too_much and other_due_s == math.inf and has_had_less(request, newcomer):
@@ -407,7 +407,7 @@ def _fit_all(
         if num_free < 0:
             wait_s = -num_free / freed_per_s if freed_per_s > 0 else math.inf
         done_s += budget.seconds_to_end_beside_others(request)
-        if done_s + wait_s > budget.residual(request):
+        if done_s + wait_s > budget.due.of(request):
             return False
     return True
 
@@ -523,33 +523,32 @@ def lent_until_s(
 # best-effort prompts two. What gave way comes back if the step has time left for it.
 
 
-def _rescued(budget: StepBudget, prompts: Iterable[Request]) -> Rows:
+def _rescued(step: Step, prompts: Iterable[Request]) -> Rows:
     """Return decodes that give way to the most urgent request that they make late.
 
     Args:
-        budget: with the decodes, its limit known.
+        step: with the decodes, its limit known.
         prompts: of real-time requests, that may join.
     """
-    average_step_s = budget.limits.average_step_s
+    budget, average_step_s = step.budget, step.limits.average_step_s
     if average_step_s <= 0:
         return NO_ROWS
-    in_danger = [r for r in budget.in_danger if budget.residual(r) > 0]
-    in_danger += [r for r in prompts if budget.residual(r) > 0 and not budget.can_be_in_time(r)]
-    for request in sorted(in_danger, key=budget.residual):
-        others = budget.decodes_due_after(budget.residual(request) + average_step_s)
-        if len(others) and budget.would_be_in_time(request, without=others):
+    in_danger = [r for r in budget.in_danger if budget.due.of(r) > 0]
+    in_danger += [r for r in prompts if budget.due.of(r) > 0 and not budget.can_be_in_time(r)]
+    for request in sorted(in_danger, key=budget.due.of):
+        others = budget.decodes_due_after(budget.due.of(request) + average_step_s)
+        if len(others) and budget.can_be_in_time(request, without=others):
             return others
     return NO_ROWS
 
 
-def _displaced(budget: StepBudget) -> Rows:
+def _displaced(step: Step) -> Rows:
     """Return decodes that give way to best-effort prompts.
 
     Only where deadlines are what limits the step: time that is not lent is no gain.
     """
-    average_step_s = budget.limits.average_step_s
-    limit_s = budget.deadline_limit_s
-    if average_step_s <= 0 or limit_s == math.inf:
+    budget, average_step_s = step.budget, step.limits.average_step_s
+    if average_step_s <= 0 or (limit_s := budget.deadline_limit_s) == math.inf:
         return NO_ROWS
     ample = budget.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
     if not len(ample) or budget.gained_by_prompt(without=ample) <= len(ample):

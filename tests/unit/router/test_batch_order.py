@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.policy_scenes import BE, loading, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    Admitting,
+    Queue,
+    begun,
+    loading,
+    make_request,
+    running_of,
+)
 
+from lightserve.router.policies.base import Step
 from lightserve.router.policies.batch_order import BatchOrder
-from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget, StepLimits
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepLimits
+from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.step import Scheduled
@@ -37,8 +47,9 @@ def waiting(number: int, *, rest: int, there: int = 0, loaded: int = 0) -> Reque
     return request
 
 
-def empty_step(limits: StepLimits) -> StepBudget:
-    return StepBudget(running_of([]).table, limits, loading(LOADED), meets_deadlines=True)
+def empty_step(limits: StepLimits) -> Step:
+    policy, found = UnifiedPolicy(), loading(LOADED)
+    return begun(policy, running_of([]), Queue([]), limits, Admitting(), found=found)
 
 
 def order(
@@ -129,9 +140,9 @@ def test_slots_that_the_step_takes_are_free_no_more(cost: StepCost) -> None:
     order = BatchOrder(step)
     request = waiting(0, rest=200, there=100)
     before = order.score(request)
-    step.add(Scheduled(waiting(1, rest=250), 250))
+    step.budget.add(Scheduled(waiting(1, rest=250), 250))
     gained = 100 + 200 - (200 - 50)
-    added_s = step.seconds_added(request, 200)
+    added_s = step.budget.seconds_added(request, 200)
     assert order.score(request) == pytest.approx(gained / added_s)
     assert order.score(request) < before
 
