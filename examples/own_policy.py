@@ -23,7 +23,7 @@ class DeadlinesFirst:
 
     def fill(self, step: Step) -> None:
         """Try the requests of each class: decodes, prompts in progress, requests that wait."""
-        by_deadline, by_prefix = step.budget.residual, lambda request: -step.found(request).start
+        by_deadline, by_prefix = step.budget.due.of, lambda request: -step.found(request).start
         for of, rank in ((RT, by_deadline), (BE, by_prefix)):
             running, waiting = step.of(of), step.waiting.of(of)
             step.decode(running.decodes)
