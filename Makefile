@@ -140,7 +140,8 @@ sbom: $(HAS_SERVE) $(HAS_SUPPLY)
 	$(SUPPLY)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-file build/sbom.cdx.json $(BIN)/python
 
-# Wheel with the native core, sdist, bill of materials, notes and checksums, in dist/ or in ARGS.
+# Wheel with the native core, sdist, bill of materials, notes and checksums, in dist/ or in ARGS; and
+# images in the storage of docker, podman or buildah: tools/release.py has IMAGES and its other variables.
 release: $(HAS_SUPPLY)
 	@$(SUPPLY)/bin/python -m tools.release $(ARGS)
 

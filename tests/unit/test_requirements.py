@@ -1,5 +1,5 @@
 """The lock fits pyproject.toml, has a hash for everything, and names no place to get it from; what
-releases are made of; the compiler that CXX names."""
+releases are made of, images too; the compiler that CXX names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +222,11 @@ def test_notes_are_those_of_the_version_or_of_what_is_not_released(tmp_path: Pat
     changelog = "# C\n\n## [Unreleased]\n\n### Added\n- new\n\n## [0.1.0] - 2026\n- old\n"
     file = tmp_path / "some.whl"
     file.write_bytes(b"x" * 1234)
-    text = release.notes(changelog, "0.1.0", [file])
+    text = release.notes(changelog, "0.1.0", [file], {"lightserve:0.1.0-cpu": "1.2 GB"})
+    assert "| `lightserve:0.1.0-cpu` | 1.2 GB |" in text
     assert "- old" in text and "- new" not in text and "| `some.whl` | 1,234 | `" in text
-    text = release.notes(changelog, "0.2.0", [file])
-    assert text.endswith("### Added\n- new\n") and "- old" not in text
+    text = release.notes(changelog, "0.2.0", [file], {})
+    assert "image" not in text and text.endswith("### Added\n- new\n") and "- old" not in text
 
 
 def test_a_release_is_of_one_commit_and_goes_into_an_empty_folder(
@@ -236,6 +239,70 @@ def test_a_release_is_of_one_commit_and_goes_into_an_empty_folder(
     (tmp_path / "old.whl").touch()
     with pytest.raises(SystemExit, match="is not empty"):
         release.main([str(tmp_path)])
+
+
+FAKE_BUILDER = """#!/bin/sh
+echo "$BUILDAH_FORMAT $*" >> "$(dirname "$0")/calls"
+if [ "$1" = images ]; then echo "1.2 GB"; elif [ -e "$(dirname "$0")/broken" ]; then exit 1; fi
+"""
+
+
+@pytest.fixture
+def image_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "podman"
+    program.write_text(FAKE_BUILDER)
+    program.chmod(0o755)
+    for name in ("IMAGE_BUILDER", "IMAGES", "IMAGE_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(release.shutil, "which", partial(shutil.which, path=str(tmp_path)))
+    return program
+
+
+def test_images_are_built_of_the_commit_and_their_sizes_are_told(
+    image_builder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGE_ARGS", "--build-arg 'BASE=some base'")
+    sizes = release.build_images(tmp_path / "tree")
+    assert sizes == {"lightserve:0.1.0-cpu": "1.2 GB", "lightserve:0.1.0-cuda": "1.2 GB"}
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 4 and all(call.startswith("docker build ") for call in calls[::2])
+    commit = release._git("rev-parse", "--short=12", "HEAD")
+    for call in calls[::2]:
+        assert f"--build-arg=COMMIT={commit} --build-arg=VERSION=0.1.0" in call
+        assert "--build-arg BASE=some base --tag lightserve:0.1.0-" in call
+    assert "TORCH" not in calls[0] and "SYSTEM_PACKAGES=gcc libc6-dev" in calls[2]
+    monkeypatch.setenv("IMAGES", "cpu")
+    assert [*release.build_images(tmp_path / "tree")] == ["lightserve:0.1.0-cpu"]
+
+
+def test_images_that_cannot_be_built_are_told(
+    image_builder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken").touch()
+    with pytest.raises(SystemExit, match="the image cpu was not built"):
+        release.build_images(tmp_path)
+    monkeypatch.setenv("IMAGES", "cpu tpu")
+    with pytest.raises(SystemExit, match="IMAGES may have cpu, cuda; got tpu"):
+        release.build_images(tmp_path)
+    monkeypatch.delenv("IMAGES")
+    image_builder.unlink()
+    assert release.build_images(tmp_path) == {}
+    assert "no images: there is none of docker, podman, buildah here" in capfd.readouterr().err
+    monkeypatch.setenv("IMAGE_BUILDER", "builder-of-mine")
+    with pytest.raises(SystemExit, match="there is no builder-of-mine"):
+        release.build_images(tmp_path)
+
+
+def test_arguments_of_images_are_those_of_the_dockerfile() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE))
+    assert arguments["VERSION"] == PROJECT["version"]
+    assert {"COMMIT", "SOURCE"} | {key for image in release.IMAGES.values() for key in image} <= {
+        *arguments
+    }
 
 
 FAKE_COMPILER = """\
