@@ -197,13 +197,14 @@ class _Order:
         num_in_step = self._step.budget.shape.num_new
         if self._left[0] != num_in_step:
             compute = self._step.budget.num_tokens_in_time(request, self._budget)
-            memory = max(0, self._step.limits.num_available_slots - num_in_step)
+            pool = self._step.limits.pool
+            memory = max(0, pool.num_free + pool.num_cached - num_in_step)
             self._left = num_in_step, compute, memory
         _, compute, memory = self._left
         taken = self._step.found(request).num_left
         if self._is_long(request):
             taken = min(taken, compute, memory)
-        num_slots = max(1, self._step.limits.num_slots)
+        num_slots = max(1, self._step.limits.pool.num_slots)
         return math.hypot((compute - taken) / self._budget, (memory - taken) / num_slots)
 
 

@@ -21,7 +21,7 @@ from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies.base import Step, Waiting
-from lightserve.router.policies.step_budget import StepLimits
+from lightserve.router.policies.step_budget import CopyTimes, Pool, Starts, StepLimits
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, FoundOf, Request
 from lightserve.router.request_table import DueTimes, RequestTable, Running
@@ -172,35 +172,30 @@ class Planner:
     def _limits(
         self, running: Running, waiting: Waiting, kv: KVStore, outlook: Outlook, start_s: float
     ) -> StepLimits:
-        pipeline, seats = self._pipeline, self._seats
+        pipeline, owed = self._pipeline, self._seats.owed_of
         num_free = min(self._rows.num_free, MAX_NEWCOMERS)
-        num_yielding = 0
+        num_be, num_rt_starts = len(running.of(BE)), num_free
         if self._policy.is_class_aware:
-            num_yielding = len(running.of(BE)) + len(seats.owed_of(RT))
-            num_yielding = min(num_yielding, MAX_NEWCOMERS - num_free)
+            num_rt_starts = min(num_free + num_be + len(owed(RT)), MAX_NEWCOMERS)
         return StepLimits(
             max_num_batched_tokens=pipeline.max_num_batched_tokens,
-            num_free_rows=num_free,
-            num_yielding_rows=num_yielding,
-            max_be_seqs=self._config.max_be_seqs,
+            starts=Starts(
+                num_rt_starts, num_free + len(owed(BE)), self._config.max_be_seqs - num_be
+            ),
             step_number=pipeline.next_step_id,
-            num_slots=kv.num_slots,
-            num_free_slots=kv.num_available - kv.num_cached,
-            num_cached_slots=kv.num_cached,
-            num_wanted_slots=kv.num_wanted,
+            pool=Pool(kv.num_slots, kv.num_available - kv.num_cached, kv.num_cached, kv.num_wanted),
             num_steps_in_time=pipeline.num_steps_in_time,
             start_s=start_s,
             cost=pipeline.cost,
-            guard=pipeline.guard,
+            copies=CopyTimes(
+                pipeline.load_seconds, pipeline.ahead_seconds, pipeline.overlaps_copies
+            ),
             best_effort_time=pipeline.best_effort_time,
             average_step_s=pipeline.average_step_s,
-            load_seconds=pipeline.load_seconds,
-            ahead_seconds=pipeline.ahead_seconds,
-            overlaps_copies=pipeline.overlaps_copies,
+            guard=pipeline.guard,
             outlook=outlook,
             turn=waiting.turn(),
-            seats=seats,
-            num_owed_be_rows=len(seats.owed_of(BE)),
+            seats=self._seats,
         )
 
     def _planned(self, step: Step, headroom: int, now_s: float) -> PlannedStep:

@@ -7,14 +7,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.policy_scenes import RT, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    RT,
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
 from lightserve.router.policies.base import Policy, Step
-from lightserve.router.policies.step_budget import LOOK_AHEAD, StepLimits
+from lightserve.router.policies.step_budget import LOOK_AHEAD
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
@@ -50,7 +58,7 @@ def play(
     cost: StepCost, requests: list[Request], *, long_tokens: int = 4096
 ) -> tuple[dict[int, int], Skips]:
     in_rows = running_of([r for r in requests if r.num_computed_tokens])
-    limits = StepLimits(512, num_free_rows=64, step_number=1, num_slots=10**6, cost=cost)
+    limits = make_limits(512, num_free_rows=64, step_number=1, num_slots=10**6, cost=cost)
     waiting = Queue([r for r in requests if not r.num_computed_tokens])
     policy = UnifiedPolicy(UnifiedOptions(long_prompt_tokens=long_tokens))
     step = filled(policy, in_rows, waiting, limits, Admitting())

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from support.best_plans import best_step, only_real_time
 from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, submit
-from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    RT,
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 from support.small_states import Reading, State, empty_state, make_state
 
 from lightserve.messages.common import StepCoefficients
@@ -17,7 +26,6 @@ from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.policies import POLICIES
 from lightserve.router.policies.base import Step
-from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Scheduled
 from lightserve.sim.worker import SimulatedWorker
@@ -151,7 +159,7 @@ class RunsOn:
 
 def test_runs_of_decodes_do_not_end_with_the_budget() -> None:
     running = running_of([make_request(number, output=3) for number in range(3)])
-    limits = StepLimits(64, num_free_rows=4)
+    limits = make_limits(64, num_free_rows=4)
     step = filled(RunsOn(), running, Queue([]), limits, Admitting())
     assert [(r.arrival_number, count) for r, count in step.budget.parts] == [
         (0, 40),

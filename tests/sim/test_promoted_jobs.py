@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    RT,
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 
 from lightserve.config import ServeConfig
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import FromFrontend
-from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
@@ -41,7 +49,7 @@ def ending(request: Request, in_s: float, *, to_come: float = 10) -> Request:
 
 
 def play(cost: StepCost, running: list[Request], waiting: list[Request]) -> dict[int, int]:
-    limits = StepLimits(
+    limits = make_limits(
         512, num_free_rows=8, step_number=1, num_slots=10**6, cost=cost, average_step_s=0.01
     )
     in_rows = running_of(running)

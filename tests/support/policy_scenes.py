@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.policies.base import Policy, Step
-from lightserve.router.policies.step_budget import StepLimits
+from lightserve.router.policies.step_budget import NO_LIMIT, Pool, Starts, StepLimits
 from lightserve.router.request import Found, FoundOf, Request, RequestState, progress
 from lightserve.router.request_table import NO_ROWS, Decodes, RequestTable, Running
 from lightserve.router.step import PlannedStep, Scheduled, nums_of_samples, shape_of
@@ -77,6 +78,27 @@ def running_of(requests: Iterable[Request]) -> Running:
     return Running(table)
 
 
+def make_limits(
+    max_num_batched_tokens: int,
+    num_free_rows: int = 0,
+    *,
+    num_yielding_rows: int = 0,
+    max_be: int = NO_LIMIT,
+    num_slots: int = 0,
+    num_free_slots: int = 0,
+    num_cached_slots: int = 0,
+    num_wanted_slots: int = 0,
+    **others: Any,
+) -> StepLimits:
+    """Return limits by single numbers; `max_be` best-effort requests may start."""
+    return StepLimits(
+        max_num_batched_tokens,
+        Starts(num_free_rows + num_yielding_rows, num_free_rows, max_be),
+        pool=Pool(num_slots, num_free_slots, num_cached_slots, num_wanted_slots),
+        **others,
+    )
+
+
 def filled(
     policy: Policy,
     running: Running,
@@ -114,7 +136,7 @@ def begun(
         0,
         is_class_aware=policy.is_class_aware,
     )
-    memory._num_rows = limits.num_free_rows
+    memory._num_rows = limits.starts.be
     return Step(
         running,
         waiting,
@@ -203,11 +225,11 @@ def select(
     """Return (request number, tokens) in the policy's order."""
     running = running_of([r for r in requests if r.state is RequestState.RUNNING])
     waiting = Queue([r for r in requests if r.state is RequestState.WAITING])
-    limits = StepLimits(
-        max_num_batched_tokens=budget,
-        num_free_rows=rows,
+    limits = make_limits(
+        budget,
+        rows,
         num_yielding_rows=yielding,
-        max_be_seqs=max_be,
+        max_be=max_be - len(running.of(BE)),
         step_number=step_number,
     )
     step = filled(policy, running, waiting, limits, Admitting(refused))

@@ -20,7 +20,6 @@ from lightserve.router.policies.pace import Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     MIN_CHUNK,
-    NO_LIMIT,
     StepBudget,
     StepLimits,
 )
@@ -183,8 +182,7 @@ class Step:
         """Newcomers that were passed over for want of memory since the last call."""
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
         """Positions left for prompts whose log-probabilities are wanted."""
-        is_bounded = limits.max_be_seqs < NO_LIMIT
-        self._num_be_left = limits.max_be_seqs - (len(running.of(BE)) if is_bounded else 0)
+        self._num_be_left = limits.starts.most_be
         """Best-effort requests that may start."""
 
     # ---------------------------------------------------------------- filling
@@ -321,9 +319,8 @@ class Step:
 
     def is_open(self, request_class: RequestClass) -> bool:
         """Whether more newcomers of a class may be tried for now."""
-        limits, is_real_time = self.limits, request_class is RT
-        num_rows = limits.num_yielding_rows if is_real_time else limits.num_owed_be_rows
-        has_row = num_rows + limits.num_free_rows > len(self.started)
+        starts, is_real_time = self.limits.starts, request_class is RT
+        has_row = (starts.rt if is_real_time else starts.be) > len(self.started)
         has_row &= is_real_time or self._num_be_left > 0
         if request_class not in self._closed and not has_row:
             self._close(request_class, Reason.ROWS)

@@ -139,10 +139,10 @@ class BatchOrder:
         limits = step.limits
         self._max_tokens = limits.max_num_batched_tokens
         self._turn = limits.turn
-        self._num_free_at_first = limits.num_free_slots
+        self._num_free_at_first = limits.pool.num_free
         if spares_wanted:
-            self._num_free_at_first += limits.num_cached_slots - limits.num_wanted_slots
-        self._num_slots = max(1, limits.num_slots)
+            self._num_free_at_first += limits.pool.num_cached - limits.pool.num_wanted
+        self._num_slots = max(1, limits.pool.num_slots)
         self._scores: dict[Request, float] = {}
         self._distances: dict[Request, float] = {}
         self._num_left: dict[tuple[int, int], int] = {}
@@ -170,8 +170,7 @@ class BatchOrder:
     def score(self, request: Request) -> float:
         """Return the tokens that a newcomer's chunk gains per second."""
         start, rest = self._found(request)[:2]
-        most = min(rest, self._budget.num_left)
-        num_new = max(1, self._budget.num_tokens_in_time(request, most))
+        num_new = max(1, self._budget.num_tokens_in_time(request, rest))
         added_s = self._budget.seconds_added(request, num_new)
         num_lost = max(0, num_new - self._num_free)
         num_gained = start + num_new - num_lost

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,58 +32,68 @@ best-effort ones that are compared, or passed over as a smaller one behind them 
 ones that wait."""
 
 
+class Starts(NamedTuple):
+    """Most requests that may begin or resume in a step."""
+
+    rt: int = 0
+    """Requests that may when one is real-time: free rows, and rows of others that yield."""
+    be: int = 0
+    """Requests that may when one is best-effort: free rows, and rows that keys are owed."""
+    most_be: int = NO_LIMIT
+    """Best-effort requests that may, by `--max-be-seqs`."""
+
+
+class Pool(NamedTuple):
+    """Slots of the KV pool."""
+
+    num_slots: int = 0
+    num_free: int = 0
+    """Slots that hold nothing, cached KV counting as something."""
+    num_cached: int = 0
+    """Slots whose KV no request reads."""
+    num_wanted: int = 0
+    """Cached slots that a waiting request would read."""
+
+
+class CopyTimes(NamedTuple):
+    """Predictions of the time of loads, by their number of tokens."""
+
+    waited_s: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Seconds of loads that the step waits for."""
+    beside_s: Callable[[int], float] = lambda _num_tokens: 0.0
+    """Seconds of loads that it does not wait for; 0: unknown."""
+    overlap: bool = False
+    """Whether the latter are made beside the step; otherwise they follow it."""
+
+
 @dataclass(frozen=True)
 class StepLimits:
     """The resources of a step, and predictions of its cost."""
 
     max_num_batched_tokens: int
-    num_free_rows: int
-    """For newcomers of this step, of which there may be no more than `planner.MAX_NEWCOMERS`."""
-    num_yielding_rows: int = 0
-    """Rows of others, which real-time newcomers get beyond these."""
-    max_be_seqs: int = NO_LIMIT
-    """Most best-effort requests that run at once."""
+    starts: Starts = field(default_factory=Starts)
     step_number: int = 0
     """Steps that were planned before this one."""
-    num_slots: int = 0
-    """Size of the KV pool."""
-    num_free_slots: int = 0
-    """Slots of it that hold nothing, cached KV counting as something."""
-    num_cached_slots: int = 0
-    """Slots of it whose KV no request reads."""
-    num_wanted_slots: int = 0
-    """Cached slots that a waiting request would read."""
+    pool: Pool = field(default_factory=Pool)
     num_steps_in_time: int = 0
-    """Steps before this one since one that `StepBudget.hits_limit`."""
+    """Steps before this one since one that `Step.hits_limit`."""
     start_s: float = 0.0
     """When the step will start, as predicted, on the router's clock."""
     cost: StepCost = field(default_factory=StepCost)
     """Predicts what it takes."""
+    copies: CopyTimes = field(default_factory=CopyTimes)
     best_effort_time: TimeShare = field(default_factory=TimeShare)
     """The share of time that best-effort requests got while they wanted more."""
     average_step_s: float = 0.0
     """Execution time of recent steps, on average."""
     guard: StepGuard | None = None
     """How far steps may be filled up to a deadline, to be read; None: all of it."""
-    load_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
-    """Predicts the time that it waits for loads of so many tokens."""
-    ahead_seconds: Callable[[int], float] = lambda _num_tokens: 0.0
-    """Predicts the time of loads that it does not wait for; 0: unknown."""
-    overlaps_copies: bool = False
-    """Whether these are made beside it; otherwise they follow it."""
     outlook: Outlook = NO_OUTLOOK
     """Demand of real-time requests."""
     turn: Turn = field(default_factory=Turn)
     """Whose turn it is among best-effort requests that wait."""
     seats: Seats = field(default_factory=Seats)
     """Which requests that wait are owed a seat."""
-    num_owed_be_rows: int = 0
-    """Rows of others of their class that best-effort newcomers get beyond free ones."""
-
-    @property
-    def num_available_slots(self) -> int:
-        """Slots that no request holds."""
-        return self.num_free_slots + self.num_cached_slots
 
 
 # KV that comes back from the host in a step: what it waits for, and what is loaded beside it.
@@ -102,10 +113,8 @@ class StepLimits:
 class StepLoads:
     """The loads of a step that is being filled."""
 
-    def __init__(self, limits: StepLimits) -> None:
-        self._overlaps = limits.overlaps_copies
-        self._waited_seconds = limits.load_seconds
-        self._beside_seconds = limits.ahead_seconds
+    def __init__(self, copies: CopyTimes) -> None:
+        self._waited_seconds, self._beside_seconds, self._overlaps = copies
         self._num_waited = 0
         self._num_beside = 0
 
@@ -183,9 +192,9 @@ class StepBudget:
         """Decodes in it that may be late, whatever joins it."""
         self.pace = NO_PACE
         """The pace of real-time decodes without a target."""
-        self.num_left = limits.max_num_batched_tokens
+        self._num_left = limits.max_num_batched_tokens
         """Tokens that it has room for."""
-        self.loads = StepLoads(limits)
+        self.loads = StepLoads(limits.copies)
         self.chunks: set[Request] = set()
         """All that advance in it but its decodes."""
         self._table = table
@@ -216,7 +225,7 @@ class StepBudget:
     @property
     def is_full(self) -> bool:
         """Whether the token budget is used up."""
-        return self.num_left <= 0
+        return self._num_left <= 0
 
     @property
     def parts(self) -> list[Scheduled | Loading]:
@@ -234,9 +243,9 @@ class StepBudget:
 
         Where tokens are short, the most urgent ones.
         """
-        if len(rows) > self.num_left and self._meets_deadlines:
+        if len(rows) > self._num_left and self._meets_deadlines:
             rows = self.due.in_order(rows)
-        rows = rows[: max(0, self.num_left)]
+        rows = rows[: max(0, self._num_left)]
         positions, count = self._table.next_position[rows], len(rows)
         if not count or self._has_time_for(count, int(positions.sum())):
             return rows
@@ -255,7 +264,7 @@ class StepBudget:
             self._added.append(rows)
             context = int(self._table.next_position[rows].sum())
             self.shape = self.shape.plus_decodes(len(rows), context)
-            self.num_left -= len(rows)
+            self._num_left -= len(rows)
 
     def remove_decodes(self, rows: Rows) -> None:
         """Take decodes out; they may be added again."""
@@ -263,7 +272,7 @@ class StepBudget:
         for place, part in enumerate(self._added):
             if isinstance(part, np.ndarray):
                 self._added[place] = part[~np.isin(part, rows)]
-        self.num_left += len(rows)
+        self._num_left += len(rows)
 
     def add(self, part: Scheduled | Loading) -> None:
         """Add what a prompt computes, or loads beside the step."""
@@ -285,7 +294,7 @@ class StepBudget:
         self.chunks.add(request)
         self.loads.wait_for(num_loaded)
         self.shape = shape
-        self.num_left -= num_tokens
+        self._num_left -= num_tokens
 
     # ---------------------------------------------------------------- deadlines
 
@@ -307,7 +316,7 @@ class StepBudget:
         """
         start, rest = self._found(request)[:2]
         shape = self._without(without)
-        fits = rest <= self.num_left + len(without)
+        fits = rest <= self._num_left + len(without)
         if fits and (whole_s := self._seconds_with_all_of(request, shape)) <= self._limit_s:
             return whole_s
         decodes = shape.decodes
@@ -452,15 +461,15 @@ class StepBudget:
     def gained_by_prompt(self, without: Rows) -> int:
         """Return how many more tokens of a prompt would fit until then without decodes."""
         limit_s = self._limit_s / self._cost.guard
-        before = self._cost.tokens_within(self.shape, limit_s, 0, self.num_left)
-        return self._cost.tokens_within(self._without(without), limit_s, 0, self.num_left) - before
+        before = self._cost.tokens_within(self.shape, limit_s, 0, self._num_left)
+        return self._cost.tokens_within(self._without(without), limit_s, 0, self._num_left) - before
 
     def num_tokens_in_time(self, request: Request, most: int, *, leaves_room: bool = False) -> int:
         """Return how many of a prompt's next tokens, `most` at most, fit time and budget.
 
         `leaves_room`: one that has time leaves some of it to arrivals.
         """
-        most = min(self._leaving_room(request, most) if leaves_room else most, self.num_left)
+        most = min(self._leaving_room(request, most) if leaves_room else most, self._num_left)
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most

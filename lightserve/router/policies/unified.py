@@ -269,7 +269,7 @@ class _Order:
     def _lent_until_s(self) -> float:
         budget, limits = self._budget, self._limits
         floor_s = limits.cost.seconds(StepShape().plus(0, 1))
-        held_share = self._num_held / limits.num_slots
+        held_share = self._num_held / limits.pool.num_slots
         tpot_s = float(self._table.tpot_s[self._real_time].min(initial=math.inf))
         pace = self._options.pace
         return lent_until_s(
@@ -277,7 +277,7 @@ class _Order:
             floor_s,
             held_share,
             limits.outlook,
-            limits.num_slots,
+            limits.pool.num_slots,
             tpot_s=tpot_s,
             pace_s=pace.seconds if pace else math.inf,
         )
@@ -304,7 +304,7 @@ class _Order:
         newcomers = step.waiting.of(RT)
         if late_first and late is not None:
             newcomers = itertools.chain([late], (r for r in newcomers if r is not late))
-        elif self._num_held >= LATE_POOL_SHARE * self._limits.num_slots:
+        elif self._num_held >= LATE_POOL_SHARE * self._limits.pool.num_slots:
             newcomers = itertools.takewhile(lambda r: r is not late, newcomers)
         weighed: list[Request] = []
         owed: list[Request] = []
@@ -320,7 +320,7 @@ class _Order:
             weighed.append(request)
         hopeless = [r for r in weighed if not budget.can_be_in_time(r)]
         in_time = [r for r in weighed if r not in hopeless]
-        num_free = LATE_POOL_SHARE * self._limits.num_slots - self._num_held
+        num_free = LATE_POOL_SHARE * self._limits.pool.num_slots - self._num_held
         is_too_much = next(iter(step.waiting.late()), None) is not None
         freed_per_s = 0.0  # of slots, by real-time requests, as recent steps were
         if (average_step_s := self._limits.average_step_s) > 0:

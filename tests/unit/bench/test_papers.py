@@ -20,11 +20,17 @@ from bench.scheduling.paper_loads import (
     peak_load,
 )
 from bench.scheduling.papers import GROUNDS, PRESETS, System, play
-from lightserve.router.policies.step_budget import StepLimits
 from lightserve.sim import HybridConfig
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.traffic import parse_block_ids, read_trace
-from tests.support.policy_scenes import Admitting, Queue, filled, make_request, running_of
+from tests.support.policy_scenes import (
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 
 
 @pytest.mark.parametrize("name", GROUNDS)
@@ -89,7 +95,7 @@ def test_what_has_waited_longest_goes_on_first(
     running = running_of([make_request(3, output=1), make_request(2, output=1)])
     running.table.last_s[running.rows] = last_s[::-1]
     running.table.inflight_steps[running.rows] = in_flight[::-1]
-    limits = StepLimits(max_num_batched_tokens=10, num_free_rows=4, start_s=10.0)
+    limits = make_limits(max_num_batched_tokens=10, num_free_rows=4, start_s=10.0)
     waiting = Queue([make_request(5, prompt=6)])
     step = filled(LongestWait(), running, waiting, limits, Admitting())
     assert [request.key.request_id for request, _ in step.budget.parts] == expected

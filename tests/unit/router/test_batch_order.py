@@ -11,13 +11,14 @@ from support.policy_scenes import (
     Queue,
     begun,
     loading,
+    make_limits,
     make_request,
     running_of,
 )
 
 from lightserve.router.policies.base import Step
 from lightserve.router.policies.batch_order import BatchOrder
-from lightserve.router.policies.step_budget import LOOK_AHEAD, StepLimits
+from lightserve.router.policies.step_budget import LOOK_AHEAD, CopyTimes, StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
@@ -60,13 +61,13 @@ def order(
     num_slots: int = 100_000,
     num_free: int = 50_000,
 ) -> list[int]:
-    limits = StepLimits(
+    limits = make_limits(
         budget,
         num_free_rows=8,
         num_slots=num_slots,
         num_free_slots=num_free,
         cost=cost,
-        load_seconds=lambda num_tokens: 1e-4 * num_tokens,
+        copies=CopyTimes(lambda num_tokens: 1e-4 * num_tokens),
     )
     best_first = BatchOrder(empty_step(limits)).best_first(iter(requests))
     return [request.arrival_number for request in best_first]
@@ -118,7 +119,7 @@ def test_only_the_next_few_are_looked_at(cost: StepCost) -> None:
             num_seen += 1
             yield waiting(number, rest=100, there=number)
 
-    limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost)
+    limits = make_limits(1000, num_free_rows=8, num_slots=10_000, cost=cost)
     first = next(BatchOrder(empty_step(limits)).best_first(many()))
     assert first.arrival_number == LOOK_AHEAD - 1 and num_seen == LOOK_AHEAD
 
@@ -128,14 +129,14 @@ def test_the_oldest_comes_first_when_it_is_its_turn(cost: StepCost) -> None:
     better = [waiting(1 + number, rest=200, there=200) for number in range(20)]
     for since, place in ((0, 20), (OLDEST_EVERY - 1, 0)):
         turn = Turn([old, *better], since)
-        limits = StepLimits(1000, num_free_rows=8, num_slots=10_000, cost=cost, turn=turn)
+        limits = make_limits(1000, num_free_rows=8, num_slots=10_000, cost=cost, turn=turn)
         found = list(BatchOrder(empty_step(limits)).best_first([old, *better]))
         assert found.index(old) == place
 
 
 def test_slots_that_the_step_takes_are_free_no_more(cost: StepCost) -> None:
     """Two that share as much: what is lost from the cache for a newcomer counts as it is now."""
-    limits = StepLimits(1000, num_free_rows=8, num_slots=1000, num_free_slots=300, cost=cost)
+    limits = make_limits(1000, num_free_rows=8, num_slots=1000, num_free_slots=300, cost=cost)
     step = empty_step(limits)
     order = BatchOrder(step)
     request = waiting(0, rest=200, there=100)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    RT,
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 
 from lightserve.messages.common import StepCoefficients
-from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
@@ -43,7 +51,7 @@ def play(
     cost = StepCost()
     cost.use_profile(_coefficients(per_context_s))
     in_rows = running_of(running)
-    limits = StepLimits(
+    limits = make_limits(
         2048,
         num_free_rows=8,
         step_number=1,

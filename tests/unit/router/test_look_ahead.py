@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.policy_scenes import Queue, filled, running_of
+from support.policy_scenes import Queue, filled, make_limits, running_of
 from test_admission import make_request
 
 from lightserve.router.policies.baselines import ChunkedPolicy
@@ -16,7 +16,7 @@ from lightserve.router.queue import OLDEST_EVERY, Turn, WaitingQueue
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
-LIMITS = StepLimits(10_000, num_free_rows=1000)
+LIMITS = make_limits(10_000, num_free_rows=1000)
 
 
 class SmallOnly:
@@ -58,14 +58,14 @@ def test_looks_only_so_far() -> None:
 def test_one_step_never_passes_the_turn_of_the_oldest() -> None:
     queue = [large(0), *(small(i) for i in range(1, 200))]
     for since in (0, 3, OLDEST_EVERY - 1):
-        limits = StepLimits(10_000, num_free_rows=1000, turn=Turn(queue, since))
+        limits = make_limits(10_000, num_free_rows=1000, turn=Turn(queue, since))
         assert len(started(queue, limits)) == OLDEST_EVERY - 1 - since
 
 
 def test_an_oldest_that_starts_gives_the_turn_to_the_next() -> None:
     """In order of arrival none is ever held up."""
     queue = [small(i) for i in range(200)]
-    limits = StepLimits(10_000, num_free_rows=1000, turn=Turn(queue, OLDEST_EVERY - 1))
+    limits = make_limits(10_000, num_free_rows=1000, turn=Turn(queue, OLDEST_EVERY - 1))
     assert started(queue, limits) == queue
 
 
@@ -79,7 +79,7 @@ def test_a_large_one_holds_up_the_others_at_last() -> None:
     for _ in range(100):
         for _ in range(5):
             queue.append(stream.popleft())
-        limits = StepLimits(10_000, num_free_rows=1000, turn=queue.turn())
+        limits = make_limits(10_000, num_free_rows=1000, turn=queue.turn())
         for request in started(list(queue), limits):
             queue.admit(request)
             num_admitted += 1

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.policy_scenes import BE, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -14,7 +22,7 @@ from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.policies import make_policy
 from lightserve.router.policies.base import Step
 from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace, PaceLimits, pace_limits
-from lightserve.router.policies.step_budget import MIN_CHUNK, StepLimits
+from lightserve.router.policies.step_budget import MIN_CHUNK
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step import Reason
@@ -56,7 +64,7 @@ def play(
     step_number: int = 1,
     **options: Any,
 ) -> Step:
-    limits = StepLimits(
+    limits = make_limits(
         max_num_batched_tokens=2048,
         num_free_rows=8,
         step_number=step_number,
@@ -196,7 +204,7 @@ def test_a_stream_that_waits_for_its_grammar_keeps_the_pace_in_two_steps() -> No
     running = running_of([guided])
     running.table.awaits_grammar[guided.row] = True
     running.table.inflight_samples[guided.row] = 1
-    limits = StepLimits(2048, 8, step_number=1, num_slots=100_000, cost=cost_of())
+    limits = make_limits(2048, 8, step_number=1, num_slots=100_000, cost=cost_of())
     running.schedulable = running.table.schedulable()
     policy = make_policy(ServeConfig())
     step = filled(policy, running, Queue([make_request(1, prompt=5000)]), limits, Admitting())
@@ -210,7 +218,7 @@ def test_its_last_token_in_flight_a_stream_keeps_no_pace() -> None:
     running = running_of([ending])
     running.table.inflight_samples[ending.row] = 1
     running.schedulable = running.table.schedulable()
-    limits = StepLimits(2048, 8, step_number=1, num_slots=100_000, cost=cost_of())
+    limits = make_limits(2048, 8, step_number=1, num_slots=100_000, cost=cost_of())
     policy = make_policy(ServeConfig())
     step = filled(policy, running, Queue([make_request(1, prompt=5000)]), limits, Admitting())
     assert shares(step) == {1: 2048}

@@ -12,7 +12,6 @@ from lightserve.papers.accelgen import AccelGenPolicy
 from lightserve.papers.bros import BASE_BATCH, BrosPolicy
 from lightserve.papers.echo import EchoPolicy
 from lightserve.router.policies.base import Policy, Step
-from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.request import WAITING, FoundOf, Request, RequestState, progress
 from lightserve.router.request_table import Running
 from lightserve.router.slo import TokenDeadlines
@@ -25,6 +24,7 @@ from tests.support.policy_scenes import (
     Queue,
     filled,
     loading,
+    make_limits,
     make_request,
     running_of,
 )
@@ -65,7 +65,7 @@ def step_of(
         "cost": cost(),
     }
     return filled(
-        policy, running, waiting, StepLimits(**{**values, **limits}), Admitting(), found=found
+        policy, running, waiting, make_limits(**{**values, **limits}), Admitting(), found=found
     )
 
 
@@ -166,7 +166,7 @@ class TestEcho:
         offline = [make_request(n, BE, prompt=p, output=2) for n, p in lengths.items()]
         running = running_of([online, *offline])
         running.table.send(running.rows[1:4])  # the last one was left out
-        limits = StepLimits(1000, num_free_rows=9, start_s=NOW_S, cost=cost())
+        limits = make_limits(1000, num_free_rows=9, start_s=NOW_S, cost=cost())
         step = filled(EchoPolicy(), Running(running.table), Queue([]), limits, Admitting())
         assert [request.key.request_id for request, _ in step.budget.parts] == [0, 2, 3]
 

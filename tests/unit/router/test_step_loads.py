@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightserve.router.policies.step_budget import StepLimits, StepLoads
+from lightserve.router.policies.step_budget import CopyTimes, StepLoads
 
 STEP_S, TOKEN_S = 0.01, 1e-4
 
@@ -15,10 +15,7 @@ def make_loads(*, overlaps: bool = True, token_s: float = TOKEN_S) -> StepLoads:
     def seconds(num_tokens: int) -> float:
         return token_s * num_tokens
 
-    limits = StepLimits(
-        512, 4, load_seconds=seconds, ahead_seconds=seconds, overlaps_copies=overlaps
-    )
-    return StepLoads(limits)
+    return StepLoads(CopyTimes(seconds, seconds, overlaps))
 
 
 def add_beside(loads: StepLoads, num_lacking: int, limit_s: float) -> int:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from support.policy_scenes import BE, RT, Admitting, Queue, filled, make_request, running_of
+from support.policy_scenes import (
+    BE,
+    RT,
+    Admitting,
+    Queue,
+    filled,
+    make_limits,
+    make_request,
+    running_of,
+)
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.arrivals import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
-from lightserve.router.policies.step_budget import StepLimits
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
@@ -37,7 +45,7 @@ def play(
     cost: StepCost, time: TimeShare, running: list[Request], waiting: list[Request]
 ) -> tuple[dict[int, int], float | None]:
     in_rows = running_of(running)
-    limits = StepLimits(
+    limits = make_limits(
         512,
         num_free_rows=8,
         step_number=1,

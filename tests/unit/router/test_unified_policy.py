@@ -13,6 +13,7 @@ from support.policy_scenes import (
     Queue,
     filled,
     loading,
+    make_limits,
     make_request,
     running_of,
 )
@@ -20,7 +21,7 @@ from support.policy_scenes import (
 from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.arrivals import IDLE_LIMIT_S, NO_OUTLOOK, Outlook
 from lightserve.router.policies.base import Step
-from lightserve.router.policies.step_budget import MIN_CHUNK, StepLimits
+from lightserve.router.policies.step_budget import MIN_CHUNK, CopyTimes
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import FoundOf, Request, progress
@@ -69,7 +70,11 @@ def play(
     average_step_s: float = 0.0,
 ) -> dict[int, int]:
     in_rows = running_of(running)
-    limits = StepLimits(
+
+    def copies_s(num_tokens: int) -> float:
+        return num_tokens * copy_ms / 1e3
+
+    limits = make_limits(
         max_num_batched_tokens=budget,
         num_free_rows=num_free_rows,
         step_number=step_number,
@@ -77,8 +82,10 @@ def play(
         start_s=NOW_S,
         cost=cost,
         guard=guard,
-        load_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
-        ahead_seconds=lambda num_tokens: num_tokens * copy_ms / 1e3,
+        copies=CopyTimes(
+            lambda num_tokens: num_tokens * copy_ms / 1e3,
+            lambda num_tokens: num_tokens * copy_ms / 1e3,
+        ),
         outlook=outlook,
         average_step_s=average_step_s,
     )
