@@ -111,14 +111,14 @@ def read_api_keys(path: Path) -> list[ApiKey]:
 def _parse(line: str, where: str) -> ApiKey:
     name, *words = line.split()
     if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"{where}: a name is 1 to 64 letters, digits and . _ @ -")
+        raise ConfigError(f"{where}: the name must be 1 to 64 letters, digits and . _ @ -")
     if not words:
-        raise ConfigError(f"{where}: must be NAME KEY, then perhaps {_WORDS}")
+        raise ConfigError(f"{where}: must be NAME KEY, optionally followed by {_WORDS}")
     secret, *rest = words
     flags = {word for word in rest if word in ("admin", "gateway")}
     quota = _parse_quota([word for word in rest if word not in flags], where)
     if len(flags) + len(quota) < len(rest):
-        raise ConfigError(f"{where}: says something twice")
+        raise ConfigError(f"{where}: gives a word twice")
     if secret.startswith("sha256:"):
         match = _DIGEST.fullmatch(secret)
         if match is None:
@@ -143,7 +143,7 @@ def _parse_quota(words: Sequence[str], where: str) -> dict[str, int]:
     quota: dict[str, int] = {}
     for word in words:
         if (match := _QUOTA.fullmatch(word)) is None:
-            raise ConfigError(f"{where}: must be NAME KEY, then perhaps {_WORDS}")
+            raise ConfigError(f"{where}: must be NAME KEY, optionally followed by {_WORDS}")
         name, number = match[1], int(match[2])
         if not 1 <= number <= MAX_QUOTA:
             raise ConfigError(f"{where}: {name} must be 1 to {MAX_QUOTA}, got {number}")

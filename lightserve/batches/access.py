@@ -20,6 +20,7 @@ from lightserve.batches.files import Files
 from lightserve.config import ServeConfig
 from lightserve.config.fields import is_postgres
 from lightserve.errors import StartupError, StoreError, StoreUnusable
+from lightserve.extras import missing_extra
 from lightserve.turn_threads import TurnThreads
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _load(name: str, package: str, option: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        raise StartupError(f"{option} needs {package}: pip install 'lightserve[{name}]'") from None
+        raise StartupError(f"{option}: {missing_extra(package, name)}") from None
 
 
 def _open(location: str, min_free_bytes: int) -> Database:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from lightserve.cli.options import FiniteRange, api_key_options, read_api_key
+from lightserve.cli.options import FiniteRange, read_api_key, server_options
 from lightserve.errors import BatchError
 from lightserve.extras import missing_extra
 
@@ -124,29 +124,22 @@ class BatchClient:
         return BatchError(unreachable_text(self._http.base_url, error))
 
 
-def _server_options(function: FunctionT) -> FunctionT:
-    url = click.option(
-        "--url", default="http://127.0.0.1:8000", show_default=True, help="With or without /v1."
-    )
-    return url(api_key_options(function))
-
-
 def _batch_options(function: FunctionT) -> FunctionT:
     endpoint = click.option(
         "--endpoint",
         type=click.Choice(ENDPOINTS),
         default=ENDPOINTS[0],
         show_default=True,
-        help="Of the file's lines.",
+        help="Route that the lines are for.",
     )
     window = click.option(
         "--window",
         default="24h",
         show_default=True,
-        help="Time in which it has to be done: 30m, 24h, 7d.",
+        help="Time in which the batch has to end, such as 30m, 24h or 7d.",
     )
     late = click.option(
-        "--accept-late", is_flag=True, help="Make the batch though its window is too short."
+        "--accept-late", is_flag=True, help="Make the batch even if its window is too short."
     )
     return endpoint(window(late(function)))
 
@@ -169,9 +162,9 @@ def command() -> None:
 @command.command("submit")
 @click.argument("file", type=click.Path(path_type=Path))
 @_batch_options
-@_server_options
+@server_options
 def submit(file: Path, endpoint: str, window: str, accept_late: bool, **values: Any) -> int:
-    """Make a batch of a JSONL file, and print its id."""
+    """Upload a JSONL file as a batch, and print the id of the batch."""
     with _client(values) as client:
         click.echo(client.submit(file, endpoint, window, accept_late=accept_late)["id"])
     return 0
@@ -179,9 +172,9 @@ def submit(file: Path, endpoint: str, window: str, accept_late: bool, **values: 
 
 @command.command("status")
 @click.argument("batch_id", metavar="ID")
-@_server_options
+@server_options
 def status(batch_id: str, **values: Any) -> int:
-    """Print how far a batch is."""
+    """Print the progress of a batch."""
     with _client(values) as client:
         click.echo(describe(client.get(batch_id), time.time()))
     return 0
@@ -189,11 +182,15 @@ def status(batch_id: str, **values: Any) -> int:
 
 @command.command("list")
 @click.option(
-    "--limit", type=click.IntRange(1, 100), default=20, show_default=True, help="At most so many."
+    "--limit",
+    type=click.IntRange(1, 100),
+    default=20,
+    show_default=True,
+    help="Most batches to print.",
 )
-@_server_options
+@server_options
 def list_(limit: int, **values: Any) -> int:
-    """Print the batches of the key, the newest first."""
+    """Print the batches of your API key, the newest first."""
     with _client(values) as client:
         for batch in client.newest(limit):
             click.echo(describe(batch, time.time()))
@@ -202,9 +199,9 @@ def list_(limit: int, **values: Any) -> int:
 
 @command.command("cancel")
 @click.argument("batch_id", metavar="ID")
-@_server_options
+@server_options
 def cancel(batch_id: str, **values: Any) -> int:
-    """End a batch with the results that it has."""
+    """Cancel a batch; its results so far are kept."""
     with _client(values) as client:
         click.echo(describe(client.cancel(batch_id), time.time()))
     return 0
@@ -214,7 +211,7 @@ def cancel(batch_id: str, **values: Any) -> int:
 @click.argument("batch_id", metavar="ID")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: standard output.")
 @click.option("--errors", is_flag=True, help="The lines that failed, instead of the others.")
-@_server_options
+@server_options
 def results(batch_id: str, output: Path | None, errors: bool, **values: Any) -> int:
     """Write the results of a batch that is over."""
     with _client(values) as client:
@@ -243,7 +240,7 @@ def results(batch_id: str, output: Path | None, errors: bool, **values: Any) -> 
     "--every-s", type=FiniteRange(0.1), default=1.0, show_default=True, help="Seconds in between."
 )
 @_batch_options
-@_server_options
+@server_options
 def watch(
     what: str, every_s: float, endpoint: str, window: str, accept_late: bool, **values: Any
 ) -> int:

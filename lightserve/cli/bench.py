@@ -50,11 +50,11 @@ Examples
   lightserve bench --compare before.json after.json --plots plots
   lightserve bench mixed --rate 2 --batch 64 --caps 2,8 --plot mixed.svg
 
-`lightserve bench mixed` is a benchmark of its own, chats beside a batch: it has its own --help.
+`lightserve bench mixed` measures chats beside a batch; see its own --help.
 
-Without --concurrency it is an open loop: arrivals are fixed beforehand and never wait for the
-server, latencies count from the intended arrival, and every arrival (refused, failed, unfinished)
-is in every denominator. docs/bench.md has the definitions.
+Without --concurrency arrivals form an open loop: their times are fixed and never wait for the
+server. Latencies count from the intended arrival, and refused, failed and unfinished requests count
+in every share. docs/bench.md has the definitions.
 
 Exit codes: 0 when a request was completed in every run, 1 otherwise, 2 for wrong arguments.
 """
@@ -101,7 +101,7 @@ def command(files: tuple[Path, ...], **values: Any) -> int:
         if values["compare"]:
             return _compare(console, files, values)
         if files:
-            raise click.UsageError("files are for --compare")
+            raise click.UsageError("result files need --compare")
         return _run(console, values)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -235,13 +235,13 @@ def _points(values: dict[str, Any]) -> list[Point]:
     label = values["label"]
     sweeps = [(name, values[name]) for name in ("rates", "concurrencies") if values[name]]
     if len(sweeps) > 1:
-        raise click.UsageError("--rates and --concurrencies are two sweeps: give one")
+        raise click.UsageError("--rates cannot be combined with --concurrencies")
     if not sweeps:
         return [Point(label or "run", _all_traffic(values))]
     ((sweep, loads),) = sweeps
     field = "rate" if sweep == "rates" else "concurrency"
     if values[field] is not None:
-        raise click.UsageError(f"--{sweep} stands for --{field}: give one")
+        raise click.UsageError(f"--{sweep} cannot be combined with --{field}")
     prefix = f"{label} " if label else ""
     return [
         Point(f"{prefix}{field}={load:g}", _all_traffic(values | {field: load})) for load in loads
@@ -307,32 +307,32 @@ def _arrivals(values: dict[str, Any]) -> ArrivalKind:
 def _check(kind: ArrivalKind, values: dict[str, Any], *, has_times: bool) -> None:
     is_closed = kind is ArrivalKind.CLOSED
     if is_closed != (values["concurrency"] is not None):
-        raise click.UsageError("--concurrency and closed arrivals belong together")
+        raise click.UsageError("--concurrency needs --arrivals closed, and the other way round")
     if is_closed and values["rate"] is not None:
-        raise click.UsageError("--rate is for open loops, --concurrency for closed ones: give one")
+        raise click.UsageError("--rate cannot be combined with --concurrency, a closed loop")
     if kind is ArrivalKind.TRACE and not has_times:
         raise click.UsageError("--arrivals trace needs a --trace that has times")
     if kind in _OPEN_LOOPS and values["rate"] is None:
         raise click.UsageError(
-            "say when requests arrive: --rate, --concurrency or a --trace that has times"
+            "--rate, --concurrency or a --trace with times is needed: when do requests arrive?"
         )
     if values["time_scale"] is not None and (
         kind is not ArrivalKind.TRACE or values["rate"] is not None
     ):
-        raise click.UsageError("--time-scale is for a trace's own arrivals, without --rate")
+        raise click.UsageError("--time-scale needs a trace's own arrivals, without --rate")
     if values["think_s"] and not is_closed:
-        raise click.UsageError("--think-s is for closed loops")
+        raise click.UsageError("--think-s needs --concurrency (a closed loop)")
     if values["burstiness"] != 1.0 and kind is not ArrivalKind.GAMMA:
-        raise click.UsageError("--burstiness is for --arrivals gamma")
+        raise click.UsageError("--burstiness needs --arrivals gamma")
 
 
-MIXED_HELP = """Measure how chats fare beside a batch, on any OpenAI-compatible server.
+MIXED_HELP = """Measure what a batch does to chats, on any OpenAI-compatible server.
 
-The same chats, by the same open loop, in several scenes: alone; beside a batch whose requests are
-all sent at once; beside it with a cap on how many go at once, for each of --caps; and beside it
-sent as the server's own best-effort class (--be-body). Printed are the latencies of the chats, and
-their ratios to alone, and how long the batch took. Chats arrive until the batch has ended, or the
-scene is longer than --limit-s. The defaults take at most five minutes.
+The same chats are sent in several scenes: alone; beside a batch whose requests are all sent at
+once; beside the batch with a cap on its requests in flight, for each of --caps; and beside the
+batch sent as the server's own best-effort class (--be-body). The table has the latencies of the
+chats, their ratios to chats alone, and the time of the batch. A scene ends with the batch, or after
+--limit-s. The defaults take five minutes at most.
 
 \b
 Examples

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from lightserve.cli.options import FiniteRange
+from lightserve.cli.options import KEY_FILE_HELP, KEY_HELP, URL_HELP, FiniteRange
 from lightserve.loadtest.options import ArrivalKind
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -46,32 +46,16 @@ def _option(flag: str, text: str, **keywords: Any) -> click.Option:
 
 
 SERVER_OPTIONS = [
-    _option(
-        "--url",
-        "With or without /v1.",
-        default="http://127.0.0.1:8000",
-    ),
-    _option(
-        "--model",
-        "Default: the first of GET /v1/models.",
-    ),
+    _option("--url", URL_HELP, default="http://127.0.0.1:8000"),
+    _option("--model", "Name of the model. Default: the server's first model."),
     _option(
         "--endpoint",
-        "Both are streamed.",
+        "Route of the requests; answers are streamed.",
         type=click.Choice(["chat", "completions"]),
         default="chat",
     ),
-    _option(
-        "--api-key-env",
-        "Environment variable with the API key; never an argument, which others could read.",
-        metavar="NAME",
-        default="LOAD_TEST_API_KEY",
-    ),
-    _option(
-        "--api-key-file",
-        "File with the API key; stands before the variable.",
-        type=click.Path(path_type=Path),
-    ),
+    _option("--api-key-env", KEY_HELP, metavar="NAME", default="LOAD_TEST_API_KEY"),
+    _option("--api-key-file", KEY_FILE_HELP, type=click.Path(path_type=Path)),
     _option(
         "--ca-file",
         "PEM file of the authority that signed the server's certificate.",
@@ -79,24 +63,24 @@ SERVER_OPTIONS = [
     ),
     _option(
         "--body",
-        "Merged into all requests, such as '{\"temperature\": 0}'.",
+        "JSON fields to add to every request, such as '{\"temperature\": 0}'.",
         metavar="JSON",
         default="{}",
     ),
     _option(
         "--force-lengths",
-        "Ask for exactly the wanted outputs by ignore_eos and min_tokens, which vLLM, "
-        "SGLang and lightserve know. Otherwise answers may end earlier.",
+        "Have every answer reach its wanted length, by ignore_eos and min_tokens (lightserve, "
+        "vLLM, SGLang). Otherwise answers may end earlier.",
         is_flag=True,
     ),
     _option(
         "--usage/--no-usage",
-        "Ask for usage, by which tokens are counted, through stream_options.",
+        "Ask the server for token counts (stream_options).",
         default=True,
     ),
     _option(
         "--timeout-s",
-        "From the intended arrival to the end of an answer.",
+        "Longest time from the intended arrival to the end of an answer.",
         type=_POSITIVE,
         default=600.0,
     ),
@@ -105,48 +89,48 @@ SERVER_OPTIONS = [
 _WHAT = [
     _option(
         "--trace",
-        "Lengths (and times, shared blocks) of a trace in bench/traces or of a file like them.",
+        "Trace of lengths, maybe with times and shared blocks: a name in bench/traces, or a file.",
         metavar="NAME|FILE",
     ),
     _option(
         "--first-row",
-        "Row of the trace to start at.",
+        "First row of the trace to use.",
         type=click.IntRange(min=0),
         default=0,
     ),
     _option(
         "--length-scale",
-        "Factor on all lengths, so that a trace fits a smaller model.",
+        "Factor for all lengths, so that a trace fits a smaller model.",
         type=_POSITIVE,
         default=1.0,
     ),
     _option(
         "--max-prompt-tokens",
-        "Longer prompts are cut to this.",
+        "Cut longer prompts to this length.",
         type=_COUNT,
     ),
     _option(
         "--max-output-tokens",
-        "Longer outputs are cut to this.",
+        "Cut longer outputs to this length.",
         type=_COUNT,
     ),
     _option(
         "--prompt-tokens",
-        "Without a trace. LENGTHS is 512, 128:512 (uniform), normal:MEAN,STD, "
+        "Lengths of prompts, without a trace: 512, 128:512 (uniform), normal:MEAN,STD, "
         "lognormal:MEDIAN,SIGMA, loguniform:LOW,HIGH or exponential:MEAN.",
         metavar="LENGTHS",
         default="256",
     ),
     _option(
         "--output-tokens",
-        "Sent as max_tokens; see --force-lengths.",
+        "Lengths of outputs, sent as max_tokens; see --force-lengths.",
         metavar="LENGTHS",
         default="128",
     ),
     _option(
         "--documents",
-        "Shared prefixes: this many documents, with --questions about each; a prompt is"
-        " a document, then a question of --prompt-tokens.",
+        "Number of documents that prompts share: each prompt is a document and one of --questions"
+        " questions of --prompt-tokens about it.",
         type=_COUNT,
     ),
     _option(
@@ -163,14 +147,13 @@ _WHAT = [
     ),
     _option(
         "--question-order",
-        "At random, or document by document.",
+        "Order of the questions: mixed at random, or grouped by document.",
         type=click.Choice(["mixed", "grouped"]),
         default="mixed",
     ),
     _option(
         "--priorities",
-        "Each request has one of these, drawn at random: the priority of lightserve and vLLM, of "
-        "which lower ones go first. Default: nothing is said.",
+        "Priorities to draw from at random; lower ones go first (lightserve, vLLM). Default: none.",
         type=_Numbers(int, above=-1001, below=1001),
     ),
 ]
@@ -178,45 +161,45 @@ _WHAT = [
 _WHEN = [
     _option(
         "--rate",
-        "Open loop: mean arrivals per second. A trace that has times is stretched to it.",
+        "Mean arrivals per second, as an open loop. A trace's times are stretched to this rate.",
         type=_POSITIVE,
         metavar="PER_S",
     ),
     _option(
         "--arrivals",
-        "Default: closed with --concurrency, as in the trace if that has times, else poisson.",
+        "Spacing of arrivals. Default: closed with --concurrency, the trace's times, or poisson.",
         type=click.Choice([kind.value for kind in ArrivalKind]),
     ),
     _option(
         "--burstiness",
-        "Coefficient of variation of gamma gaps: 1 is Poisson, 3 very bursty.",
+        "Coefficient of variation of the gaps (gamma): 1 is Poisson, 3 very bursty.",
         type=_AT_LEAST_0,
         default=1.0,
     ),
     _option(
         "--time-scale",
-        "Seconds that a second of the trace takes: 0.1 is ten times as fast.",
+        "Length of a second of the trace in seconds: 0.1 is ten times as fast.",
         type=_POSITIVE,
     ),
     _option(
         "--concurrency",
-        "Closed loop: this many clients, each of which waits for its answer.",
+        "Number of clients in a closed loop; each sends its next request after an answer.",
         type=_COUNT,
     ),
     _option(
         "--think-s",
-        "Pause of such a client after an answer.",
+        "Pause of such a client after each answer.",
         type=_AT_LEAST_0,
         default=0.0,
     ),
     _option(
         "--num-requests",
-        "Requests in all. Default: 100, unless --duration-s is given or --documents say how many.",
+        "Number of requests. Default: 100, or as --duration-s or --documents decide.",
         type=_COUNT,
     ),
     _option(
         "--duration-s",
-        "Arrivals end after this time.",
+        "Time after which no request is sent any more.",
         type=_POSITIVE,
     ),
 ]
@@ -227,40 +210,38 @@ TRAFFIC_OPTIONS = _WHAT + _WHEN
 CLASS_OPTIONS = [
     _option(
         "--be-share",
-        "Share of these requests, drawn at random, that is sent best effort; 1 is all.",
+        "Share of the requests, drawn at random, to send as best effort.",
         type=FiniteRange(0, 1),
         default=0.0,
     ),
     _option(
         "--be",
-        "Best-effort traffic of its own beside it: options of the two sections above "
-        "without --, such as 'concurrency=8 prompt-tokens=512:1024'. A closed loop "
-        "without an end goes on as long as the other traffic arrives.",
+        "A second, best-effort traffic: options of the two sections above without --, such as "
+        "'concurrency=8 prompt-tokens=512:1024'. A closed loop without an end lasts as long as "
+        "the first traffic.",
         metavar="'NAME=VALUE ...'",
     ),
     _option(
         "--targets",
-        "What a good request keeps: ttft, tpot, mtpot (largest gap), e2el, normalized "
-        "(e2el per output token), as in ttft=400ms,mtpot=1.5s. mtpot is four times tpot where it "
-        "is not given, as in a server of lightserve.",
+        "Targets of a good request: ttft, tpot, mtpot (largest gap), e2el, normalized (e2el per "
+        "output token), such as ttft=400ms,mtpot=1.5s. Default of mtpot: four times tpot.",
         metavar="NAME=TIME,...",
     ),
     _option(
         "--be-targets",
-        "The same for best-effort requests. Without targets a request is good when it "
-        "is completed.",
+        "Targets of a good best-effort request. Without targets every completed request is good.",
         metavar="NAME=TIME,...",
     ),
     _option(
         "--be-body",
-        "Merged into best-effort requests: how the server is told.",
+        "JSON fields to add to best-effort requests, which tell the server their class.",
         metavar="JSON",
         default='{"service_tier": "flex"}',
     ),
     _option(
         "--send-targets",
-        "Tell lightserve: ttft, tpot and mtpot of real-time requests as x-slo-*-ms headers; e2el "
-        "as slo.completion_s of best-effort ones, and of real-time ones that have no other.",
+        "Send the targets to the server (lightserve): ttft, tpot and mtpot as x-slo-*-ms headers; "
+        "e2el as slo.completion_s of best-effort requests, and of real-time ones without others.",
         is_flag=True,
     ),
 ]
@@ -268,48 +249,47 @@ CLASS_OPTIONS = [
 RUN_OPTIONS = [
     _option(
         "--rates",
-        "Sweep: a run per rate.",
+        "Make a run for each of these rates.",
         type=_Numbers(float),
     ),
     _option(
         "--concurrencies",
-        "Sweep: a run per number of clients.",
+        "Make a run for each of these numbers of clients.",
         type=_Numbers(int),
     ),
     _option(
         "--warmup",
-        "Requests before the first run that are not counted.",
+        "Number of requests before the first run; they are not counted.",
         type=click.IntRange(min=0),
         default=4,
     ),
     _option(
         "--skip-first-s",
-        "Count arrivals and tokens from here on only.",
+        "Leave out arrivals and tokens before this time.",
         type=_AT_LEAST_0,
         default=0.0,
     ),
     _option(
         "--skip-last-s",
-        "Count until this long before arrivals end; 0 counts to the last answer's end.",
+        "Leave out this time before the last arrival; 0 counts everything.",
         type=_AT_LEAST_0,
         default=0.0,
     ),
     _option(
         "--drain-s",
-        "Time for requests in flight once arrivals have ended; the rest is unfinished.",
+        "Time to wait for requests in flight after the last arrival; others count as unfinished.",
         type=_AT_LEAST_0,
         default=120.0,
     ),
     _option(
         "--seed",
-        "Of arrivals, lengths, classes.",
+        "Seed of arrivals, lengths and classes.",
         type=click.IntRange(min=0),
         default=0,
     ),
     _option(
         "--text-seed",
-        "Of texts. Default: another one in every run, so that none finds its prompts in"
-        " a prefix cache.",
+        "Seed of the texts. Default: a new one for each run, so that no prompt is cached before.",
         type=click.IntRange(min=0),
     ),
 ]
@@ -326,12 +306,12 @@ OUTPUT_OPTIONS = [
     ),
     _option(
         "--save-requests",
-        "With a row per request in it.",
+        "Write a row for each request into --output.",
         is_flag=True,
     ),
     _option(
         "--plots",
-        "Write PNGs into this directory: timeline, CDFs and, of several runs, "
+        "Draw PNGs into this directory: timeline, distributions and, for several runs, "
         "attainment over rate.",
         type=click.Path(path_type=Path, file_okay=False),
     ),
@@ -343,22 +323,22 @@ OUTPUT_OPTIONS = [
     ),
     _option(
         "--json",
-        "Print the result as one JSON document, no tables.",
+        "Print the result as one JSON document instead of tables.",
         is_flag=True,
     ),
     _option(
         "--quiet",
-        "One line per run (times are p50/p99), no tables, no progress bar.",
+        "Print one line per run (times are p50/p99) instead of tables, and no progress bar.",
         is_flag=True,
     ),
     _option(
         "--compare",
-        "Run nothing: compare the result files given.",
+        "Compare the given result files instead of running.",
         is_flag=True,
     ),
     _option(
         "--schema",
-        "Run nothing: print the JSON schema of results.",
+        "Print the JSON schema of results instead of running.",
         is_flag=True,
     ),
 ]
@@ -383,32 +363,34 @@ SECTIONS = {
 
 
 _OWN_OF_MIXED = [
-    _option("--rate", "Chats per second, by a Poisson process.", type=_POSITIVE, default=2.0),
-    _option("--prompt-tokens", "Of chats.", metavar="LENGTHS", default="256"),
-    _option("--output-tokens", "Of chats.", metavar="LENGTHS", default="64"),
+    _option("--rate", "Mean arrivals of chats per second (Poisson).", type=_POSITIVE, default=2.0),
+    _option("--prompt-tokens", "Lengths of the chats' prompts.", metavar="LENGTHS", default="256"),
+    _option("--output-tokens", "Lengths of the chats' answers.", metavar="LENGTHS", default="64"),
     _option(
         "--duration-s",
-        "Chats alone arrive for so long.",
+        "Length of the scene with chats alone.",
         type=_POSITIVE,
         default=30.0,
     ),
-    _option("--batch", "Requests of the batch.", type=_COUNT, default=64, metavar="N"),
-    _option("--batch-prompt-tokens", "Of the batch.", metavar="LENGTHS", default="512"),
-    _option("--batch-output-tokens", "Of the batch.", metavar="LENGTHS", default="128"),
+    _option("--batch", "Number of requests in the batch.", type=_COUNT, default=64, metavar="N"),
+    _option("--batch-prompt-tokens", "Lengths of its prompts.", metavar="LENGTHS", default="512"),
+    _option("--batch-output-tokens", "Lengths of its answers.", metavar="LENGTHS", default="128"),
     _option(
         "--caps",
-        "Requests of the batch at once, a scene for each number.",
+        "Caps on the batch's requests in flight; each makes a scene.",
         type=_Numbers(int),
         default="2,8",
     ),
     _option(
         "--limit-s",
-        "A scene with a batch sends nothing more after so long.",
+        "Longest time to send requests in a scene with a batch.",
         type=_POSITIVE,
         default=45.0,
     ),
 ]
-_CHANGED_IN_MIXED = {"be_body": "The batch as the server's own class; {} leaves that scene out."}
+_CHANGED_IN_MIXED = {
+    "be_body": "JSON fields for the scene with the server's own class; {} leaves that scene out."
+}
 _TAKEN_BY_MIXED = (
     *("be_body", "targets", "send_targets", "warmup", "drain_s", "seed"),
     *("output", "json", "quiet"),
@@ -424,7 +406,7 @@ def _mixed_options() -> list[click.Option]:
         if option.name == "drain_s":
             option.default = 10.0
         if option.name == "quiet":
-            option.help = "No progress bar."
+            option.help = "Show no progress bar."
     plot = _option(
         "--plot",
         "Draw the scenes into this file: .png, .svg or .pdf.",

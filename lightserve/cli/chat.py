@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightserve.cli.options import FiniteRange, api_key_options, read_api_key
+from lightserve.cli.options import FiniteRange, read_api_key, server_options
 from lightserve.errors import ConfigError
 from lightserve.extras import missing_extra
 
@@ -17,28 +17,25 @@ if TYPE_CHECKING:
 
 
 @click.command("chat")
-@click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, help="With or without /v1."
-)
-@click.option("--model", default="", help="Default: the first of GET /v1/models.")
+@server_options
+@click.option("--model", default="", help="Name of the model. Default: the server's first model.")
 @click.option("--system", default="", help="System prompt.")
-@click.option("--temperature", type=float, help="Default of this and the next three: the server's.")
-@click.option("--top-p", type=float)
-@click.option("--max-tokens", type=int)
-@click.option("--seed", type=int)
-@api_key_options
+@click.option("--temperature", type=float, help="Default: the server's.")
+@click.option("--top-p", type=float, help="Default: the server's.")
+@click.option("--max-tokens", type=int, help="Longest answer. Default: the server's.")
+@click.option("--seed", type=int, help="Seed of the sampling. Default: another one each time.")
 @click.option(
     "--timeout-s",
     default=600.0,
     type=FiniteRange(0.1),
     show_default=True,
-    help="Longest silence of the server.",
+    help="Longest wait for the server's next token.",
 )
 def command(**values: Any) -> int:
     """Chat with a server that speaks OpenAI's HTTP API.
 
-    /help shows the commands. With standard input from a pipe, all of it is one question, and the
-    answer alone is printed.
+    Type /help to see the commands. Text from a pipe is taken as one question, and only the answer
+    is printed.
     """
     try:
         from lightserve.chat import Session  # noqa: PLC0415

@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     "--all",
     "is_whole",
     is_flag=True,
-    help="With --request: every stretch of steps, not only the longest of a long story.",
+    help="With --request: print all of a long story, not only its longest parts.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(file: Path, request: str | None, is_whole: bool, as_json: bool) -> int:
     """Repeat every decision of a decision log, or tell the story of one request.
 
-    FILE was written by lightserve serve --decision-log or lightserve simulate --decision-log. A
-    router's core as that one gets the same inputs at the same times, and has to decide the same.
+    FILE comes from --decision-log of lightserve serve or lightserve simulate. A router's core gets
+    the inputs of the log at the same times, and has to make the same decisions.
 
-    Exit codes: 0 if it does, 1 with the first difference if it does not.
+    Exit codes: 0 if all decisions are the same, 1 otherwise (the first difference is printed).
     """
     if request is not None:
         if as_json:
-            raise ConfigError("--json does not go with --request")
+            raise ConfigError("--json cannot be combined with --request")
         return _tell(file, request, is_whole=is_whole)
     if is_whole:
-        raise ConfigError("--all goes with --request")
+        raise ConfigError("--all needs --request")
     # Imported late: `lightserve --help` needs none of it.
     from lightserve.decisions import replaying  # noqa: PLC0415
 
     reader = replaying.DecisionLogReader(file)
     result = replaying.replay(reader)
     if result.is_cut_off:
-        print(f"lightserve: {file}: the last line is not whole and was left out", file=sys.stderr)
+        print(f"lightserve: {file}: the last line is incomplete and is left out", file=sys.stderr)
     if as_json:
         document = dataclasses.asdict(result) | {"is_equal": result.difference is None}
         click.echo(json.dumps(document))
@@ -99,8 +99,8 @@ def _tell(file: Path, request: str, *, is_whole: bool) -> int:
 def why(request_id: str, path: Path, as_json: bool) -> int:
     """Explain why a request was late: which constraint held it up, and which work ran instead.
 
-    REQUEST_ID is the id of its answer (chatcmpl-...), its X-Request-Id, or FRONTEND/REQUEST. The
-    log is replayed for that; lightserve replay --request tells the whole story.
+    REQUEST_ID is the id of the answer (chatcmpl-...), the X-Request-Id, or FRONTEND/REQUEST. The
+    log is replayed to find out; lightserve replay --request tells the whole story.
     """
     # Imported late: `lightserve --help` needs none of it.
     from lightserve.decisions.replaying import DecisionLogReader, find_request  # noqa: PLC0415
@@ -137,39 +137,39 @@ _ROWS = (
 @click.option(
     "--max-kv-tokens",
     type=click.IntRange(min=1),
-    help="Another KV pool, in tokens: a log does not know their bytes.",
+    help="Another size of the KV pool, in tokens (a log does not know bytes).",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True, max=1000),
     default=1.0,
     show_default=True,
-    help="Times as fast do requests come.",
+    help="Factor for the rate of requests.",
 )
 @click.option(
     "--speed",
     type=click.FloatRange(min=0, min_open=True, max=1000),
     default=1.0,
     show_default=True,
-    help="Times as fast are the machine's steps.",
+    help="Factor for the speed of the machine's steps.",
 )
 @click.option(
     "--hardware",
-    help="Another machine: a profile, or virtual GPUs, as simulate's --hardware.",
+    help="Another machine: a profile or virtual GPUs, as in simulate --hardware.",
 )
 @click.option(
     "--set",
     "sets",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Another option of scheduling or memory, such as max-num-seqs=64; may be repeated.",
+    help="Another option of scheduling or memory, such as max-num-seqs=64; can be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def whatif(log: Path, *, as_json: bool, **asked: Any) -> int:
     """Run the traffic of a decision log again, with other settings.
 
-    LOG was written by lightserve serve --decision-log. What clients saw stands beside what the
-    same settings give on simulated workers, fitted to the log's steps, and beside what is asked.
+    LOG comes from lightserve serve --decision-log. The table has three columns: the recorded run,
+    a simulation with the same settings (step times fitted to the log), and one with yours.
     """
     # Imported late: `lightserve --help` needs none of it.
     from lightserve.decisions.replaying import DecisionLogReader  # noqa: PLC0415
@@ -184,10 +184,10 @@ def whatif(log: Path, *, as_json: bool, **asked: Any) -> int:
     for name in ("policy", "admission"):
         if asked[name] is not None:
             if name in options:
-                raise ConfigError(f"--set {name} does not go with --{name}")
+                raise ConfigError(f"--set {name} cannot be combined with --{name}")
             options[name] = asked[name]
     if asked["hardware"] is not None and asked["speed"] != 1.0:
-        raise ConfigError("--speed is of the log's machine, and does not go with --hardware")
+        raise ConfigError("--speed cannot be combined with --hardware")
     hardware = None if asked["hardware"] is None else read_hardware(asked["hardware"])
     settings = Settings(options, asked["max_kv_tokens"], asked["rate"], asked["speed"], hardware)
     recording = read_recording(DecisionLogReader(log))

@@ -24,6 +24,7 @@ import click
 import lightserve
 from lightserve.config import ServeConfig
 from lightserve.errors import LightserveError
+from lightserve.extras import missing_extra
 from lightserve.kernels.cpu.core import CoreMissingError, load_core, sources_hash
 
 _RELEVANT = re.compile(
@@ -169,7 +170,7 @@ def _check_gpu(
         return Check("torch", torch["error"], "install torch anew", is_fatal=True)
     names = ", ".join(gpu["name"] for gpu in torch["gpus"])
     if names and versions.get("triton", "not installed") == "not installed":
-        return Check("GPU", names, "pip install 'lightserve[gpu]': Triton is missing")
+        return Check("GPU", names, str(missing_extra("triton", "gpu")))
     if driver and not names:
         advice = (
             f"install a build of torch for CUDA: {torch['version']} has {torch['cuda'] or 'none'}"

@@ -19,8 +19,8 @@ _PROGRAM = "lightserve.models.pickled_weights"
 def convert(source: Path, target: Path) -> None:
     """Write the model of directory SOURCE, whose weights are pickles, to TARGET as safetensors.
 
-    The pickles are opened by a process of its own, which takes plain tensors from them and nothing
-    else; those of a file must have at most four times its bytes. TARGET must not be there yet.
+    A separate process opens the pickles and takes only plain tensors from them, at most four times
+    the bytes of their file. TARGET must not exist.
     """
     python = [sys.executable, "-P", "-W", "ignore"]  # torch warns of types that are refused
     program = [*python, "-m", _PROGRAM, str(source.absolute()), str(target.absolute())]

@@ -15,20 +15,22 @@ from lightserve.config.fields import flag_name
 from lightserve.config.scheduling import PRESETS
 from lightserve.errors import ConfigError
 
-# The API key of commands that are clients: from a file or the environment, never an argument.
+# Commands that are clients. The API key comes from a file or the environment, never an argument.
+
+URL_HELP = "Address of the server, with or without /v1."
+KEY_HELP = "Environment variable with the API key. (Other users could read an argument.)"
+KEY_FILE_HELP = "File with the API key, in place of the variable."
 
 
-def api_key_options(function: FunctionT) -> FunctionT:
-    """Decorate a command with --api-key-env and --api-key-file; `read_api_key` takes them."""
+def server_options(function: FunctionT) -> FunctionT:
+    """Decorate a command with --url, and the options that `read_api_key` takes."""
+    function = click.option("--api-key-file", help=KEY_FILE_HELP)(function)
     function = click.option(
-        "--api-key-file", help="File with the API key; stands before the variable."
+        "--api-key-env", default="OPENAI_API_KEY", show_default=True, help=KEY_HELP
     )(function)
-    return click.option(
-        "--api-key-env",
-        default="OPENAI_API_KEY",
-        show_default=True,
-        help="Environment variable with the API key; never an argument, which others could read.",
-    )(function)
+    return click.option("--url", default="http://127.0.0.1:8000", show_default=True, help=URL_HELP)(
+        function
+    )
 
 
 def read_api_key(*, api_key_env: str, api_key_file: str | None) -> str:
@@ -57,8 +59,8 @@ def preset_option(function: FunctionT) -> FunctionT:
     return click.option(
         "--preset",
         type=click.Choice(tuple(PRESETS)),
-        help="Policy, admission, cache, preemption and meaning of targets, all as in the paper of"
-        " this name; options that are given override it.",
+        help="Policy, admission, cache, preemption and meaning of targets as in the paper of this"
+        " name. Options that you give override the preset.",
     )(function)
 
 

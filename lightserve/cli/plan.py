@@ -22,18 +22,22 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     help="Real-time requests: a CSV (t, prompt_tokens, output_tokens), Mooncake's JSON lines, or a"
-    " decision log, whose step times are then the hardware's.",
+    " decision log, which also says the step times of the hardware.",
 )
 @click.option(
     "--attainment",
     type=FiniteRange(0, 100, min_open=True),
     default=99.0,
     show_default=True,
-    help="Percent of the real-time requests that have to meet all targets.",
+    help="Percentage of real-time requests that have to meet all targets.",
 )
-@click.option("--ttft-slo-ms", type=FiniteRange(0, min_open=True), help="Their targets:")
-@click.option("--tpot-slo-ms", type=FiniteRange(0, min_open=True), help="at least one.")
-@click.option("--mtpot-slo-ms", type=FiniteRange(0, min_open=True), help="See serve --help.")
+@click.option(
+    "--ttft-slo-ms", type=FiniteRange(0, min_open=True), help="Target: time to the first token."
+)
+@click.option(
+    "--tpot-slo-ms", type=FiniteRange(0, min_open=True), help="Target: mean gap between tokens."
+)
+@click.option("--mtpot-slo-ms", type=FiniteRange(0, min_open=True), help="Target of largest gaps.")
 @click.option(
     "--max-kv-tokens",
     type=click.IntRange(1),
@@ -41,27 +45,33 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
     show_default=True,
     help="Largest KV pool that a replica can have.",
 )
-@click.option("--max-replicas", type=click.IntRange(1, 1024), default=64, show_default=True)
+@click.option(
+    "--max-replicas",
+    type=click.IntRange(1, 1024),
+    default=64,
+    show_default=True,
+    help="Most replicas to try.",
+)
 @click.option(
     "--window-s",
     type=FiniteRange(10, 3600),
     default=300.0,
     show_default=True,
-    help="Length of the busiest stretch that is looked for.",
+    help="Length of the busiest part of the trace, which is simulated.",
 )
-@click.option("--policy", default="unified", show_default=True)
+@click.option("--policy", default="unified", show_default=True, help="See serve --help.")
 @click.option(
     "--max-num-batched-tokens",
     type=click.IntRange(0, 1_048_576),
     default=0,
     show_default=True,
-    help="Most new tokens in one step, as of serve; 0: the default of a server on that hardware.",
+    help="Most new tokens in one step; 0 takes a server's default on that hardware.",
 )
 @click.option(
     "--be-lengths",
     default="uniform:512-1024,32-128",
     show_default=True,
-    help="Best-effort requests, as of lightserve simulate.",
+    help="Lengths of best-effort requests, as in lightserve simulate.",
 )
 @click.option(
     "--hardware",
@@ -71,13 +81,13 @@ _TARGETS = ("ttft_slo_ms", "tpot_slo_ms", "mtpot_slo_ms")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Picture of all tries, .png, .svg or .pdf.",
+    help="Draw all tries into this file (.png, .svg or .pdf).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(trace: Path, *, plot: Path | None, as_json: bool, **asked: Any) -> int:
-    """Say how many replicas a trace needs, how large a pool, and how much best-effort work fits.
+    """Find the replicas and the KV pool that a trace needs, and the best-effort work that fits.
 
-    The busiest minutes of the trace are simulated with more and more replicas, until the targets
+    The busiest minutes of the trace are simulated with more and more replicas until the targets
     are met, then with smaller and smaller pools.
     """
     # Imported late: `lightserve --help` needs none of it.

@@ -57,12 +57,12 @@ _BAR_LENGTH = 1000
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write instead, for --profile of lightserve serve.",
+    help="File to write instead of the cache, for lightserve serve --profile.",
 )
 @click.option(
     "--replace",
     is_flag=True,
-    help="Keep the new measurements even where the cached profile's steps are faster.",
+    help="Keep the new measurements even if the cached profile has faster steps.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
@@ -75,9 +75,9 @@ def command(
 ) -> int:
     """Measure how long steps take on this machine, and keep it for the server.
 
-    Runs the model in processes of its own, no server; best on a machine that does nothing else.
-    What was measured amid too much other work is not kept, but for --output; nor is it if the
-    cached profile has faster steps, but for --replace.
+    The model runs in processes of its own, without a server; run it on an idle machine.
+    Measurements that other work disturbed are kept only with --output. If the cached profile has
+    faster steps, the new one is kept only with --replace.
     """
     config = resolve_model(ServeConfig(**values))
     directory = output.parent if output else profile_dir or cache_dir()
@@ -91,7 +91,7 @@ def command(
         profile = measure(config, seconds, lambda share: _advance(bar, share))
     noise = profile.noise
     if noise and output is None:
-        raise StartupError(f"{noise}; nothing was written (--output FILE keeps it all the same)")
+        raise StartupError(f"{noise}; nothing was written (--output FILE keeps it anyway)")
     path = output or cached_path(profile.key, profile_dir)
     kept = None if output or replace else _better_cached(profile, path)
     if kept is None:

@@ -33,10 +33,14 @@ _RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
 def rule_options(function: FunctionT) -> FunctionT:
     """Decorate a command with the options of the admission rules."""
     for option in (
-        click.option("--risk", type=float, help="risk: accepted chance of running out."),
-        click.option("--overcommit", type=float, help="conservative: times the pool is promised."),
+        click.option("--risk", type=float, help="risk: accepted chance of running out of memory."),
+        click.option(
+            "--overcommit",
+            type=float,
+            help="conservative: times that the pool is promised.",
+        ),
         click.option("--watermark", type=float, help="aggressive: share of the pool to fill."),
-        click.option("--samples", type=int, help="past-future: most futures drawn."),
+        click.option("--samples", type=int, help="past-future: most futures to draw."),
         click.option("--reserve", type=float, help="past-future: share of the pool kept free."),
     ):
         function = option(function)
@@ -69,17 +73,17 @@ _OPTIONS = (
     click.option(
         "--decision-log",
         metavar="FILE",
-        help="Record the router's inputs and decisions, for lightserve replay.",
+        help="Write the router's inputs and decisions to this file, for lightserve replay.",
     ),
     click.option(
         "--plot",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="With --compare: picture of the policies side by side, .png, .svg or .pdf.",
+        help="With --compare: draw the policies into this file (.png, .svg, .pdf).",
     ),
     click.option(
         "--compare",
         metavar="POLICY,...",
-        help="Run each of these policies, in place of --policy, on the same requests; one table.",
+        help="Run each of these policies on the same requests, and print one table.",
     ),
     click.option(
         "--budget-tokens",
@@ -95,36 +99,35 @@ _OPTIONS = (
     ),
     click.option(
         "--hardware",
-        help="Profile of a worker, as lightserve profile writes it: its step times hold, and the"
-        " router knows it; or h200-llama-8b, or MODEL@GPUxN: docs/simulate.md.  [default: an A100"
-        " with Llama-2-7B]",
+        help="Hardware to simulate: a file of lightserve profile, h200-llama-8b, or MODEL@GPUxN"
+        " (docs/simulate.md).  [default: an A100 with Llama-2-7B]",
     ),
     click.option(
         "--step-noise",
         "noise",
         type=FiniteRange(0.0, 1.0),
-        help="Standard deviation of the logarithm of a step's time.  [default: the error of the"
-        " profile of --hardware; 0.05 without one]",
+        help="Noise of step times: standard deviation of their logarithm.  [default: the error of"
+        " the profile of --hardware, or 0.05]",
     ),
     click.option(
         "--router-time-factor",
         default=1.0,
         type=FiniteRange(0.0),
         show_default=True,
-        help="Virtual time of the router: so many times 0.5 ms for a step, 1.6 us for each decode"
-        " and 0.4 ms for each chunk of a prompt in it; 0: none.",
+        help="Factor for the virtual time of the router: 0.5 ms for a step, 1.6 us for each decode"
+        " and 0.4 ms for each chunk of a prompt in it.",
     ),
     click.option(
         "--router-times",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="CSV of a router's times, columns rows and ms; in place of that formula.",
+        help="CSV of a router's measured times (columns rows, ms), in place of that formula.",
     ),
     click.option(
         "--host-kv-tokens",
         default=-1,
         type=click.IntRange(-1),
         show_default=True,
-        help="Size of the host pool; -1: half of --capacity-tokens.",
+        help="Size of the host pool in tokens; -1 takes half of --capacity-tokens.",
     ),
     click.option(
         "--mtpot-slo-ms",
@@ -144,7 +147,7 @@ _OPTIONS = (
     click.option(
         "--completion-slo-s",
         type=FiniteRange(0.0, min_open=True),
-        help="Target of real-time requests in place of targets of tokens: time to the last one.",
+        help="Target of real-time requests: time to the last token, in place of the other targets.",
     ),
     click.option(
         "--ttft-slo-ms",
@@ -158,36 +161,35 @@ _OPTIONS = (
         default=30.0,
         type=FiniteRange(0.0),
         show_default=True,
-        help="At the start and at the end of the run: not in the statistics.",
+        help="Time at the start and at the end that the statistics leave out.",
     ),
     click.option(
         "--duration-s",
         default=90.0,
         type=FiniteRange(0.0, min_open=True),
         show_default=True,
-        help="Virtual seconds.",
+        help="Length of the run in virtual seconds.",
     ),
-    click.option("--be-lengths", help="As --rt-lengths."),
+    click.option("--be-lengths", help="Lengths of best-effort requests, as in --rt-lengths."),
     click.option(
         "--be",
-        help="Best-effort requests: closed:N, batch:N, poisson:RATE, or a trace file, as --rt.",
+        help="Best-effort requests: closed:N, batch:N, poisson:RATE or a trace file, as in --rt.",
     ),
     click.option(
         "--rt-max-tokens",
         default=2048,
         type=click.IntRange(1),
         show_default=True,
-        help="Output tokens that real-time requests declare; longer outputs end there.",
+        help="Limit of outputs that real-time requests declare; longer outputs end there.",
     ),
     click.option(
         "--rt-lengths",
-        help="Without a trace: uniform:P1-P2,O1-O2 or the rows of a trace file.",
+        help="Lengths without a trace: uniform:P1-P2,O1-O2, or the rows of a trace file.",
     ),
     click.option(
         "--rt",
-        help="Real-time requests: poisson:RATE (per second), closed:N (each that ends is replaced"
-        " at once), batch:N (when all have ended, the next ones come), or a trace file, at its"
-        " times if it has any, with its targets.",
+        help="Real-time requests: poisson:RATE (per second), closed:N (N clients without pauses),"
+        " batch:N (N requests at once, again and again), or a trace file with times and targets.",
     ),
 )
 
@@ -302,30 +304,32 @@ def queue_options(function: FunctionT) -> FunctionT:
         click.option(
             "--paper-artifact",
             is_flag=True,
-            help="Timing and start of the Past-Future authors' own simulation.",
+            help="Use the timing and the start of the Past-Future authors' own simulation.",
         ),
         click.option(
-            "--best-effort", is_flag=True, help="Requests are best-effort: may be passed over."
+            "--best-effort",
+            is_flag=True,
+            help="Make the requests best-effort, so that others may pass them.",
         ),
         click.option(
             "--warm-up-requests",
             default=0,
             type=click.IntRange(0),
             show_default=True,
-            help="Rows before these; only their lengths are learnt.",
+            help="Number of earlier rows whose lengths are learnt first.",
         ),
         click.option(
             "--arrivals",
             default="queued",
             show_default=True,
-            help="queued (all at the start), trace (the file's times), poisson:RATE (per second) or"
-            " closed:CLIENTS.",
+            help="Arrivals: queued (all at the start), trace (the file's times), poisson:RATE (per"
+            " second) or closed:CLIENTS.",
         ),
         click.option("--num-requests", default=3000, type=click.IntRange(1), show_default=True),
         click.option(
             "--workload",
-            help="dist1, dist2, dist3, uniform:P1-P2:O1-O2 (prompt and output lengths), or a trace"
-            " file, joined by + for a drift.",
+            help="Lengths of the requests: dist1, dist2, dist3, uniform:P1-P2:O1-O2 (prompts and"
+            " outputs) or a trace file; join several with + for a drift.",
         ),
     ):
         function = option(function)
@@ -422,7 +426,7 @@ def _default(name: str) -> str:
 @click.option(
     "--admission",
     type=click.Choice(RULES),
-    help=f"A rule of the server, or oracle, which knows every length.  {_default('admission')}",
+    help=f"A rule of the server, or oracle, which knows all lengths.  {_default('admission')}",
 )
 @rule_options
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
@@ -431,9 +435,10 @@ def _default(name: str) -> str:
 def command(context: click.Context, /, **values: Any) -> int:
     """Run requests through the router core on virtual hardware.
 
-    With --workload, a queue of requests of one class: decode steps, memory, evictions. With --rt
-    and --be, real-time and best-effort requests as they come: attainment of targets, goodput,
-    throughput. The same seed gives the same report, but for CPU times.
+    With --workload, you get decode steps, memory and evictions of a queue of requests of one class.
+    With --rt and --be, you get attainment of targets, goodput and throughput of real-time and
+    best-effort requests that arrive over time. The same seed gives the same report, except for CPU
+    times.
     """
     chosen = _with_preset(context, _of_this_run(context, values))
     if chosen.get("plot") and not chosen.get("compare"):

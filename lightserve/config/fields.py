@@ -201,7 +201,7 @@ def check_file_store(url: str) -> None:
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
-            "--file-store must be a place and no more: credentials belong into the environment"
+            "--file-store must be an address without credentials, which belong in the environment"
             " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         )
 

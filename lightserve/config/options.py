@@ -81,12 +81,12 @@ class NodeOptions:
             raise ConfigError(f"--tp must be a multiple of --nnodes ({self.nnodes}), got {tp}")
         if not self.node_key_file:
             raise ConfigError(
-                "--nnodes needs --node-key-file: nothing else keeps strangers from the workers"
+                "--nnodes needs --node-key-file, which keeps strangers from the workers"
             )
         if not self.master_addr or "*" in self.master_addr or _is_no_ipv4(self.master_addr):
             raise ConfigError(
-                "--master-addr must be node 0's own IPv4 address, or a name that stands for it, and"
-                f" never that of all interfaces, got {self.master_addr!r}"
+                "--master-addr must be node 0's own IPv4 address or a name for it, not the address"
+                f" of all interfaces, got {self.master_addr!r}"
             )
 
 
@@ -536,7 +536,7 @@ class MemoryOptions:
     def check_memory(self) -> None:
         """Refuse sizes and combinations that the KV book-keeping does not have."""
         if self.kv_memory != "auto" and parse_memory(self.kv_memory, "--kv-memory") == 0:
-            raise ConfigError(f"--kv-memory must be more than nothing, got {self.kv_memory!r}")
+            raise ConfigError(f"--kv-memory must be above 0, got {self.kv_memory!r}")
         if self.host_kv_memory != "auto":
             parse_memory(self.host_kv_memory, "--host-kv-memory")
         if self.max_retained_tokens > 0 and self.cache_policy == "off":

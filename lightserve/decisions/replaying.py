@@ -74,7 +74,7 @@ class DecisionLogReader:
             record = self._decode(number, text)
             if isinstance(record, Decision) and record.chain != chain.hexdigest():
                 raise DecisionLogError(
-                    f"{self.path}, line {number}: the lines before it are not as they were written"
+                    f"{self.path}, line {number}: the lines before it were changed"
                 )
             chain.update(text)
             if not isinstance(record, Header):

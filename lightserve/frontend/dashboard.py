@@ -45,7 +45,7 @@ class _View(StreamingResponse):
         """Send them. Raises RequestFailed (503)."""
         if self._feed.is_full:
             raise RequestFailed(
-                "as many look at the dashboard as may; close another view of it",
+                "too many views of the dashboard are open; close one of them",
                 code="too_many_viewers",
                 status=503,
             )

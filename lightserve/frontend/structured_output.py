@@ -432,7 +432,7 @@ def spec_of_format(response_format: ResponseFormat | None) -> ConstraintSpec | N
     asked = response_format.json_schema
     if (response_format.type == "json_schema") != (asked is not None):
         raise InvalidRequest(
-            "response_format.json_schema must be given exactly with the type json_schema",
+            "response_format.json_schema must be given with the type json_schema, and no other",
             param="response_format.json_schema",
         )
     if response_format.type == "text":

@@ -138,7 +138,7 @@ def make_plans(traffic: Sequence[Traffic], seed: int) -> list[Plan]:
             offsets = plans[0].offsets_s if plans else None
             duration_s = traffic[0].duration_s if offsets is None else float(offsets[-1])
             if number == 0 or duration_s is None:
-                raise ConfigError("--be: say when it ends, by num-requests or duration-s")
+                raise ConfigError("--be needs num-requests or duration-s: when does it end?")
             bounded = msgspec.structs.replace(each, duration_s=max(duration_s, 1e-3))
         plans.append(make_plan(bounded, np.random.default_rng((seed, number))))
     return plans
@@ -159,7 +159,7 @@ async def _find_model(client: StreamClient, url: str) -> str:
     try:
         return await client.first_model()
     except ValueError as error:
-        raise LoadTestError(f"{url} does not tell its models: {error}") from error
+        raise LoadTestError(f"{url} does not list its models: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         raise LoadTestError(f"no answer from {url}: {error}; is it up?") from error
 

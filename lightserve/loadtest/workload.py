@@ -224,7 +224,7 @@ class Plan:
 def make_plan(traffic: Traffic, rng: np.random.Generator) -> Plan:
     """Draw one. Raises ConfigError: an unreadable trace, or options that contradict it."""
     if traffic.trace is not None and traffic.documents is not None:
-        raise ConfigError("documents are made, not taken from a trace: give one of the two")
+        raise ConfigError("--documents cannot be combined with --trace")
     if traffic.documents is not None:
         segments, outputs = _documents(traffic, traffic.documents, rng)
         trace = None
@@ -266,7 +266,7 @@ def _offsets(
         return None
     if traffic.arrivals is ArrivalKind.TRACE:
         if trace is None or trace.times_s is None:
-            raise ConfigError("arrivals as in the trace need a trace that has times")
+            raise ConfigError("--arrivals trace needs a --trace with times")
         return trace_offsets(trace.times_s, time_scale=traffic.time_scale, rate_per_s=traffic.rate)
     assert traffic.rate is not None, "checked by the cli"
     return arrival_offsets(

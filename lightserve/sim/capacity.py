@@ -179,7 +179,7 @@ def make_plan(config: PlanConfig, *, progress: Callable[[str], None] = lambda _:
         raise ConfigError("--trace: there is no real-time request in it")
     if (low := _largest_request(config)) > config.max_kv_tokens:
         raise ConfigError(
-            f"--max-kv-tokens must be at least {low}, what one request may come to need, got"
+            f"--max-kv-tokens must be at least {low}, the most that one request may need, got"
             f" {config.max_kv_tokens}"
         )
     window = busiest_window(config.rows, config.window_s)
@@ -211,7 +211,7 @@ def _fewest(config: PlanConfig, is_enough: Callable[[int, int], bool]) -> int:
         if high >= config.max_replicas:
             raise ConfigError(
                 f"not even {high} replicas (--max-replicas) keep the targets of"
-                f" {100 * config.attainment:g} %: see whether one request alone can"
+                f" {100 * config.attainment:g} %: check whether one request alone can"
             )
         low, high = high, min(2 * high, config.max_replicas)
     while high - low > 1:

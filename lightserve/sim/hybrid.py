@@ -387,7 +387,7 @@ def make_core_config_of(
     longest = max(c.traffic.max_prompt_tokens + c.traffic.max_tokens for c in clients.values())
     if longest - 1 > config.capacity_tokens:
         raise ConfigError(
-            f"--capacity-tokens must be at least {longest - 1}, what one request may come to need,"
+            f"--capacity-tokens must be at least {longest - 1}, the most that one request may need,"
             f" got {config.capacity_tokens}"
         )
     serve = _serve_config(config)
@@ -424,7 +424,7 @@ def _open_log(config: HybridConfig, core_config: SchedulerConfig) -> DecisionLog
     if config.decision_log is None:
         return None
     if config.admission == "oracle":
-        raise ConfigError("--decision-log does not go with --admission oracle, which cannot replay")
+        raise ConfigError("--decision-log cannot be combined with --admission oracle")
     header = header_of(
         _serve_config(config), max_model_len=core_config.max_model_len, seed=config.seed
     )

@@ -241,5 +241,5 @@ def read_hardware(spec: str, *, flag: str = "--hardware") -> Hardware:
             f" got {spec!r}"
         )
     if num_slots(MODELS[name], GPUS[gpu], num_ranks) <= 0:
-        raise ConfigError(f"{flag} {spec}: the weights have no room there")
+        raise ConfigError(f"{flag} {spec}: the weights do not fit")
     return virtual_gpus(MODELS[name], GPUS[gpu], num_ranks)

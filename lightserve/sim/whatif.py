@@ -545,7 +545,7 @@ def read_recording(reader: DecisionLogReader) -> Recording:
         taker.feed(record)
     if len(taker.steps) < MIN_STEPS or taker.workers is None:
         raise DecisionLogError(
-            f"{reader.path}: at least {MIN_STEPS} steps are needed to know what they take, got"
+            f"{reader.path}: at least {MIN_STEPS} steps are needed to fit their times, got"
             f" {len(taker.steps)}"
         )
     fitted = taker.fitted()

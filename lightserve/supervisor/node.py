@@ -297,7 +297,7 @@ class _NodeLoop:
         if silent_s >= self._config.start_timeout_s:
             raise StartupError(
                 f"node 0 at {self._where} has not answered for"
-                f" {self._config.start_timeout_s:g} s (--start-timeout-s): is it there, and has it"
+                f" {self._config.start_timeout_s:g} s (--start-timeout-s): is it running, with"
                 " the same --node-key-file?"
             )
 

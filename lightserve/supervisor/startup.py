@@ -189,7 +189,7 @@ def check_threads(config: ServeConfig) -> None:
     except RuntimeError as error:
         raise StartupError(
             f"the limit of processes and threads (ulimit -u, or pids of the container) leaves"
-            f" {len(threads)}, at least {num_needed} are needed"
+            f" {len(threads)}, but {num_needed} are needed"
         ) from error
     finally:
         may_end.set()

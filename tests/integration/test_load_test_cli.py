@@ -176,14 +176,14 @@ def test_files_are_compared(sweep: Path, mock_url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "say when requests arrive"),
-        (("--rate=1", "--concurrency=2"), "give one"),
+        ((), "when do requests arrive?"),
+        (("--rate=1", "--concurrency=2"), "--rate cannot be combined with --concurrency"),
         (("--rate=0",), "--rate"),
         (("--rates=1,x",), "--rates"),
         (("--rate=nan",), "not a finite number"),
         (("--rate=1", "--duration-s=inf"), "not a finite number"),
         (("--rates=1,inf",), "--rates"),
-        (("--rates=1", "--rate=2"), "--rates stands for --rate"),
+        (("--rates=1", "--rate=2"), "--rates cannot be combined with --rate"),
         (("--arrivals=trace", "--trace=alpaca_lengths"), "has times"),
         (("--rate=1", "--time-scale=2"), "--time-scale"),
         (("--rate=1", "--be=speed=3"), "speed"),

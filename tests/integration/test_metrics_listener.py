@@ -273,7 +273,7 @@ def test_viewers_are_bounded_and_delay_no_scrape() -> None:
             deaf.settimeout(60.0)
             assert deaf.recv(12) == b"HTTP/1.1 200"
         answer = httpx.get(address, timeout=60.0)
-        assert (answer.status_code, answer.text[:13]) == (503, "as many look ")
+        assert (answer.status_code, answer.text[:14]) == (503, "too many views")
         for _ in range(2 * MAX_SCRAPES):
             assert httpx.get(url, timeout=60.0).status_code == 200
         _until(first, "event: tick")

@@ -141,7 +141,7 @@ def other_budget(records: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("edit", [later_arrival, other_budget])
 def test_a_changed_input_is_found(edit: Edit, log_path: Path, tmp_path: Path) -> None:
     path = rewritten(log_path, edit, tmp_path / "log.jsonl", is_chained=False)
-    with pytest.raises(DecisionLogError, match=r"line \d+: the lines before it are not as"):
+    with pytest.raises(DecisionLogError, match=r"line \d+: the lines before it were changed"):
         replayed(path)
 
 
@@ -198,7 +198,7 @@ def test_a_last_line_cut_off_is_left_out(log_path: Path, tmp_path: Path) -> None
     path = tmp_path / "log.jsonl"
     path.write_bytes(log_path.read_bytes()[:-20])
     result = replayed(path)
-    assert result.return_value == 0 and "last line is not whole" in result.stderr
+    assert result.return_value == 0 and "last line is incomplete" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_story_of_a_request(log_path: Path) -> None:
     for unknown in ("0/9999", "chatcmpl-1", "9"):
         with pytest.raises(DecisionLogError, match=f"no request {unknown}; it is named by the id"):
             replayed(log_path, "--request", unknown)
-    with pytest.raises(ConfigError, match="--all goes with --request"):
+    with pytest.raises(ConfigError, match="--all needs --request"):
         replayed(log_path, "--all")
 
 

@@ -43,7 +43,7 @@ def test_a_name_or_a_file(tmp_path: Path) -> None:
     for wrong, said in (
         ("qwen2.5-14b@a100-40gx99", "N of 1 to 16"),
         ("gpt@a100-40g", "qwen2.5-14b"),
-        ("opt-175b@a100-40g", "have no room"),
+        ("opt-175b@a100-40g", "do not fit"),
         (str(tmp_path / "missing.json"), "is no profile"),
     ):
         with pytest.raises(ConfigError, match=said):

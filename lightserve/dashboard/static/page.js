@@ -128,9 +128,9 @@
   function makeTiles() {
     for (const [label, title] of CLASSES)
       makeTile(label, title, ["running", "waiting", "tokens/s", "attainment", "TTFT p50", "TTFT p99",
-        "largest gap p99", "wait ahead"], label);
+        "largest gap p99", "predicted wait"], label);
     makeTile("engine", "Engine", ["steps/s", "busy", "KV in use", "KV forecast", "paused/min",
-      "preempted/min", "restarts", "up for"]);
+      "preempted/min", "restarts", "uptime"]);
   }
   function drawTiles() {
     const now = at(ticks, 0);
@@ -143,7 +143,7 @@
       show(label, "TTFT p50", seconds(quantile("time_to_first_token_seconds", label, 0.5)));
       show(label, "TTFT p99", seconds(quantile("time_to_first_token_seconds", label, 0.99)));
       show(label, "largest gap p99", seconds(quantile("max_inter_token_latency_seconds", label, 0.99)));
-      show(label, "wait ahead", seconds(value(now, "predicted_wait_seconds", label)));
+      show(label, "predicted wait", seconds(value(now, "predicted_wait_seconds", label)));
     }
     const total = value(now, "kv_slots");
     const perMinute = (name, accepts = () => true) => {
@@ -158,24 +158,24 @@
     show("engine", "paused/min", round(perMinute("pauses_total")));
     show("engine", "preempted/min", round(perMinute("num_preemptions_total")));
     show("engine", "restarts", round(sum(now, "process_restarts_total", () => true)));
-    show("engine", "up for", seconds(now.at - (value(now, "start_time_seconds") || now.at)));
+    show("engine", "uptime", seconds(now.at - (value(now, "start_time_seconds") || now.at)));
   }
 
   // ------------------------------------------------------------------ charts
 
   const CHARTS = [
     { title: "Requests", unit: round, lines: [
-      ["RT running", "rt", (t) => value(t, "num_requests_running", "rt")],
-      ["RT waiting", "rt", (t) => value(t, "num_requests_waiting", "rt"), [6, 4]],
-      ["BE running", "be", (t) => value(t, "num_requests_running", "be")],
-      ["BE waiting", "be", (t) => value(t, "num_requests_waiting", "be"), [6, 4]]] },
+      ["real-time running", "rt", (t) => value(t, "num_requests_running", "rt")],
+      ["real-time waiting", "rt", (t) => value(t, "num_requests_waiting", "rt"), [6, 4]],
+      ["best-effort running", "be", (t) => value(t, "num_requests_running", "be")],
+      ["best-effort waiting", "be", (t) => value(t, "num_requests_waiting", "be"), [6, 4]]] },
     { title: "Tokens per second", unit: round, lines: [
       ["real-time", "rt", () => rate("generation_tokens_total", "rt")],
       ["best-effort", "be", () => rate("generation_tokens_total", "be")]] },
     { title: "Real-time: time to the first token", unit: seconds, target: "ttft_s", lines: [
       ["p50", "rt", () => quantile("time_to_first_token_seconds", "rt", 0.5), [6, 4]],
       ["p99", "rt", () => quantile("time_to_first_token_seconds", "rt", 0.99)]] },
-    { title: "Real-time: largest gap of tokens", unit: seconds, target: "mtpot_s", lines: [
+    { title: "Real-time: largest gap between tokens", unit: seconds, target: "mtpot_s", lines: [
       ["p50", "rt", () => quantile("max_inter_token_latency_seconds", "rt", 0.5), [6, 4]],
       ["p99", "rt", () => quantile("max_inter_token_latency_seconds", "rt", 0.99)]] },
     { title: "Attainment of all targets", unit: percent, range: [0, 1], lines: [
@@ -185,7 +185,7 @@
       ["forecast", "quiet", (t) => value(t, "kv_slots_forecast_peak"), [6, 4]],
       ["cached", "cached", (t) => value(t, "kv_slots_cached")],
       ["capacity", "bad", (t) => value(t, "kv_slots"), [2, 3]]] },
-    { title: "Step times, the last steps", unit: seconds, isOfSteps: true, lines: [
+    { title: "Step times, recent steps", unit: seconds, isOfSteps: true, lines: [
       ["predicted", "quiet", (s) => s.predicted_s, [6, 4]],
       ["took", "text", (s) => s.exec_s],
       ["limit", "bad", (s) => s.limit_s, [2, 3]]] },
@@ -298,7 +298,7 @@
       item.append(dot, make("span", word));
       return item;
     }), make("li", `a square is ${pool.blocks_per_cell > 1 ? `${pool.blocks_per_cell} blocks` : "a block"}`
-      + ` of ${pool.block_size} slots; ${pool.num_shared_blocks} blocks are of both classes`, "quiet"));
+      + ` of ${pool.block_size} slots; ${pool.num_shared_blocks} blocks are shared by both classes`, "quiet"));
     canvas.setAttribute("aria-label", `KV pool: ${words.map(([, word]) => word).join(", ")}`);
   }
 
@@ -333,7 +333,7 @@
       for (const [reason, count] of Object.entries(step.left_out[label] || {}))
         parts.push(`${label} ${count} ${reason}`);
       for (const [reason, count] of Object.entries(step.unseen[label] || {}))
-        parts.push(`${label} ${count} not looked at (${reason})`);
+        parts.push(`${label} ${count} not examined (${reason})`);
     }
     if (step.num_paused) parts.push(`${step.num_paused} paused`);
     if (step.num_preempted) parts.push(`${step.num_preempted} preempted`);
@@ -343,7 +343,7 @@
     const steps = ((picture && picture.steps) || []).slice(-24).reverse();
     const share = (step, label) => (step.num_requests[label]
       ? `${step.num_requests[label]} req, ${step.num_tokens[label]} tok` : "–");
-    fill($("steps"), ["step", "sent", "predicted", "took", "limit", "real-time", "best-effort", "left out, by reason"],
+    fill($("steps"), ["step", "sent", "predicted", "took", "limit", "real-time", "best-effort", "skipped, by reason"],
       steps.map((s) => [[String(s.step_id)], [`${seconds(s.age_s)} ago`], [seconds(s.predicted_s)],
         [s.exec_s === null ? "runs" : seconds(s.exec_s), s.exec_s > s.limit_s && s.limit_s !== null ? "late" : ""],
         [seconds(s.limit_s)], [share(s, "rt")], [share(s, "be")], [reasonsOf(s), "reasons"]]));
@@ -450,7 +450,7 @@
   $("pause").addEventListener("click", () => {
     isPaused = !isPaused;
     $("pause").setAttribute("aria-pressed", String(isPaused));
-    $("pause").textContent = isPaused ? "Go on" : "Pause";
+    $("pause").textContent = isPaused ? "Resume" : "Pause";
     say("yes", isPaused ? "paused" : "live");
     if (!isPaused) draw();
   });

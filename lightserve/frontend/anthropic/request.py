@@ -270,12 +270,12 @@ class CountTokensRequest(StrictModel):
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
             raise InvalidRequest(
-                "tool_choice.name must be given exactly with the type tool",
+                "tool_choice.name must be given with the type tool, and no other",
                 param="tool_choice.name",
             )
         if choice is not None and choice.type == "none" and choice.disable_parallel_tool_use:
             raise InvalidRequest(
-                "tool_choice.disable_parallel_tool_use needs another type than none",
+                "tool_choice.disable_parallel_tool_use cannot be combined with the type none",
                 param="tool_choice.disable_parallel_tool_use",
             )
         if choice is not None and choice.type != "none" and not self.tools:
@@ -283,7 +283,7 @@ class CountTokensRequest(StrictModel):
         thinking = self.thinking
         if thinking and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
             raise InvalidRequest(
-                "thinking.budget_tokens must be given exactly with the type enabled",
+                "thinking.budget_tokens must be given with the type enabled, and no other",
                 param="thinking.budget_tokens",
             )
         last = self.messages[-1]

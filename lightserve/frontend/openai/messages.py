@@ -121,11 +121,11 @@ class Message(NoEffectModel):
         message = validate(body)
         calls, thoughts = message.tool_calls, message.thoughts
         if message.role != "assistant" and (calls or thoughts):
-            raise ValueError("may have tool_calls and reasoning only as the assistant's")
+            raise ValueError("may have tool_calls and reasoning only if its role is assistant")
         if None not in (given := {message.reasoning, message.reasoning_content}) and len(given) > 1:
             raise ValueError("may have reasoning and reasoning_content only if they are equal")
         if (message.role == "tool") != (message.tool_call_id is not None):
-            raise ValueError("must have tool_call_id exactly if its role is tool")
+            raise ValueError("must have tool_call_id if its role is tool, and only then")
         if message.content is None and not calls and not thoughts:
             raise ValueError("must have content, which is null only beside tool_calls or reasoning")
         content = body.get("content")

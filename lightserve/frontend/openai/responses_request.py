@@ -275,7 +275,7 @@ class ResponsesRequest(RequestFields):
         asked = self._format
         if asked is not None and (asked.type == "json_schema") != (asked.schema_ is not None):
             raise InvalidRequest(
-                "text.format.schema must be given exactly with the type json_schema",
+                "text.format.schema must be given with the type json_schema, and no other",
                 param="text.format.schema",
             )
 

@@ -120,7 +120,9 @@ def test_a_database_that_cannot_be_used_says_so_in_one_line(
 def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     monkeypatch.delitem(sys.modules, "lightserve.batches.postgres")
-    with pytest.raises(StartupError, match=r"lightserve\[postgres\]"):
+    with pytest.raises(
+        StartupError, match=r"postgresql://…: psycopg is missing: .* -m pip install 'psycopg"
+    ):
         prepare("postgresql://h/x")
 
 

@@ -91,7 +91,7 @@ FACTS: dict[str, Any] = {
         (
             {"torch": {"version": "2", "gpus": [GPU]}, "versions": {}},
             "GPU",
-            "Triton is missing",
+            "triton is missing",
             False,
         ),
     ],

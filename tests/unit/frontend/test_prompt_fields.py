@@ -77,7 +77,7 @@ def test_effort_and_verbosity_are_variables(
         (TURNS, {"continue_final_message": True}, "continue_final_message", "needs a last message of the assistant"),
         (TURNS, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot both be true"),
         ("{% for m in messages if m.content[:1] != 'a' %}{{ m.content }}{% endfor %}", {"continue_final_message": True, "messages": [USER, {"role": "assistant", "content": "a"}]}, "messages", "it leaves out the last one, which is to be continued"),
-        (TURNS, {"messages": [{**USER, "reasoning": "x"}]}, "messages[0]", "only as the assistant's"),
+        (TURNS, {"messages": [{**USER, "reasoning": "x"}]}, "messages[0]", "only if its role is assistant"),
         (TURNS, {"messages": [{"role": "assistant", "reasoning": "x", "reasoning_content": "y"}]}, "messages[0]", "only if they are equal"),
     ],
 )  # fmt: skip
