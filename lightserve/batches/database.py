@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+from lightserve.errors import StoreError
+
 BUSY_TIMEOUT_MS = 10_000
 """A write waits so long for those of other processes; each takes milliseconds."""
 
@@ -78,7 +80,21 @@ class Database(ABC):
 
 # The schema, as SQLite and PostgreSQL make it.
 
-_FIRST = """
+LINE_BYTES = 512
+"""Bytes counted for a line beside its custom_id: its row, and the error that may be its result."""
+FILE_BYTES, RESPONSE_BYTES, BATCH_BYTES = 512, 512, 1024
+"""Bytes counted for other rows, beside contents, names and metadata."""
+_CHARGES = {
+    "files": f"{{0}}.num_bytes + octet_length({{0}}.filename) + {FILE_BYTES}",
+    "responses": f"{{0}}.num_bytes + {RESPONSE_BYTES}",
+    "batches": f"coalesce(octet_length({{0}}.metadata), 0) + {BATCH_BYTES}",
+}
+"""Bytes counted for a row of each table."""
+_CHANGING = {"files": "num_bytes, filename", "responses": "num_bytes", "batches": "metadata"}
+"""Columns that these bytes depend on."""
+_TABLES = """
+-- `kept` is the place of the content: 'rows', rows of which objects are made ('moving'), 'objects',
+-- or objects that are to be deleted ('gone').
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -91,7 +107,8 @@ CREATE TABLE files (
     touched_s INTEGER NOT NULL,
     is_whole BOOLEAN NOT NULL,
     batch INTEGER,
-    has_errors BOOLEAN NOT NULL DEFAULT FALSE
+    has_errors BOOLEAN NOT NULL DEFAULT FALSE,
+    kept TEXT NOT NULL DEFAULT 'rows'
 );
 CREATE INDEX files_of_key ON files (key_name, number);
 CREATE TABLE chunks (
@@ -100,6 +117,10 @@ CREATE TABLE chunks (
     data BLOB NOT NULL,
     PRIMARY KEY (file, number)
 );
+-- Without `is_promised` the window is too short, and was accepted all the same. `response` is set
+-- for a response in the background: the one line of its batch. `row_bytes`, `output_bytes` and
+-- `error_bytes` are what a batch in progress has in rows of lines and results, which `stored` does
+-- not count. `failing` says why its lines fail without being run.
 CREATE TABLE batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -121,10 +142,23 @@ CREATE TABLE batches (
     num_failed INTEGER NOT NULL DEFAULT 0,
     output_file_id TEXT,
     error_file_id TEXT,
+    response INTEGER,
+    num_bytes INTEGER NOT NULL DEFAULT 0,
+    limit_tokens INTEGER,
+    done_bytes INTEGER NOT NULL DEFAULT 0,
+    prompt_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0,
+    is_promised BOOLEAN NOT NULL DEFAULT FALSE,
+    row_bytes INTEGER NOT NULL DEFAULT 0,
+    output_bytes INTEGER NOT NULL DEFAULT 0,
+    error_bytes INTEGER NOT NULL DEFAULT 0,
+    failing TEXT,
     UNIQUE (key_name, idempotency_key)
 );
 CREATE INDEX batches_of_key ON batches (key_name, number);
 CREATE INDEX batches_active ON batches (expires_s) WHERE status = 'in_progress';
+CREATE INDEX batches_open ON batches (key_name) WHERE status IN ('preparing', 'in_progress');
+-- `crashes` counts the deaths of the process of batches with the line.
 CREATE TABLE lines (
     batch INTEGER NOT NULL,
     number INTEGER NOT NULL,
@@ -137,19 +171,17 @@ CREATE TABLE lines (
     not_before_s REAL NOT NULL DEFAULT 0,
     owner TEXT,
     epoch INTEGER,
-    lease_until_s REAL,
     result BLOB,
+    crashes INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch, number)
 );
 CREATE INDEX lines_queued ON lines (batch, number) WHERE state = 'queued';
 CREATE INDEX lines_leased ON lines (owner, epoch) WHERE state = 'leased';
 CREATE TABLE owners (
     name TEXT PRIMARY KEY,
-    epoch INTEGER NOT NULL
+    epoch INTEGER NOT NULL,
+    lease_until_s REAL NOT NULL DEFAULT 0
 );
-"""
-
-_RESPONSES = """
 CREATE TABLE responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -159,32 +191,16 @@ CREATE TABLE responses (
     expires_s INTEGER NOT NULL,
     num_bytes INTEGER NOT NULL,
     input BLOB NOT NULL,
-    response BLOB NOT NULL
+    response BLOB NOT NULL,
+    batch INTEGER,
+    request BLOB
 );
-CREATE INDEX responses_by_end ON responses (expires_s);
+-- The bytes that each key has stored in all; triggers keep them.
 CREATE TABLE stored (
     key_name TEXT PRIMARY KEY,
     num_bytes INTEGER NOT NULL
 );
-INSERT INTO stored SELECT key_name, sum(num_bytes) FROM files GROUP BY key_name;
-"""
-"""Responses, and how many bytes each key has stored in all."""
-
-_BACKGROUND = """
-ALTER TABLE batches ADD COLUMN response INTEGER;
-ALTER TABLE responses ADD COLUMN batch INTEGER;
-ALTER TABLE responses ADD COLUMN request BLOB;
-"""
-"""Responses in the background: each is the one line, `request`, of a batch of its own."""
-
-_FORECASTS = """
-ALTER TABLE batches ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN limit_tokens INTEGER;
-ALTER TABLE batches ADD COLUMN done_bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN prompt_tokens INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;
-UPDATE batches SET num_bytes =
-    (SELECT coalesce(sum(num_bytes), 0) FROM lines WHERE batch = batches.number);
+-- The pace of lines, and what tokens cost: see `forecast`.
 CREATE TABLE pace (
     minute INTEGER PRIMARY KEY,
     busy_s REAL NOT NULL,
@@ -198,65 +214,7 @@ CREATE TABLE costs (
     prompt_token_s REAL NOT NULL,
     output_token_s REAL NOT NULL
 );
-"""
-"""Sizes of batches and the pace of lines: see `forecast`."""
-
-_CRASHES = """
-ALTER TABLE lines ADD COLUMN crashes INTEGER NOT NULL DEFAULT 0;
-"""
-"""Times that the process of batches has died with a line."""
-
-_LEASES = """
-ALTER TABLE owners ADD COLUMN lease_until_s REAL NOT NULL DEFAULT 0;
-ALTER TABLE lines DROP COLUMN lease_until_s;
-"""
-"""One lease for each owner, and not for each of its lines."""
-
-_PROMISES = """
-ALTER TABLE batches ADD COLUMN is_promised BOOLEAN NOT NULL DEFAULT FALSE;
-UPDATE batches SET is_promised = TRUE WHERE response IS NULL;
-"""
-"""Whether a window was promised, or accepted although it is too short."""
-
-_OBJECTS = """
-ALTER TABLE files ADD COLUMN kept TEXT NOT NULL DEFAULT 'rows';
-"""
-"""The place of the content of a file: in 'rows', in rows of which objects are made ('moving'), in
-'objects', or in objects that are to be deleted ('gone')."""
-
-_ENDS = """
-CREATE INDEX batches_by_end ON batches (ended_s) WHERE ended_s IS NOT NULL;
-CREATE INDEX files_by_end ON files (expires_s) WHERE is_whole;
-CREATE INDEX files_by_touch ON files (touched_s) WHERE NOT is_whole;
-"""
-"""Indexes by which `purge` finds ended rows. It asks with whole seconds: PostgreSQL finds no
-fraction in an index of whole numbers."""
-
-LINE_BYTES = 512
-"""Bytes counted for a line beside its custom_id: its row, and the error that may be its result."""
-FILE_BYTES, RESPONSE_BYTES, BATCH_BYTES = 512, 512, 1024
-"""Bytes counted for other rows, beside contents, names and metadata."""
-_CHARGES = {
-    "files": f"{{0}}.num_bytes + octet_length({{0}}.filename) + {FILE_BYTES}",
-    "responses": f"{{0}}.num_bytes + {RESPONSE_BYTES}",
-    "batches": f"coalesce(octet_length({{0}}.metadata), 0) + {BATCH_BYTES}",
-}
-"""Bytes counted for a row of each table."""
-_CHANGING = {"files": "num_bytes, filename", "responses": "num_bytes"}
-_COUNTED = (
-    f"""
-ALTER TABLE batches ADD COLUMN row_bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN output_bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN error_bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE batches ADD COLUMN failing TEXT;
-UPDATE batches SET row_bytes = (SELECT coalesce(sum({LINE_BYTES} + octet_length(custom_id)), 0)
-        FROM lines WHERE batch = batches.number),
-    output_bytes = (SELECT coalesce(sum(length(result) + 1), 0)
-        FROM lines WHERE batch = batches.number AND state = 'done'),
-    error_bytes = (SELECT coalesce(sum(length(result) + 1), 0)
-        FROM lines WHERE batch = batches.number AND state = 'error')
-    WHERE status IN ('preparing', 'in_progress');
-CREATE INDEX batches_open ON batches (key_name) WHERE status IN ('preparing', 'in_progress');
+-- Rows that are to be deleted.
 CREATE TABLE leftovers (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL,
@@ -264,45 +222,21 @@ CREATE TABLE leftovers (
     state TEXT NOT NULL,
     first INTEGER NOT NULL
 );
-DELETE FROM stored;
-INSERT INTO stored SELECT key_name, sum(charge) FROM ("""
-    + " UNION ALL ".join(
-        f"SELECT key_name, {charge.format(table)} AS charge FROM {table}"
-        for table, charge in _CHARGES.items()
-    )
-    + ") AS charges GROUP BY key_name;\n"
-)
-"""Bytes of a batch in progress in rows of lines, which `stored` does not count, and in results;
-why its lines fail without being run; rows that are to be deleted."""
-
-_SQLITE_TRIGGERS = "".join(
-    f"""
-CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
-    INSERT OR IGNORE INTO stored VALUES (NEW.key_name, 0);
-    UPDATE stored SET num_bytes = num_bytes + NEW.num_bytes WHERE key_name = NEW.key_name;
-END;
-CREATE TRIGGER {table}_changed AFTER UPDATE OF num_bytes ON {table} BEGIN
-    UPDATE stored SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes
-    WHERE key_name = NEW.key_name;
-END;
-CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN
-    UPDATE stored SET num_bytes = num_bytes - OLD.num_bytes WHERE key_name = OLD.key_name;
-END;
+-- Indexes by which `purge` finds ended rows. It asks with whole seconds: PostgreSQL finds no
+-- fraction in an index of whole numbers.
+CREATE INDEX responses_by_end ON responses (expires_s);
+CREATE INDEX batches_by_end ON batches (ended_s) WHERE ended_s IS NOT NULL;
+CREATE INDEX files_by_end ON files (expires_s) WHERE is_whole;
+CREATE INDEX files_by_touch ON files (touched_s) WHERE NOT is_whole;
 """
-    for table in ("files", "responses")
-)
-_SQLITE_CHARGES = "".join(
-    f"DROP TRIGGER {table}_{event};\n"
-    for table in ("files", "responses")
-    for event in ("added", "changed", "deleted")
-) + "".join(
+_SQLITE_TRIGGERS = "".join(
     f"""
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
     INSERT OR IGNORE INTO stored VALUES (NEW.key_name, 0);
     UPDATE stored SET num_bytes = num_bytes + {charge.format("NEW")}
     WHERE key_name = NEW.key_name;
 END;
-CREATE TRIGGER {table}_changed AFTER UPDATE OF {_CHANGING.get(table, "metadata")} ON {table} BEGIN
+CREATE TRIGGER {table}_changed AFTER UPDATE OF {_CHANGING[table]} ON {table} BEGIN
     UPDATE stored SET num_bytes = num_bytes + {charge.format("NEW")} - ({charge.format("OLD")})
     WHERE key_name = NEW.key_name;
 END;
@@ -313,26 +247,7 @@ END;
 """
     for table, charge in _CHARGES.items()
 )
-_POSTGRES_TRIGGERS = """
-CREATE FUNCTION note_stored() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    INSERT INTO stored VALUES (
-        coalesce(NEW.key_name, OLD.key_name),
-        coalesce(NEW.num_bytes, 0) - coalesce(OLD.num_bytes, 0)
-    ) ON CONFLICT (key_name) DO UPDATE SET num_bytes = stored.num_bytes + excluded.num_bytes;
-    RETURN NULL;
-END;
-$$;
-""" + "".join(
-    f"CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE OF num_bytes ON {table}"
-    " FOR EACH ROW EXECUTE FUNCTION note_stored();\n"
-    for table in ("files", "responses")
-)
-_POSTGRES_CHARGES = """
-DROP TRIGGER files_stored ON files;
-DROP TRIGGER responses_stored ON responses;
-DROP FUNCTION note_stored();
-""" + "".join(
+_POSTGRES_TRIGGERS = "".join(
     f"""
 CREATE FUNCTION note_{table}() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -344,33 +259,50 @@ BEGIN
     RETURN NULL;
 END;
 $$;
-CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE
-    OF {_CHANGING.get(table, "metadata")} ON {table}
+CREATE TRIGGER {table}_stored AFTER INSERT OR DELETE OR UPDATE OF {_CHANGING[table]} ON {table}
     FOR EACH ROW EXECUTE FUNCTION note_{table}();
 """
     for table, charge in _CHARGES.items()
 )
-
-_LATER = (_BACKGROUND, _FORECASTS, _CRASHES, _LEASES, _PROMISES, _OBJECTS, _ENDS)
-VERSIONS = (_FIRST, _RESPONSES + _SQLITE_TRIGGERS, *_LATER, _COUNTED + _SQLITE_CHARGES)
-"""Statements that make each version of SQLite's schema of the one before."""
-SCHEMA_VERSION = len(VERSIONS)
 _POSTGRES_WORDS = (
     ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
     ("INTEGER", "BIGINT"),
     ("REAL", "DOUBLE PRECISION"),
     ("BLOB", "BYTEA"),
 )
+OLDEST_VERSION = 10
+"""The version of the first release. Older ones are refused."""
+UPGRADES: tuple[str, ...] = ()
+"""Statements in SQLite's words that make each later version of the one before."""
+SCHEMA_VERSION = OLDEST_VERSION + len(UPGRADES)
 
 
-def postgres_versions() -> list[str]:
+def check_version(version: int) -> None:
+    """Check that a store's schema can be used, or brought up to date. Raises StoreError."""
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"its schema is version {version}, this lightserve knows {SCHEMA_VERSION}:"
+            " it was written by a newer one"
+        )
+    if 0 < version < OLDEST_VERSION:
+        raise StoreError(
+            f"its schema is version {version}, of before the first release, which has"
+            f" {OLDEST_VERSION}"
+        )
+
+
+def sqlite_statements(version: int) -> tuple[str, ...]:
+    """Return what brings a schema of this version, 0 for none, to the last."""
+    if version == 0:
+        return (_TABLES + _SQLITE_TRIGGERS, *UPGRADES)
+    return UPGRADES[version - OLDEST_VERSION :]
+
+
+def postgres_statements(version: int) -> list[str]:
     """Return the same for PostgreSQL."""
-    versions = []
-    for statements in (_FIRST, _RESPONSES, *_LATER, _COUNTED):
-        text = statements
-        for word, other in _POSTGRES_WORDS:
-            text = text.replace(word, other)
-        versions.append(text)
-    versions[1] += _POSTGRES_TRIGGERS
-    versions[-1] += _POSTGRES_CHARGES
-    return versions
+    statements = [_TABLES, *UPGRADES] if version == 0 else list(sqlite_statements(version))
+    for word, other in _POSTGRES_WORDS:
+        statements = [text.replace(word, other) for text in statements]
+    if version == 0:
+        statements[0] += _POSTGRES_TRIGGERS
+    return statements

@@ -23,7 +23,8 @@ from lightserve.batches.database import (
     BUSY_TIMEOUT_MS,
     SCHEMA_VERSION,
     Database,
-    postgres_versions,
+    check_version,
+    postgres_statements,
 )
 from lightserve.errors import StartupError, StoreError
 
@@ -164,15 +165,11 @@ def _prepare(connection: psycopg.Connection[Any]) -> None:
             version = _value(connection, "SELECT version FROM store")
         elif _value(connection, f"SELECT to_regnamespace('{SCHEMA}')") is None:
             connection.execute(f"CREATE SCHEMA {SCHEMA}")
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"its schema is version {version}, this lightserve knows {SCHEMA_VERSION}:"
-                " it was written by a newer one"
-            )
+        check_version(version)
         if version == 0:
             connection.execute("CREATE TABLE store (version BIGINT NOT NULL)")
             connection.execute("INSERT INTO store VALUES (0)")
-        for statements in postgres_versions()[version:]:
+        for statements in postgres_statements(version):
             connection.execute(statements.encode())
         connection.execute(f"UPDATE store SET version = {SCHEMA_VERSION}")
 

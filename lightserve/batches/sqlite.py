@@ -21,7 +21,13 @@ from typing import Any
 
 import apsw
 
-from lightserve.batches.database import BUSY_TIMEOUT_MS, SCHEMA_VERSION, VERSIONS, Database
+from lightserve.batches.database import (
+    BUSY_TIMEOUT_MS,
+    SCHEMA_VERSION,
+    Database,
+    check_version,
+    sqlite_statements,
+)
 from lightserve.errors import StoreError, StoreUnusable
 
 log = logging.getLogger(__name__)
@@ -188,11 +194,7 @@ def _prepare(directory: Path) -> None:
                 return
             if connection.pragma("application_id") != APPLICATION_ID:
                 raise StoreError("this is a database, but no store of lightserve")
-            if version > SCHEMA_VERSION:
-                raise StoreError(
-                    f"its schema is version {version}, this lightserve knows {SCHEMA_VERSION}:"
-                    " it was written by a newer one"
-                )
+            check_version(version)
             ((found,),) = connection.execute("PRAGMA quick_check(1)")
             if found != "ok":
                 raise StoreError(f"it is damaged: {' '.join(str(found).split())}")
@@ -225,7 +227,7 @@ def _keep(connection: apsw.Connection, path: Path) -> None:
 def _upgrade(connection: apsw.Connection, version: int) -> None:
     """Bring a schema from this version to the last, all or nothing."""
     with connection:
-        for statements in VERSIONS[version:]:
+        for statements in sqlite_statements(version):
             connection.execute(statements)
         connection.pragma("application_id", APPLICATION_ID)
         connection.pragma("user_version", SCHEMA_VERSION)

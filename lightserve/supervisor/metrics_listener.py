@@ -166,7 +166,7 @@ class MetricsListener:
             return _message(200, page.body, method, page.headers)
         if path == EVENTS_PATH and method == b"GET":
             if self._feed.is_full:
-                why = "as many look at the dashboard as may; close another view of it"
+                why = "too many views of the dashboard are open; close one of them"
                 return _message(503, f"{why}\n".encode(), method)
             return None
         if path == EVENTS_PATH:

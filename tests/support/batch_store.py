@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
+from lightserve.batches import database, postgres, sqlite
 from lightserve.batches.access import StoreThread, prepare, store_at
 from lightserve.batches.contents import Store
 from lightserve.batches.files import START, Cursor, Files
@@ -183,3 +185,12 @@ def client_of(setup: Setup, key: str = "none") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key=key, http_client=http, max_retries=0
     )
+
+
+def next_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this lightserve know one version of the schema more, with another column of files."""
+    more = "ALTER TABLE files ADD COLUMN more INTEGER NOT NULL DEFAULT 7;"
+    monkeypatch.setattr(database, "UPGRADES", (*database.UPGRADES, more))
+    version = database.SCHEMA_VERSION + 1
+    for module in (database, sqlite, postgres):
+        monkeypatch.setattr(module, "SCHEMA_VERSION", version)

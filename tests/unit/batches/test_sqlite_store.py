@@ -18,13 +18,14 @@ from support.batch_store import (
     line,
     make_batch,
     new_batch,
+    next_version,
     open_store,
     upload,
 )
 
 from lightserve.batches.access import location_of, prepare
 from lightserve.batches.contents import Store
-from lightserve.batches.database import FILE_BYTES, SCHEMA_VERSION, VERSIONS
+from lightserve.batches.database import OLDEST_VERSION, SCHEMA_VERSION
 from lightserve.batches.records import LeasedLine, Outcome
 from lightserve.batches.sqlite import DATABASE, LOCK
 from lightserve.config import ServeConfig
@@ -90,42 +91,36 @@ def test_a_store_that_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None
         prepare(str(file))
 
 
-def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+def test_a_store_of_the_version_before_is_kept_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_store(tmp_path) as store:
         file = upload(store, jsonl([line("a")]))
-    path = tmp_path / DATABASE
-    new = apsw.Connection(str(path))
-    rows = list(new.execute("SELECT * FROM files")), list(new.execute("SELECT * FROM chunks"))
-    application_id = new.pragma("application_id")
-    new.close()
-    path.unlink()
-    old = apsw.Connection(str(path))
-    old.execute(VERSIONS[0])
-    for table, found in zip(("files", "chunks"), rows, strict=True):
-        num_columns = old.execute(f"SELECT count(*) FROM pragma_table_info('{table}')").get
-        for row in found:
-            places = ",".join("?" * num_columns)
-            old.execute(f"INSERT INTO {table} VALUES ({places})", row[:num_columns])
-    old.pragma("application_id", application_id)
-    old.pragma("user_version", 1)
-    old.close()
+        (data,) = store.database.rows("SELECT data FROM chunks")
+    next_version(monkeypatch)
     prepare(str(tmp_path)).close()
-    # As it was it stays beside it, once.
     (kept,) = tmp_path.glob(f"{DATABASE}.schema-*")
-    assert kept.name.endswith(".schema-1") and kept.stat().st_mode & 0o777 == 0o600
+    assert kept.name.endswith(f".schema-{SCHEMA_VERSION}") and kept.stat().st_mode & 0o777 == 0o600
     before, state = apsw.Connection(str(kept)), kept.stat()
-    assert before.pragma("user_version") == 1 and before.pragma("quick_check") == "ok"
-    assert list(before.execute("SELECT data FROM chunks")) == [row[2:3] for row in rows[1]]
+    assert before.pragma("user_version") == SCHEMA_VERSION
+    assert before.pragma("quick_check") == "ok"
+    assert list(before.execute("SELECT data FROM chunks")) == [data]
     before.close()
     prepare(str(tmp_path)).close()
     assert kept.stat().st_mtime_ns == state.st_mtime_ns
     assert [path.name for path in tmp_path.glob("*schema*")] == [kept.name]
     with open_store(tmp_path) as store:
         assert store.files.get("alice", file.id, NOW_S) == file
-        stored = store.database.rows("SELECT * FROM stored")
-        assert stored == [("alice", file.num_bytes + len("in.jsonl") + FILE_BYTES)]
-        store.files.delete("alice", file.id, NOW_S)
-        assert store.database.rows("SELECT * FROM stored") == [("alice", 0)]
+
+
+def test_a_store_of_before_the_first_release_is_refused(tmp_path: Path) -> None:
+    prepare(str(tmp_path)).close()
+    old = apsw.Connection(str(tmp_path / DATABASE))
+    old.pragma("user_version", OLDEST_VERSION - 1)
+    old.close()
+    with pytest.raises(StartupError, match=f"version {OLDEST_VERSION - 1}, of before the first"):
+        prepare(str(tmp_path))
+    assert not list(tmp_path.glob("*schema*"))
 
 
 def test_little_space_is_left_to_what_is_there(
