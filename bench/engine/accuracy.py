@@ -74,6 +74,7 @@ ENGINES = {
     "float32": Engine(torch.float32),
     "bfloat16": Engine(torch.bfloat16),
     "int8": Engine(torch.bfloat16, "int8"),
+    "w8a8": Engine(torch.bfloat16, "w8a8"),
     "int4": Engine(torch.bfloat16, "int4"),
     "fp8": Engine(torch.bfloat16, "fp8"),
     "KV int8": Engine(torch.bfloat16, kv_dtype=torch.int8),
@@ -110,9 +111,9 @@ BLOCKS = ("Q8_0", "Q4_0")
 """Types of GGUF."""
 
 
-def texts(model_dir: Path, num_tokens: int, seed: int) -> list[Tensor]:
+def texts(model_dir: Path, num_tokens: int) -> list[Tensor]:
     """Return the tokens of prompts and of what the model goes on with, int64 [n] each."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     reference = load_reference(model_dir, torch.float32)
     sequences = []
@@ -137,15 +138,15 @@ def logits_of(model_dir: Path, engine: Engine, sequences: Sequence[Tensor]) -> T
     method = linear_method(engine.quantization, kernels, engine.dtype, is_stored=bool(is_stored))
     loaded = load_tiny(model_dir, engine.dtype, kernels, method=method)
     lengths = [len(sequence) for sequence in sequences]
+    half = min(lengths) // 2
     driver = DirectDriver(
         loaded.model,
         num_kv_heads=loaded.num_kv_heads,
         dtype=engine.kv_dtype or engine.dtype,
         lengths=lengths,
+        num_generated=half,
     )
-    logits = run_sequences(
-        driver, sequences, schedule(lengths, chunk=None, num_decodes=min(lengths) // 2)
-    )
+    logits = run_sequences(driver, sequences, schedule(lengths, chunk=None, num_decodes=half))
     assert logits is not None
     return torch.cat(logits)
 
@@ -206,13 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL_DIR)
     parser.add_argument("--tokens", type=int, default=150, help="of each answer")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", action="store_true", help="quantised checkpoints as well")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--write-tokens", type=Path)
     parser.add_argument("--other", action="append", default=[], metavar="NAME=FILE")
     args = parser.parse_args()
-    sequences = texts(args.model, args.tokens, args.seed)
+    sequences = texts(args.model, args.tokens)
     if args.write_tokens is not None:
         args.write_tokens.write_text(json.dumps([one.tolist() for one in sequences]))
     found = {name: logits_of(args.model, engine, sequences) for name, engine in ENGINES.items()}

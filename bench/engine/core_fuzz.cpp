@@ -21,8 +21,8 @@ void core_choose_experts_f32(const float*, int64_t, const float*, int64_t, int64
   void core_quantize_groups_##name(const T*, int64_t, int64_t, int64_t, int32_t, uint8_t*,       \
                                    uint16_t*, uint8_t*, int32_t);                                \
   void core_linear_##name(const T*, int64_t, int64_t, const void*, const void*, const uint8_t*,  \
-                          int64_t, int64_t, int64_t, int64_t, const T*, int32_t, void*, int32_t, \
-                          int32_t);                                                              \
+                          int64_t, int64_t, int64_t, int64_t, const T*, int32_t, void*,          \
+                          const int64_t*, int32_t, int32_t);                                     \
   void core_norm_##name(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int32_t,   \
                         int32_t);                                                                \
   void core_elements_##name(int32_t, const T*, int64_t, const T*, int64_t, float, int64_t,       \
@@ -81,12 +81,16 @@ struct Buffer {
       Buffer<T> packed(core_packed_size(outputs, inputs, is_bf16, gated));                      \
       core_pack_##name(weight, outputs, inputs, gated, packed, threads);                        \
       core_linear_##name(x, inputs, rows, (T*)packed, nullptr, nullptr, 0, 0, inputs, outputs,  \
-                         bias, form, out, level, threads);                                      \
+                         bias, form, out, nullptr, level, threads);                             \
       Buffer<int8_t> bytes(core_packed_size_int8(outputs, inputs, gated));                      \
       Buffer<float> factors(panels * PANEL);                                                    \
       core_pack_int8_##name(weight, outputs, inputs, gated, bytes, factors, threads);           \
+      Buffer<int64_t> rounded(4);                                                               \
+      rounded[0] = rows, rounded[1] = 1, rounded[2] = among(0, rows);                           \
+      rounded[3] = among(rounded[2], rows);                                                     \
       core_linear_##name(x, inputs, rows, (int8_t*)bytes, (float*)factors, nullptr, 8, 0,       \
-                         inputs, outputs, bias, form, out, level, threads);                     \
+                         inputs, outputs, bias, form, out,                                      \
+                         among(0, 1) ? (int64_t*)rounded : nullptr, level, threads);            \
       Buffer<int64_t> chosen(rows);                                                             \
       for (int64_t i = 0; i < rows; i++) chosen[i] = among(0, outputs - 1);                     \
       Buffer<T> found(rows * inputs);                                                           \
@@ -104,7 +108,7 @@ struct Buffer {
         core_quantize_groups_##name(weight, outputs, inputs, size, gated, grouped, halves,      \
                                     zeros, threads);                                            \
       core_linear_##name(x, inputs, rows, (uint8_t*)grouped, (uint16_t*)halves, zeros, bits,    \
-                         size, inputs, outputs, bias, form, out, level, threads);               \
+                         size, inputs, outputs, bias, form, out, nullptr, level, threads);      \
       if (gated) {                                                                              \
         const int64_t each = outputs / 2, count = among(1, 4), most = among(1, count);          \
         Buffer<T> downs(inputs * each), down(core_packed_size(inputs, each, is_bf16, 0));       \

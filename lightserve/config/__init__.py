@@ -67,9 +67,11 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         "none",
         "Weights rounded when they are loaded: int8 keeps 8 bits of each, so a decode reads"
         " half as much; int4 keeps about 5, and 8 in the output layer (the CPU's native kernels,"
-        " and Triton's on a GPU; activations and KV stay as they are). fp8 rounds activations,"
-        " too, for GPUs that multiply such numbers; elsewhere it saves nothing.",
-        choices=("none", "int8", "int4", "fp8"),
+        " and Triton's on a GPU; activations and KV stay as they are). w8a8 is int8 whose prompts"
+        " are multiplied by integers, too, which is faster (CPUs with AVX512-VNNI or AMX,"
+        " bfloat16). fp8 rounds activations, too, for GPUs that multiply such numbers; elsewhere"
+        " it saves nothing.",
+        choices=("none", "int8", "w8a8", "int4", "fp8"),
         scope=Scope.PROFILE,
     )
     kv_dtype: str = option(
@@ -354,7 +356,8 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
         What --batch-invariant promises is kept by the CPU's own kernels, in float32.
         """
         if self.quantization != "none":
-            self._check_native(f"--quantization {self.quantization}", has_gpu=True)
+            has_gpu = self.quantization != "w8a8"
+            self._check_native(f"--quantization {self.quantization}", has_gpu=has_gpu)
         if self.kv_dtype != "auto":
             self._check_native(f"--kv-dtype {self.kv_dtype}")
         if not self.batch_invariant:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from lightserve.kernels.reference import (
     numbers_of_groups,
     rounded_to_int8,
 )
-from lightserve.kernels.weights import ExpertBiases
+from lightserve.kernels.weights import ExpertBiases, PromptRuns
 
 CHECKED_FP8_GROUP = 128
 CHOICE_ROWS = 7
@@ -85,9 +86,12 @@ def int8_linears(pair: Pair) -> Iterator[Comparison]:
             truth = ReferenceKernels().linear(x.float(), rounded, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"int8 linear ({name})", shape, result, truth)
-        if Can.FP8 in pair.kernels.can:
+        is_narrow = pair.shapes.dtype is torch.bfloat16
+        if Can.FP8 in pair.kernels.can or (Can.ROUNDED_PROMPTS in pair.kernels.can and is_narrow):
+            prompts = PromptRuns(np.array([len(x), 1, 0, len(x)]))
             with Poison():
-                result = pair.kernels.linear(x, packed._replace(rounds_rows=True), None)
+                rounding = packed._replace(rounds_rows=True, prompts=prompts)
+                result = pair.kernels.linear(x, rounding, None)
             truth = ReferenceKernels().linear(rounded_to_int8(x), rounded, None)
             yield Comparison(f"int8 by int8 linear ({name})", shape, result, truth)
 

@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.weights import (
+    NO_RUNS,
     ClampedGate,
     ExpertBiases,
     ExpertChoice,
@@ -30,6 +33,7 @@ from lightserve.kernels.weights import (
     GroupedWeight,
     Int8Weight,
     PackedExperts,
+    PromptRuns,
     Weight,
 )
 
@@ -84,9 +88,31 @@ class AttentionBatch:
     most: MostTokens | None = None
     """Bounds of a recorded pass with chunks: `host_q_lens` is unknown, too, and absent rows have no
     new tokens."""
+    host_prompt_lens: Sequence[int] = ()
+    """Number of each row's new tokens that are its prompt's, the first ones, on the host, for
+    `Can.ROUNDED_PROMPTS`; empty: of none."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """Values that kernels work out from the fields above in the first layer and reuse in the
     others."""
+
+    def prompt_runs(self) -> npt.NDArray[np.int64]:
+        """Return the runs of new tokens that are those of prompts.
+
+        int64 [2 + 2 * count]: number of new tokens, number of runs, begin and end of each.
+        """
+        if not any(self.host_prompt_lens):
+            return NO_RUNS
+        runs: npt.NDArray[np.int64] | None = self.prepared.get(PromptRuns)
+        if runs is None:
+            ends = np.cumsum(self.host_q_lens, dtype=np.int64)
+            is_prompt = np.zeros(ends[-1] + 2, dtype=np.int8)
+            starts = (ends - self.host_q_lens).tolist()
+            for start, num_prompt in zip(starts, self.host_prompt_lens, strict=True):
+                is_prompt[1 + start : 1 + start + num_prompt] = 1
+            edges = np.flatnonzero(np.diff(is_prompt))
+            runs = np.array([ends[-1], len(edges) // 2, *edges], dtype=np.int64)
+            self.prepared[PromptRuns] = runs
+        return runs
 
 
 class QKNorm(NamedTuple):
@@ -156,6 +182,9 @@ class Can(Flag):
     FP8 = auto()
     """Weights of 8-bit floating point (`pack_fp8`), and products of integers by integers
     (`Int8Weight.rounds_rows`)."""
+    ROUNDED_PROMPTS = auto()
+    """Products of integers of 8 bits by integers, of prompts' tokens in bfloat16: those by an
+    `Int8Weight` with `prompts`."""
     WIDE_SUMS = auto()
     """Fast products whose float32 sums are rounded nowhere, see the `dtype` of `linear`."""
     EXPERTS = auto()

@@ -24,6 +24,22 @@ def rounded_to_int8(weight: Tensor) -> Tensor:
     return integers * torch.where(is_zero, 0.0, largest / 127.0)
 
 
+def int8_by_int8(x: Tensor, integers: Tensor, factors: Tensor) -> Tensor:
+    """Return the product of rows x [N, K], rounded to 8 bits by the largest number of each, and a
+    weight of integers int8 [M, K] with factors float32 [M]; float32 [N, M].
+
+    Sums are exact. Each is rounded to float32 and multiplied by (the output's factor times the
+    row's): in this order kernels give these bits, whatever instructions they use.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    is_zero = largest < 1e-30
+    inverse = torch.full_like(largest, 127.0) / largest
+    rows = (wide * torch.where(is_zero, 0.0, inverse)).round()
+    sums = (rows.double() @ integers.double().T).float()
+    return sums * (factors * torch.where(is_zero, 0.0, largest / 127.0))
+
+
 def kv_as_int8(kv: Tensor) -> Tensor:
     """Return keys or values [..., D] as `Can.INT8_KV` stores them, int8 [..., D + 4]."""
     wide = kv.float()

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+NO_RUNS: npt.NDArray[np.int64] = np.zeros(2, dtype=np.int64)
+"""Runs of a pass without tokens of prompts; never written."""
+
+
+@dataclass
+class PromptRuns:
+    """The tokens of prompts in the pass whose products come next, as `AttentionBatch.prompt_runs`
+    has them."""
+
+    runs: npt.NDArray[np.int64] = field(default_factory=lambda: NO_RUNS)
 
 
 class Int8Weight(NamedTuple):
@@ -22,6 +36,8 @@ class Int8Weight(NamedTuple):
     rounds_rows: bool = False
     """Whether kernels may also round each of many rows x to 8 bits, by its largest number: the
     files of some models ask for products of integers (W8A8, a factor for each token)."""
+    prompts: PromptRuns | None = None
+    """Rows that are rounded so, however many, in kernels of `Can.ROUNDED_PROMPTS`."""
 
 
 class GroupedWeight(NamedTuple):

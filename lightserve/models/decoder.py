@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -199,7 +200,12 @@ class DecoderModel:
         layer_type, attention = family
         if config.is_parallel or config.is_post_norm:
             layer_type = ParallelLayer if config.is_parallel else PostNormLayer
-        self._layers = [layer_type(context, layer, attention) for layer in range(config.num_layers)]
+        last = replace(context, method=context.method.of_some_tokens)
+        self._layers = [
+            layer_type(context if layer < config.num_layers - 1 else last, layer, attention)
+            for layer in range(config.num_layers)
+        ]
+        self._begin_pass = context.method.begin_pass
         self._kinds = _kinds(config)
         self._norm = context.norm("model.norm", size=config.hidden_size)
         self._passes = Passes(context.kernels, context.tp, self._through_layers)
@@ -248,6 +254,7 @@ class DecoderModel:
     def _through_layers(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
         """Compute `hidden`; inputs are its x, and cos and sin of each kind of layers."""
         x, batch, tables, logit_rows = inputs
+        self._begin_pass(batch)
         kinds = [AttentionInputs(batch, tables[i], tables[i + 1]) for i in range(0, len(tables), 2)]
         residual: Tensor | None = None
         for layer, kind in zip(self._layers[:-1], self._kinds, strict=False):
@@ -316,7 +323,7 @@ def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:
     def load(name: str, rows: Part, columns: Part) -> Linear:
         module = name.removesuffix(".weight")
         shard = ModuleShard(name=module, rows=rows, columns=columns, has_bias=False)
-        return context.method.create(context.reader, [shard])
+        return context.method.of_some_tokens.create(context.reader, [shard])
 
     return load(PROJECT_IN, inner, outer), load(PROJECT_OUT, outer, inner)
 

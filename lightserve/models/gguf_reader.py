@@ -23,7 +23,7 @@ from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from lightserve.models.gguf_config import name_in_file
 from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_NO_NUMBER
 from lightserve.models.stored_weights import StoredWeight, fp4_weight
-from lightserve.models.weight_copies import WeightCopies, is_finite, weight_copies
+from lightserve.models.weight_copies import WeightCopies, is_finite, not_finite, weight_copies
 from lightserve.models.weight_files import WeightFiles
 from lightserve.progress import Advance
 
@@ -104,7 +104,7 @@ class GgufReader:
         if weight is None:
             return None
         if weight.factors.numel() and not is_finite(weight.factors):
-            raise self._error(stored, "has values that are not finite")
+            raise self._error(stored, not_finite(weight.factors))
         self._count(stored, tensor)
         if not self._is_rotated(stored):
             return weight

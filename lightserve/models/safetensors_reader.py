@@ -17,7 +17,7 @@ from lightserve.models.base import Part
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import Stacked
 from lightserve.models.stored_weights import StoredWeight, fp4_weight, read_stored
-from lightserve.models.weight_copies import is_finite, weight_copies
+from lightserve.models.weight_copies import is_finite, not_finite, weight_copies
 from lightserve.models.weight_files import BLOCKS, FLOAT_DTYPES, SCALES, WeightFiles, open_shard
 from lightserve.progress import Advance
 
@@ -150,7 +150,7 @@ class SafetensorsReader:
             raise ModelLoadError(f"{file}: tensor {module + str(error)}") from error
         if not is_finite(weight.factors):
             bad = module + form.factors
-            raise ModelLoadError(f"{file}: tensor {bad!r} has values that are not finite")
+            raise ModelLoadError(f"{file}: tensor {bad!r} {not_finite(weight.factors)}")
         is_fp8 = weight.values.dtype is torch.float8_e4m3fn
         if is_fp8 and bool(((weight.values.view(torch.uint8) & 0x7F) == 0x7F).any()):
             bad = module + form.values
@@ -305,7 +305,7 @@ class StackedExperts:
         weight = _weight(blocks, scales, columns)
         if weight.factors.numel() and not is_finite(weight.factors):
             place = self._reader.place_of(stacked + SCALES)
-            raise ModelLoadError(f"{place} has values that are not finite")
+            raise ModelLoadError(f"{place} {not_finite(weight.factors)}")
         return weight
 
     def _expert(self, match: re.Match[str]) -> Tensor:

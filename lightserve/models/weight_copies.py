@@ -133,6 +133,11 @@ def weight_copies(device: torch.device) -> WeightCopies:
     return StagedCopies(memory, CudaFence)
 
 
+def not_finite(tensor: Tensor) -> str:
+    """Return words about the values of a tensor that has some that are no numbers."""
+    return f"has values that are not finite, such as {tensor[~tensor.isfinite()][0].item()}"
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Return whether every value of a tensor that is not empty is finite; waits for it."""
     return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))

@@ -37,7 +37,13 @@ from lightserve.models.config import (
     resolve_dtype,
 )
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
-from lightserve.models.layers.quantized import Fp8Method, Int4Method, Int8Method, StoredMethod
+from lightserve.models.layers.quantized import (
+    Fp8Method,
+    Int4Method,
+    Int8Method,
+    RoundingPromptsMethod,
+    StoredMethod,
+)
 from lightserve.models.loader import load_model
 from lightserve.models.pooling import load_embedding
 from lightserve.models.weight_files import quantised_as
@@ -328,6 +334,9 @@ def linear_method(
     what = f"--quantization {quantization}"
     if quantization != "fp8":
         _need(what, Can.INTEGERS, kernels, dtype)
+        if quantization == "w8a8":
+            check_rounded_prompts(kernels, dtype)
+            return RoundingPromptsMethod(kernels)
         return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
     if Can.FP8 in kernels.can and torch.cuda.is_available():
         check_fp8(torch.cuda.get_device_capability(), dtype)
@@ -341,6 +350,22 @@ def linear_method(
             str(dtype).removeprefix("torch."),
         )
     return Fp8Method(kernels)
+
+
+def check_rounded_prompts(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Check that prompts can be multiplied by integers.
+
+    Raises:
+        ConfigError: these kernels, this processor, or the model's type, do not go with it.
+    """
+    if Can.ROUNDED_PROMPTS not in kernels.can:
+        raise ConfigError(
+            "--quantization w8a8 needs a CPU with AVX512-VNNI and AVX512-bf16, which this machine"
+            " has not: --quantization int8 does without"
+        )
+    if dtype is not torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--quantization w8a8 needs --dtype bfloat16, got {name}")
 
 
 def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:

@@ -164,7 +164,8 @@ class StepTimer:
         self._slots = []
         for row, (start, count) in enumerate(rows):
             tokens = TokenSegment(token_ids=pack_int32([0] * (start + count)))
-            sequences.append(AddSequence(RowId(row), [tokens], SamplingParams(), start + count, []))
+            num_prompt = start + count if count > 1 else start
+            sequences.append(AddSequence(RowId(row), [tokens], SamplingParams(), num_prompt, []))
             slots = (first_slot + np.arange(start + count + 1)) % num_slots
             self._slots.append(slots.astype(np.int32))
             ranges.append(SlotRange(RowId(row), 0, pack_int32(self._slots[-1])))

@@ -117,7 +117,7 @@ class SequenceTable:
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
         self._indices = torch.arange(max_num_seqs, device=queue.device)
         """The logits that a step of decodes alone wants."""
-        self._num_prompt = [0] * max_num_seqs
+        self._num_prompt = np.zeros(max_num_seqs + 1, dtype=np.int64)
         self._num_top = [0] * max_num_seqs
         """Most probable tokens that are wanted at each place of the prompt."""
 
@@ -202,6 +202,7 @@ class SequenceTable:
             host_rows=rows.tolist(),
             host_q_lens=counts.tolist(),
             host_context_lens=ends.tolist(),
+            host_prompt_lens=(self._num_prompt[rows] - ends + counts).clip(0, counts).tolist(),
         )
         return self._flat_tokens.index_select(0, places).long(), batch
 
@@ -259,7 +260,7 @@ class SequenceTable:
             if not row.output & OutputKind.PROMPT_LOGPROBS:
                 continue
             start = row.start_position
-            end = min(start + row.num_tokens, self._num_prompt[row.row] - 1)
+            end = min(start + row.num_tokens, int(self._num_prompt[row.row]) - 1)
             num_tokens = max(0, end - start)
             steps = np.arange(num_tokens, dtype=np.int64)
             found = _Spans(

@@ -31,13 +31,14 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.reference import (
     ReferenceKernels,
+    int8_by_int8,
     kv_as_int8,
     numbers_of_groups,
     numbers_of_int8_kv,
     rounded_to_int8,
 )
 from lightserve.kernels.select import make_kernels
-from lightserve.kernels.weights import GroupedWeight
+from lightserve.kernels.weights import GroupedWeight, PromptRuns
 from lightserve.types import SamplingParams
 from lightserve.worker import build
 from lightserve.worker.sampling import sampler
@@ -202,6 +203,89 @@ def test_8_bit_products_of_odd_sizes(level: Level, dtype: torch.dtype) -> None:
 )
 def test_8_bit_products_that_are_cut(level: Level, num_rows: int, num_inputs: int) -> None:
     assert int8_error(kernels_of(level), (num_rows, 70, num_inputs), torch.bfloat16) <= 5e-3
+
+
+def prompts_of(*rows: tuple[int, int]) -> PromptRuns:
+    """The prompts of rows with so many new tokens, the first so many of which are the prompt's."""
+    batch = make_batch(tuple((new, new) for new, _ in rows), "scattered")
+    batch = dataclasses.replace(batch, host_prompt_lens=[prompt for _, prompt in rows])
+    return PromptRuns(batch.prompt_runs())
+
+
+def rounded_case(seed: int, kernels: dict[str, NativeKernels]) -> None:
+    """Rows of prompts have the reference's bits, all others those of products without rounding."""
+    some, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows = [
+        (n, some.choice([0, n, some.randint(0, n)])) for n in some.choices((1, 3, 16, 33, 70), k=4)
+    ]
+    num_rows = sum(new for new, _ in rows)
+    num_outputs, num_inputs = 2 * some.choice(OUTPUTS[1:]), some.choice(INT8_INPUTS)
+    weight = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator).to(torch.int8)
+    factors = torch.rand(num_outputs, generator=generator)
+    x = torch.full((num_rows, num_inputs + 5), torch.nan, dtype=torch.bfloat16)
+    x[:, :num_inputs] = torch.randn(num_rows, num_inputs, generator=generator)
+    x = x[:, :num_inputs]
+    x[some.randrange(num_rows)] = 0  # has no largest number to divide by
+    bias = torch.randn(num_outputs, generator=generator).bfloat16() if seed % 2 else None
+    found: dict[tuple[str, str], Tensor] = {}
+    for name, own in kernels.items():
+        prompts = prompts_of(*rows)
+        for form in FORMS:
+            packed = own.pack_int8(weight, factors, is_gated=form == "gated")
+            found[name, form] = product(own, form, x, packed._replace(prompts=prompts), bias)
+            whole = int8_by_int8(x, weight, factors)
+            whole = whole if bias is None else whole + bias.float()
+            start = 0
+            for new, num_prompt in rows:
+                here = found[name, form][start : start + new]
+                if form != "gated":
+                    expected = whole[start : start + num_prompt].to(here.dtype)
+                    assert torch.equal(here[:num_prompt], expected), (name, form, rows)
+                start += new
+            is_prompt = torch.cat([torch.arange(new) < prompt for new, prompt in rows])
+            edges = [0, *(1 + is_prompt.int().diff().nonzero().flatten()).tolist(), num_rows]
+            for first, end in itertools.pairwise(edges):
+                if not is_prompt[first]:
+                    plain = product(own, form, x[first:end], packed, bias)
+                    assert torch.equal(found[name, form][first:end], plain), (name, form, rows)
+    for form in FORMS:
+        results = [found[name, form] for name in kernels]
+        rounded = [result[is_prompt] for result in results]
+        assert all(torch.equal(rounded[0], other) for other in rounded), (form, rows)
+        error = relative_error(results[0], truth_of(form, x, weight * factors[:, None], bias))
+        assert error < 0.05, (form, rows)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_rounded_rows_have_the_same_bits_by_vectors_and_tiles_as_by_the_reference() -> None:
+    kernels = {level.name: kernels_of(level) for level in LEVELS[-2:]}
+    for seed in range(40):
+        torch.set_num_threads(1 + seed % 3)
+        rounded_case(seed, kernels)
+
+
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
+def test_sums_of_rounded_rows_fit_where_all_numbers_are_largest(level: Level) -> None:
+    kernels = kernels_of(level)
+    for sign in (1, -1):
+        x = torch.full((17, 65536), 3.0 * sign).bfloat16()
+        weight = torch.full((2, 65536), -128, dtype=torch.int8)
+        weight[1] = 127
+        packed = kernels.pack_int8(weight, torch.ones(2))
+        packed = packed._replace(prompts=prompts_of((17, 17)))
+        result = kernels.linear(x, packed, None, dtype=torch.float32)
+        assert torch.equal(result, int8_by_int8(x, weight, torch.ones(2)))
+
+
+@pytest.mark.parametrize("level", LEVELS[-2:], ids=[level.name for level in LEVELS[-2:]])
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_a_rounded_row_without_numbers_has_none(level: Level, num_rows: int) -> None:
+    kernels, x = kernels_of(level), torch.randn(num_rows, 100).bfloat16()
+    x[1, 70], x[2, 3] = torch.nan, -torch.inf
+    packed = kernels.quantize(torch.randn(33, 100).bfloat16())
+    out = kernels.linear(x, packed._replace(prompts=prompts_of((num_rows, num_rows))), None)
+    assert not out[1:3].isfinite().any()
+    assert out[[0, *range(3, num_rows)]].isfinite().all()
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=[level.name for level in LEVELS])

@@ -286,7 +286,7 @@ BAD_VALUES: list[tuple[str, Change, str]] = [
     (
         "gptq",
         lambda t: t[Q + "scales"].__setitem__((0, 3), torch.inf),
-        "q_proj.scales' has values that are not finite",
+        "q_proj.scales' has values that are not finite, such as inf",
     ),
     (
         "fp8 blocks",

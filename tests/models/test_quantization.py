@@ -17,12 +17,15 @@ from torch import Tensor
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ModelLoadError, StartupError
+from lightserve.kernels.cpu.core import Level
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.weights import GroupedWeight, Int8Weight, Weight
+from lightserve.messages.common import TokenSegment, pack_int32
+from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
 from lightserve.models.base import Part
 from lightserve.models.layers.linear import (
     Linear,
@@ -36,18 +39,20 @@ from lightserve.models.layers.quantized import (
     Int4Method,
     Int8Method,
     RoundingLinear,
+    RoundingPromptsMethod,
     rounded_to_fp8,
     scaled_product,
 )
 from lightserve.models.moe_config import MoeConfig
+from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker import build
 from lightserve.worker.build import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-LARGEST_SHARE = {"int8": 0.01, "int4": 0.05, "fp8": 0.1, "int8 KV": 0.01}
+LARGEST_SHARE = {"int8": 0.01, "w8a8": 0.02, "int4": 0.05, "fp8": 0.1, "int8 KV": 0.01}
 """Of tokens whose most probable successor is another one, and no tie."""
-LARGEST_DIVERGENCE = {"int8": 3e-4, "int4": 5e-4, "fp8": 5e-3, "int8 KV": 3e-4}
+LARGEST_DIVERGENCE = {"int8": 3e-4, "w8a8": 1e-3, "int4": 5e-4, "fp8": 5e-3, "int8 KV": 3e-4}
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
@@ -142,7 +147,7 @@ def bundled_logits(
 ) -> Tensor:
     """Return the logits in bfloat16 after each token, the last of each text as decodes."""
     loaded = load_tiny(BUNDLED_MODEL_DIR, torch.bfloat16, NativeKernels(), method=method)
-    loaded = replace(loaded, kv_dtype=kv_dtype)
+    loaded = replace(loaded, kv_dtype=kv_dtype, num_generated=8)
     results: list[Tensor] = []
     for first in range(0, len(texts), 8):
         some = texts[first : first + 8]
@@ -169,10 +174,12 @@ def test_the_bundled_model_says_the_same() -> None:
 
     found = {
         "int8": differs(Int8Method(kernels)),
+        "w8a8": differs(RoundingPromptsMethod(kernels)),
         "int4": differs(Int4Method(kernels)),
         "fp8": differs(Fp8Method(kernels)),
         "int8 KV": differs(None, torch.int8),
     }
+    assert found["w8a8"][1] > found["int8"][1], "rounding of prompts is to be seen"
     for name, (share, divergence) in found.items():
         assert share <= LARGEST_SHARE[name], name
         assert divergence <= LARGEST_DIVERGENCE[name], name
@@ -261,7 +268,13 @@ def config_of(quantization: str = "int8", **changes: object) -> ServeConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("int8", Int8Method), ("int4", Int4Method), ("fp8", Fp8Method)]
+    ("name", "method"),
+    [
+        ("int8", Int8Method),
+        ("w8a8", RoundingPromptsMethod),
+        ("int4", Int4Method),
+        ("fp8", Fp8Method),
+    ],
 )
 def test_a_worker_starts_with_it(
     name: str, method: type[LinearMethod], caplog: pytest.LogCaptureFixture
@@ -330,6 +343,73 @@ def test_other_kernels_and_types_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs --dtype bfloat16 or float32: the model's own is"):
         linear_method("int8", native, torch.float16)
     assert type(linear_method("none", native, torch.float16)) is UnquantizedMethod
+
+
+def test_rounded_prompts_where_they_are_not() -> None:
+    with pytest.raises(ConfigError, match="w8a8 needs --dtype bfloat16, got float32"):
+        linear_method("w8a8", NativeKernels(), torch.float32)
+    with pytest.raises(ConfigError, match="w8a8 needs a CPU with AVX512-VNNI and AVX512-bf16"):
+        linear_method("w8a8", NativeKernels(level=Level.AVX512), torch.bfloat16)
+    with pytest.raises(ConfigError, match="needs the native core for CPUs, got reference kernels"):
+        linear_method("w8a8", ReferenceKernels(), torch.bfloat16)
+    for changes, words in (
+        ({"device": "cuda"}, "needs --device auto or cpu, got 'cuda'"),
+        ({"attention_backend": "triton"}, "needs --attention-backend auto, got 'triton'"),
+        ({"batch_invariant": True}, "cannot be had with --batch-invariant"),
+    ):
+        with pytest.raises(ConfigError, match=f"--quantization w8a8 {words}"):
+            ServeConfig(quantization="w8a8", **changes)  # type: ignore[arg-type]
+
+
+def test_only_tokens_of_prompts_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However their prompt is cut, beside whichever others, and also when they are computed anew;
+    and in the last layer none is."""
+    seen, begin = list[list[int]](), RoundingPromptsMethod.begin_pass
+    monkeypatch.setattr(
+        RoundingPromptsMethod,
+        "begin_pass",
+        lambda self, batch: (seen.append(batch.prompt_runs().tolist()), begin(self, batch))[1],
+    )
+    runner = build_runner(config_of("w8a8"))
+    monkeypatch.setattr(runner._model._passes, "_kernels", None)
+    seen.clear()
+    tokens = [TokenSegment(token_ids=pack_int32(range(20, 50)))]
+    sequences = [
+        AddSequence(RowId(row), tokens, SamplingParams(), num_prompt, [])
+        for row, num_prompt in enumerate((25, 30, 1))
+    ]
+    rounds = {
+        name: linear.weight.prompts is not None
+        for name, linear in (
+            ("first", runner._model._layers[0]._attention._qkv._linear),
+            ("last", runner._model._layers[-1]._attention._qkv._linear),
+            ("output", runner._model._lm_head._linear),
+        )
+    }
+    assert rounds == {"first": True, "last": False, "output": False}
+    for number, (plan, runs) in enumerate(
+        (
+            ([(0, 0, 10), (1, 0, 30), (2, 0, 1)], [41, 1, 0, 41]),
+            ([(0, 10, 20)], [20, 1, 0, 15]),
+            ([(2, 1, 20), (1, 29, 1), (0, 24, 6)], [27, 1, 20, 22]),
+            ([(0, 29, 1), (2, 29, 1)], [0, 0]),
+        )
+    ):
+        runner.execute(
+            StepPlan(
+                step_id=StepId(number),
+                sequences=[] if number else sequences,
+                slot_ranges=[]
+                if number
+                else [
+                    SlotRange(RowId(row), 0, pack_int32(range(40 * row, 40 * row + 31)))
+                    for row in range(3)
+                ],
+                rows=[PlanRow(RowId(row), at, n, OutputKind.SAMPLE) for row, at, n in plan],
+            )
+        )
+        assert seen == [runs]
+        seen.clear()
 
 
 @pytest.mark.parametrize(("name", "kind"), [("int8", Int8Weight), ("int4", GroupedWeight)])

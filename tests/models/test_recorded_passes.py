@@ -20,7 +20,7 @@ from lightserve.kernels.interface import NotRecordableError, PassInputs
 from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.models.base import SingleRank
 from lightserve.models.layers.linear import LinearMethod
-from lightserve.models.layers.quantized import Int4Method, Int8Method
+from lightserve.models.layers.quantized import Int4Method, Int8Method, RoundingPromptsMethod
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 
@@ -127,10 +127,11 @@ def random(
     [
         lambda: random(method=Int8Method),
         lambda: random(method=Int4Method),
+        lambda: dataclasses.replace(random(method=RoundingPromptsMethod), num_generated=8),
         lambda: random(invariant=True),
         lambda: dataclasses.replace(random(), kv_dtype=torch.int8),
     ],
-    ids=["int8", "int4", "invariant", "kv-int8"],
+    ids=["int8", "int4", "w8a8", "invariant", "kv-int8"],
 )
 def test_options(make: Callable[[], LoadedModel]) -> None:
     model = make()

@@ -15,6 +15,7 @@ from support.core_scenes import (
     check_outcome,
     events_of,
     make_core,
+    pack_results,
     step_time,
     submit,
 )
@@ -26,7 +27,6 @@ from lightserve.messages.router_worker import (
     RowError,
     RowResult,
     StepPlan,
-    pack_results,
     row_results,
 )
 from lightserve.router.admission.baselines import ConservativeAdmission

@@ -20,6 +20,7 @@ from support.core_scenes import (
     events_of,
     make_core,
     make_simulation,
+    pack_results,
     step_time,
     submit,
 )
@@ -30,7 +31,7 @@ from lightserve.config.scheduling import CLASS_BLIND_POLICIES
 from lightserve.errors import ConfigError
 from lightserve.messages.common import RegexConstraint
 from lightserve.messages.frontend_router import ClassLoad, KVPool, unpack_kinds
-from lightserve.messages.router_worker import StepPlan, pack_results, plan_rows, row_results
+from lightserve.messages.router_worker import StepPlan, plan_rows, row_results
 from lightserve.router.config import (
     SchedulerConfig,
     make_accepted_risk,

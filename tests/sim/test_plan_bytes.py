@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.core_scenes import make_core
+from support.core_scenes import make_core, pack_results
 from support.grids import choose, more_when_long
 from support.random_plans import PlanMaker, row_by_row
 from support.storms import Storm, WatchedPolicy, play
@@ -36,7 +36,6 @@ from lightserve.messages.router_worker import (
     StepPlan,
     WorkerToRouter,
     pack_decodes,
-    pack_results,
     plan_rows,
     row_results,
     unpack_decodes,

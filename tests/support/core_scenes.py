@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightserve.decisions.records import CoreCalls
+from lightserve.errors import ProtocolError
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import (
+    NO_TOKEN,
+    OutputKind,
+    RowResult,
     StepPlan,
+    StepResult,
     plan_rows,
 )
 from lightserve.router.admission.base import AdmissionRule, PoolView
@@ -152,3 +157,42 @@ def check_outcome(arrival: Arrival, outcome: Outcome) -> None:
     assert outcome.token_ids == expected
     ended_by_eos = arrival.num_output <= arrival.max_tokens
     assert outcome.finish_reason is (FinishReason.STOP if ended_by_eos else FinishReason.LENGTH)
+
+
+def pack_results(
+    plan: StepPlan,
+    results: Sequence[RowResult],
+    *,
+    incarnation: int = 0,
+    exec_s: float,
+    idle_s: float = 0.0,
+) -> StepResult:
+    """Return the message that says the same as `row_results`.
+
+    Raises:
+        ProtocolError: the results are not those of the plan's rows that want any, in its order.
+    """
+    wanted = [row for row in plan_rows(plan) if row.output]
+    if [row.row for row in wanted] != [result.row for result in results]:
+        raise ProtocolError(f"{len(results)} results for {len(wanted)} other rows")
+    width = max((len(result.token_ids) for result in results), default=1) or 1
+    tokens: list[list[int]] = []
+    others: list[RowResult] = []
+    for row, result in zip(wanted, results, strict=True):
+        is_plain = result.token_ids and not (
+            result.error is not None or result.logprobs or result.prompt_logprobs
+        )
+        if not is_plain:
+            others.append(result)
+        if row.output & OutputKind.SAMPLE:
+            own = result.token_ids if is_plain else []
+            tokens.append([*own, *[NO_TOKEN] * (width - len(own))])
+    return StepResult(
+        step_id=plan.step_id,
+        incarnation=incarnation,
+        token_ids=pack_int32([token_id for row in tokens for token_id in row]),
+        exec_s=exec_s,
+        idle_s=idle_s,
+        tokens_per_row=width,
+        rows=others,
+    )

@@ -38,6 +38,8 @@ class LoadedModel:
     device: torch.device = CPU
     kv_dtype: torch.dtype | None = None
     """Of keys and values, default the model's."""
+    num_generated: int | None = None
+    """See `DirectDriver`."""
 
     def driver(self, sequences: Sequence[TokenSequence], *, seed: int = 0) -> DirectDriver:
         return DirectDriver(
@@ -47,6 +49,7 @@ class LoadedModel:
             lengths=[len(sequence.tokens) for sequence in sequences],
             seed=seed,
             device=self.device,
+            num_generated=self.num_generated,
         )
 
     def run(

@@ -204,8 +204,13 @@ class DirectDriver:
         lengths: Sequence[int],
         seed: int = 0,
         device: torch.device = CPU,
+        num_generated: int | None = None,
     ) -> None:
-        """`device`: where the model is; tokens and logits are on the host."""
+        """`device`: where the model is; tokens and logits are on the host.
+
+        `num_generated`: tokens at the end of each sequence that are no prompt's; None: all are.
+        """
+        self._prompt_lens = [0 if num_generated is None else n - num_generated for n in lengths]
         num_slots = sum(lengths) + 8
         slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))
         self._model = model
@@ -251,6 +256,9 @@ class DirectDriver:
             host_rows=tuple(rows),
             host_q_lens=tuple(q_lens),
             host_context_lens=tuple(context_lens),
+            host_prompt_lens=tuple(
+                max(0, min(c.num_tokens, self._prompt_lens[c.row] - c.start)) for c in chunks
+            ),
         )
 
 

@@ -117,7 +117,7 @@ class Operations:
         self.pack = function("pack", "pllipi")
         self.pack_int8 = function("pack_int8", "pllippi")
         self.quantize_groups = function("quantize_groups", "plllipppi")
-        self.linear = noted("linear", "plnpppllllpipit")
+        self.linear = noted("linear", "plnpppllllpippit")
         self.rows = function("rows", "pllplpi")
         self.rows.restype = _INT  # type: ignore[attr-defined]
         self.rows_int8 = function("rows_int8", "ppllplpi")

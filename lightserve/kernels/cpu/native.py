@@ -58,6 +58,8 @@ class NativeKernels(TorchKernels):
         self._core = core or load_core()
         self._level = int(min(level or self._core.level, self._core.level))
         self._operations = {torch.float32: self._core.f32, torch.bfloat16: self._core.bf16}
+        if self._level >= Level.AVX512_BF16:
+            self.can |= Can.ROUNDED_PROMPTS
 
     def record(
         self,
@@ -115,6 +117,7 @@ class NativeKernels(TorchKernels):
         row_stride, step = x.stride()
         if step != 1:
             x, row_stride = x.contiguous(), num_inputs
+        prompts = weight.prompts if isinstance(weight, Int8Weight) else None
         form = Form.PLAIN
         if is_gated:
             form, out = Form.GATED, x.new_empty(num_rows, num_outputs // 2)
@@ -134,6 +137,7 @@ class NativeKernels(TorchKernels):
                 None if bias is None else bias.data_ptr(),
                 form,
                 out.data_ptr(),
+                None if prompts is None else prompts.runs.ctypes.data,
                 self._level,
                 torch.get_num_threads(),
             )

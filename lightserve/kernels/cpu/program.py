@@ -365,14 +365,15 @@ def _input_tensors(inputs: PassInputs) -> Iterator[Tensor]:
 def input_addresses(inputs: PassInputs) -> list[int]:
     """Return where a pass's inputs are."""
     addresses = [tensor.data_ptr() for tensor in _input_tensors(inputs)]
-    return [*addresses, row_numbers(inputs.batch).address]
+    runs = inputs.batch.prompt_runs()
+    return [*addresses, row_numbers(inputs.batch).address, runs.ctypes.data]
 
 
 def _extents(inputs: PassInputs) -> list[tuple[int, int]]:
     """Return address and bytes of each."""
     extents = [(tensor.data_ptr(), tensor.nbytes) for tensor in _input_tensors(inputs)]
-    rows = row_numbers(inputs.batch)
-    return [*extents, (rows.address, rows.numbers.nbytes)]
+    rows, runs = row_numbers(inputs.batch), inputs.batch.prompt_runs()
+    return [*extents, (rows.address, rows.numbers.nbytes), (runs.ctypes.data, runs.nbytes)]
 
 
 def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:

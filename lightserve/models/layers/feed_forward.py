@@ -303,7 +303,8 @@ class _SeparateExperts:
     """
 
     def __init__(self, context: ModelContext, names: Sequence[str], moe: MoeConfig) -> None:
-        method, reader, hidden = context.method, context.reader, context.config.hidden_size
+        method, reader = context.method.of_some_tokens, context.reader
+        hidden = context.config.hidden_size
         part = even_part(moe.intermediate_size, context.tp)
         inputs = Part(0, hidden)
         adds_bias = moe.has_biases and context.tp.rank == 0

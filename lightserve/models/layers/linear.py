@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.kernels.weights import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight, Weight
 from lightserve.models.base import Part, TensorParallel, logits_dtype
 from lightserve.models.config import ModelConfig
@@ -261,6 +261,13 @@ class LinearMethod(Protocol):
     fewest_bits: int | None
     """Fewest bits of integers in the packed weights that it makes; None: it makes no integers."""
 
+    @property
+    def of_some_tokens(self) -> LinearMethod:
+        """Method for weights that are multiplied by some tokens of a pass, and not by all."""
+
+    def begin_pass(self, batch: AttentionBatch) -> None:
+        """Take in the pass whose products come next."""
+
     def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """Return the map of a plain weight [out, in]; `weight` itself is not kept."""
 
@@ -350,6 +357,14 @@ class UnquantizedMethod:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
+
+    @property
+    def of_some_tokens(self) -> LinearMethod:
+        """See `LinearMethod.of_some_tokens`."""
+        return self
+
+    def begin_pass(self, batch: AttentionBatch) -> None:
+        """See `LinearMethod.begin_pass`."""
 
     def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """See `LinearMethod.make`."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import ModelLoadError
-from lightserve.kernels.interface import Can, Kernels
-from lightserve.kernels.weights import Fp4Weight, Int8Weight, PackedWeight
+from lightserve.kernels.interface import AttentionBatch, Can, Kernels
+from lightserve.kernels.weights import Fp4Weight, Int8Weight, PackedWeight, PromptRuns
 from lightserve.models.layers.linear import (
     AnyPacked,
     Linear,
+    LinearMethod,
     ModuleShard,
     UnquantizedMethod,
     WeightLinear,
@@ -60,6 +61,36 @@ class Int8Method(UnquantizedMethod):
         self, weight: Tensor, shards: Sequence[ModuleShard], *, is_gated: bool = False
     ) -> PackedWeight:
         return self.kernels.quantize(weight, is_gated=is_gated)
+
+
+class RoundingPromptsMethod(Int8Method):
+    """Weights of 8 bits, and inputs of prompts' tokens as well: --quantization w8a8.
+
+    A token is rounded or not by its place alone: what was generated never is, and beyond the last
+    layer's attention, where an answer's tokens go on alone, nothing is. So a token's result depends
+    on neither the others of its pass nor how its prompt was cut.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
+        self._prompts = PromptRuns()
+
+    @property
+    def of_some_tokens(self) -> LinearMethod:
+        """See `LinearMethod.of_some_tokens`."""
+        return Int8Method(self.kernels)
+
+    def begin_pass(self, batch: AttentionBatch) -> None:
+        """See `LinearMethod.begin_pass`."""
+        self._prompts.runs = batch.prompt_runs()
+
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
+        """See `LinearMethod.create`."""
+        weight, bias = merged_shards(reader, shards)
+        rounded = self.kernels.quantize(weight, is_gated=is_gated)
+        return WeightLinear(self.kernels, rounded._replace(prompts=self._prompts), bias)
 
 
 class Int4Method(Int8Method):

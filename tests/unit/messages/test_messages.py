@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.core_scenes import pack_results
 from support.fake_router import frontend, kv_pool, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
@@ -51,7 +52,6 @@ from lightserve.messages.router_worker import (
     StepResult,
     WorkerToRouter,
     pack_decodes,
-    pack_results,
     plan_columns,
     plan_rows,
     read_result,

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from support.core_scenes import Arrival, make_core, submit
+from support.core_scenes import Arrival, make_core, pack_results, submit
 
 from lightserve.channels import Codec
 from lightserve.errors import ProtocolError
@@ -23,7 +23,6 @@ from lightserve.messages.frontend_router import (
 )
 from lightserve.messages.router_worker import (
     RowResult,
-    pack_results,
     plan_rows,
 )
 from lightserve.router.events import FromFrontend, FrontendGone, WorkersGone, WorkersReady

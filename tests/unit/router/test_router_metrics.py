@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from support.core_scenes import MAX_SEQS, Arrival, RecklessAdmission, make_core, step_time, submit
+from support.core_scenes import (
+    MAX_SEQS,
+    Arrival,
+    RecklessAdmission,
+    make_core,
+    pack_results,
+    step_time,
+    submit,
+)
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.router_worker import (
@@ -11,7 +19,6 @@ from lightserve.messages.router_worker import (
     RowResult,
     StepPlan,
     StepResult,
-    pack_results,
     plan_rows,
 )
 from lightserve.metrics.recording import Recorder

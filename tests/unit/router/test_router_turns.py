@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.core_scenes import Arrival, make_core, submit
+from support.core_scenes import Arrival, make_core, pack_results, submit
 
 from lightserve.messages.router_worker import (
     RowResult,
     StepPlan,
-    pack_results,
     plan_rows,
 )
 from lightserve.router.events import FromFrontend, WorkersReady

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.core_scenes import MAX_LEN, Arrival, make_core, submit
+from support.core_scenes import MAX_LEN, Arrival, make_core, pack_results, submit
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
@@ -14,7 +14,6 @@ from lightserve.messages.frontend_router import BatchDue, RequestDelta
 from lightserve.messages.router_worker import (
     OutputKind,
     RowResult,
-    pack_results,
     plan_rows,
 )
 from lightserve.router.events import FromFrontend, Outgoing, WorkersReady

@@ -207,6 +207,11 @@ void linear_bf16_amx(const LinearBf16& task, int num_threads);
 void linear_widened(const LinearBf16& task, int num_threads);
 void linear_int8(const Linear<float>& task, int32_t level, int num_threads);
 void linear_int8(const LinearBf16& task, int32_t level, int num_threads);
+
+// As `linear_int8`, but for runs of rows that are rounded to 8 bits, too. `rounded` is how many rows the
+// runs are of, how many runs there are, and each one's begin and end: of other rows none is.
+void linear_rounded(const LinearBf16& task, const int64_t* rounded, int32_t level,
+                    int num_threads);
 void linear_groups(const Linear<float>& task, int32_t level, int num_threads);
 void linear_groups(const LinearBf16& task, int32_t level, int num_threads);
 

@@ -5,8 +5,8 @@
 extern "C" {
 #define DECLARE(T, name)                                                                          \
   void core_linear_##name(const T*, int64_t, int64_t, const void*, const void*, const uint8_t*,   \
-                          int64_t, int64_t, int64_t, int64_t, const T*, int32_t, void*, int32_t,  \
-                          int32_t);
+                          int64_t, int64_t, int64_t, int64_t, const T*, int32_t, void*,           \
+                          const int64_t*, int32_t, int32_t);
 DECLARE(float, f32)
 DECLARE(bf16, bf16)
 }
@@ -28,13 +28,15 @@ struct Expert {
 void multiply(const float* x, int64_t num_rows, const Weight& w, int64_t num_inputs,
               int64_t num_outputs, Form form, float* out, int32_t level, int32_t num_threads) {
   core_linear_f32(x, num_inputs, num_rows, w.numbers, w.factors, w.zeros, w.bits, w.group_size,
-                  num_inputs, num_outputs, nullptr, form, out, level, num_threads);
+                  num_inputs, num_outputs, nullptr, form, out, nullptr, level,
+                  num_threads);
 }
 
 void multiply(const bf16* x, int64_t num_rows, const Weight& w, int64_t num_inputs,
               int64_t num_outputs, Form form, bf16* out, int32_t level, int32_t num_threads) {
   core_linear_bf16(x, num_inputs, num_rows, w.numbers, w.factors, w.zeros, w.bits, w.group_size,
-                   num_inputs, num_outputs, nullptr, form, out, level, num_threads);
+                   num_inputs, num_outputs, nullptr, form, out, nullptr, level,
+                  num_threads);
 }
 
 // Puts the pairs of tokens and experts in the order of experts, then of tokens. Afterwards `ends` says

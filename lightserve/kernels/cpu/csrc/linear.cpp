@@ -61,18 +61,33 @@ static void multiply(const LinearBf16& task, int32_t level, int num_threads) {
   run(task, num_threads);
 }
 
+static void multiply_int8(const Linear<float>& task, const int64_t*, int32_t level,
+                          int num_threads) {
+  linear_int8(task, level, num_threads);
+}
+
+static void multiply_int8(const LinearBf16& task, const int64_t* rounded, int32_t level,
+                          int num_threads) {
+  if (rounded == nullptr)
+    linear_int8(task, level, num_threads);
+  else
+    linear_rounded(task, rounded, level, num_threads);
+}
+
 // out [num_rows, …] = what `form` makes of x [num_rows, num_inputs] @ weight.T + bias; bias may be
 // null. The weight is what one of these made:
 //
 //   core_pack             bits 0
 //   core_pack_int8        bits 8, group_size 0, factors float32
 //   core_…_groups         bits 4 or 8, group_size, factors float16, zeros
+//
+// `rounded`, or null: rows of bfloat16 that are rounded, see `linear_rounded`; of `core_pack_int8` alone.
 #define OPERATIONS(T, name)                                                                      \
   EXPORT void core_linear_##name(const T* x, int64_t x_stride, int64_t num_rows,                 \
                                  const void* numbers, const void* factors, const uint8_t* zeros, \
                                  int64_t bits, int64_t group_size, int64_t num_inputs,           \
                                  int64_t num_outputs, const T* bias, int32_t form, void* out,    \
-                                 int32_t level, int32_t num_threads) {                           \
+                                 const int64_t* rounded, int32_t level, int32_t num_threads) {   \
     Linear<T> task{x,    x_stride, num_rows, num_inputs, num_outputs,                            \
                    bias, static_cast<Form>(form), out,   nullptr, nullptr, {}, nullptr};         \
     if (group_size > 0) {                                                                        \
@@ -82,7 +97,7 @@ static void multiply(const LinearBf16& task, int32_t level, int num_threads) {
     } else if (bits == 8) {                                                                      \
       task.bytes = static_cast<const int8_t*>(numbers);                                          \
       task.factors = static_cast<const float*>(factors);                                         \
-      linear_int8(task, level, num_threads);                                                     \
+      multiply_int8(task, rounded, level, num_threads);                                          \
     } else {                                                                                     \
       task.weight = static_cast<const T*>(numbers);                                              \
       multiply(task, level, num_threads);                                                        \

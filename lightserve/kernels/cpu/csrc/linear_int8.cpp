@@ -5,6 +5,10 @@
 // is worth, each in two bytes, value = 256 * high + low: two multiplications of bytes with each
 // weight cost no more than one of bfloat16, and what they round is far below bfloat16's own. More rows,
 // where there is no AMX, go by bfloat16, which holds every integer of 8 bits: see linear_bf16.cpp.
+//
+// Rows that may be rounded (`linear_rounded`) become integers of 8 bits, one byte each: half of the
+// multiplications, by the same instructions. Their sums are exact; each is made a float32, and multiplied
+// by (the output's factor * the row's), so that vectors and tiles give the same bits.
 #include <immintrin.h>
 
 #include "core.h"
@@ -21,7 +25,7 @@ void linear_int8(const Linear<T>&, int);
 
 namespace {
 
-constexpr int64_t MOST_INPUTS = 65536;  // of which the sums of products of bytes fit in 32 bits
+constexpr int64_t MOST_INPUTS = 65536;  // of which sums of products of bytes without a sign fit in 32 bits
 constexpr int64_t VECTOR_ROWS = 4;  // up to so many rows vectors read weights at the memory's speed
 constexpr int64_t MOST_ROWS = 8;    // of which the registers hold the sums
 constexpr int64_t WIDENED_ROWS = 48;  // from so many on, without tiles, it pays to widen weights
@@ -66,41 +70,47 @@ void pack_int8(const T* weight, int64_t num_outputs, int64_t num_inputs, bool is
   });
 }
 
-// Rows as bytes: [groups of 16 rows][blocks of 64 inputs][high, low][16 rows][64 inputs]. For vectors
-// 128 is added to the high ones.
+// Rows as bytes: [groups of 16 rows][blocks of 64 inputs][planes][16 rows][64 inputs], where planes are
+// high and low bytes, or one alone. For vectors 128 is added to the high or only ones.
 struct ByteRows {
   int8_t* bytes;
   float* factors;  // of each row; no number if one of its inputs is none
   int64_t num_blocks;
-  int8_t* group(int64_t number) const { return bytes + number * num_blocks * 2 * BYTE_TILE; }
+  int64_t num_planes;
+  int64_t group_bytes() const { return num_blocks * num_planes * BYTE_TILE; }
+  int8_t* group(int64_t number) const { return bytes + number * group_bytes(); }
 };
 
 TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, bool has_sign,
                            const ByteRows& rows) {
   const bf16* x = task.x + row * task.x_stride;
-  const RowScale scale = scale_of_row(task, x, 32767.0f);
+  const bool is_rounded = rows.num_planes == 1;
+  const RowScale scale = scale_of_row(task, x, is_rounded ? 127.0f : 32767.0f);
   rows.factors[row] = scale.factor;
   const __m512 inverse = _mm512_set1_ps(scale.inverse);
   const __m512i added = _mm512_set1_epi32(has_sign ? 0 : 128);
   int8_t* to = rows.group(row / GROUP) + row % GROUP * 64;
   for (int64_t k = 0; k < rows.num_blocks * BYTE_BLOCK; k += 16) {
     const __m512i value = scaled_inputs(task, x, k, inverse);
-    int8_t* place = to + k / BYTE_BLOCK * 2 * BYTE_TILE + k % BYTE_BLOCK;
-    const __m512i high = _mm512_add_epi32(_mm512_srai_epi32(value, 8), added);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(place), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(place + BYTE_TILE), _mm512_cvtepi32_epi8(value));
+    int8_t* place = to + k / BYTE_BLOCK * rows.num_planes * BYTE_TILE + k % BYTE_BLOCK;
+    const __m512i high = is_rounded ? value : _mm512_srai_epi32(value, 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
+                     _mm512_cvtepi32_epi8(_mm512_add_epi32(high, added)));
+    if (!is_rounded)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(place + BYTE_TILE), _mm512_cvtepi32_epi8(value));
   }
 }
 
-ByteRows split_rows(const LinearBf16& task, bool for_tiles, int num_threads) {
+ByteRows split_rows(const LinearBf16& task, bool for_tiles, int64_t num_planes, int num_threads) {
   const int64_t num_groups = divide_up(task.num_rows, GROUP);
   ByteRows rows;
   rows.num_blocks = padded_bytes(task.num_inputs) / BYTE_BLOCK;
-  const int64_t num_bytes = num_groups * rows.num_blocks * 2 * BYTE_TILE;
+  rows.num_planes = num_planes;
+  const int64_t num_bytes = num_groups * rows.group_bytes();
   rows.bytes = static_cast<int8_t*>(scratch(2, num_bytes + task.num_rows * sizeof(float)));
   rows.factors = reinterpret_cast<float*>(rows.bytes + num_bytes);
   if (task.num_rows % GROUP != 0 && for_tiles)
-    std::memset(rows.group(num_groups - 1), 0, rows.num_blocks * 2 * BYTE_TILE);
+    std::memset(rows.group(num_groups - 1), 0, rows.group_bytes());
   // Small activations are split sooner than another thread would notice.
   parallel(num_bytes < (128 << 10) ? 1 : num_threads, num_groups, [&](Cursor& cursor) {
     for (int64_t group; (group = cursor.take()) < cursor.total;)
@@ -122,6 +132,18 @@ TARGET_VNNI INLINE void store_row(const LinearBf16& task, int64_t row, int64_t p
                             _mm512_set1_ps(factor)));
   }
   store_32(task, row, panel, sums[0], sums[1]);
+}
+
+// Stores what a rounded row has of a panel.
+TARGET_VNNI INLINE void store_rounded(const LinearBf16& task, int64_t row, int64_t panel,
+                                      float factor, const __m512i sums[2]) {
+  __m512 numbers[2];
+  for (int half = 0; half < 2; half++)
+    numbers[half] = _mm512_mul_ps(
+        _mm512_cvtepi32_ps(sums[half]),
+        _mm512_mul_ps(_mm512_loadu_ps(task.factors + panel * PANEL + 16 * half),
+                      _mm512_set1_ps(factor)));
+  store_32(task, row, panel, numbers[0], numbers[1]);
 }
 
 TARGET_VNNI INLINE __m512i four_bytes(const int8_t* from) {
@@ -169,11 +191,62 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
     store_row(task, first_row + r, panel, rows.factors[first_row + r], high[r], low[r]);
 }
 
+// 128 times the sums of a panel's weights.
+struct Offsets {
+  __m512i of_half[2];
+};
+
+TARGET_VNNI INLINE Offsets offsets_of(const int8_t* line, int64_t num_blocks) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (int64_t i = 0; i < num_blocks * 32; i++, line += 64)
+    sums[i / 16 % 2] = _mm512_dpbusd_epi32(sums[i / 16 % 2], ones, _mm512_loadu_si512(line));
+  return {{_mm512_slli_epi32(sums[0], 7), _mm512_slli_epi32(sums[1], 7)}};
+}
+
+// R rounded rows by one panel.
+template <int R>
+TARGET_VNNI static inline void rounded_panel(const LinearBf16& task, const ByteRows& rows,
+                                             int64_t first_row, int64_t panel,
+                                             const Offsets& offsets, Ahead& ahead) {
+  __m512i sums[R][2];
+  const int8_t* x[R];
+  for (int r = 0; r < R; r++) {
+    const int64_t row = first_row + r;
+    x[r] = rows.group(row / GROUP) + row % GROUP * 64;
+    sums[r][0] = sums[r][1] = _mm512_setzero_si512();
+  }
+  const int8_t* line = task.bytes + panel * rows.num_blocks * 2 * BYTE_TILE;
+  for (int64_t block = 0; block < rows.num_blocks; block++, line += 2 * BYTE_TILE) {
+    ahead.fetch();
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) {
+      const __m512i w0 = _mm512_loadu_si512(line + 64 * j);
+      const __m512i w1 = _mm512_loadu_si512(line + BYTE_TILE + 64 * j);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m512i own = four_bytes(x[r] + block * BYTE_TILE + 4 * j);
+        sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], own, w0);
+        sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], own, w1);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    for (int half = 0; half < 2; half++)
+      sums[r][half] = _mm512_sub_epi32(sums[r][half], offsets.of_half[half]);
+    store_rounded(task, first_row + r, panel, rows.factors[first_row + r], sums[r]);
+  }
+}
+
 TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64_t first_row,
-                             int64_t num_rows, int64_t panel, Ahead& ahead) {
-#define CASE(R)                                            \
-  case R:                                                  \
-    vector_panel<R>(task, rows, first_row, panel, ahead);  \
+                             int64_t num_rows, int64_t panel, const Offsets* offsets,
+                             Ahead& ahead) {
+#define CASE(R)                                                         \
+  case R:                                                               \
+    if (offsets != nullptr)                                             \
+      rounded_panel<R>(task, rows, first_row, panel, *offsets, ahead);  \
+    else                                                                \
+      vector_panel<R>(task, rows, first_row, panel, ahead);             \
     break;
   switch (num_rows) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
@@ -181,15 +254,19 @@ TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64
 #undef CASE
 }
 
-void multiply_vectors(const LinearBf16& task, const ByteRows& rows, int num_threads) {
+TARGET_VNNI void multiply_vectors(const LinearBf16& task, const ByteRows& rows, int num_threads) {
   const int64_t num_steps = divide_up(task.num_rows, MOST_ROWS);
   const int64_t step = divide_up(task.num_rows, num_steps);  // evenly
-  over_panels_ahead(task, task.bytes, rows.num_blocks * 2 * BYTE_TILE,
-                    rows.num_blocks * 2 * num_steps, num_threads,
-                    [&](int64_t panel, Ahead& ahead) {
+  const int64_t panel_bytes = rows.num_blocks * 2 * BYTE_TILE;
+  const bool is_rounded = rows.num_planes == 1;
+  over_panels_ahead(task, task.bytes, panel_bytes, rows.num_blocks * (is_rounded ? 1 : 2) * num_steps,
+                    num_threads, [&](int64_t panel, Ahead& ahead) TARGET_VNNI {
+                      Offsets offsets;
+                      if (is_rounded)
+                        offsets = offsets_of(task.bytes + panel * panel_bytes, rows.num_blocks);
                       for (int64_t row = 0; row < task.num_rows; row += step)
                         vector_rows(task, rows, row, smaller(step, task.num_rows - row), panel,
-                                    ahead);
+                                    is_rounded ? &offsets : nullptr, ahead);
                     });
 }
 
@@ -235,10 +312,47 @@ TARGET_AMX static inline void tile_group(const LinearBf16& task, const ByteRows&
   }
 }
 
+// Multiplies one group of rounded rows by one panel, or two, and stores them.
+template <bool TWO>
+TARGET_AMX static inline void rounded_tiles(const LinearBf16& task, const ByteRows& rows,
+                                            int64_t group, int64_t panel, int32_t* sums,
+                                            Prefetch& prefetch) {
+  const int8_t* a = rows.group(group);
+  const int8_t* b = task.bytes + panel * rows.num_blocks * 2 * BYTE_TILE;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t block = 0; block < rows.num_blocks; block++) {
+    _tile_loadd(6, b, 64);
+    _tile_loadd(4, a, 64);
+    _tile_loadd(7, b + BYTE_TILE, 64);
+    if (TWO) _tile_loadd(5, a + rows.group_bytes(), 64);
+    for (int64_t line = 0; line < prefetch.lines; line++, prefetch.next += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(prefetch.next), _MM_HINT_T1);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    if (TWO) _tile_dpbssd(2, 5, 6);
+    if (TWO) _tile_dpbssd(3, 5, 7);
+    a += BYTE_TILE;
+    b += 2 * BYTE_TILE;
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  if (TWO) _tile_stored(2, sums + 512, 64);
+  if (TWO) _tile_stored(3, sums + 768, 64);
+  for (int64_t i = 0; i < smaller((TWO ? 2 : 1) * GROUP, task.num_rows - group * GROUP); i++) {
+    const int32_t* line = sums + i / GROUP * 512 + i % GROUP * 16;
+    const __m512i own[2] = {_mm512_load_si512(line), _mm512_load_si512(line + 256)};
+    const int64_t row = group * GROUP + i;
+    store_rounded(task, row, panel, rows.factors[row], own);
+  }
+}
+
 // Rows are cut into parts whose bytes stay in the cache, outputs into chunks of panels.
 TARGET_AMX void multiply_tiles(const LinearBf16& task, const ByteRows& rows, int num_threads) {
   const int64_t num_groups = divide_up(task.num_rows, GROUP);
-  int64_t groups = larger(2, A_BYTES / (rows.num_blocks * 2 * BYTE_TILE));
+  int64_t groups = larger(2, A_BYTES / rows.group_bytes());
   const int64_t num_parts = divide_up(num_groups, smaller(groups, num_groups));
   groups = divide_up(num_groups, num_parts);  // evenly
   const int64_t num_panels = task.num_panels();
@@ -256,9 +370,16 @@ TARGET_AMX void multiply_tiles(const LinearBf16& task, const ByteRows& rows, int
       const int64_t panel_end = smaller(num_panels, (turn % num_chunks + 1) * size);
       for (int64_t panel = turn % num_chunks * size; panel < panel_end; panel++) {
         const int64_t ahead = panel + 1 < panel_end ? panel + 1 : after;
-        Prefetch prefetch{task.bytes + ahead * panel_size, divide_up(32, end - first)};
-        for (int64_t group = first; group < end; group++)
-          tile_group(task, rows, group, panel, sums, prefetch);
+        const bool is_rounded = rows.num_planes == 1;
+        const int64_t step = is_rounded ? 2 : 1, num_steps = divide_up(end - first, step);
+        Prefetch prefetch{task.bytes + ahead * panel_size, divide_up(32, num_steps)};
+        for (int64_t group = first; group < end; group += step)
+          if (!is_rounded)
+            tile_group(task, rows, group, panel, sums, prefetch);
+          else if (group + 1 < end)
+            rounded_tiles<true>(task, rows, group, panel, sums, prefetch);
+          else
+            rounded_tiles<false>(task, rows, group, panel, sums, prefetch);
       }
       turn = next;
     }
@@ -266,9 +387,9 @@ TARGET_AMX void multiply_tiles(const LinearBf16& task, const ByteRows& rows, int
   });
 }
 
-void linear_bytes(const LinearBf16& task, int32_t level, int num_threads) {
+void linear_bytes(const LinearBf16& task, int64_t num_planes, int32_t level, int num_threads) {
   const bool goes_by_tiles = level >= AMX && task.num_rows > VECTOR_ROWS;
-  const ByteRows rows = split_rows(task, goes_by_tiles, num_threads);
+  const ByteRows rows = split_rows(task, goes_by_tiles, num_planes, num_threads);
   (goes_by_tiles ? multiply_tiles : multiply_vectors)(task, rows, num_threads);
 }
 
@@ -282,9 +403,33 @@ void linear_int8(const LinearBf16& task, int32_t level, int num_threads) {
   if (level == AVX512_BF16 && task.num_rows >= WIDENED_ROWS)
     linear_widened(task, num_threads);
   else if (level >= AVX512_BF16 && task.num_inputs <= MOST_INPUTS)
-    linear_bytes(task, level, num_threads);
+    linear_bytes(task, 2, level, num_threads);
   else
     (level >= AVX512 ? avx512::linear_int8<bf16> : avx2::linear_int8<bf16>)(task, num_threads);
+}
+
+void linear_rounded(const LinearBf16& task, const int64_t* rounded, int32_t level,
+                    int num_threads) {
+  int64_t row = 0;
+  const auto take = [&](int64_t end, bool is_rounded) {
+    LinearBf16 own = task;
+    own.x += row * task.x_stride;
+    own.num_rows = end - row;
+    own.out = static_cast<char*>(task.out) + row * task.num_columns() * (task.form == WIDE ? 4 : 2);
+    row = end;
+    if (own.num_rows == 0) return;
+    if (is_rounded)
+      linear_bytes(own, 1, level, num_threads);
+    else
+      linear_int8(own, level, num_threads);
+  };
+  const bool can_round = level >= AVX512_BF16 && task.num_inputs <= MOST_INPUTS;
+  if (can_round && rounded[0] == task.num_rows)
+    for (int64_t run = 0; run < rounded[1]; run++) {
+      take(rounded[2 + 2 * run], false);
+      take(rounded[3 + 2 * run], true);
+    }
+  take(task.num_rows, false);
 }
 
 // Returns how many bytes a packed weight of 8 bits has.
