@@ -15,17 +15,16 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from prompt_toolkit import PromptSession
-from prompt_toolkit.history import InMemoryHistory
-from prompt_toolkit.input import Input
-from prompt_toolkit.key_binding import KeyBindings
-from prompt_toolkit.key_binding.key_processor import KeyPressEvent
-from prompt_toolkit.output import Output
+from typing import TYPE_CHECKING, Any
 
 from lightserve.chat_client import ChatClient, Piece
 from lightserve.errors import ChatError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.input import Input
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+    from prompt_toolkit.output import Output
 
 HELP = """\
 /system TEXT      set the system prompt (without TEXT: none) and begin anew
@@ -167,6 +166,10 @@ def talk(
 
     `keyboard` and `screen` are the terminal's unless a test brings its own.
     """
+    # Only a terminal needs the package: a pipe is answered without it.
+    from prompt_toolkit import PromptSession  # noqa: PLC0415
+    from prompt_toolkit.history import InMemoryHistory  # noqa: PLC0415
+
     editor: PromptSession[str] = PromptSession(
         history=InMemoryHistory(), key_bindings=_keys(), input=keyboard, output=screen
     )
@@ -201,6 +204,8 @@ def printable(text: str) -> str:
 
 def _keys() -> KeyBindings:
     """Enter sends; Alt-Enter begins another line."""
+    from prompt_toolkit.key_binding import KeyBindings  # noqa: PLC0415
+
     keys = KeyBindings()
 
     @keys.add("escape", "enter")

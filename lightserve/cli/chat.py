@@ -9,7 +9,7 @@ import click
 
 from lightserve.cli.options import FiniteRange, read_api_key, server_options
 from lightserve.errors import ConfigError
-from lightserve.extras import missing_extra
+from lightserve.extras import missing_extra, need_packages
 
 if TYPE_CHECKING:
     from lightserve.chat import Session
@@ -59,6 +59,7 @@ def command(**values: Any) -> int:
             return _answer_once(session, sys.stdin.read())
         from lightserve.chat import talk  # noqa: PLC0415 - not needed in a pipe
 
+        need_packages(("prompt_toolkit",), "chat")
         return talk(session)
     finally:
         client.close()

@@ -197,6 +197,12 @@ def replay(reader: DecisionLogReader) -> Replay:
 
 def make_core_of(header: Header) -> Scheduler:
     """Return a core as the one that a log is of. Raises DecisionLogError."""
+    written_by = f"the log is of lightserve {header.lightserve_version}"
+    if gone := header.config.keys() - ServeConfig.__dataclass_fields__.keys():
+        names = ", ".join(sorted(gone))
+        raise DecisionLogError(
+            f"{written_by}, with options that are gone ({names}): read it with that release"
+        )
     try:
         config = ServeConfig(**header.config)
         return Scheduler(
@@ -208,9 +214,7 @@ def make_core_of(header: Header) -> Scheduler:
             )
         )
     except (TypeError, ConfigError) as error:
-        raise DecisionLogError(
-            f"the log is of lightserve {header.lightserve_version}, whose options differ: {error}"
-        ) from error
+        raise DecisionLogError(f"{written_by}, whose options differ: {error}") from error
 
 
 def _difference(line: int, recorded: Decision, replayed: Decision | None) -> Difference:

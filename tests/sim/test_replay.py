@@ -218,6 +218,15 @@ def test_what_is_no_log_is_refused(content: bytes, message: str, tmp_path: Path)
         replayed(path)
 
 
+def test_a_log_with_an_option_that_is_gone_is_refused(log_path: Path, tmp_path: Path) -> None:
+    header, _, rest = log_path.read_bytes().partition(b"\n")
+    path = tmp_path / "log.jsonl"
+    changed = header.replace(b'"config":{', b'"config":{"old_option":3,')
+    path.write_bytes(changed + b"\n" + rest)
+    with pytest.raises(DecisionLogError, match=r"that are gone \(old_option\): read it with"):
+        replayed(path)
+
+
 def test_garbage_in_the_middle_names_its_line(log_path: Path, tmp_path: Path) -> None:
     lines = log_path.read_bytes().splitlines(keepends=True)
     path = tmp_path / "log.jsonl"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +278,21 @@ def test_a_wrong_key_file_is_refused_without_its_words(content: str | None, tmp_
     assert type(result.exception).__name__ == "ConfigError"
     assert str(path) in str(result.exception)
     assert not content or content not in str(result.exception)
+
+
+def test_only_a_terminal_needs_the_package_for_terminals() -> None:
+    """`pip install WHEEL` brings a server's packages alone."""
+    code = "import sys; sys.modules['prompt_toolkit'] = None; "
+    subprocess.run([sys.executable, "-c", f"{code}import lightserve.chat"], check=True)
+    code += "sys.argv = ['lightserve', 'chat', '--model=m']; "
+    code += "from lightserve.cli.main import main; sys.exit(main())"
+    ours, theirs = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdin=theirs, capture_output=True, text=True, check=False
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 2
+    assert "prompt_toolkit is missing" in done.stderr and "-m pip install" in done.stderr
