@@ -21,6 +21,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+MAX_FILE_BYTES = 1024 * 1024
+"""Most bytes of a text file that an option names."""
+
 
 class LightserveError(Exception):
     """Base of every exception that lightserve raises on purpose."""
@@ -118,3 +123,25 @@ class FrameTooLarge(ProtocolError):
 
 class ChannelFull(LightserveError):
     """The bounded queue to a peer is full; the message was not sent."""
+
+
+def read_named_file(flag: str, path: Path) -> str:
+    """Return the text of a file that an option names.
+
+    Raises:
+        ConfigError: it cannot be read, is a directory or a pipe, is too large, or not in UTF-8;
+            the text names the option and the file, and has nothing of what is in it.
+    """
+    try:
+        if not path.is_file():  # opening a pipe would wait for its other end
+            what = "must be a file, not a directory or a pipe" if path.exists() else "no such file"
+            raise ConfigError(f"{flag} {path}: {what}")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{flag} {path}: larger than {MAX_FILE_BYTES} bytes")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path}: not valid UTF-8") from error

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import msgspec
 
-from lightserve.errors import ConfigError
+from lightserve.errors import ConfigError, read_named_file
 
 MIN_KEY_CHARS = 16
 MAX_KEYS = 1024
-MAX_FILE_BYTES = 1024 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -83,19 +82,7 @@ def read_api_keys(path: Path) -> list[ApiKey]:
         ConfigError: it cannot be read, holds no key, or a line is wrong; the text has the line's
             number and never its words, as one of them may be a key.
     """
-    try:
-        if not path.is_file():  # opening a pipe would wait for its other end
-            raise ConfigError(f"--api-key-file {path}: no such file")
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"--api-key-file {path}: larger than {MAX_FILE_BYTES} bytes")
-    try:
-        lines = data.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--api-key-file {path}: not valid UTF-8") from error
+    lines = read_named_file("--api-key-file", path).splitlines()
     keys = [
         _parse(line, f"--api-key-file {path}, line {number}")
         for number, line in enumerate(lines, 1)

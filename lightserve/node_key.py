@@ -14,7 +14,7 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from lightserve.errors import ConfigError
+from lightserve.errors import ConfigError, read_named_file
 
 _KEY_CHARS = 40
 """Length of 32 bytes, as ZeroMQ writes them."""
@@ -46,11 +46,7 @@ def read_node_key(path: Path) -> bytes:
     Raises:
         ConfigError: it cannot be read, or is no key.
     """
-    try:
-        with path.open("rb") as file:
-            secret = file.read(_KEY_CHARS + 3).strip()
-    except OSError as error:
-        raise ConfigError(f"--node-key-file {path}: {error.strerror}") from error
+    secret = read_named_file("--node-key-file", path).strip().encode()
     try:
         if len(secret) != _KEY_CHARS:
             raise ValueError

@@ -21,9 +21,7 @@ import yaml
 
 from lightserve.config.fields import check_limits
 from lightserve.config.scheduling import preset_values
-from lightserve.errors import ConfigError
-
-MAX_FILE_BYTES = 1024 * 1024
+from lightserve.errors import ConfigError, read_named_file
 
 _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -120,21 +118,11 @@ def read_config_file(path: Path, config_type: type[Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> str:
+    text = read_named_file("--config", path)
     try:
-        if not path.is_file():  # opening a pipe would wait for its other end
-            what = "must be a file, not a directory or a pipe" if path.exists() else "no such file"
-            raise ConfigError(f"--config {path}: {what}")
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"--config {path}: larger than {MAX_FILE_BYTES} bytes")
-    try:
-        text = data.decode("utf-8")
         yaml.reader.Reader(text)  # complains of control characters
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: not text in UTF-8") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: has control characters") from error
     return text
 
 

@@ -21,7 +21,13 @@ from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
 from lightserve.config.options import ANY_NAME
 from lightserve.cost.profile import read_profile
-from lightserve.errors import ConfigError, ModelLoadError, StartupError, StoreUnusable
+from lightserve.errors import (
+    ConfigError,
+    ModelLoadError,
+    StartupError,
+    StoreUnusable,
+    read_named_file,
+)
 from lightserve.logs import LineWriter, one_line
 from lightserve.models.config import check_tp, load_model_config, resolve_context_len
 from lightserve.models.gguf_model import unpack
@@ -244,7 +250,7 @@ def check_model(config: ServeConfig) -> None:
     if model.is_encoder and config.kv_dtype != "auto":
         raise ConfigError(f"--kv-dtype {config.kv_dtype}: {model.architecture.value} keeps no KV")
     if config.chat_template:
-        _check_chat_template(Path(config.chat_template))
+        read_named_file("--chat-template", Path(config.chat_template))
     if config.profile not in ("auto", "off"):
         _check_profile(Path(config.profile))
     check_tp(model, config.tp)
@@ -284,18 +290,6 @@ def take_store(config: ServeConfig, held: ExitStack) -> TakenStore:
             raise
         log.info("files and batches cannot be kept: %s", one_line(error))
         return TakenStore(problem=error.reason)
-
-
-def _check_chat_template(path: Path) -> None:
-    """Check that there is text; what it says is left to the frontends, as the tokeniser's."""
-    try:
-        if not path.is_file():
-            raise ConfigError(f"--chat-template {path}: no such file")
-        path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--chat-template {path}: not valid UTF-8") from error
 
 
 def _check_profile(path: Path) -> None:

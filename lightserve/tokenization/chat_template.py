@@ -22,7 +22,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.errors import InvalidRequest, ModelLoadError, read_named_file
 from lightserve.models.json_fields import JsonFields
 from lightserve.tokenization.conversation import (
     PROBED_TOOL,
@@ -273,10 +273,7 @@ def find_chat_template(model_dir: Path, override: str = "") -> TemplateSource | 
         ModelLoadError: the model's own cannot; names file and key.
     """
     if override:
-        try:
-            return _read_template(Path(override))
-        except ModelLoadError as error:
-            raise ConfigError(f"--chat-template {error}") from error
+        return TemplateSource(read_named_file("--chat-template", Path(override)), override)
     beside, more = model_dir / TEMPLATE_FILE, model_dir / TEMPLATES_DIR
     if beside.is_file():
         source, tool_use = _read_template(beside), more / f"{_TOOL_USE}.jinja"

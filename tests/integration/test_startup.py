@@ -282,7 +282,7 @@ def test_too_few_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(StartupError, match=r"\(ulimit -u, .*\) leaves 30, at least 104 are needed"):
+    with pytest.raises(StartupError, match=r"\(ulimit -u, .*\) leaves 30, but 104 are needed"):
         check_threads(ServeConfig(http_workers=2, tp=2))
     assert threading.active_count() == num_before
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from lightserve import __version__
-from lightserve.cost.profile import cache_dir
+from lightserve.cost.profile import cache_dir, write_whole
 from lightserve.kernels.interface import AttentionBatch, KernelShapes
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import (
@@ -126,16 +124,7 @@ def load_choices(path: Path, key: TuningKey) -> dict[str, Choice]:
 def save_choices(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None:
     """Write a key's choices; readers see the old file or the new one, whole. Raises OSError."""
     content = TuningFile(SCHEMA_VERSION, __version__, key, list(choices.values()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
 
 
 KERNEL_VERSION = 5

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ from lightserve.cli import main as cli_main
 from lightserve.config import ServeConfig
 from lightserve.config.fields import Need, flag_name
 from lightserve.config.file import (
-    MAX_FILE_BYTES,
     Origin,
     log_configuration,
     merge,
     read_config_file,
 )
-from lightserve.errors import ConfigError
+from lightserve.errors import MAX_FILE_BYTES, ConfigError
+from lightserve.http_access import read_api_keys
 from lightserve.logs import JsonFormatter
+from lightserve.node_key import read_node_key
 from lightserve.supervisor import loop
 from lightserve.supervisor.spawn import num_frontends
+from lightserve.tokenization.chat_template import find_chat_template
 from tools.config_page import document
 
 _POLICIES = ", ".join(ServeConfig.__dataclass_fields__["policy"].metadata["choices"])
@@ -108,9 +111,7 @@ def test_values_keep_their_types(tmp_path: Path, text: str, expected: dict[str, 
         ("port: *nowhere", "is not valid YAML"),
         ("port: 'x", "is not valid YAML"),
         ("[" * 20_000, "is not valid YAML"),
-        (b"model: \xff", "not text in UTF-8"),
-        (b"model: \x00", "not text in UTF-8"),
-        (b"#" * (MAX_FILE_BYTES + 1), f"larger than {MAX_FILE_BYTES} bytes"),
+        (b"model: \x00", "has control characters"),
     ],
     ids=lambda value: repr(value[:40]),
 )
@@ -136,16 +137,31 @@ def test_whatever_it_holds_only_configuration_errors_come_out(
     assert values.keys() <= {spec.name for spec in dataclasses.fields(ServeConfig)}
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path, what in (
-        (tmp_path / "missing.yaml", "no such file"),
-        (tmp_path, "must be a file, not a directory or a pipe"),
+NAMED_FILES: dict[str, Callable[[Path], object]] = {
+    "--config": lambda path: read_config_file(path, ServeConfig),
+    "--api-key-file": read_api_keys,
+    "--node-key-file": read_node_key,
+    "--chat-template": lambda path: find_chat_template(path.parent, str(path)),
+}
+
+
+@pytest.mark.parametrize("flag", NAMED_FILES)
+@pytest.mark.timeout(30)  # opening a pipe waits for its other end
+def test_files_that_options_name(flag: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (large := tmp_path / "large").write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    (no_text := tmp_path / "no_text").write_bytes(b"a: \xff")
+    for path, complaint in (
+        (tmp_path / "missing", "no such file"),
+        (folder, "must be a file, not a directory or a pipe"),
         (pipe, "must be a file, not a directory or a pipe"),
+        (large, f"larger than {MAX_FILE_BYTES} bytes"),
+        (no_text, "not valid UTF-8"),
     ):
-        with pytest.raises(ConfigError, match=what):
-            read_config_file(path, ServeConfig)
+        with pytest.raises(ConfigError) as raised:
+            NAMED_FILES[flag](path)
+        assert str(raised.value) == f"{flag} {path}: {complaint}"
 
 
 def test_a_path_that_is_not_text_is_refused_by_its_flag() -> None:

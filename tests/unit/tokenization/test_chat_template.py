@@ -11,7 +11,7 @@ from support.tokenizers_made import write_config
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.errors import ConfigError, InvalidRequest, ModelLoadError
+from lightserve.errors import InvalidRequest, ModelLoadError
 from lightserve.tokenization import conversation
 from lightserve.tokenization.chat_template import ChatTemplate, TemplateSource, find_chat_template
 from lightserve.tokenization.conversation import ChatMessage, Conversation
@@ -314,15 +314,6 @@ def test_malformed_templates_name_the_key(tmp_path: Path, value: object) -> None
     write_config(tmp_path, "tokenizer_config.json", {"chat_template": value})
     with pytest.raises(ModelLoadError, match="chat_template"):
         find_chat_template(tmp_path)
-
-
-@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * 1_000_001])
-def test_a_file_that_cannot_be_used_names_the_flag(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "mine.jinja"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"--chat-template .*mine\.jinja"):
-        find_chat_template(tmp_path, str(path))
 
 
 def test_bundled_template_names_each_role_once() -> None:
