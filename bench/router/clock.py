@@ -35,7 +35,7 @@ from lightserve.router.step import PlannedStep, WaitUntil
 MAX_MODEL_LEN = 32_768
 KV_METHODS = (
     "look_up", "start", "load", "learn_prompt", "expect", "forget", "cost", "acquire", "release",
-    "takeable", "gain", "take", "num_freed_by", "freed_by", "copy_ahead", "take_copies",
+    "takeable", "gain", "take", "num_freed_by", "freed_by", "take_copies",
 )  # fmt: skip
 """What the core and its parts call in a step, besides counters that are read."""
 

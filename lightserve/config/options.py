@@ -485,14 +485,6 @@ class MemoryOptions:
         high=16,
         scope=Scope.SIMULATE,
     )
-    clean_ahead_tokens: int = option(
-        0,
-        "Tokens of likely victims that are copied to the host before they are paused; -1: 2 % of"
-        " the KV pool, 0: none.",
-        low=-1,
-        scope=Scope.SIMULATE,
-        needs=(Need("preemption", ("checkpoint",)),),
-    )
     host_kv_memory: str = option(
         "auto",
         "Host memory per rank for the KV of paused requests, such as 512MiB; auto is half of the"

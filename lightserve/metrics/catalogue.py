@@ -295,12 +295,6 @@ KV_TOKENS_SAVED = counter(
     "Tokens copied to the host because their slots were needed.",
     CLASS,
 )
-KV_TOKENS_SAVED_AHEAD = counter(
-    "kv_tokens_saved_ahead_total",
-    Origin.ROUTER,
-    "Tokens copied to the host before their slots were needed.",
-    CLASS,
-)
 KV_TOKENS_LOADED = counter(
     "kv_tokens_loaded_total", Origin.ROUTER, "Tokens copied back from the host.", CLASS
 )

@@ -21,14 +21,14 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.risk import AcceptedRisk
 from lightserve.router.kv.cache import KVStore
-from lightserve.router.kv.host import MAX_AHEAD_PER_PLAN, PlanCopies
+from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Found, Request
 from lightserve.router.request_table import Decodes, RequestTable
 from lightserve.router.retry_after import QueueDelay
 from lightserve.router.step import PlannedStep, Reason
-from lightserve.types import BE, RT, RequestClass, RowId
+from lightserve.types import RT, RequestClass, RowId
 
 # From allotments to the message that workers execute.
 
@@ -88,7 +88,6 @@ def build_plan(
         decodes=_decode_rows(step.decodes, decode_slots),
         saves=copies.saves,
         loads=copies.loads,
-        ahead_saves=copies.ahead_saves,
         ahead_loads=copies.ahead_loads,
         left_rows=left_rows,
     )
@@ -135,8 +134,6 @@ class KVCounters:
     """Tokens whose slots went to another request, and which are on the host."""
     saved_tokens: int = 0
     """Taken tokens that had to be copied in the step that took them."""
-    ahead_tokens: int = 0
-    """Tokens that were copied to the host before their slots were needed."""
     loaded_tokens: int = 0
     """Tokens that came back from the host."""
     lost_tokens: int = 0
@@ -171,20 +168,11 @@ class SkipCounters:
                     self.awaiting_memory.add(request_class)
 
 
-AHEAD_FACTOR = 4
-"""Tails are copied ahead once less than this many times what is to be clean is free or cached:
-before that nothing will be taken soon, and the copies would be for nothing."""
-AHEAD_STEPS = 256
-"""Steps after memory was last taken in which tails are copied ahead: where nothing is
-taken, every best-effort newcomer would still be the next victim for a moment."""
-
-
 class StepCommit:
     """Carries out what `Planner` decided, in the order that copies rely on.
 
     Memory is taken first (its saves run before all else in the step), then requests start or come
-    nearer to it (loads run after the saves), then slots are given out, and at last tails are copied
-    ahead.
+    nearer to it (loads run after the saves), then slots are given out.
     """
 
     def __init__(
@@ -200,7 +188,6 @@ class StepCommit:
         self._pipeline = pipeline
         self._waits = waits
         self._risk = risk
-        self._steps_since_take = AHEAD_STEPS + 1
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
 
@@ -208,7 +195,6 @@ class StepCommit:
         """Book a step planned since the last event; return the message to send."""
         self.skip_counters.note(step)
         self._make_room(step, kv, now_s)
-        self._steps_since_take = 0 if step.checkpointed else self._steps_since_take + 1
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
             self._start(request, kv, step.found[request])
@@ -223,7 +209,6 @@ class StepCommit:
         decode_slots = kv.acquire_one_each(step.decodes.rows)
         chunk_slots = kv.acquire(step.chunks)
         _note_slots(step, decode_slots, chunk_slots)
-        self._copy_ahead(kv, sum(num_tokens for _, num_tokens in step.loaded))
         plan = build_plan(
             step,
             decode_slots=decode_slots,
@@ -290,26 +275,6 @@ class StepCommit:
             request.was_evicted = True
             counters.num_evicted += 1
             self._risk.note_evicted(request.request_class)
-
-    def _copy_ahead(self, kv: KVStore, num_loading: int) -> None:
-        """Save tails of the next best-effort victims, paused ones first, while no load waits.
-
-        The link is shared with what is loaded.
-        """
-        if self._steps_since_take > AHEAD_STEPS:
-            return
-        if kv.num_available > AHEAD_FACTOR * kv.options.num_clean_ahead(kv.num_slots):
-            return
-        paused = list(self._waiting.paused(BE))[::-1]
-        running = [
-            request
-            for request in self._rows
-            if request.request_class is BE
-            and request.state is RUNNING
-            and request.num_computed_tokens >= request.num_prompt_tokens  # or its tail still moves
-        ][::-1]
-        num_copied = kv.copy_ahead([*paused, *running], MAX_AHEAD_PER_PLAN - num_loading)
-        self.counters[BE].ahead_tokens += num_copied
 
 
 def _note_slots(step: PlannedStep, decode_slots: Int32Array, chunk_slots: Int32Array) -> None:

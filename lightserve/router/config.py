@@ -123,7 +123,6 @@ def make_scheduler_config(
             block_size=config.block_size,
             is_exclusive=config.block_owner == "exclusive",
             preemption=Preemption(config.preemption),
-            clean_ahead_tokens=config.clean_ahead_tokens,
             rt_cache_min_tokens=config.rt_cache_min_tokens,
             max_retained_tokens=config.max_retained_tokens,
             event_block_size=config.kv_events_block_size if config.kv_events else 0,

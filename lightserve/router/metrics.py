@@ -26,7 +26,6 @@ from lightserve.metrics.catalogue import (
     KV_SLOTS_USED,
     KV_TOKENS_LOADED,
     KV_TOKENS_SAVED,
-    KV_TOKENS_SAVED_AHEAD,
     KV_TOKENS_TAKEN,
     NUM_PREEMPTIONS,
     NUM_REQUESTS_RUNNING,
@@ -178,7 +177,6 @@ class RouterMetrics:
                 (PAUSES, counters.num_pauses),
                 (KV_TOKENS_TAKEN, counters.taken_tokens),
                 (KV_TOKENS_SAVED, counters.saved_tokens),
-                (KV_TOKENS_SAVED_AHEAD, counters.ahead_tokens),
                 (KV_TOKENS_LOADED, counters.loaded_tokens),
             ):
                 self.recorder.counter(family, request_class.value).value = value

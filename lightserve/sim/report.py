@@ -254,8 +254,6 @@ class KVReport:
     recomputed_tokens: int
     saved_tokens: int
     """Copied to the host in the step that took their slots."""
-    ahead_tokens: int
-    """Copied to the host before."""
     loaded_tokens: int
     copied_tokens: int
     """All of these copies."""
@@ -367,7 +365,7 @@ def hybrid_report(
         for request_class in RequestClass
     }
     num_steps = max(1, sums.num_steps)
-    num_copied = sums.saved_tokens + sums.ahead_tokens + sums.loaded_tokens
+    num_copied = sums.saved_tokens + sums.loaded_tokens
     kv = KVReport(
         steps=sums.num_steps,
         total_work_s=sums.busy_s,
@@ -379,7 +377,6 @@ def hybrid_report(
         rt_evictions_beside_be=core.num_rt_evictions_beside_be,
         recomputed_tokens=core.num_preempted_tokens,
         saved_tokens=sums.saved_tokens,
-        ahead_tokens=sums.ahead_tokens,
         loaded_tokens=sums.loaded_tokens,
         copied_tokens=num_copied,
         copied_bytes=num_copied * hardware.kv_bytes_per_token,

@@ -237,9 +237,7 @@ def arrivals() -> list[Arrival]:
     every_value(["priority", "unified", "chunked"], list(Preemption), [0.02, 0.1, 0.19, 0.3]),
 )
 def test_nothing_is_left_after_a_storm(policy: str, preemption: Preemption, at_s: float) -> None:
-    options = KVOptions(
-        cache_order=task_aware, block_size=16, preemption=preemption, clean_ahead_tokens=10
-    )
+    options = KVOptions(cache_order=task_aware, block_size=16, preemption=preemption)
     core = make_core(policy, 32, admission=RecklessAdmission(), kv=options)
     worker = SimulatedWorker(
         num_slots=NUM_SLOTS,

@@ -428,7 +428,6 @@ some_options = st.builds(
     cache_order=st.sampled_from([None, task_aware]),
     block_size=st.sampled_from([1, 4, 16]),
     preemption=st.sampled_from(Preemption),
-    clean_ahead_tokens=st.sampled_from([0, 40]),
 )
 
 
@@ -475,27 +474,3 @@ def test_at_any_moment(
         assert pool.block_size == options.block_size
         assert pool.num_host_slots == NUM_HOST_SLOTS
     assert pool.num_used_host_slots == core.num_used_slots == pool.mean_run_length == 0
-
-
-def test_what_is_copied_ahead_is_checkpointed() -> None:
-    options = KVOptions(block_size=4, preemption=Preemption.CHECKPOINT, clean_ahead_tokens=24)
-    core = make_core("priority", 64, admission=RecklessAdmission(), kv=options)
-    core._commit._steps_since_take = 0  # memory was just taken from a request
-    arrivals = [
-        Arrival(0.0, 30, 20, 20, request_class=request_class) for request_class in RequestClass
-    ]
-    _simulation(core).run(events_of(arrivals), until_s=0.06)
-    pool = _checked_map(core)
-    rt, be = (pool.classes[request_class] for request_class in RequestClass)
-    assert rt.num_requests == be.num_requests == 1
-    assert rt.num_slots > 30 and be.num_slots > 30
-    assert rt.num_checkpointed_slots == 0  # best-effort's memory goes first
-    assert 0 < be.num_checkpointed_slots == pool.num_used_host_slots < be.num_slots
-    assert pool.num_slots_of_kind == [
-        NUM_SLOTS - rt.num_slots - be.num_slots,
-        rt.num_slots,
-        be.num_slots - be.num_checkpointed_slots,
-        0,
-        be.num_checkpointed_slots,
-    ]
-    assert pool.mean_run_length > 4

@@ -231,9 +231,7 @@ FRONTEND = FrontendId(0)
 LAST_S = 40
 ODD_SLOTS = 67  # the last block is a short one
 STORES = {
-    "checkpoint": KVOptions(
-        cache_order=task_aware, block_size=4, preemption=Preemption.CHECKPOINT, clean_ahead_tokens=9
-    ),
+    "checkpoint": KVOptions(cache_order=task_aware, block_size=4, preemption=Preemption.CHECKPOINT),
     "protected": KVOptions(
         cache_order=task_aware, preemption=Preemption.CHECKPOINT, rt_cache_min_tokens=60
     ),

@@ -299,7 +299,6 @@ def test_help_names_the_defaults_that_the_code_has() -> None:
         ("--preemption", "recompute"),
         ("--block-size", "1"),
         ("--host-kv-tokens", "0"),
-        ("--clean-ahead-tokens", "400"),
         ("--budget-tokens", "64"),
         ("--max-be-seqs", "2"),
         ("--admission", "oracle"),

@@ -127,7 +127,6 @@ def make_schedule(
             cache_order=rng.choice((None, task_aware, task_aware, least_recently_used)),
             block_size=rng.choice((1, 2, 4, 8, 16)),
             preemption=way if preemption is None else preemption,
-            clean_ahead_tokens=rng.choice((0, 0, 20, 60)),
             rt_cache_min_tokens=rng.choice((0, 30)),
         ),
         step_cost=rng.choice((None, SLOW_LINK)),
@@ -178,7 +177,6 @@ class Tally:
     num_evictions: int = 0
     taken_tokens: int = 0
     saved_tokens: int = 0
-    ahead_tokens: int = 0
     loaded_tokens: int = 0
     lost_tokens: int = 0
     seen: Seen = field(default_factory=Seen)
@@ -295,7 +293,6 @@ _COUNTERS = (
     "num_evictions",
     "taken_tokens",
     "saved_tokens",
-    "ahead_tokens",
     "loaded_tokens",
     "lost_tokens",
 )

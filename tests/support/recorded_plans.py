@@ -152,7 +152,7 @@ def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> l
         num_slots=POOL_SLOTS,
         num_host_slots=NUM_SLOTS,
         copied_token_s=0.0,
-        kv=KVOptions(block_size=4, preemption=preemption, clean_ahead_tokens=20),
+        kv=KVOptions(block_size=4, preemption=preemption),
     )
     recorder = _Recorder(runner)
     simulation = Simulation(

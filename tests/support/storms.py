@@ -156,7 +156,6 @@ class Storm:
                 block_size=rng.choice([1, 4, 16]),
                 is_exclusive=is_exclusive,
                 preemption=rng.choice(list(Preemption)),
-                clean_ahead_tokens=rng.choice([0, 0, 20]),
                 rt_cache_min_tokens=0 if is_exclusive else rng.choice([0, 30]),
             ),
         )

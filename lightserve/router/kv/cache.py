@@ -65,8 +65,6 @@ class KVOptions:
     is_exclusive: bool = False
     """Whether a block belongs to one request; then nothing is cached."""
     preemption: Preemption = Preemption.RECOMPUTE
-    clean_ahead_tokens: int = 0
-    """Tokens of the next victims that are kept on the host as well; -1: 2 % of the pool."""
     rt_cache_min_tokens: int = 0
     """Cached tokens of real-time requests that best-effort ones may not take."""
     event_block_size: int = 0
@@ -78,12 +76,6 @@ class KVOptions:
     def num_retained(self, num_slots: int) -> int:
         """Return how many tokens of each key may be kept longer in a pool of `num_slots`."""
         return num_slots // 10 if self.max_retained_tokens < 0 else self.max_retained_tokens
-
-    def num_clean_ahead(self, num_slots: int) -> int:
-        """Return the tokens to be kept clean in a pool of `num_slots`."""
-        if self.preemption is not Preemption.CHECKPOINT:
-            return 0
-        return num_slots // 50 if self.clean_ahead_tokens < 0 else self.clean_ahead_tokens
 
 
 class KVStore:
@@ -113,7 +105,6 @@ class KVStore:
         if self._tree is not None and (most := options.num_retained(num_slots)) > 0:
             self._retained = RetainedPrefixes(self._tree, max_tokens=most)
         self._load_is_cheaper = load_is_cheaper
-        self._num_clean_ahead = options.num_clean_ahead(num_slots)
 
     # ---------------------------------------------------------------- figures
 
@@ -452,16 +443,6 @@ class KVStore:
             return set()
         leases = [victim.lease for victim in victims if victim.lease is not None]
         return self._tree.freed_by(leases, pinned)
-
-    def copy_ahead(self, victims: Iterable[Request], most: int) -> int:
-        """Save the tails of those that would be taken from next, about `most` tokens with a plan.
-
-        Returns how many tokens.
-        """
-        if self._num_clean_ahead == 0:
-            return 0
-        takeable = ((victim, self.takeable(victim)) for victim in victims)
-        return self.checkpoints.copy_ahead(takeable, self._num_clean_ahead, most)
 
     def take_events(self) -> list[BlockEvent]:
         """Return what was cached and evicted since the last call."""

@@ -5,10 +5,9 @@ copy never goes stale: it stays, while there is room, when its tokens are back i
 taking them again costs nothing.
 
 Memory is taken from the end of a paused request; before its slots are overwritten, exactly the
-tokens in them that are not on the host yet are saved. `copy_ahead` saves the tails of those that
-would be paused next while they still run, so that taking them is free (clean-ahead). When the host
-is full, copies that are spare, because their tokens are in the pool as well, are given up; when
-that is not enough, the tokens are lost and will be computed again.
+tokens in them that are not on the host yet are saved. When the host is full, copies that are spare,
+because their tokens are in the pool as well, are given up; when that is not enough, the tokens are
+lost and will be computed again.
 """
 
 from __future__ import annotations
@@ -23,10 +22,6 @@ from lightserve.messages.common import Int32Array, pack_int32
 from lightserve.messages.router_worker import NO_COPIES, KVCopies
 from lightserve.router.request import HostRange, Request
 
-MIN_AHEAD_TOKENS = 16
-"""A tail that has grown by less is not copied ahead yet: few long copies instead of many short."""
-MAX_AHEAD_PER_PLAN = 256
-"""Tokens copied ahead with one plan, so that the plan behind it does not wait for long."""
 _NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
@@ -79,7 +74,6 @@ class PlanCopies(NamedTuple):
 
     saves: KVCopies = NO_COPIES
     loads: KVCopies = NO_COPIES
-    ahead_saves: KVCopies = NO_COPIES
     ahead_loads: KVCopies = NO_COPIES
 
 
@@ -94,8 +88,7 @@ class Checkpoints:
         self._host = HostSlots(num_slots)
         self._owners: dict[Request, None] = {}
         """Requests with a host range, those that got it first at the front."""
-        self._saves, self._loads = CopyList(), CopyList()
-        self._ahead_saves, self._ahead_loads = CopyList(), CopyList()
+        self._saves, self._loads, self._ahead_loads = CopyList(), CopyList(), CopyList()
 
     @property
     def num_slots(self) -> int:
@@ -109,7 +102,7 @@ class Checkpoints:
 
     def take_copies(self) -> PlanCopies:
         """Return what the plan that is being made has to copy."""
-        lists = self._saves, self._loads, self._ahead_saves, self._ahead_loads
+        lists = self._saves, self._loads, self._ahead_loads
         return PlanCopies(*[copies.take() for copies in lists])
 
     def save(self, request: Request, start: int) -> int | None:
@@ -121,7 +114,7 @@ class Checkpoints:
         """
         if request.host is not None and request.host.end < start:
             self.drop(request)  # the gap would be copied though nothing overwrites it
-        num_saved = self._cover(request, start, request.num_kept_tokens, self._saves)
+        num_saved = self._cover(request, start, request.num_kept_tokens)
         if num_saved is None:
             self.drop(request)
         return num_saved
@@ -142,66 +135,18 @@ class Checkpoints:
             request.host = None
             del self._owners[request]
 
-    def copy_ahead(self, victims: Iterable[tuple[Request, int]], num_tokens: int, most: int) -> int:
-        """Have the last `num_tokens` tokens that would be taken next on the host.
-
-        Args:
-            victims: requests, the first to go first, and how many tokens at the end of what they
-                hold could be taken.
-            num_tokens: over all of them.
-            most: tokens after which no more are copied with this plan.
-
-        Returns how many tokens are copied for that.
-        """
-        num_left, num_copied = num_tokens, 0
-        for request, num_takeable in victims:
-            if num_left <= 0 or num_copied >= most:
-                break
-            end = min(request.num_held_tokens, request.num_computed_tokens)  # confirmed
-            start = max(0, end - num_left, request.num_held_tokens - num_takeable)
-            num_left -= max(0, end - start)
-            num_copied += self._keep_tail(request, start, end)
-        return num_copied
-
-    def _keep_tail(self, request: Request, start: int, end: int) -> int:
-        """Copy some of what of positions start … end-1 is not on the host; returns how much.
-
-        From the end downwards, as it would be taken; first what has grown since.
-        """
-        if request.host is not None and request.host.end < start:
-            self.drop(request)
-        kept = request.host or HostRange(end, _NO_SLOTS)
-        first, last = kept.start, kept.end
-        if end - last >= MIN_AHEAD_TOKENS:
-            last = min(end, last + MAX_AHEAD_PER_PLAN)
-        elif first - start >= MIN_AHEAD_TOKENS:
-            first = max(start, first - MAX_AHEAD_PER_PLAN)
-        else:
-            return 0
-        return self._cover(request, first, last, self._ahead_saves, may_displace=False) or 0
-
-    def _cover(
-        self,
-        request: Request,
-        start: int,
-        end: int,
-        copies: CopyList,
-        *,
-        may_displace: bool = True,
-    ) -> int | None:
+    def _cover(self, request: Request, start: int, end: int) -> int | None:
         """Widen a request's host range to start … end-1; None if the host has no room."""
         kept = request.host or HostRange(start, _NO_SLOTS)
         positions = np.concatenate([np.arange(start, kept.start), np.arange(kept.end, end)])
         count = len(positions)
         if count == 0:
             return 0
-        if count > self._host.num_free and not (
-            may_displace and self._displace(count, except_for=request)
-        ):
+        if count > self._host.num_free and not self._displace(count, except_for=request):
             return None
         assert request.slots is not None
         new = self._host.acquire(count)
-        copies.add(request.slots[positions], new)
+        self._saves.add(request.slots[positions], new)
         num_before = max(0, kept.start - start)
         slots = np.concatenate([new[:num_before], kept.slots, new[num_before:]])
         request.host = HostRange(min(start, kept.start), slots)

@@ -9,7 +9,6 @@ from lightserve.messages.common import unpack_int32
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.request import Request, RequestState
-from lightserve.router.request_table import RequestTable
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -46,13 +45,11 @@ class Scene:
         cached: bool = True,
         load_is_cheaper: bool = True,
         preemption: Preemption = Preemption.CHECKPOINT,
-        clean_ahead: int = 0,
     ) -> None:
         options = KVOptions(
             cache_order=task_aware if cached else None,
             preemption=preemption,
             block_size=4,
-            clean_ahead_tokens=clean_ahead,
         )
         self.kv = KVStore(
             num_slots,
@@ -78,13 +75,11 @@ class Scene:
             kv.learn_prompt(request)
         return request
 
-    def copies(self) -> tuple[int, int, int]:
-        """Tokens that the next plan saves, loads and saves ahead."""
-        saves, loads, ahead, _ = self.kv.take_copies()
-        assert [len(c.slots) for c in (saves, loads, ahead)] == [
-            len(c.host_slots) for c in (saves, loads, ahead)
-        ]
-        return len(saves.slots) // 4, len(loads.slots) // 4, len(ahead.slots) // 4
+    def copies(self) -> tuple[int, int]:
+        """Tokens that the next plan saves and loads."""
+        saves, loads, _ = self.kv.take_copies()
+        assert [len(c.slots) for c in (saves, loads)] == [len(c.host_slots) for c in (saves, loads)]
+        return len(saves.slots) // 4, len(loads.slots) // 4
 
 
 def test_exactly_what_is_taken_is_copied_and_comes_back() -> None:
@@ -97,9 +92,9 @@ def test_exactly_what_is_taken_is_copied_and_comes_back() -> None:
     assert unpack_int32(saves.slots).tolist() == before[-3:].tolist()
     assert (request.num_held_tokens, scene.kv.num_used) == (22, 22)
     assert scene.kv.take(request, 2) == 2, "the others are on the host already"
-    assert scene.copies() == (2, 0, 0)
+    assert scene.copies() == (2, 0)
     scene.run(request, num_output=6)
-    assert scene.copies() == (0, 5, 0)
+    assert scene.copies() == (0, 5)
     assert request.held_slots[:20].tolist() == before[:20].tolist(), "what was left has not moved"
     assert scene.kv.num_used == 26
 
@@ -114,7 +109,7 @@ def test_copies_stay_while_their_tokens_are_back() -> None:
     scene.copies()
     request.pause()
     assert scene.kv.take(request, 7) == 3
-    assert scene.copies() == (3, 0, 0)
+    assert scene.copies() == (3, 0)
 
 
 def test_the_shared_part_of_a_prompt_is_not_taken() -> None:
@@ -140,7 +135,7 @@ def test_what_is_taken_out_of_the_tree_is_private_and_back_on_resume() -> None:
     scene.kv.take(request, 15)
     assert scene.kv.look_up(make_request(9)).start == 10, "the rest stays shareable"
     scene.run(request, num_output=6)
-    assert scene.copies() == (15, 15, 0)
+    assert scene.copies() == (15, 15)
     assert scene.kv.look_up(make_request(9)).start == 19, "shared anew"
     scene.kv.check_integrity([request])
 
@@ -153,7 +148,7 @@ def test_a_checkpoint_is_dropped_if_another_computed_the_same() -> None:
     other = scene.run(make_request(1, 24), num_output=2)
     scene.copies()
     scene.run(request, num_output=6)
-    assert scene.copies() == (0, 5, 0), "its prompt is in the tree again, its output is not"
+    assert scene.copies() == (0, 5), "its prompt is in the tree again, its output is not"
     scene.kv.check_integrity([request, other])
 
 
@@ -197,9 +192,9 @@ def test_kv_comes_back_bit_by_bit_and_goes_again_at_no_cost() -> None:
         assert scene.kv.look_up(request).num_loaded == 25 - num_held
         scene.kv.check_integrity([request])
     assert scene.kv.take(request, 4) == 0
-    assert scene.copies() == (0, 0, 0) and scene.kv.num_used == 14
+    assert scene.copies() == (0, 0) and scene.kv.num_used == 14
     scene.run(request, num_output=6)
-    assert scene.copies() == (0, 11, 0), "the rest in one go"
+    assert scene.copies() == (0, 11), "the rest in one go"
     assert request.held_slots[:5].tolist() == before[:5].tolist()
     scene.kv.release(request, keep=False)
     assert (scene.kv.num_used, scene.kv.checkpoints.num_used) == (0, 0)
@@ -219,7 +214,7 @@ def test_what_is_cached_again_is_held_before_the_rest_is_loaded() -> None:
     scene.kv.check_integrity([request])
     assert scene.kv.look_up(request).num_loaded == 3
     scene.run(request, num_output=6)
-    assert scene.copies() == (0, 3, 0)
+    assert scene.copies() == (0, 3)
     scene.kv.check_integrity([request])
 
 
@@ -234,30 +229,6 @@ def test_spare_copies_make_room_for_needed_ones() -> None:
     assert scene.kv.take(second, 6) == 6
     assert first.host is None and scene.kv.checkpoints.num_used == 6
     scene.kv.check_integrity([first, second])
-
-
-def test_clean_tokens_cost_nothing_to_take() -> None:
-    scene = Scene(cached=False, clean_ahead=16)
-    request = scene.run(make_request(0), num_output=5)
-    assert scene.kv.copy_ahead([request], 256) == 16
-    assert scene.copies() == (0, 0, 16)
-    assert scene.kv.copy_ahead([request], 256) == 0
-    request.pause()
-    assert scene.kv.take(request, 16) == 0
-    assert scene.copies() == (0, 0, 0)
-
-
-def test_what_is_still_being_computed_is_not_copied_ahead() -> None:
-    """The copy may be made before the step in flight has written it."""
-    scene = Scene(cached=False, clean_ahead=64)
-    request = scene.run(make_request(0), num_output=5)
-    assert request.slots is not None
-    request.slots[25:29] = scene.kv.acquire([(request, 4)])
-    RequestTable(1).acquire(request)
-    request.num_inflight_tokens, request.next_position = 4, 29
-    assert (request.num_computed_tokens, request.num_held_tokens) == (25, 29)
-    assert scene.kv.copy_ahead([request], 256) == 25
-    assert request.host is not None and request.host.end == 25
 
 
 @pytest.mark.parametrize("preemption", [Preemption.SWAP, Preemption.RECOMPUTE])

@@ -111,7 +111,7 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
         left_rows=rows.take_left(),
     )
     assert plan.left_rows == (0,)
-    assert (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads) == copies
+    assert (plan.saves, plan.loads, plan.ahead_loads) == copies
     assert [(sequence.row, len(sequence.segments[0].token_ids)) for sequence in plan.sequences] == [
         (1, 32),
         (2, 32),

@@ -276,8 +276,6 @@ EXCLUSIVE = {"block_owner": "exclusive", "preemption": "swap", "cache_policy": "
             "--block-owner needs --preemption swap or recompute",
         ),
         (EXCLUSIVE | {"cache_policy": "lru"}, "--block-owner needs --cache-policy off"),
-        ({"preemption": "swap", "clean_ahead_tokens": 9}, "--clean-ahead-tokens needs"),
-        ({"preemption": "recompute", "clean_ahead_tokens": 9}, "--clean-ahead-tokens needs"),
         ({"preemption": "recompute", "host_kv_memory": "1MiB"}, "--host-kv-memory needs"),
         ({"cache_policy": "off", "rt_cache_min_tokens": 9}, "--rt-cache-min-tokens needs"),
         ({"host_kv_memory": "much"}, "--host-kv-memory"),
@@ -295,7 +293,6 @@ def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: st
         EXCLUSIVE | {"preemption": "recompute"},
         {"preemption": "swap", "host_kv_memory": "1MiB"},
         {"cache_policy": "lru", "rt_cache_min_tokens": 9},
-        {"clean_ahead_tokens": 9},
     ],
 )
 def test_what_has_an_effect_is_taken(fields: dict[str, Any]) -> None:
