@@ -200,7 +200,7 @@ class DecoderModel:
         layer_type, attention = family
         if config.is_parallel or config.is_post_norm:
             layer_type = ParallelLayer if config.is_parallel else PostNormLayer
-        last = replace(context, method=context.method.of_some_tokens)
+        last = replace(context, method=context.method.exact_inputs)
         self._layers = [
             layer_type(context if layer < config.num_layers - 1 else last, layer, attention)
             for layer in range(config.num_layers)
@@ -323,7 +323,7 @@ def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:
     def load(name: str, rows: Part, columns: Part) -> Linear:
         module = name.removesuffix(".weight")
         shard = ModuleShard(name=module, rows=rows, columns=columns, has_bias=False)
-        return context.method.of_some_tokens.create(context.reader, [shard])
+        return context.method.exact_inputs.create(context.reader, [shard])
 
     return load(PROJECT_IN, inner, outer), load(PROJECT_OUT, outer, inner)
 

@@ -60,7 +60,7 @@ class LatentAttention:
             first=latent.plain_dim,
         )
         self._query_heads = ColumnParallelLinear(
-            context.method,
+            context.method.exact_inputs,
             rotated if config.rotates_neighbours else reader,
             [(source, _features(heads, latent.query_dim))],
             in_size=in_size,
@@ -89,7 +89,7 @@ class LatentAttention:
             rotated = frozenset({(name, 0)})
             reader = NeighboursApart(reader, rotated, part.size, latent.rope_dim, first=latent.rank)
         return ColumnParallelLinear(
-            context.method,
+            context.method.exact_inputs,
             reader,
             [(name, part)],
             in_size=config.hidden_size,

@@ -381,12 +381,13 @@ def test_only_tokens_of_prompts_are_rounded(monkeypatch: pytest.MonkeyPatch) -> 
     rounds = {
         name: linear.weight.prompts is not None
         for name, linear in (
-            ("first", runner._model._layers[0]._attention._qkv._linear),
-            ("last", runner._model._layers[-1]._attention._qkv._linear),
+            ("first", runner._model._layers[0]._attention._out._linear),
+            ("its queries", runner._model._layers[0]._attention._qkv._linear),
+            ("last", runner._model._layers[-1]._attention._out._linear),
             ("output", runner._model._lm_head._linear),
         )
     }
-    assert rounds == {"first": True, "last": False, "output": False}
+    assert rounds == {"first": True, "its queries": False, "last": False, "output": False}
     for number, (plan, runs) in enumerate(
         (
             ([(0, 0, 10), (1, 0, 30), (2, 0, 1)], [41, 1, 0, 41]),

@@ -99,7 +99,7 @@ class SelfAttention:
             rotated = frozenset((name, rows.start) for name, rows in parts[:2])
             reader = NeighboursApart(reader, rotated, head_dim, config.rotary_dim)
         self._qkv = ColumnParallelLinear(
-            context.method,
+            context.method.exact_inputs,
             reader,
             parts,
             in_size=config.hidden_size,

@@ -303,7 +303,7 @@ class _SeparateExperts:
     """
 
     def __init__(self, context: ModelContext, names: Sequence[str], moe: MoeConfig) -> None:
-        method, reader = context.method.of_some_tokens, context.reader
+        method, reader = context.method.exact_inputs, context.reader
         hidden = context.config.hidden_size
         part = even_part(moe.intermediate_size, context.tp)
         inputs = Part(0, hidden)

@@ -262,8 +262,8 @@ class LinearMethod(Protocol):
     """Fewest bits of integers in the packed weights that it makes; None: it makes no integers."""
 
     @property
-    def of_some_tokens(self) -> LinearMethod:
-        """Method for weights that are multiplied by some tokens of a pass, and not by all."""
+    def exact_inputs(self) -> LinearMethod:
+        """Method for weights whose inputs stay as they are, whatever is done to others'."""
 
     def begin_pass(self, batch: AttentionBatch) -> None:
         """Take in the pass whose products come next."""
@@ -359,8 +359,8 @@ class UnquantizedMethod:
         self.kernels = kernels
 
     @property
-    def of_some_tokens(self) -> LinearMethod:
-        """See `LinearMethod.of_some_tokens`."""
+    def exact_inputs(self) -> LinearMethod:
+        """See `LinearMethod.exact_inputs`."""
         return self
 
     def begin_pass(self, batch: AttentionBatch) -> None:

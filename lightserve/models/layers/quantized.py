@@ -66,9 +66,9 @@ class Int8Method(UnquantizedMethod):
 class RoundingPromptsMethod(Int8Method):
     """Weights of 8 bits, and inputs of prompts' tokens as well: --quantization w8a8.
 
-    A token is rounded or not by its place alone: what was generated never is, and beyond the last
-    layer's attention, where an answer's tokens go on alone, nothing is. So a token's result depends
-    on neither the others of its pass nor how its prompt was cut.
+    A token is rounded or not by its place alone, whatever is beside it: what was generated never
+    is, nor anything in the last layer, where an answer's tokens go on alone, or before queries,
+    keys and values, where it costs most.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -76,8 +76,8 @@ class RoundingPromptsMethod(Int8Method):
         self._prompts = PromptRuns()
 
     @property
-    def of_some_tokens(self) -> LinearMethod:
-        """See `LinearMethod.of_some_tokens`."""
+    def exact_inputs(self) -> LinearMethod:
+        """See `LinearMethod.exact_inputs`."""
         return Int8Method(self.kernels)
 
     def begin_pass(self, batch: AttentionBatch) -> None:
