@@ -281,7 +281,7 @@ def test_a_wrong_key_file_is_refused_without_its_words(content: str | None, tmp_
 
 
 def test_only_a_terminal_needs_the_package_for_terminals() -> None:
-    """`pip install WHEEL` brings a server's packages alone."""
+    """A question in a pipe is answered without it."""
     code = "import sys; sys.modules['prompt_toolkit'] = None; "
     subprocess.run([sys.executable, "-c", f"{code}import lightserve.chat"], check=True)
     code += "sys.argv = ['lightserve', 'chat', '--model=m']; "
