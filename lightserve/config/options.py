@@ -463,8 +463,8 @@ class MemoryOptions:
     preemption: str = option(
         "checkpoint",
         "KV of a request that is paused for lack of memory: checkpoint (only overwritten parts"
-        " go to the host), swap (all of it goes to the host), recompute (it is dropped).",
-        choices=("checkpoint", "swap", "recompute"),
+        " go to the host), recompute (it is dropped).",
+        choices=("checkpoint", "recompute"),
         scope=Scope.SIMULATE,
     )
     block_owner: str = option(
@@ -474,7 +474,7 @@ class MemoryOptions:
         choices=("two-ended", "exclusive"),
         scope=Scope.SIMULATE,
         needs=(
-            Need("preemption", ("swap", "recompute")),
+            Need("preemption", ("recompute",)),
             Need("cache_policy", ("off",)),
         ),
     )
@@ -491,7 +491,7 @@ class MemoryOptions:
         " KV pool's size, or of what the KV pool leaves free, and beside a GPU, for which it is"
         " locked at the start, at most 16GiB.",
         scope=Scope.PROFILE,
-        needs=(Need("preemption", ("checkpoint", "swap")),),
+        needs=(Need("preemption", ("checkpoint",)),),
     )
     gpu_memory_utilization: float = option(
         DEFAULT_GPU_MEMORY_UTILIZATION,

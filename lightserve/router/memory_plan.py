@@ -521,7 +521,7 @@ class MemoryPlan:
             if missing <= 0:
                 break
             missing -= self._num_slots_placed(junior)
-            wanted = num_left if self._kv.takes_all else max(0, min(num_left, missing))
+            wanted = max(0, min(num_left, missing))
             taken.append(Checkpointed(junior, before + wanted))
             missing -= self._gain(junior, before + wanted) - self._gain(junior, before)
         if missing > 0 and not (takes_less and missing < wanted_slots):

@@ -243,7 +243,7 @@ def test_tokens_survive_preemption_and_scattered_slots(
 
 # A step launched before the one ahead of it is finished gives what it gives after it.
 
-SCHEDULES = [(0, Preemption.CHECKPOINT), (1, Preemption.SWAP), (2, Preemption.RECOMPUTE)]
+SCHEDULES = [(0, Preemption.CHECKPOINT), (1, Preemption.CHECKPOINT), (2, Preemption.RECOMPUTE)]
 
 NUM_WITH_GRAPHS = 60
 

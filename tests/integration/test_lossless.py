@@ -116,7 +116,7 @@ def test_teeth(catalogue: Catalogue, fault: Fault) -> None:
     for number in range(100, 112):
         if num_seen and num_different:
             break
-        schedule = make_schedule(number, preemption=Preemption.SWAP, num_host_slots=600)
+        schedule = make_schedule(number, preemption=Preemption.CHECKPOINT, num_host_slots=600)
         try:
             catalogue.run(schedule, fault=fault)
         except KVChanged:

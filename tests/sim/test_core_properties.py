@@ -235,7 +235,6 @@ STORES = {
     "protected": KVOptions(
         cache_order=task_aware, preemption=Preemption.CHECKPOINT, rt_cache_min_tokens=60
     ),
-    "swap": KVOptions(cache_order=task_aware, block_size=4, preemption=Preemption.SWAP),
     "recompute": KVOptions(preemption=Preemption.RECOMPUTE),
     "exclusive": KVOptions(block_size=16, is_exclusive=True, preemption=Preemption.RECOMPUTE),
 }

@@ -325,13 +325,10 @@ WAYS: dict[str, dict[str, int | str]] = {
     "two-ended 16, checkpoint": {"block_size": 16, "preemption": "checkpoint"},
     "B = 1, checkpoint": {"block_size": 1, "preemption": "checkpoint"},
     "two-ended 16, recompute": {"block_size": 16, "preemption": "recompute"},
-    **{
-        f"exclusive 16, {preemption}": {
-            "block_size": 16,
-            "block_owner": "exclusive",
-            "preemption": preemption,
-        }
-        for preemption in ("swap", "recompute")
+    "exclusive 16, recompute": {
+        "block_size": 16,
+        "block_owner": "exclusive",
+        "preemption": "recompute",
     },
 }
 
@@ -376,9 +373,6 @@ def test_each_arm_takes_memory_in_its_own_way(reports: dict[str, sim.HybridRepor
             assert report.kv.copied_tokens == 0 < report.kv.recomputed_tokens, arm
         else:
             assert report.kv.loaded_tokens > 0, arm
-    swap = reports["exclusive 16, swap"].kv
-    checkpoint = reports["two-ended 16, checkpoint"].kv
-    assert swap.saved_tokens / swap.evictions > checkpoint.saved_tokens / checkpoint.evictions
 
 
 # `recomputed_tokens` is what the workers computed twice, whatever the reason.
@@ -403,7 +397,6 @@ SLOW_COPIES = dataclasses.replace(A100_LLAMA2_7B, per_copied_token_s=2e-3)
         pytest.param("recompute", -1, A100_LLAMA2_7B, id="nothing is saved"),
         pytest.param("checkpoint", -1, SLOW_COPIES, id="loading is slower"),
         pytest.param("checkpoint", 100, A100_LLAMA2_7B, id="the host is full"),
-        pytest.param("swap", 100, A100_LLAMA2_7B, id="the host is full of whole requests"),
     ],
 )
 def test_computed_twice(preemption: str, host_kv_tokens: int, hardware: VirtualHardware) -> None:

@@ -10,8 +10,8 @@ from lightserve.router.admission.baselines import (
     AggressiveAdmission,
     ConservativeAdmission,
     EmaAdmission,
+    PastFutureAdmission,
 )
-from lightserve.router.admission.past_future import PastFutureAdmission
 from lightserve.router.admission.risk import AcceptedRisk, RiskAdmission
 from lightserve.router.output_lengths import OutputLengths
 

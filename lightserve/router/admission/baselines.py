@@ -1,11 +1,14 @@
-"""The rules to measure others against: `conservative`, `aggressive`, `ema` and the oracle.
+"""The rules to measure others against: those of published systems, and the oracle.
 
 The first two are baselines of the Past-Future paper (section 2.3). `conservative` leaves every
 request room for `max_tokens`, so that memory never runs out; it wastes what is not generated,
 unless `overcommit` promises more than there is, and then memory can run out. `aggressive` counts
 what is held now, up to a watermark, as vLLM and SGLang do, and preempts when that has grown too
 much. `ema` guesses one length per request, from an exponential average, as newer versions of
-LightLLM do. The oracle knows the true lengths (in simulations only): the optimum.
+LightLLM do. `past-future` (Algorithm 1) admits while the peak of freshly sampled futures fits:
+every round draws new lengths for all requests, for small batches several, of which the largest peak
+decides; that works as a hidden margin, and `reserve` is the open one. The oracle knows the true
+lengths (in simulations only): the optimum.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from lightserve.router.admission.peak import (
     SharedPrefixes,
 )
 from lightserve.router.future_memory import IntArray
-from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import FoundOf, Request
 
 EMA_GROWTH = 1.1
@@ -117,6 +120,42 @@ class EmaAdmission(PeakAdmission):
 
 def _one_future(live: Collection[Request], sample: OutputSampler, pool: PoolView) -> PeakRound:
     return PeakRound(live, sample, lambda peaks, _: int(peaks[0]), pool.num_slots, found=pool.found)
+
+
+SMALL_BATCH = 200
+"""A batch of k draws min(samples, SMALL_BATCH / k + 1) futures (from the authors' artifact)."""
+
+
+class PastFutureAdmission(PeakAdmission):
+    """`reserve` is a share of the pool, `samples` the most futures drawn."""
+
+    is_steady = False
+
+    def __init__(self, lengths: OutputLengths, *, seed: int, reserve: float, samples: int) -> None:
+        self._lengths = lengths
+        self._seed = seed
+        self._reserve = reserve
+        self._samples = samples
+
+    def begin(self, live: Collection[Request], pool: PoolView) -> PeakRound:
+        """Start a round with fresh random numbers, the same ones if it is started again.
+
+        They depend on what is held, which changes with every step, and not on how many steps
+        the plans before had.
+        """
+        num_held = sum(request.num_known_tokens for request in live)
+        rng = np.random.Generator(np.random.Philox(key=[self._seed, num_held]))
+        limit = int(pool.num_slots * (1.0 - self._reserve))
+        num_futures = min(self._samples, SMALL_BATCH // max(1, len(live)) + 1)
+
+        def sample(requests: Sequence[Request], generated: IntArray) -> LengthArray:
+            count = len(requests)
+            max_tokens = np.fromiter((r.admission_limit for r in requests), np.int64, count)
+            uniforms = rng.random((count, num_futures))
+            keys = [request.prediction_key for request in requests]
+            return self._lengths.sample(generated, max_tokens, uniforms, keys)
+
+        return PeakRound(live, sample, lambda peaks, _: int(peaks.max()), limit, found=pool.found)
 
 
 class OracleAdmission(PeakAdmission):

@@ -48,8 +48,6 @@ class Preemption(StrEnum):
 
     CHECKPOINT = "checkpoint"
     """Only the needed tokens at its end are taken, and saved on the host (BROS)."""
-    SWAP = "swap"
-    """All that no other reads is saved and taken at once."""
     RECOMPUTE = "recompute"
     """All is given up, and computed again."""
 
@@ -371,11 +369,6 @@ class KVStore:
         request.slots = request.lease = None
 
     # ---------------------------------------------------------------- taking from requests
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether a request loses all that it can lose, or only as much as is needed."""
-        return self.options.preemption is Preemption.SWAP
 
     def takeable(self, request: Request, pinned: Container[PrefixNode] = ()) -> int:
         """Return how many tokens at the end of a request's KV could be taken after saving them.

@@ -14,8 +14,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.admission import ADMISSION_RULES
 from lightserve.router.admission.base import AdmissionRule, PoolView
-from lightserve.router.admission.baselines import OracleAdmission
-from lightserve.router.admission.past_future import PastFutureAdmission
+from lightserve.router.admission.baselines import OracleAdmission, PastFutureAdmission
 from lightserve.router.admission.risk import (
     LEVEL_STEP,
     MOST_LEVEL,

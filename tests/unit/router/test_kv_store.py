@@ -231,12 +231,10 @@ def test_spare_copies_make_room_for_needed_ones() -> None:
     scene.kv.check_integrity([first, second])
 
 
-@pytest.mark.parametrize("preemption", [Preemption.SWAP, Preemption.RECOMPUTE])
-def test_other_ways(preemption: Preemption) -> None:
-    scene = Scene(cached=False, preemption=preemption)
+def test_nothing_is_taken_where_all_is_computed_again() -> None:
+    scene = Scene(cached=False, preemption=Preemption.RECOMPUTE)
     request = scene.run(make_request(0), num_output=5)
-    assert scene.kv.takes_all is (preemption is Preemption.SWAP)
-    assert scene.kv.takeable(request) == (25 if preemption is Preemption.SWAP else 0)
+    assert scene.kv.takeable(request) == 0
     assert scene.kv.num_freed_by([request]) == 25
 
 

@@ -264,7 +264,7 @@ def test_the_largest_steps_run(tmp_path: Path) -> None:
 
 # Options of the KV memory: what would have no effect is refused, and says why.
 
-EXCLUSIVE = {"block_owner": "exclusive", "preemption": "swap", "cache_policy": "off"}
+EXCLUSIVE = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ EXCLUSIVE = {"block_owner": "exclusive", "preemption": "swap", "cache_policy": "
         ({"block_size": 6}, "--block-size must be 1, 2, 4, 8 or 16"),
         (
             EXCLUSIVE | {"preemption": "checkpoint"},
-            "--block-owner needs --preemption swap or recompute",
+            "--block-owner needs --preemption recompute",
         ),
         (EXCLUSIVE | {"cache_policy": "lru"}, "--block-owner needs --cache-policy off"),
         ({"preemption": "recompute", "host_kv_memory": "1MiB"}, "--host-kv-memory needs"),
@@ -290,8 +290,7 @@ def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: st
     "fields",
     [
         EXCLUSIVE,
-        EXCLUSIVE | {"preemption": "recompute"},
-        {"preemption": "swap", "host_kv_memory": "1MiB"},
+        {"preemption": "checkpoint", "host_kv_memory": "1MiB"},
         {"cache_policy": "lru", "rt_cache_min_tokens": 9},
     ],
 )
@@ -304,9 +303,9 @@ def test_recompute_takes_no_host_memory() -> None:
     layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"),))
     sizes = [
         num_host_slots(ServeConfig(preemption=way), layout, num_slots=100, free_bytes=10_000_000)
-        for way in ("checkpoint", "swap", "recompute")
+        for way in ("checkpoint", "recompute")
     ]
-    assert sizes == [50, 50, 0]
+    assert sizes == [50, 0]
 
 
 # What is said of the workers' device: in the profile's key, in /version and in the metrics.
