@@ -68,6 +68,9 @@ NO_SLO = SLO()
 MAX_PRIORITY = 1000
 """Largest priority of a request; the least is as far below 0."""
 
+MAX_DRAFTS = 8
+"""Most drafts of a row in a step: with them it has as many new tokens as attention calls few."""
+
 MTPOT_FACTOR = 4.0
 """Target of the largest gap, in targets of the mean, where it is not given."""
 

@@ -110,6 +110,13 @@ _OPTIONS = (
         " the profile of --hardware, or 0.05]",
     ),
     click.option(
+        "--draft-acceptance",
+        default=0.6,
+        type=FiniteRange(0.0, 1.0),
+        show_default=True,
+        help="With --speculation: chance that a guess is right if those before it are.",
+    ),
+    click.option(
         "--router-time-factor",
         default=1.0,
         type=FiniteRange(0.0),

@@ -9,6 +9,7 @@ from typing import Any
 from lightserve.config.fields import Need, Scope, option, unmet_need
 from lightserve.config.options import split_names
 from lightserve.errors import ConfigError
+from lightserve.types import MAX_DRAFTS
 
 _OF_PAPERS = ("accelgen", "bros", "echo")
 PACED_POLICIES = ("priority", "unified")
@@ -251,6 +252,29 @@ class SchedulingOptions:
         scope=Scope.SIMULATE,
         needs=(Need("policy", ("priority", "sjf", "unified", *_OF_PAPERS)),),
     )
+
+    speculation: str = option(
+        "off",
+        "Guesses of the next tokens of a request, several of which one step verifies: off, or ngram"
+        " (what followed its last tokens where these stood before in its prompt or output). Guesses"
+        " change no answer.",
+        choices=("off", "ngram"),
+        section="Speculation",
+        scope=Scope.SIMULATE,
+    )
+    max_draft_tokens: int = option(
+        MAX_DRAFTS,
+        "Most guesses of a request in a step; the router takes as many as pay.",
+        low=1,
+        high=MAX_DRAFTS,
+        scope=Scope.SIMULATE,
+        needs=(Need("speculation", ("ngram",)),),
+    )
+
+    @property
+    def drafts_per_row(self) -> int:
+        """Most drafts of a request in a step; 0: none has any."""
+        return 0 if self.speculation == "off" else self.max_draft_tokens
 
     def be_by_sharing(self) -> bool:
         """Whether best-effort requests start by what is cached of them."""

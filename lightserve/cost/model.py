@@ -72,6 +72,16 @@ class StepShape(NamedTuple):
             self.chunk_context,
         )
 
+    def plus_drafts(self, num_drafts: int, pairs: int) -> StepShape:
+        """Return the shape with more tokens in rows that compute one, each over its context."""
+        num_new, chunk_pairs = self.num_new + num_drafts, self.chunk_pairs + pairs
+        return self._replace(num_new=num_new, chunk_pairs=chunk_pairs)
+
+    @property
+    def has_rows_of_several(self) -> bool:
+        """Whether any row has more than one new token, drafts included."""
+        return self.num_new > self.num_decodes
+
     @property
     def num_requests(self) -> int:
         """Rows in all."""
@@ -118,7 +128,7 @@ class StepModel:
     def seconds(self, shape: StepShape, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """Return the seconds of a step that waits for copies of so many tokens."""
         c = self.coefficients
-        num_new = self.sizes.padded(shape.num_new, has_chunks=shape.num_chunks > 0)
+        num_new = self.sizes.padded(shape.num_new, has_chunks=shape.has_rows_of_several)
         step_s = self._seconds(shape, num_new)
         return step_s + c.per_saved_token_s * num_saved + c.per_loaded_token_s * num_loaded
 
@@ -274,7 +284,7 @@ def fit(
     instead of its square (Huber), as steps are slow when the machine has other work.
     """
     seconds = np.array([sample.seconds for sample in samples])
-    computed = [sizes.padded(x.num_new, has_chunks=x.num_chunks > 0) for x, _ in samples]
+    computed = [sizes.padded(x.num_new, has_chunks=x.has_rows_of_several) for x, _ in samples]
     num_new = np.array(computed, dtype=np.float64)
     best: tuple[float, float, FloatArray] | None = None
     for knee in knee_grid(num_new, num_knees):

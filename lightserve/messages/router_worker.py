@@ -41,7 +41,7 @@ from lightserve.messages.common import (
     pack_int32,
     unpack_int32,
 )
-from lightserve.types import RequestOutput, RowId, SamplingParams, StepId
+from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 
 
 class WorkerHello(Message, frozen=True):
@@ -123,13 +123,23 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows that compute one token and sample the next; int32 [n] each, see `pack_int32`."""
+    """Rows that compute one token and sample the next; int32 [n] each, see `pack_int32`.
+
+    A row with k drafts computes its last known token and k that a proposer guesses, and samples
+    behind each of them: 1 … k+1 of these tokens count, as a draft is accepted if it is the token
+    that is drawn. How many the router does not know before it sends the next plan. So the positions
+    that it names are the furthest that the row can be at; the worker takes the row's last known
+    token where it knows fewer.
+    """
 
     rows: bytes = b""
     start_positions: bytes = b""
-    """The position that each computes."""
+    """The position that each computes, or the first of them."""
     slots: bytes = b""
-    """Where the KV of that position goes; no `SlotRange` says it again."""
+    """Slots of the KV of these positions, one row's after the other's, 1 + drafts each; no
+    `SlotRange` says it again."""
+    num_drafts: bytes = b""
+    """0 … MAX_DRAFTS of each row; empty: no row has any."""
 
 
 NO_DECODES = DecodeRows()
@@ -250,6 +260,11 @@ class StepResult(Message, frozen=True):
     launch_s: float = 0.0
     """Seconds of the host to launch it, where the device works meanwhile: on a GPU. A plan must
     come so much earlier for the device to go on without a pause."""
+    num_drafted: bytes = b""
+    """int32 [n of the plan's `decodes`]: tokens that were proposed for each, of the drafts that it
+    may have; empty: none has any."""
+    num_verified: int = 0
+    """Tokens that the step computed for drafts, proposed or not."""
 
 
 class StepTimesMeasured(Message, frozen=True):
@@ -273,6 +288,13 @@ class DecodeColumns(NamedTuple):
     rows: Int32Array
     start_positions: Int32Array
     slots: Int32Array
+    num_drafts: Int32Array
+    """Drafts of each row; empty: no row has any."""
+
+    @property
+    def num_tokens(self) -> Int32Array:
+        """Tokens that each computes, int32 [n]."""
+        return 1 + self.num_drafts if len(self.num_drafts) else np.ones_like(self.rows)
 
 
 class PlanColumns(NamedTuple):
@@ -281,6 +303,7 @@ class PlanColumns(NamedTuple):
     rows: Int32Array
     start_positions: Int32Array
     num_tokens: Int32Array
+    """Drafts included."""
     outputs: Int32Array
     """`OutputKind`s."""
 
@@ -295,49 +318,62 @@ def pack_decodes(
     rows: Sequence[int] | Int32Array,
     start_positions: Sequence[int] | Int32Array,
     slots: Sequence[int] | Int32Array,
+    num_drafts: Sequence[int] | Int32Array = (),
 ) -> DecodeRows:
     """Return the columns as a message."""
-    return DecodeRows(pack_int32(rows), pack_int32(start_positions), pack_int32(slots))
+    columns = (rows, start_positions, slots, num_drafts)
+    return DecodeRows(*(pack_int32(column) for column in columns))
 
 
 def unpack_decodes(decodes: DecodeRows) -> DecodeColumns:
     """Return the columns of a message; they are read-only.
 
     Raises:
-        ProtocolError: they are of different lengths, or none of int32.
+        ProtocolError: they are of different lengths, or none of int32, or a row has more drafts
+            than it may.
     """
     lengths = len(decodes.rows), len(decodes.start_positions), len(decodes.slots)
-    if len(set(lengths)) > 1 or lengths[0] % 4:
-        raise ProtocolError(
-            "decodes: {} bytes of rows, {} of start_positions, {} of slots".format(*lengths)
-        )
-    return DecodeColumns(
-        unpack_int32(decodes.rows),
-        unpack_int32(decodes.start_positions),
-        unpack_int32(decodes.slots),
-    )
+    drafts = decodes.num_drafts
+    what = "decodes: {} bytes of rows, {} of start_positions, {} of slots".format(*lengths)
+    if drafts:
+        what += f", {len(drafts)} of num_drafts"
+    if (
+        lengths[0] != lengths[1]
+        or len(drafts) not in (0, lengths[0])
+        or any(n % 4 for n in lengths)
+    ):
+        raise ProtocolError(what)
+    columns = DecodeColumns(*(unpack_int32(column) for column in msgspec.structs.astuple(decodes)))
+    if int(columns.num_tokens.sum()) != len(columns.slots):
+        raise ProtocolError(what)
+    if drafts and not 0 <= columns.num_drafts.min() <= columns.num_drafts.max() <= MAX_DRAFTS:
+        raise ProtocolError(f"decodes: a row has more than {MAX_DRAFTS} drafts, or fewer than 0")
+    return columns
 
 
 def plan_columns(plan: StepPlan) -> PlanColumns:
     """Return all rows of a plan. Raises ProtocolError as `unpack_decodes` does."""
-    rows, starts, _ = unpack_decodes(plan.decodes)
+    decodes = unpack_decodes(plan.decodes)
+    rows, starts, counts = decodes.rows, decodes.start_positions, decodes.num_tokens
     num_decodes = len(rows)
     ones = np.ones(num_decodes, dtype=np.int32)
     if not plan.rows:
-        return PlanColumns(rows, starts, ones, ones)  # SAMPLE is 1
+        return PlanColumns(rows, starts, counts, ones)  # SAMPLE is 1
     table = [(row.row, row.start_position, row.num_tokens, row.output) for row in plan.rows]
     others = np.array(table, dtype=np.int32).T
     if not num_decodes:
         return PlanColumns(*others)
-    parts = zip((rows, starts, ones, ones), others, strict=True)
+    parts = zip((rows, starts, counts, ones), others, strict=True)
     return PlanColumns(*(np.concatenate(pair) for pair in parts))
 
 
 def plan_rows(plan: StepPlan) -> list[PlanRow]:
     """Return all rows of a plan one by one. Raises ProtocolError as `unpack_decodes` does."""
-    rows, starts, _ = unpack_decodes(plan.decodes)
-    pairs = zip(rows.tolist(), starts.tolist(), strict=True)
-    return [*(PlanRow(row, start, 1, OutputKind.SAMPLE) for row, start in pairs), *plan.rows]
+    decodes = unpack_decodes(plan.decodes)
+    columns = (decodes.rows, decodes.start_positions, decodes.num_tokens)
+    each = zip(*(column.tolist() for column in columns), strict=True)
+    own = [PlanRow(row, start, count, OutputKind.SAMPLE) for row, start, count in each]
+    return [*own, *plan.rows]
 
 
 # ------------------------------------------------------------------------ results

@@ -277,6 +277,18 @@ REQUESTS_SKIPPED = counter(
     " pace, tokens, bytes, rows, kv_now, kv_future, order, loading or blocked.",
     (*CLASS, "reason"),
 )
+DRAFT_TOKENS = counter(
+    "spec_decode_num_draft_tokens_total",
+    Origin.ROUTER,
+    "Tokens that were guessed (--speculation) and verified.",
+    CLASS,
+)
+ACCEPTED_TOKENS = counter(
+    "spec_decode_num_accepted_tokens_total",
+    Origin.ROUTER,
+    "Those of them that were right: as many tokens of output needed no step of their own.",
+    CLASS,
+)
 REQUESTS_UNSEEN = counter(
     "requests_unseen_total",
     Origin.ROUTER,
@@ -323,7 +335,7 @@ STEP_TIME_RATIO = histogram(
     "step_time_ratio",
     Origin.ROUTER,
     "Observed over predicted time of each step whose time was predicted, by kind of step: decode"
-    " (one token of each sequence), prefill (several), mixed.",
+    " (one token of each sequence), draft (guesses beside them), prefill (several), mixed.",
     STEP_RATIO_BUCKETS,
     ("kind",),
 )

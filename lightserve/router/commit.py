@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from lightserve.router.kv.host import PlanCopies
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Found, Request
-from lightserve.router.request_table import Decodes, RequestTable
+from lightserve.router.request_table import RequestTable
 from lightserve.router.retry_after import QueueDelay
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.types import RT, RequestClass, RowId
@@ -85,7 +85,7 @@ def build_plan(
         sequences=sequences,
         slot_ranges=slot_ranges,
         rows=plan_rows,
-        decodes=_decode_rows(step.decodes, decode_slots),
+        decodes=_decode_rows(step, decode_slots),
         saves=copies.saves,
         loads=copies.loads,
         ahead_loads=copies.ahead_loads,
@@ -93,11 +93,13 @@ def build_plan(
     )
 
 
-def _decode_rows(decodes: Decodes, slots: Int32Array) -> DecodeRows:
+def _decode_rows(step: PlannedStep, slots: Int32Array) -> DecodeRows:
+    decodes = step.decodes
     if not len(decodes):
         return NO_DECODES
     starts = decodes.table.next_position[decodes.rows]
-    return pack_decodes(decodes.rows.astype(np.int32), starts.astype(np.int32), slots)
+    columns = (decodes.rows.astype(np.int32), starts.astype(np.int32), slots)
+    return pack_decodes(*columns, step.decodes.drafts.astype(np.int32))
 
 
 def _sequence(request: Request, row: RowId) -> AddSequence:
@@ -206,7 +208,12 @@ class StepCommit:
             request.state = RUNNING
         for request, num_tokens in step.loaded:
             self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
-        decode_slots = kv.acquire_one_each(step.decodes.rows)
+        num_tokens_each = step.decodes.num_tokens
+        if len(step.decodes.drafts):
+            each = zip(step.decodes.requests, num_tokens_each.tolist(), strict=True)
+            decode_slots = kv.acquire(list(each))
+        else:
+            decode_slots = kv.acquire_one_each(step.decodes.rows)
         chunk_slots = kv.acquire(step.chunks)
         _note_slots(step, decode_slots, chunk_slots)
         plan = build_plan(
@@ -218,7 +225,7 @@ class StepCommit:
             left_rows=self._rows.take_left(),
         )
         self._pipeline.push(step, plan, now_s)
-        self._rows.send(step.decodes.rows)
+        self._rows.send(step.decodes.rows, num_tokens_each)
         for (request, num_tokens), samples in zip(step.chunks, step.num_samples, strict=True):
             request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
@@ -279,13 +286,22 @@ class StepCommit:
 
 def _note_slots(step: PlannedStep, decode_slots: Int32Array, chunk_slots: Int32Array) -> None:
     """Write into the table of each request what its new tokens get."""
-    positions = step.decodes.table.next_position[step.decodes.rows].tolist()
-    places = zip(step.decodes.requests, positions, decode_slots.tolist(), strict=True)
-    for request, position, slot in places:
-        request.slots[position] = slot  # type: ignore[index]
+    if len(step.decodes.drafts):
+        each = zip(step.decodes.requests, step.decodes.num_tokens.tolist(), strict=True)
+        _note_ranges(each, decode_slots)
+    else:
+        positions = step.decodes.table.next_position[step.decodes.rows].tolist()
+        places = zip(step.decodes.requests, positions, decode_slots.tolist(), strict=True)
+        for request, position, slot in places:
+            request.slots[position] = slot  # type: ignore[index]
+    _note_ranges(step.chunks, chunk_slots)
+
+
+def _note_ranges(parts: Iterable[tuple[Request, int]], slots: Int32Array) -> None:
+    """Write what the next tokens of requests get, one request's after the other's."""
     offset = 0
-    for request, num_tokens in step.chunks:
+    for request, num_tokens in parts:
         table, start = request.slots, request.next_position
         assert table is not None
-        table[start : start + num_tokens] = chunk_slots[offset : offset + num_tokens]
+        table[start : start + num_tokens] = slots[offset : offset + num_tokens]
         offset += num_tokens

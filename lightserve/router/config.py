@@ -62,6 +62,8 @@ class SchedulerConfig:
     admission_limit: int | None = None
     """Most output tokens that admission believes any request can reach (simulation of others)."""
     kv: KVOptions = field(default_factory=KVOptions)
+    max_draft_tokens: int = 0
+    """Most drafts of a request in a step; 0: none has any."""
     max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
     """1 plans every step on the results of all before it, as simulations of other systems do."""
 
@@ -118,6 +120,7 @@ def make_scheduler_config(
         ),
         lengths=lengths,
         accepted_risk=accepted_risk,
+        max_draft_tokens=config.drafts_per_row,
         kv=KVOptions(
             cache_order=CACHE_ORDERS[config.cache_policy],
             block_size=config.block_size,

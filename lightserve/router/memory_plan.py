@@ -140,6 +140,11 @@ class MemoryPlan:
         return self._paused
 
     @property
+    def num_spare(self) -> int:
+        """Slots that nothing in the step takes, none where tokens take whole blocks."""
+        return self._num_left if self._kv.costs_are_tokens else 0
+
+    @property
     def num_copied(self) -> int:
         """Tokens that the step copies at most, to the host and back."""
         num_loaded = sum([self._found(r).num_loaded for r in self._placed if not _runs(r)])

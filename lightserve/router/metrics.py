@@ -11,9 +11,11 @@ from lightserve.messages.common import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus, StepNote
 from lightserve.messages.router_worker import StepResult
 from lightserve.metrics.catalogue import (
+    ACCEPTED_TOKENS,
     BURST_HEADROOM,
     COMPUTED_TOKENS,
     DEVICE_INFO,
+    DRAFT_TOKENS,
     IPC_REJECTED,
     ITERATION_TOKENS,
     KV_CACHE_USAGE,
@@ -58,7 +60,7 @@ from lightserve.router.request import WAITING, Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduling_targets import RaisedTarget
 from lightserve.router.step import PlannedStep, Reason
-from lightserve.router.step_cost import StepKind
+from lightserve.router.step_cost import StepKind, kind_of
 from lightserve.types import SLO, RequestClass, StepId
 
 
@@ -93,22 +95,15 @@ class RouterMetrics:
 
     def on_commit(self, step: PlannedStep, now_s: float) -> None:
         """Count a step that was sent; call before the core books it."""
-        num_step_tokens = num_decodes = len(step.decodes)
-        num_rows = num_decodes + len(step.chunks)
-        for request, num_tokens in step.chunks:
-            num_step_tokens += num_tokens
-            num_decodes += num_tokens == 1
+        for request, _ in step.chunks:
             if request.state is WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
                 self._newcomers.append(request)
-        kind = StepKind.MIXED if num_decodes else StepKind.PREFILL
-        if num_decodes == num_rows:
-            kind = StepKind.DECODE
-        self._sent[step.step_id] = _Sent(step.predicted_s, kind)
+        self._sent[step.step_id] = _Sent(step.predicted_s, kind_of(step.shape))
         if step.limit_s is not None and math.isfinite(step.limit_s):
             self._headroom.observe(step.limit_s - step.predicted_s)
-        self._batch_size.observe(num_rows)
-        self._tokens.observe(num_step_tokens)
+        self._batch_size.observe(len(step.decodes) + len(step.chunks))
+        self._tokens.observe(step.shape.num_new)
 
     def on_result(self, result: StepResult, num_used_slots: int) -> None:
         """Count a step that has finished; slots are those used before the core took it in."""
@@ -157,6 +152,7 @@ class RouterMetrics:
         self._count_skips(core)
         self._count_raised(core)
         self._count_computed(core)
+        self._count_drafts(core)
         for request_class, num_bytes in core.parameter_bytes.items():
             recorder.gauge(REQUEST_PARAMETER_BYTES, request_class.value).value = num_bytes
         recorder.gauge(REQUESTS_UNFINISHED).value = core.num_unfinished
@@ -185,6 +181,14 @@ class RouterMetrics:
         for request_class, work in core.computed_tokens.items():
             for kind, value in (("prompt", work.num_prompt), ("decode", work.num_decodes)):
                 self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
+
+    def _count_drafts(self, core: Scheduler) -> None:
+        for request_class, counts in core.drafting.counts.items():
+            for family, value in (
+                (DRAFT_TOKENS, counts.num_drafted),
+                (ACCEPTED_TOKENS, counts.num_accepted),
+            ):
+                self.recorder.counter(family, request_class.value).value = value
 
     def _count_raised(self, core: Scheduler) -> None:
         for request_class in RequestClass:

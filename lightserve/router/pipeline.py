@@ -7,7 +7,6 @@ arrival is seen as late as possible and the worker still never waits.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -195,8 +194,8 @@ class Pipeline:
         except ProtocolError as error:
             raise ProtocolError(f"result of step {result.step_id}: {error}") from None
         done = self._in_flight.popleft()
-        self._shape = done.shape
-        self.cost.observe(done.shape, result.exec_s - result.copy_s)
+        self._shape = _computed_shape(done, result)
+        self.cost.observe(self._shape, result.exec_s - result.copy_s)
         self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_in_the_way)
         if done.planned.limit_s is not None:
             self.guard.observe(result.exec_s, done.planned.limit_s)
@@ -227,15 +226,31 @@ class Pipeline:
         return max(0.0, now_s - start_s)
 
 
+def _computed_shape(sent: SentStep, result: StepResult) -> StepShape:
+    """Return the shape of what was computed: where too little was proposed, less than planned."""
+    num_drafts = int(sent.planned.decodes.drafts.sum())
+    num_missing = num_drafts - result.num_verified
+    if not num_missing:
+        return sent.shape
+    per_draft = sent.planned.decodes.num_context_tokens // max(1, len(sent.planned.decodes))
+    pairs = min(sent.shape.chunk_pairs, num_missing * per_draft)
+    return sent.shape.plus_drafts(-num_missing, -pairs)
+
+
 def _read(sent: SentStep, result: StepResult) -> StepOutput:
     """Return what a result says. Raises ProtocolError if it is not as its plan wants it."""
     times_s = (result.exec_s, result.idle_s, result.copy_s, result.launch_s)
     if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
         raise ProtocolError("times must be finite and not negative")
     output = read_result(sent.plan, result)
+    if not 0 <= result.num_verified <= int(sent.planned.decodes.drafts.sum()):
+        raise ProtocolError(f"{result.num_verified} drafts, which are not those of the plan")
+    if len(result.num_drafted) != len(sent.plan.decodes.num_drafts):
+        raise ProtocolError(f"{len(result.num_drafted)} bytes of num_drafted")
     planned, (rows, token_ids, others) = sent.planned, output
     if token_ids.shape[1] > 1:
         most = np.ones(len(token_ids), dtype=np.int64)
+        most[: len(planned.decodes)] = planned.decodes.num_tokens
         most[len(planned.decodes) :] = [count for count in planned.num_samples if count]
         if ((token_ids >= 0).sum(axis=1) > most).any():
             raise ProtocolError("a row has more tokens than were wanted")
@@ -243,7 +258,8 @@ def _read(sent: SentStep, result: StepResult) -> StepOutput:
         raise ProtocolError("a row has no log-probabilities")
     if others:
         plan_rows = {row.row: row for row in sent.plan.rows}
-        samples = dict(zip(planned.decodes.rows.tolist(), itertools.repeat(1)))
+        most_of_each = planned.decodes.num_tokens.tolist()
+        samples = dict(zip(planned.decodes.rows.tolist(), most_of_each, strict=True))
         for (request, _), count in zip(planned.chunks, planned.num_samples, strict=True):
             assert request.row is not None, "a step in flight names it"
             samples[request.row] = count

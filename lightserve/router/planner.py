@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.arrivals import ArrivalStats, Outlook
 from lightserve.router.config import SchedulerConfig
+from lightserve.router.drafting import Drafting
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
@@ -24,7 +26,7 @@ from lightserve.router.policies.base import Step, Waiting
 from lightserve.router.policies.step_budget import CopyTimes, Pool, Starts, StepLimits
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, FoundOf, Request
-from lightserve.router.request_table import DueTimes, RequestTable, Running
+from lightserve.router.request_table import Decodes, DueTimes, RequestTable, Running
 from lightserve.router.seats import Seats
 from lightserve.router.step import (
     LeftOut,
@@ -35,6 +37,7 @@ from lightserve.router.step import (
     nums_of_samples,
     shape_of,
 )
+from lightserve.router.step_cost import StepShape
 from lightserve.router.victims import VictimView
 from lightserve.types import BE, RT, RequestClass
 
@@ -68,6 +71,7 @@ class Planner:
         self._demand = demand
         self._seats = Seats()
         """Seats of the last plan."""
+        self.drafting = Drafting(config.max_draft_tokens, rows)
 
     def plan(
         self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float
@@ -208,6 +212,7 @@ class Planner:
         changes = memory.changes()
         found = {r: step.found(r) for r in (*newcomers, *(r for r, _ in changes.loaded))}
         shape = shape_of([decodes, *chunks], step.found)
+        shape, decodes = self._with_drafts(decodes, shape, step)
         return PlannedStep(
             step_id=self._pipeline.next_step_id,
             decodes=decodes,
@@ -230,6 +235,28 @@ class Planner:
             forecast_peak=step.admission.forecast_peak,
             headroom=headroom,
         )
+
+    def _with_drafts(
+        self, decodes: Decodes, shape: StepShape, step: Step
+    ) -> tuple[StepShape, Decodes]:
+        """Return a step's shape and decodes with the drafts that pay."""
+        if not self.drafting.most or not len(decodes):
+            return shape, decodes
+        budget, cost = step.budget, self._pipeline.cost
+        room = step.memory.num_spare - shape.num_new  # the next step needs as many slots
+        drafts = self.drafting.choose(
+            decodes,
+            shape,
+            cost.seconds,
+            room=min(room, self._pipeline.max_num_batched_tokens - shape.num_new),
+            limit_s=budget.deadline_s / cost.guard,
+            is_late=budget.due.of_rows(decodes.rows, budget.due.residuals.due) < 0.0,
+        )
+        if not len(drafts):
+            return shape, decodes
+        contexts = self._rows.next_position[decodes.rows]
+        shape = shape.plus_drafts(int(drafts.sum()), int((drafts * contexts).sum()))
+        return shape, replace(decodes, drafts=drafts)
 
     def _unseen(
         self, newcomers: Sequence[Request], left_out: LeftOut, skips: Skips

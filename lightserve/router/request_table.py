@@ -15,7 +15,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -252,17 +252,17 @@ class RequestTable:
 
     # ---------------------------------------------------------------- a step's progress
 
-    def send(self, rows: Rows) -> None:
-        """Book a plan in which each row computes one token and samples the next."""
-        self.next_position[rows] += 1
-        self.inflight_tokens[rows] += 1
-        self.inflight_samples[rows] += 1
+    def send(self, rows: Rows, num_tokens: Rows | int = 1) -> None:
+        """Book a plan in which rows compute so many tokens and sample behind each."""
+        self.next_position[rows] += num_tokens
+        self.inflight_tokens[rows] += num_tokens
+        self.inflight_samples[rows] += num_tokens
         self.inflight_steps[rows] += 1
 
-    def receive(self, rows: Rows) -> None:
+    def receive(self, rows: Rows, num_tokens: Rows | int = 1) -> None:
         """Take such a plan back: it is not in flight any more."""
-        self.inflight_tokens[rows] -= 1
-        self.inflight_samples[rows] -= 1
+        self.inflight_tokens[rows] -= num_tokens
+        self.inflight_samples[rows] -= num_tokens
         self.inflight_steps[rows] -= 1
 
     def ends_with(self, rows: Rows, token_ids: npt.NDArray[np.int32]) -> BoolArray:
@@ -343,7 +343,8 @@ class RequestTable:
         return residuals
 
     def _fill_residuals(self, residuals: Residuals, rows: Rows, start_s: float) -> None:
-        num_inflight = self.inflight_samples[rows]
+        # Of several tokens of a step, drafts, one is certain.
+        num_inflight = np.minimum(self.inflight_samples[rows], self.inflight_steps[rows])
         num_kept, due_s, last_s = self.num_kept[rows], self.due_s[rows], self.last_s[rows]
         by_mean_s, tpot_s, mtpot_s = self.by_mean_s[rows], self.tpot_s[rows], self.mtpot_s[rows]
         soonest_s = self.soonest_s[rows]
@@ -468,11 +469,18 @@ class SortedOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """A part of a step: rows that compute one token each and sample the next."""
+    """A part of a step: rows that compute one token each and sample the next, or drafts as well."""
 
     table: RequestTable
     rows: Rows
     _requests: list[Request] | None = None
+    drafts: Rows = field(default_factory=lambda: NO_ROWS)
+    """Drafts of each; empty: none has any."""
+
+    @property
+    def num_tokens(self) -> Rows:
+        """Tokens that each computes, and can yield at most, int64 [n]."""
+        return self.drafts + 1 if len(self.drafts) else np.ones_like(self.rows)
 
     @property
     def requests(self) -> list[Request]:

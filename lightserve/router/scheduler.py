@@ -102,6 +102,7 @@ class Scheduler:
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
         self._demand = ArrivalStats()
         self._planner = Planner(config, self._waiting, self._rows, self._pipeline, self._demand)
+        self.drafting = self._planner.drafting
         self._commit = StepCommit(
             self._waiting, self._rows, self._pipeline, self._waits, config.accepted_risk
         )
@@ -339,10 +340,15 @@ class Scheduler:
         """
         if self._kv is not None:
             self._kv.expire(now_s)
-        step, (_, token_ids, others) = self._pipeline.pop(result, now_s)
+        step, output = self._pipeline.pop(result, now_s)
+        assert self._kv is not None
+        _, token_ids, others = output
         planned, table, deltas = step.planned, self._rows, DeltaBatch()
         rows = planned.decodes.rows
-        table.receive(rows)
+        table.receive(rows, planned.decodes.num_tokens)
+        if len(planned.decodes.drafts):
+            accepted = self.drafting.take_back_refused(planned, result, output, self._kv.step_back)
+            self._accounts.charge(list(accepted))
         num_computed = (table.next_position - table.inflight_tokens)[rows[table.is_rt[rows]]]
         num_held = int(num_computed.sum())
         self._demand.note_decodes(len(num_computed), num_held, now_s)

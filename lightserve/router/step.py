@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -298,7 +299,9 @@ class PlannedStep:
     @property
     def scheduled(self) -> list[Scheduled]:
         """Every request that advances, one by one: for logs and tests."""
-        return list(each_scheduled([self.decodes, *self.chunks]))
+        counts = self.decodes.num_tokens.tolist()
+        decodes = zip(self.decodes.requests, counts, strict=True)
+        return [*itertools.starmap(Scheduled, decodes), *self.chunks]
 
     def computed(self) -> Iterator[Computed]:
         """Iterate over what it computes for each request."""
@@ -310,7 +313,7 @@ class PlannedStep:
     @property
     def all_samples(self) -> tuple[int, ...]:
         """Tokens that each of `scheduled` can yield at most."""
-        return (1,) * len(self.decodes) + self.num_samples
+        return (*self.decodes.num_tokens.tolist(), *self.num_samples)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

@@ -99,13 +99,15 @@ class StepKind(StrEnum):
     """Kinds of steps, each with a correction of its own."""
 
     DECODE = "decode"
+    DRAFT = "draft"
+    """Decodes some of which have drafts."""
     MIXED = "mixed"
     PREFILL = "prefill"
 
     __hash__ = str.__hash__  # see `RequestClass`
 
 
-DECODE, MIXED, PREFILL = StepKind.DECODE, StepKind.MIXED, StepKind.PREFILL
+DECODE, DRAFT, MIXED, PREFILL = StepKind
 """For what is asked often, see `types.RT`."""
 
 
@@ -231,7 +233,7 @@ class StepCost:
             return 0.0
         means = self._means
         if shape.num_chunks == 0:
-            return means[DECODE] * model.seconds(shape)
+            return means[kind_of(shape)] * model.seconds(shape)
         if shape.num_decodes == 0:
             return means[PREFILL] * model.seconds(shape)
         # Asked some forty times for each plan: so of all three at once, and no call for each.
@@ -317,6 +319,8 @@ class StepCost:
 
     def _ratio(self, kind: StepKind) -> _Ratio:
         ratio = self._ratios[kind]
+        if kind is DRAFT and not ratio.num_observed:
+            ratio = self._ratios[DECODE]
         return ratio if ratio.num_observed else self._all
 
     def _observe_ratio(self, shape: StepShape, seconds: float) -> None:
@@ -349,5 +353,5 @@ class StepCost:
 def kind_of(shape: StepShape) -> StepKind:
     """Return the kind of a step that has rows."""
     if shape.num_chunks == 0:
-        return DECODE
+        return DRAFT if shape.num_new > shape.num_decodes else DECODE
     return MIXED if shape.num_decodes else PREFILL

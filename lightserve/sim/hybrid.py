@@ -152,6 +152,8 @@ class HybridConfig:
     is_profiled: bool = True
     """Whether the router starts from a profile of the hardware, fitted to noisy samples of it;
     otherwise it learns what steps take as it serves."""
+    draft_acceptance: float = 0.6
+    """Chance that a draft is right whose predecessors are, where the options have any."""
     checks_kv: bool = False
     """Whether the worker checks every read of KV (several times slower)."""
     seed: int = 0
@@ -210,7 +212,9 @@ class HybridRun:
         core_config = make_core_config_of(config, self.clients)
         self.core = TimedCore(core_config)
         self.lengths_worker = LengthWorker(
-            max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
+            max_num_seqs=core_config.max_num_seqs,
+            max_model_len=core_config.max_model_len,
+            acceptance=config.draft_acceptance,
         )
         noise = config.hardware.spread if config.noise is None else config.noise
         self.worker = VirtualWorker(
@@ -255,6 +259,7 @@ class HybridRun:
             num_host_slots=self.config.num_host_slots,
             max_num_seqs=core_config.max_num_seqs,
             max_model_len=core_config.max_model_len,
+            acceptance=self.config.draft_acceptance,
         )
 
     def advance(self, until_s: float) -> None:

@@ -173,7 +173,8 @@ class ProfiledHardware:
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""
         step_s = StepModel(self.formula, self.graph_sizes).seconds(shape)
-        return self.per_step_s + (max(self.launch_s, step_s) if shape.num_chunks else step_s)
+        least_s = self.launch_s if shape.has_rows_of_several else 0.0
+        return self.per_step_s + max(least_s, step_s)
 
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """See `Hardware`."""

@@ -52,8 +52,18 @@ class SimulatedWorker:
     """Runs plans. A sequence's `seed` says how long it gets: prompt and output, EOS included."""
 
     def __init__(
-        self, *, num_slots: int, max_num_seqs: int, max_model_len: int, num_host_slots: int = 0
+        self,
+        *,
+        num_slots: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_host_slots: int = 0,
+        acceptance: float = 0.0,
     ) -> None:
+        """`acceptance` is the chance that a draft is right whose predecessors are."""
+        self._acceptance = acceptance
+        self._unsure: Int32Array = np.empty(0, dtype=np.int32)
+        """Rows that had drafts in the last plan: the router may not know where they are."""
         self._req_to_slot = np.full((max_num_seqs, max_model_len), -1, dtype=np.int32)
         self._kv = np.zeros(num_slots, dtype=np.uint64)
         self._host = np.zeros(num_host_slots, dtype=np.uint64)
@@ -78,11 +88,12 @@ class SimulatedWorker:
             end = part.start_position + len(slots)
             self._req_to_slot[part.row, part.start_position : end] = slots
         decodes = unpack_decodes(plan.decodes)
-        self._req_to_slot[decodes.rows, decodes.start_positions] = decodes.slots
+        place_slots(self._req_to_slot, decodes)
         _check_copies(plan)
         self._save(plan.saves)
         self._load(plan.loads)
-        token_ids = [self._decode(decodes)]
+        of_decodes = self._decode(decodes)
+        token_ids, width = [of_decodes.ravel()], of_decodes.shape[1]
         others: list[RowResult] = []
         for plan_row in plan.rows:
             result = self._run(plan_row)
@@ -92,7 +103,8 @@ class SimulatedWorker:
             if not is_plain:
                 others.append(result)
             if OutputKind.SAMPLE in plan_row.output:
-                token_ids.append(np.array(result.token_ids if is_plain else [NO_TOKEN]))
+                own = result.token_ids if is_plain else []
+                token_ids.append(np.array([*own, *[NO_TOKEN] * (width - len(own))]))
         self._check_ahead_loads(plan)
         self._save(plan.ahead_saves)
         self._load(plan.ahead_loads)
@@ -100,9 +112,12 @@ class SimulatedWorker:
             step_id=plan.step_id,
             incarnation=0,
             token_ids=pack_int32(np.concatenate(token_ids)),
+            tokens_per_row=width,
             exec_s=exec_s,
             idle_s=idle_s,
             rows=others,
+            num_drafted=plan.decodes.num_drafts,
+            num_verified=int(decodes.num_drafts.sum()),
         )
 
     def _check_ahead_loads(self, plan: StepPlan) -> None:
@@ -144,8 +159,36 @@ class SimulatedWorker:
         return slots, host_slots
 
     def _decode(self, decodes: DecodeColumns) -> npt.NDArray[np.int64]:
-        """Run all plain decodes at once, and return their tokens. Raises PlanError."""
-        rows, starts, slots = decodes
+        """Run all decodes, and return their tokens, [n, most of a row]. Raises PlanError."""
+        unsure, self._unsure = self._unsure, decodes.rows[decodes.num_drafts.nonzero()]
+        if not len(decodes.num_drafts) and not np.isin(decodes.rows, unsure).any():
+            return self._decode_plain(decodes)[:, None]
+        known = self._num_known[decodes.rows]
+        is_early = (decodes.start_positions >= known) & ~np.isin(decodes.rows, unsure)
+        if len(early := decodes.rows[is_early]):
+            raise PlanError(f"row {early[0]}: the position to compute has no token yet")
+        total_len = self._total_len[decodes.rows]
+        starts, num_accepted = verified(decodes, known, total_len, self._acceptance)
+        token_ids = np.full((len(starts), int(decodes.num_tokens.max())), NO_TOKEN)
+        each = zip(decodes.rows.tolist(), starts.tolist(), num_accepted.tolist(), strict=True)
+        for index, (row, start, accepted) in enumerate(each):
+            end = start + int(decodes.num_tokens[index])
+            slots, prefixes = self._req_to_slot[row], self._prefixes[row]
+            if (slots[:end] < 0).any():
+                raise PlanError(f"row {row}: a position below {end} has no slot")
+            if (self._kv[slots[:start]] != prefixes[:start]).any():
+                raise PlanError(f"row {row}: KV before position {start} is lost")
+            positions = np.arange(start + 1, start + 2 + accepted)
+            tokens = token_ids[index, : accepted + 1] = _sampled(total_len[index], positions)
+            prefixes[positions] = prefixes[start] + np.cumsum(_mixed(tokens, positions))
+            self._kv[slots[start:end]] = ~prefixes[start]  # of refused drafts: wrong
+            self._kv[slots[start : start + 1 + accepted]] = prefixes[start : start + 1 + accepted]
+            self._num_known[row] = start + 2 + accepted
+        return token_ids
+
+    def _decode_plain(self, decodes: DecodeColumns) -> npt.NDArray[np.int64]:
+        """Run decodes without drafts at once, and return their tokens. Raises PlanError."""
+        rows, starts, slots, _ = decodes
         ends = starts + 1
         if len(early := rows[ends > self._num_known[rows]]):
             raise PlanError(f"row {early[0]}: the position to compute has no token yet")
@@ -192,6 +235,35 @@ class SimulatedWorker:
             positions = range(row.start_position + 1, last)
             prompt_logprobs = [position_logprob(position) for position in positions]
         return RowResult(row.row, token_ids, prompt_logprobs=prompt_logprobs)
+
+
+def place_slots(req_to_slot: Int32Array, decodes: DecodeColumns) -> None:
+    """Write the slots of decodes into the table [rows, positions]."""
+    counts = decodes.num_tokens
+    offsets = np.arange(len(decodes.slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.repeat(decodes.start_positions, counts) + offsets
+    req_to_slot[np.repeat(decodes.rows, counts), positions] = decodes.slots
+
+
+def verified(
+    decodes: DecodeColumns,
+    known: npt.NDArray[np.int64],
+    total_len: npt.NDArray[np.int64],
+    acceptance: float,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return where decodes begin, and how many drafts of each are accepted, int64 [n] both.
+
+    `known` are the tokens of each, `total_len` makes the accepted ones those of the sequence, and
+    `acceptance` is the chance of one whose predecessors are accepted.
+    """
+    starts = np.minimum(decodes.start_positions, known - 1)
+    most = decodes.num_tokens - 1
+    steps = np.arange(most.max(initial=0))
+    positions = starts[:, None] + 1 + steps
+    chances = _mixed(np.broadcast_to(total_len[:, None], positions.shape), positions)
+    is_right = (chances >> np.uint64(11)).astype(np.float64) * 2.0**-53 < acceptance
+    is_right &= steps < most[:, None]
+    return starts, is_right.cumprod(axis=1).sum(axis=1)
 
 
 def _check_copies(plan: StepPlan) -> None:
@@ -347,8 +419,11 @@ class VirtualWorker:
 
 
 def _shape_of(plan: StepPlan) -> StepShape:
-    starts = unpack_decodes(plan.decodes).start_positions
+    decodes = unpack_decodes(plan.decodes)
+    starts = decodes.start_positions
     shape = StepShape().plus_decodes(len(starts), int(starts.sum()))
+    if len(drafts := decodes.num_drafts.astype(np.int64)):
+        shape = shape.plus_drafts(int(drafts.sum()), int((drafts * starts).sum()))
     for row in plan.rows:
         shape = shape.plus(row.start_position, row.num_tokens)
     return shape
@@ -373,7 +448,10 @@ class LengthWorker:
     length that their seed says.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, acceptance: float = 0.0) -> None:
+        """`acceptance` is the chance that a draft is right whose predecessors are."""
+        self._acceptance = acceptance
+        self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
         self.run_lengths = RunLengths()
         self._total_len = np.zeros(max_num_seqs, dtype=np.int64)
         self._slots: Int32Array = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
@@ -382,23 +460,37 @@ class LengthWorker:
         """Run one plan."""
         for sequence in plan.sequences:
             self._total_len[sequence.row] = sequence.sampling.seed
+            num_bytes = sum(len(part.token_ids) for part in sequence.segments)
+            self._num_known[sequence.row] = num_bytes // 4
         for part in plan.slot_ranges:
             slots = unpack_int32(part.slots)
             self._slots[part.row, part.start_position : part.start_position + len(slots)] = slots
         decodes = unpack_decodes(plan.decodes)
-        self._slots[decodes.rows, decodes.start_positions] = decodes.slots
+        place_slots(self._slots, decodes)
         if plan.step_id % _RUNS_EVERY == 0:
             self._measure_runs(plan)
         columns = plan_columns(plan)
-        rows = columns.rows[columns.samples]
-        ends = (columns.start_positions + columns.num_tokens)[columns.samples]
-        tokens = np.where(ends == self._total_len[rows] - 1, EOS_TOKEN_ID, _TOKEN)
+        rows, num_decodes = columns.rows[columns.samples], len(decodes.rows)
+        ends = (columns.start_positions + columns.num_tokens)[columns.samples].astype(np.int64)
+        total_len, num_accepted = self._total_len[rows], np.zeros_like(ends)
+        starts, num_accepted[:num_decodes] = verified(
+            decodes, self._num_known[decodes.rows], total_len[:num_decodes], self._acceptance
+        )
+        ends[:num_decodes] = starts + 1
+        steps = np.arange(1 + num_accepted.max(initial=0))
+        places = ends[:, None] + steps
+        tokens = np.where(places == total_len[:, None] - 1, EOS_TOKEN_ID, _TOKEN)
+        tokens[steps > num_accepted[:, None]] = NO_TOKEN
+        self._num_known[rows] = ends + num_accepted + 1
         return StepResult(
             step_id=plan.step_id,
             incarnation=0,
-            token_ids=pack_int32(tokens),
+            token_ids=pack_int32(tokens.ravel()),
+            tokens_per_row=len(steps),
             exec_s=exec_s,
             idle_s=idle_s,
+            num_drafted=plan.decodes.num_drafts,
+            num_verified=int(decodes.num_drafts.sum()),
         )
 
     def _measure_runs(self, plan: StepPlan) -> None:

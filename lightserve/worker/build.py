@@ -207,7 +207,7 @@ def build_runner(
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     method, stored_as = _method(config, model_config, kernels, torch_dtype)
-    check_latents(config, model_config, kernels)
+    _check_options(config, model_config, kernels, device)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -292,6 +292,18 @@ def _check(
         check_quantized(kernels, shapes, device, has_int4=method.fewest_bits == 4)
     if kv_type == "int8":
         check_int8_kv(kernels, shapes)
+
+
+def _check_options(
+    config: ServeConfig, model_config: ModelConfig, kernels: Kernels, device: torch.device
+) -> None:
+    """Refuse options that do not go with the kernels."""
+    check_latents(config, model_config, kernels)
+    if config.speculation != "off" and device.type != "cpu" and Can.GRAPHS not in kernels.can:
+        raise ConfigError(
+            f"--speculation {config.speculation} needs kernels that read on the device where rows"
+            f" are: not --attention-backend {config.attention_backend}"
+        )
 
 
 def _method(

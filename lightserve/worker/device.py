@@ -57,6 +57,8 @@ class DeviceQueue(Protocol):
     """A device, and the order in which it works."""
 
     device: torch.device
+    is_at_once: bool
+    """Whether what is put into it is done when the call returns."""
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """Return the arrays on the device, each with its shape and type.
@@ -101,6 +103,7 @@ class HostQueue:
     """The CPU, which does everything at once; nothing is copied."""
 
     device = torch.device("cpu")
+    is_at_once = True
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """See `DeviceQueue.upload`."""
@@ -143,6 +146,8 @@ class CudaMark:
 
 class CudaQueue:
     """The current stream of a GPU."""
+
+    is_at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

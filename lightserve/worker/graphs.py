@@ -360,30 +360,37 @@ class DecodeGraphs:
         """Whether a step of so many rows, each of one new token, has a graph."""
         return size_within(self._sizes, num_rows) is not None
 
-    def logits(self, rows: HostIntegers, positions: HostIntegers) -> Tensor | None:
+    def logits(
+        self, rows: HostIntegers, positions: HostIntegers, too_far: Tensor | None = None
+    ) -> Tensor | None:
         """Run a step that `covers` is true for.
 
         Args:
             rows: L rows of the tables, each at most once.
             positions: of each row's one new token, which is in the tables.
+            too_far: int64 [L] on the device, by how much they are too large; None: by nothing.
 
         Returns:
             logits [L, vocab_size] on rank 0, None elsewhere. They are the graph's own:
             the next call overwrites them, behind what has been launched until then.
         """
-        self._replay(rows, positions)
+        self._replay(rows, positions, too_far)
         return None if self._logits is None else self._logits[: len(rows)]
 
-    def hidden(self, rows: HostIntegers, positions: HostIntegers) -> Tensor:
+    def hidden(
+        self, rows: HostIntegers, positions: HostIntegers, too_far: Tensor | None = None
+    ) -> Tensor:
         """Run a step as `logits` does, and return the hidden states [L, hidden_size] on all ranks.
 
         They are the graph's own, too.
         """
-        self._replay(rows, positions)
+        self._replay(rows, positions, too_far)
         return self._hidden[: len(rows)]
 
-    def _replay(self, rows: HostIntegers, positions: HostIntegers) -> None:
+    def _replay(self, rows: HostIntegers, positions: HostIntegers, too_far: Tensor | None) -> None:
         self._set(rows, positions)
+        if too_far is not None:
+            self._positions[: len(rows)].sub_(too_far)
         size = size_within(self._sizes, len(rows))
         assert size is not None, "`covers` says which steps have a graph"
         self._replays[size]()

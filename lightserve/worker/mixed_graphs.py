@@ -151,7 +151,12 @@ class MixedGraphs:
         return size_within(self._sizes, max(num_tokens, len(q_lens)))
 
     def hidden(
-        self, size: int, rows: HostIntegers, q_lens: HostIntegers, context_lens: HostIntegers
+        self,
+        size: int,
+        rows: HostIntegers,
+        q_lens: HostIntegers,
+        context_lens: HostIntegers,
+        too_far: Tensor | None = None,
     ) -> Tensor:
         """Run a step as the graph of `size`, which `size_of` has named.
 
@@ -160,12 +165,15 @@ class MixedGraphs:
             rows: rows of the tables.
             q_lens: new tokens of each, which are in the tables.
             context_lens: length of each with its new tokens.
+            too_far: int64 [rows] on the device, by how much these are too large; None: by nothing.
 
         Returns:
             Hidden states [at least T, hidden_size] of the step's tokens, in order. They are the
             graph's own: the next call overwrites them, behind what has been launched until then.
         """
         self._set(rows, q_lens, context_lens)
+        if too_far is not None:
+            self._step[2, : len(rows)].sub_(too_far)
         self._replays[size]()
         assert self._hidden is not None
         return self._hidden

@@ -31,6 +31,7 @@ from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import Lengths, RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue
+from lightserve.worker.drafts import Proposer
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.memory import KVPool
@@ -42,6 +43,7 @@ from lightserve.worker.sampling.sampler import (
     sample,
 )
 from lightserve.worker.step_results import (
+    DraftResults,
     Drawn,
     Pending,
     PromptLogprobs,
@@ -81,6 +83,7 @@ class ModelRunner:
         incarnation: int = 0,
         constraints: RowConstraints | None = None,
         pooling: Pooling | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         """Make the tables.
 
@@ -94,6 +97,7 @@ class ModelRunner:
             incarnation: of the worker group, see `StepResult`.
             constraints: enforces those of the sequences; rank 0 alone has it.
             pooling: of an encoder, all of whose rows are whole prompts.
+            proposer: guesses drafts; None: as `SequenceTable` does.
         """
         self._model = model
         self.pool = pool
@@ -101,7 +105,11 @@ class ModelRunner:
         self._tp = tp
         self._queue = queue
         self._table = SequenceTable(
-            max_num_seqs, model.context_len, queue, scratch_slot=pool.num_slots
+            max_num_seqs,
+            model.context_len,
+            queue,
+            scratch_slot=pool.num_slots,
+            proposer=proposer,
         )
         self._sampling = SamplingTable(max_num_seqs)
         self._known_counts: KnownCounts | None = None
@@ -197,6 +205,7 @@ class ModelRunner:
         return Pending(
             plan=plan,
             num_rows=len(inputs.rows),
+            num_verified=inputs.num_verified,
             drawn=drawn,
             prompts=prompts,
             constrained_rows=(
@@ -216,7 +225,7 @@ class ModelRunner:
             RuntimeError: it failed on the device.
         """
         pending.marks.end.wait()
-        token_ids, rows = pending.row_results()
+        token_ids, rows, num_drafted = pending.row_results()
         if self._constraints is not None and pending.constrained_rows:
             drawn = pending.drawn
             self._constraints.advance(
@@ -228,8 +237,11 @@ class ModelRunner:
         return StepResult(
             step_id=pending.plan.step_id,
             incarnation=self._incarnation,
-            token_ids=pack_int32(token_ids),
+            token_ids=pack_int32(token_ids.reshape(-1)),
+            tokens_per_row=token_ids.shape[1],
             rows=rows,
+            num_drafted=pack_int32(num_drafted),
+            num_verified=pending.num_verified,
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
             copy_s=pending.copies.seconds(),
@@ -282,7 +294,7 @@ class ModelRunner:
             indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
         is_covered = graphs is not None and graphs.covers(len(inputs.rows))
         if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
-            logits = graphs.logits(inputs.rows, inputs.context_lens - 1)
+            logits = graphs.logits(inputs.rows, inputs.context_lens - 1, inputs.too_far)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
         hidden = self._hidden(inputs)
         num_sampled = len(inputs.sampled_rows)
@@ -311,11 +323,11 @@ class ModelRunner:
         """Return the hidden states of the tokens whose logits are wanted."""
         graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
         if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.rows)):
-            hidden = graphs.hidden(inputs.rows, inputs.context_lens - 1)
+            hidden = graphs.hidden(inputs.rows, inputs.context_lens - 1, inputs.too_far)
             return hidden.index_select(0, wanted)
         size = None if mixed is None else mixed.size_of(inputs.q_lens)
         if mixed is not None and size is not None:
-            rows = inputs.rows, inputs.q_lens, inputs.context_lens
+            rows = inputs.rows, inputs.q_lens, inputs.context_lens, inputs.too_far
             return mixed.hidden(size, *rows).index_select(0, wanted)
         return self._model.hidden(*self._table.unrecorded(inputs), self.pool, wanted)
 
@@ -355,7 +367,7 @@ class ModelRunner:
             empty = torch.empty(len(rows), dtype=torch.int64, device=queue.device)
             token_ids = self._tp.broadcast(empty)
             self._table.append(inputs, token_ids)
-            return Drawn(rows, queue.download([token_ids])[0])
+            return Drawn(rows, queue.download([token_ids])[0])  # read by rank 0 alone
         params = self._sampling.rows(rows, queue.upload)
         allowed = None if masks is None else masks()
         batch = SamplingBatch(
@@ -367,12 +379,17 @@ class ModelRunner:
         )
         sampled = sample(logits, batch)
         token_ids = self._tp.broadcast(sampled.token_ids)
-        self._table.append(inputs, token_ids)
+        accepted = self._table.append(inputs, token_ids)
         fetched = queue.download([token_ids, sampled.is_finite, *(sampled.logprobs or ())])
+        drafted = None
+        if inputs.draws is not None and accepted is not None:
+            found = queue.download([inputs.draws.drafted.counts, accepted])
+            drafted = DraftResults(inputs.draws.firsts, inputs.draws.drafted.decodes, *found)
         return Drawn(
             rows,
             fetched[0],
             is_finite=fetched[1],
+            drafted=drafted,
             failed=frozenset() if allowed is None else allowed.failed,
             unready=frozenset() if allowed is None else allowed.unready,
             logprobs=None if sampled.logprobs is None else LogprobTensors._make(fetched[2:]),

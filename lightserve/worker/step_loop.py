@@ -190,8 +190,8 @@ class _Ends:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_s = 0.0
-        self._exec_s: dict[int, float] = {}
-        """Seconds of the last step of so many decodes, and of nothing else."""
+        self._exec_s: dict[tuple[int, int], float] = {}
+        """Seconds of the last step of so many decodes and tokens, and of nothing else."""
 
     def begin(self) -> None:
         """Note that a step begins now: it was launched alone, or the one before it is over."""
@@ -199,21 +199,22 @@ class _Ends:
 
     def note(self, plan: StepPlan, exec_s: float) -> None:
         """Note how long a step took on its device."""
-        if (number := _num_decodes(plan)) is not None:
-            self._exec_s[number] = exec_s
+        if (numbers := _decodes_and_tokens(plan)) is not None:
+            self._exec_s[numbers] = exec_s
 
     def rest_s(self, plan: StepPlan) -> float:
         """Return how long the step will go on; negative: longer than predicted; inf: unknown."""
-        number = _num_decodes(plan)
-        exec_s = math.inf if number is None else self._exec_s.get(number, math.inf)
+        numbers = _decodes_and_tokens(plan)
+        exec_s = math.inf if numbers is None else self._exec_s.get(numbers, math.inf)
         return self._began_s + exec_s - self._clock()
 
 
-def _num_decodes(plan: StepPlan) -> int | None:
-    """Return how many rows a step has if each has one token and no copy is waited for."""
+def _decodes_and_tokens(plan: StepPlan) -> tuple[int, int] | None:
+    """Return how many rows and tokens a step has if it has no chunk and waits for no copy."""
     if plan.saves.slots or plan.loads.slots or any(row.num_tokens > 1 for row in plan.rows):
         return None
-    return len(plan.decodes.rows) // 4 + len(plan.rows)
+    num_others = len(plan.rows)
+    return len(plan.decodes.rows) // 4 + num_others, len(plan.decodes.slots) // 4 + num_others
 
 
 class _MarkWatch:

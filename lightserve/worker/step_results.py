@@ -117,14 +117,29 @@ class StepMarks(NamedTuple):
     """Its results are on the host."""
 
 
+class DraftResults(NamedTuple):
+    """Results of a step's drafts; tensors are on the host once the step is over."""
+
+    firsts: npt.NDArray[np.int64]
+    """[rows that sample], the first draw of each; the others follow it."""
+    decodes: npt.NDArray[np.int64]
+    """[D], which of the plan's decodes, and so of the rows that sample, have drafts."""
+    counts: Tensor
+    """int64 [D], drafts of each, …"""
+    accepted: Tensor
+    """… and how many of them are accepted."""
+
+
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """A step's tokens; tensors are on the host once the step is over."""
+    """A step's draws; tensors are on the host once the step is over."""
 
     rows: list[RowId]
-    """Rows that sample."""
+    """Row of each draw."""
     token_ids: Tensor
     """int64 [len(rows)]."""
+    drafted: DraftResults | None = None
+    """None: each row has one draw."""
     is_finite: Tensor | None = None
     """bool [len(rows)]; rank 0 alone has it."""
     failed: frozenset[int] = frozenset()
@@ -140,7 +155,7 @@ class Drawn:
     """Vectors of the rows that ask for one."""
 
     def others(self) -> dict[int, _Token | None]:
-        """Return by index the results of rows that have more to say than a token.
+        """Return by index the results of draws that have more to say than a token.
 
         None: the grammar of the row is not compiled yet.
         """
@@ -200,6 +215,8 @@ class Pending:
     copies: CopyWait
     launch_s: float
     """Seconds that the host took to launch it beside its work; 0 on the CPU."""
+    num_verified: int = 0
+    """See `StepResult`."""
 
     def is_done(self) -> bool:
         """Whether `finish` would not wait."""
@@ -214,25 +231,59 @@ class Pending:
             [*plan_columns(plan).rows.tolist(), *(sequence.row for sequence in plan.sequences)]
         )
 
-    def row_results(self) -> tuple[Int32Array, list[RowResult]]:
+    def row_results(self) -> tuple[Int32Array, list[RowResult], Int32Array]:
         """Return the results of a step that is over, as `StepResult` has them.
 
-        One token, or NO_TOKEN, of each row that samples; and the rows that have more to say.
+        Its `token_ids`, the rows that have more to say, and `num_drafted`.
         """
         drawn, prompts = self.drawn, self.prompts
-        token_ids = drawn.token_ids.numpy().astype(np.int32)
-        others = drawn.others()
-        places = {row: index for index, row in enumerate(drawn.rows)} if prompts else {}
-        for row in [row for row in prompts if row in places]:
-            others.setdefault(places[row], _Token(int(token_ids[places[row]]), None, None))
-        results = [
-            _row_result(row, token, prompts.get(row))
-            for row, token in [(drawn.rows[index], token) for index, token in others.items()]
-        ]
-        results += [_row_result(row, None, prompts[row]) for row in prompts if row not in places]
-        if others:
-            token_ids[list(others)] = NO_TOKEN
-        return token_ids, results
+        draws = drawn.token_ids.numpy().astype(np.int32)
+        firsts, counts, num_drafted = _kept_draws(drawn, self.plan)
+        steps = np.arange(counts.max(initial=1))
+        places = np.minimum(firsts[:, None] + steps, max(0, len(draws) - 1))
+        token_ids = np.where(steps < counts[:, None], draws[places] if len(draws) else 0, NO_TOKEN)
+        others, results = drawn.others(), []
+        if others or prompts:
+            spans = zip(firsts.tolist(), counts.tolist(), strict=True)
+            for index, (first, count) in enumerate(spans):
+                row = drawn.rows[first]
+                if row not in prompts and others.keys().isdisjoint(range(first, first + count)):
+                    continue
+                tokens = [
+                    others.get(place, _Token(int(draws[place]), None, None))
+                    for place in range(first, first + count)
+                ]
+                results.append(_row_result(row, tokens, prompts.get(row)))
+                token_ids[index] = NO_TOKEN
+        sampled = set(drawn.rows) if prompts else set()
+        results += [_row_result(row, [], own) for row, own in prompts.items() if row not in sampled]
+        return token_ids.astype(np.int32), results, num_drafted
+
+
+class _KeptDraws(NamedTuple):
+    """Draws that count."""
+
+    firsts: npt.NDArray[np.int64]
+    """[rows that sample], the first of each."""
+    counts: npt.NDArray[np.int64]
+    """[rows that sample], how many."""
+    num_drafted: Int32Array
+    """See `StepResult.num_drafted`."""
+
+
+def _kept_draws(drawn: Drawn, plan: StepPlan) -> _KeptDraws:
+    """Return which draws count: one of each row, and one more for each accepted draft."""
+    drafted = drawn.drafted
+    if drafted is None:
+        num_rows = len(drawn.rows)
+        ones = np.ones(num_rows, dtype=np.int64)
+        num_drafted = np.zeros(len(plan.decodes.num_drafts) // 4, dtype=np.int32)
+        return _KeptDraws(np.arange(num_rows), ones, num_drafted)
+    num_drafted = np.zeros(len(plan.decodes.rows) // 4, dtype=np.int32)
+    num_drafted[drafted.decodes] = drafted.counts.numpy()
+    counts = np.ones(len(drafted.firsts), dtype=np.int64)
+    counts[drafted.decodes] += drafted.accepted.numpy()
+    return _KeptDraws(drafted.firsts, counts, num_drafted)
 
 
 class _Token(NamedTuple):
@@ -243,20 +294,24 @@ class _Token(NamedTuple):
     vector: bytes = b""
 
 
-def _row_result(row: RowId, token: _Token | None, prompt: PromptLogprobs | None) -> RowResult:
-    """Return a row's share of the result; `token` and `prompt` None: none was wanted."""
+def _row_result(
+    row: RowId, tokens: Sequence[_Token | None], prompt: PromptLogprobs | None
+) -> RowResult:
+    """Return a row's share of the result.
+
+    `tokens` empty, and `prompt` None: none was wanted. A token None: the row's grammar is not
+    compiled yet.
+    """
     prompt_logprobs = [] if prompt is None else prompt.result()
     if prompt_logprobs is None:
         return RowResult(row, [], RowError.NON_FINITE_LOGITS)
-    if token is not None and token.error is not None:
-        return RowResult(row, [], token.error)
-    if token is None:
-        return RowResult(row, [], prompt_logprobs=prompt_logprobs)
-    logprobs = [] if token.logprob is None else [token.logprob]
+    known = [token for token in tokens if token is not None]
+    if error := next((token.error for token in known if token.error is not None), None):
+        return RowResult(row, [], error)
     return RowResult(
         row,
-        [token.token_id],
-        logprobs=logprobs,
+        [token.token_id for token in known],
+        logprobs=[token.logprob for token in known if token.logprob is not None],
         prompt_logprobs=prompt_logprobs,
-        vector=token.vector,
+        vector=b"".join(token.vector for token in known),
     )

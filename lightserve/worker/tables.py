@@ -35,6 +35,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.types import PLAIN_SAMPLING, SAMPLING_FIELDS, Changes, RowId, SamplingParams
 from lightserve.worker.device import Array, DeviceQueue
+from lightserve.worker.drafts import Drafted, Drafts, NGrams, Proposer
 from lightserve.worker.sampling.interface import Adjustments, SampledRows, sequence_state
 
 _Int64Array = npt.NDArray[np.int64]
@@ -57,8 +58,8 @@ class StepTensors(NamedTuple):
     """The numbers that a step needs on the device, however its pass runs."""
 
     logit_rows: Tensor
-    """int64 [L + sum of n]: tokens whose logits are wanted: those that sample, then those of
-    `prompt_spans`, one span after the other."""
+    """int64 [L + sum of n]: tokens whose logits are wanted: those behind which is drawn, then those
+    of `prompt_spans`, one span after the other."""
     sampled_places: Tensor
     """int64 [L], where each new token will be stored."""
     sampled_positions: Tensor
@@ -79,7 +80,13 @@ class StepInputs:
     q_lens: _Int64Array
     """… the new tokens of each, …"""
     context_lens: _Int64Array
-    """… and its length with them."""
+    """… and its length with them, or more: see `too_far`."""
+    too_far: Tensor | None = None
+    """int64 [R] on the device, by how much `context_lens` are more than that; None: by nothing."""
+    draws: Draws | None = None
+    """The draws of each row that samples; None: one each."""
+    num_verified: int = 0
+    """Tokens of drafts, proposed or not."""
 
     @property
     def lengths(self) -> dict[RowId, int]:
@@ -99,13 +106,32 @@ class StepInputs:
         return self.is_decode and num_rows == len(self.sampled_rows) == len(self.tensors.logit_rows)
 
 
+class Draws(NamedTuple):
+    """Where the draws of rows are in a step some of whose rows have drafts."""
+
+    drafted: Drafted
+    firsts: _Int64Array
+    """[rows that sample], the first draw of each; the others follow it."""
+    of_drafted: Tensor
+    """int64 [D], the same of those with drafts, on the device."""
+
+
 class SequenceTable:
     """The tables of one rank, int32 [max_num_seqs + 1, max_model_len + 1]."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, queue: DeviceQueue, *, scratch_slot: int = 0
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        queue: DeviceQueue,
+        *,
+        scratch_slot: int = 0,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`scratch_slot` is the padding row's."""
+        """Make the tables.
+
+        `scratch_slot` is the padding row's; `proposer` guesses the drafts of plans that want any.
+        """
         # One more position than the model has: the last sampled token is stored, never computed.
         self._width = max_model_len + 1
         self.max_num_seqs = max_num_seqs
@@ -115,6 +141,7 @@ class SequenceTable:
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
+        self._drafts = Drafts(self._token_ids, queue, proposer or NGrams())
         self._indices = torch.arange(max_num_seqs, device=queue.device)
         """The logits that a step of decodes alone wants."""
         self._num_prompt = np.zeros(max_num_seqs + 1, dtype=np.int64)
@@ -133,38 +160,64 @@ class SequenceTable:
 
     def begin(self, plan: StepPlan) -> StepInputs:
         """Take in a plan's new sequences and slots and return the inputs of its step."""
-        if not (plan.rows or plan.sequences or plan.slot_ranges):
-            return self._begin_decodes(unpack_decodes(plan.decodes))
+        decodes = unpack_decodes(plan.decodes)
+        is_plain = not (plan.rows or plan.sequences or plan.slot_ranges or len(decodes.num_drafts))
+        if is_plain and self._drafts.are_at(decodes.rows):
+            return self._begin_decodes(decodes)
         columns = plan_columns(plan)
         rows, starts, counts = (
             part.astype(np.int64)
             for part in (columns.rows, columns.start_positions, columns.num_tokens)
         )
-        wants, ends = columns.samples, starts + counts
-        offsets = np.cumsum(counts)
-        news = self._take_in(plan)
+        news, wants = self._take_in(plan, decodes), columns.samples
+        starts, too_far = self._drafts.true_starts(rows, starts, len(decodes.rows))
+        num_drafts, drafted = np.zeros_like(counts), None
+        if len(some := decodes.num_drafts.nonzero()[0]):
+            self._write(self._queue.upload(news))
+            news, most = [], counts[some] - 1
+            drafted = self._drafts.propose(some, rows[some], starts[some], most, too_far)
+            num_drafts[some] = drafted.counts.numpy() if self._queue.is_at_once else most
+            counts[some] = 1 + num_drafts[some]
+        ends, offsets = starts + counts, np.cumsum(counts)
         firsts = (offsets - counts)[len(rows) - len(plan.rows) :]
         spans = self._prompt_spans(list(zip(plan.rows, firsts.tolist(), strict=True)))
+        before, num_draws = num_drafts[wants], 1 + num_drafts[wants]
+        draws = _ranges(rows[wants], ends[wants] - before, num_draws)
+        logit_rows = _ranges(rows[wants], offsets[wants] - 1 - before, num_draws).positions
+        first_draws = np.cumsum(num_draws) - num_draws
         arrays: list[Array] = [
-            np.concatenate([offsets[wants] - 1, spans.indices]),
-            rows[wants] * self._width + ends[wants],
-            ends[wants],
+            np.concatenate([logit_rows, spans.indices]),
+            draws.rows * self._width + draws.positions,
+            draws.positions,
             spans.next_places,
+            np.repeat(np.flatnonzero(wants), num_draws),
+            first_draws[some],
             *news,
         ]
         uploaded = self._queue.upload(arrays)
-        if news:
-            token_places, tokens, slot_places, slots = uploaded[4:]
-            self._flat_tokens.index_copy_(0, token_places, tokens)
-            self._flat_slots.index_copy_(0, slot_places, slots)
+        tensors, (next_places, owners, of_drafted, *uploaded_news) = uploaded[:3], uploaded[3:]
+        self._write(uploaded_news)
+        if too_far is not None:
+            by_draw = too_far.index_select(0, owners)
+            tensors[1:] = [tensor - by_draw for tensor in tensors[1:]]
         return StepInputs(
-            StepTensors._make(uploaded[:3]),
-            self._with_next_ids(spans, uploaded[3]),
-            cast("list[RowId]", rows[wants].tolist()),
+            StepTensors._make(tensors),
+            self._with_next_ids(spans, next_places),
+            cast("list[RowId]", draws.rows.tolist()),
             rows,
             counts,
             ends,
+            too_far,
+            None if drafted is None else Draws(drafted, first_draws, of_drafted),
+            int(num_drafts.sum()),
         )
+
+    def _write(self, news: Sequence[Tensor]) -> None:
+        """Put what `_take_in` returns into the tables."""
+        if news:
+            token_places, tokens, slot_places, slots = news
+            self._flat_tokens.index_copy_(0, token_places, tokens)
+            self._flat_slots.index_copy_(0, slot_places, slots)
 
     def _begin_decodes(self, decodes: DecodeColumns) -> StepInputs:
         """Take in a plan of plain decodes; most of its inputs are known beforehand."""
@@ -192,6 +245,12 @@ class SequenceTable:
                 ends.astype(np.int32),
             ]
         )
+        if inputs.too_far is not None:
+            context_lens = context_lens - inputs.too_far.int()
+            by_token = inputs.too_far.repeat_interleave(
+                self._queue.upload([counts])[0], output_size=int(counts.sum())
+            )
+            own_positions, places = own_positions - by_token, places - by_token
         batch = AttentionBatch(
             positions=own_positions,
             slot_mapping=self._flat_slots.index_select(0, places).long(),
@@ -211,13 +270,19 @@ class SequenceTable:
         token_ids: list[int] = self._token_ids[row, start:stop].tolist()
         return token_ids
 
-    def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
-        """Store the sampled tokens, int64 [L], at the positions that the next plan will name."""
-        self._flat_tokens.index_copy_(0, inputs.tensors.sampled_places, token_ids.int())
+    def append(self, inputs: StepInputs, token_ids: Tensor) -> Tensor | None:
+        """Store the draws, int64 [L], at the positions that the next plan will name.
 
-    def _take_in(self, plan: StepPlan) -> list[Array]:
+        Returns how many drafts of each row with drafts are accepted, int64 [D]; None: no row has.
+        """
+        draws, accepted = inputs.draws, None
+        if draws is not None:
+            accepted = self._drafts.accept(draws.drafted, draws.of_drafted, token_ids)
+        self._flat_tokens.index_copy_(0, inputs.tensors.sampled_places, token_ids.int())
+        return accepted
+
+    def _take_in(self, plan: StepPlan, decodes: DecodeColumns) -> list[Array]:
         """Note new tokens and slots; return their places and contents, or nothing."""
-        decodes = unpack_decodes(plan.decodes)
         if not plan.sequences and not plan.slot_ranges and not len(decodes.rows):
             return []
         tokens = [_tokens_of(sequence) for sequence in plan.sequences]
@@ -234,7 +299,7 @@ class SequenceTable:
             np.concatenate([_NO_TOKENS, *tokens]),
             np.concatenate(
                 [
-                    decodes.rows.astype(np.int64) * self._width + decodes.start_positions,
+                    self._places(decodes.rows, decodes.start_positions, decodes.num_tokens),
                     self._places(
                         [part.row for part in plan.slot_ranges],
                         [part.start_position for part in plan.slot_ranges],
@@ -247,7 +312,10 @@ class SequenceTable:
         ]
 
     def _places(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+        self,
+        rows: Sequence[int] | Int32Array,
+        starts: Sequence[int] | Int32Array,
+        counts: Sequence[int] | Int32Array,
     ) -> _Int64Array:
         """Return the places of ranges of positions, int64 [sum of counts]."""
         index = _ranges(*(np.array(part, dtype=np.int64) for part in (rows, starts, counts)))

@@ -49,7 +49,7 @@ from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, StepPlan
 from lightserve.models.base import SingleRank
 from lightserve.router.kv.cache import Preemption
-from lightserve.types import RequestOutput, RowId, SamplingParams, StepId
+from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Mark
 from lightserve.worker.graphs import DecodeGraphs, ladder
@@ -254,7 +254,10 @@ def recorded_plans() -> list[StepPlan]:
             msgspec.structs.replace(sequence, **next(changes)) for sequence in step.plan.sequences
         ]
         plans.append(msgspec.structs.replace(step.plan, sequences=sequences))
-    return plans
+    drafted = record_steps(
+        make_cpu_runner(), SEED, preemption=Preemption.CHECKPOINT, max_drafts=MAX_DRAFTS
+    )
+    return [*plans, *(step.plan for step in drafted)]
 
 
 def large_plans() -> list[StepPlan]:

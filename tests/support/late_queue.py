@@ -31,6 +31,8 @@ class LateMark(HostMark):
 class LateQueue(HostQueue):
     """Host copies hold nonsense until then; an array that was uploaded may be written at once."""
 
+    is_at_once = False
+
     def __init__(self) -> None:
         self._arriving: list[tuple[Tensor, Tensor]] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from lightserve.config import ServeConfig
-from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
+from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig
@@ -32,6 +32,7 @@ from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
 from support.core_scenes import RecklessAdmission
+from support.drafted import Scripted, force_drafts
 from support.kv_watch import Seen, WatchedModel
 from support.tiny_models import TinyModel, write_tiny_model
 
@@ -100,6 +101,8 @@ class Schedule:
     step_cost: StepCoefficients | None = None
     """What the core is told of steps; with it, loads may be split over them."""
     overlaps_copies: bool = False
+    max_drafts: int = 0
+    """Drafts of a request in a step; with any, as many as may be are drawn."""
 
 
 def make_schedule(
@@ -240,6 +243,17 @@ class Catalogue:
             )
             self.alone |= self._answers(schedule)[0]
 
+    def script_drafts(self, acceptance: float) -> Scripted:
+        """Have the runner propose what each answers alone, each token right with some chance."""
+        prompts = [
+            unpack_int32(b"".join(part.token_ids for part in request.prompt)).tolist()
+            for request in self.requests
+        ]
+        alone = {tuple(prompts[number]): output for number, output in self.alone.items()}
+        scripted = Scripted(alone, acceptance)
+        self._runner._table._drafts._proposer = scripted
+        return scripted
+
     def run(self, schedule: Schedule, *, checks: bool = True, fault: Fault | None = None) -> Tally:
         """Play a schedule and compare. Raises KVChanged unless told not to check KV."""
         answers, tally = self._answers(schedule, checks=checks, fault=fault)
@@ -300,7 +314,7 @@ _COUNTERS = (
 
 def make_core(schedule: Schedule) -> Scheduler:
     """Return a core that admits all requests, so that memory runs out."""
-    return Scheduler(
+    core = Scheduler(
         SchedulerConfig(
             max_model_len=MAX_LEN,
             max_num_seqs=MAX_SEQS,
@@ -312,6 +326,7 @@ def make_core(schedule: Schedule) -> Scheduler:
             kv=schedule.kv,
         )
     )
+    return force_drafts(core, len(schedule.times_s), most=schedule.max_drafts)
 
 
 def _tally(

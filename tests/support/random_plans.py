@@ -41,7 +41,7 @@ def row_by_row(plan: StepPlan) -> StepPlan:
     ranges = [
         SlotRange(RowId(row), start, pack_int32([slot]))
         for row, start, slot in zip(
-            *(c.tolist() for c in unpack_decodes(plan.decodes)), strict=True
+            *(c.tolist() for c in unpack_decodes(plan.decodes)[:3]), strict=True
         )
     ]
     return msgspec.structs.replace(

@@ -136,10 +136,13 @@ class _Recorder:
         return result
 
 
-def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> list[RecordedStep]:
+def record_steps(
+    runner: ModelRunner, seed: int, *, preemption: Preemption, max_drafts: int = 0
+) -> list[RecordedStep]:
     """Return what a schedule's steps were, one after the other.
 
-    Where the runner enforces constraints, every second request has one.
+    Where the runner enforces constraints, every second request has one. With `max_drafts` most
+    decodes have some.
     """
     rng = random.Random(seed)
     schedule = Schedule(
@@ -153,6 +156,7 @@ def record_steps(runner: ModelRunner, seed: int, *, preemption: Preemption) -> l
         num_host_slots=NUM_SLOTS,
         copied_token_s=0.0,
         kv=KVOptions(block_size=4, preemption=preemption),
+        max_drafts=max_drafts,
     )
     recorder = _Recorder(runner)
     simulation = Simulation(

@@ -339,18 +339,19 @@ class KVStore:
             if num_protected_rt and len(gone) < num_tokens:
                 self._pool.release(self._tree.evict(num_tokens - len(gone)))
 
-    def step_back(self, request: Request) -> None:
-        """Forget the last computed token of a running request: it is to be computed again.
+    def step_back(self, request: Request, num_tokens: int = 1) -> None:
+        """Forget the last tokens that were to be computed of a running request.
 
-        It is the last known one, which nothing but the request itself reads.
+        They are to be computed again, or do not exist. Nothing but the request itself reads them,
+        and no plan in flight writes them.
         """
-        assert request.slots is not None and request.num_inflight_steps == 0
-        last = request.next_position - 1
-        assert last >= request.num_shared_tokens
-        if request.host is not None and request.host.end > last:
+        end = request.next_position
+        start = end - num_tokens
+        assert request.slots is not None and start >= request.num_shared_tokens
+        if request.host is not None and request.host.end > start:
             self.checkpoints.drop(request)
-        self._pool.release(request.slots[last : last + 1].copy())
-        request.next_position = last
+        self._pool.release(request.slots[start:end].copy())
+        request.next_position = start
 
     def release(self, request: Request, *, keep: bool) -> None:
         """Take a request's KV back; `keep` as cache what was computed and is in the pool."""

@@ -68,6 +68,7 @@ from lightserve.messages.supervision import (
 from lightserve.router.events import MAX_DELTAS, DeltaBatch
 from lightserve.router.request import Request
 from lightserve.types import (
+    MAX_DRAFTS,
     FinishReason,
     FrontendId,
     RequestClass,
@@ -145,13 +146,18 @@ def test_a_plan_says_the_same_as_columns_and_row_by_row(plan: StepPlan) -> None:
     assert sampling_rows(plan).tolist() == columns.rows[columns.samples].tolist()
 
 
-@given(st.lists(st.tuples(TOKENS, TOKENS, TOKENS), max_size=9))
-def test_decodes_are_read_as_they_were_packed(decodes: list[tuple[int, int, int]]) -> None:
+@given(st.lists(st.tuples(TOKENS, TOKENS, TOKENS), max_size=9), st.integers(0, MAX_DRAFTS))
+def test_decodes_are_read_as_they_were_packed(
+    decodes: list[tuple[int, int, int]], num_drafts: int
+) -> None:
     rows, starts, slots = ([decode[index] for decode in decodes] for index in range(3))
-    unpacked = unpack_decodes(pack_decodes(rows, starts, slots))
-    assert [column.tolist() for column in unpacked] == [rows, starts, slots]
-    again = pack_decodes(*(np.array(column, dtype=np.int64) for column in (rows, starts, slots)))
-    assert again == pack_decodes(rows, starts, slots)
+    drafts = [num_drafts] * len(rows) if num_drafts else []
+    slots *= 1 + num_drafts
+    unpacked = unpack_decodes(pack_decodes(rows, starts, slots, drafts))
+    assert [column.tolist() for column in unpacked] == [rows, starts, slots, drafts]
+    assert unpacked.num_tokens.tolist() == [1 + num_drafts] * len(rows)
+    columns = (np.array(column, dtype=np.int64) for column in (rows, starts, slots, drafts))
+    assert pack_decodes(*columns) == pack_decodes(rows, starts, slots, drafts)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +166,10 @@ def test_decodes_are_read_as_they_were_packed(decodes: list[tuple[int, int, int]
         (DecodeRows(bytes(8), bytes(4), bytes(8)), "8 bytes of rows, 4 of start_positions, 8 of"),
         (DecodeRows(bytes(4), bytes(4), b""), "4 bytes of rows, 4 of start_positions, 0 of slots"),
         (DecodeRows(bytes(6), bytes(6), bytes(6)), "6 bytes of rows, 6 of start_positions, 6 of"),
+        (pack_decodes([1], [5], [8, 9, 7], [1]), "12 of slots, 4 of num_drafts"),
+        (pack_decodes([1, 2], [5, 6], [8, 9, 7], [1]), "12 of slots, 4 of num_drafts"),
+        (pack_decodes([1], [5], range(10), [9]), "a row has more than 8 drafts"),
+        (pack_decodes([1, 2], [5, 6], [8, 9], [1, -1]), "a row has more than 8 drafts"),
     ],
 )
 def test_decodes_of_different_lengths_are_refused(decodes: DecodeRows, said: str) -> None:

@@ -121,7 +121,7 @@ def test_build_plan_splits_slots_and_samples_at_the_end() -> None:
     ]
     found = (2, 0, [200, 201, 202])
     assert starts == [(1, 0, [1, 2, 3]), found, (2, 3, [4, 5, 6, 7, 8])]
-    assert [part.tolist() for part in unpack_decodes(plan.decodes)] == [[0], [8], [0]]
+    assert [part.tolist() for part in unpack_decodes(plan.decodes)] == [[0], [8], [0], []]
     assert plan.rows == [
         PlanRow(RowId(1), 0, 3, OutputKind.NONE),
         PlanRow(RowId(2), 3, 5, OutputKind.SAMPLE),

@@ -151,8 +151,10 @@ def num_calls(num_rows: int) -> int:
         copies=Waited(0.0),
         launch_s=0.0,
     )
-    token_ids, others = pending.row_results()
-    result = StepResult(StepId(1), 0, pack_int32(token_ids), exec_s=0.0, idle_s=0.0, rows=others)
+    token_ids, others, _ = pending.row_results()
+    result = StepResult(
+        StepId(1), 0, pack_int32(token_ids.ravel()), exec_s=0.0, idle_s=0.0, rows=others
+    )
     msgspec.msgpack.encode(result)
     profile.disable()
     assert len(result.token_ids) == 4 * num_rows and not others
