@@ -203,18 +203,12 @@ class Drafting:
 
 
 def can_draft(request: Request) -> bool:
-    """Return whether a request's tokens can be drafted.
-
-    Not where a grammar has to see each token before the next is drawn, or penalties count them.
-    """
-    sampling = request.sampling
+    """Return whether tokens can be drafted: no grammar and no penalty has to see each before."""
     return (
         request.output is RequestOutput.TOKENS
         and request.constraint is None
         and request.parameters.thinking is None
-        and sampling.repetition_penalty == 1.0
-        and not sampling.frequency_penalty
-        and not sampling.presence_penalty
+        and not request.sampling.has_penalties
     )
 
 

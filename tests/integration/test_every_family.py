@@ -76,8 +76,8 @@ def test_no_schedule_changes_a_token(
     total = Tally()
     for schedule in schedules:
         total.add(catalogue.run(schedule))
-    assert total.num_compared >= 3 * len(catalogue.alone) - total.num_aborts
+    assert total.num_compared >= len(schedules) * len(catalogue.alone) - total.num_aborts
     assert total.num_prefix_hits > 2 and total.num_pauses > 2 and total.lost_tokens > 0
-    assert total.loaded_tokens > 20 and total.seen.num_checked_resumed > 60
+    assert total.loaded_tokens > 10 and total.seen.num_checked_resumed > 60
     # Elsewhere sums are in another order in another batch, which may decide between two tokens.
     assert total.num_different <= (0 if not is_latent and not flags else 2)

@@ -140,7 +140,7 @@ def test_auto_on_a_gpu_is_no_place_for_batch_invariance() -> None:
         ),
         (
             {"quantization": "int3"},
-            "--quantization must be one of none, int8, int4, fp8, got 'int3'",
+            "--quantization must be one of none, int8, w8a8, int4, fp8, got 'int3'",
         ),
         (
             {"quantization": "int8", "attention_backend": "torch"},
