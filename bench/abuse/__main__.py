@@ -1,4 +1,4 @@
-"""What a server has to stand: hostile clients, clients that leave, crowds, floods.
+"""Attacks that a server has to stand: hostile clients, clients that leave, crowds, floods.
 
     python -m bench.abuse                 every attack, and one table
     python -m bench.abuse memory 'step'   attacks whose subject or name has one of these words

@@ -32,13 +32,13 @@ REJECT_WITHIN_S = 0.05
 
 @dataclass(frozen=True)
 class Targets:
-    """What a good answer keeps to, in seconds."""
+    """The latencies of a good answer at most, in seconds."""
 
     ttft_s: float
     tpot_s: float
 
     def are_met(self, answer: Answer) -> bool:
-        """Whether an answer is whole and in time."""
+        """Return whether an answer is whole and keeps to the targets."""
         is_whole = answer.status == 200 and b"[DONE]" in answer.data
         return is_whole and answer.ttft_s <= self.ttft_s and answer.tpot_s <= self.tpot_s
 

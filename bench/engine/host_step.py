@@ -1,4 +1,4 @@
-"""What a step costs the host of a GPU: `python -m bench.engine.host_step`.
+"""The time of a step on the host of a GPU: `python -m bench.engine.host_step`.
 
 Steps of decodes, and `mixed` ones whose last row is a new prompt of 512 tokens. Graphs do nothing,
 kernels are compiled and their launches do nothing (see `tools.triton_offline`), one thread. While a

@@ -1,4 +1,4 @@
-"""Whether pauses, copies and aborts change answers: `python -m bench.engine.lossless`.
+"""A check that pauses, copies and aborts change no answer: `python -m bench.engine.lossless`.
 
 Random schedules of the real core run over a real runner of a small random model, in virtual time.
 All tokens are compared with those of each request run alone (`--batch-invariant`, float32), and all

@@ -1,4 +1,4 @@
-"""What the prefix cache brings: `python -m bench.memory.prefix_sharing`.
+"""The gain of the prefix cache: `python -m bench.memory.prefix_sharing`.
 
 `--cache-policy` and the order of best-effort requests, on mooncake's block ids. The real
 router core on virtual hardware (A100, Llama-2-7B): of each trace, rows of at most

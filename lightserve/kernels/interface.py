@@ -464,9 +464,9 @@ class Kernels(Protocol):
         raise _missing(self, Can.PACKED_EXPERTS)
 
 
-def _missing(kernels: Kernels, need: Can) -> NotImplementedError:
+def _missing(kernels: Kernels, need: Can) -> RuntimeError:
     """Return the error of an operation for which callers should have asked `Kernels.can`."""
-    return NotImplementedError(f"{kernels.name} kernels have no {need.name}")
+    return RuntimeError(f"{kernels.name} kernels have no {need.name}")
 
 
 def sigmoid(x: Tensor) -> Tensor:
