@@ -67,6 +67,9 @@ class WorkerHello(Message, frozen=True):
     GPU; otherwise between the steps."""
     graph_sizes: GraphSizes = NO_SIZES
     """To which its steps are padded."""
+    num_state_slots: int = 0
+    """Slots whose bytes hold the states of one sequence in all recurrent layers of the model; 0: it
+    has none."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +93,10 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):
-    """Positions start_position … of a row get these slots, in order."""
+    """Positions start_position … of a row get these slots, in order.
+
+    Positions -num_state_slots … -1 stand for the row's state in all recurrent layers.
+    """
 
     row: RowId
     start_position: int
@@ -157,14 +163,29 @@ class KVCopies(msgspec.Struct, frozen=True, array_like=True):
 NO_COPIES = KVCopies()
 
 
+class StateCopies(msgspec.Struct, frozen=True, array_like=True):
+    """Slots whose recurrent bytes, of all layers, are copied inside the pool.
+
+    Each copy of a state is num_state_slots of them, in the order of their positions.
+    """
+
+    from_slots: bytes = b""
+    """int32 [n], see `pack_int32`; several copies may read one."""
+    to_slots: bytes = b""
+    """int32 [n]; each at most once, and none of `from_slots`."""
+
+
+NO_STATE_COPIES = StateCopies()
+
+
 MAX_PLAN_BYTES = 128 * 1024 * 1024
 """Largest `StepPlan`: one sequence with all that may have to be done for it has to fit. Plans of
 many are kept far smaller (`lightserve.router.from_submit`)."""
 
 
 class StepPlan(Message, frozen=True):
-    """One step: tables (`sequences`, `slot_ranges`, the slots of `decodes`), `saves`, `loads`, one
-    forward pass over the rows of `decodes`, then `rows`.
+    """One step: tables (`sequences`, `slot_ranges`, the slots of `decodes`), `saves`, `loads`,
+    `state_loads`, one forward pass over the rows of `decodes`, then `rows`, and `state_saves`.
 
     Copies of several requests are merged. Nothing in the step waits for `ahead_saves` and
     `ahead_loads`: they begin behind `saves` and `loads`, go on beside the forward pass (or follow
@@ -172,9 +193,13 @@ class StepPlan(Message, frozen=True):
     copies, its forward pass. So the next plan may read, save and overwrite their slots, and save
     to their host slots. A worker that dies takes them along with all other KV.
 
-        plan i     saves  loads  forward pass ─────► result
-                              └─ ahead_saves, ahead_loads ──┐
-        plan i+1                                            └ saves  loads  forward pass …
+        plan i     saves  loads  state_loads  forward pass ─► state_saves, result
+                              └─ ahead_saves, ahead_loads ──────┐
+        plan i+1                                                └ saves  loads  forward pass …
+
+    In a model with recurrent layers a row that computes from position 0 on begins with states of
+    zeros, whatever its slots hold; every other row reads them from its slots. Each row writes them
+    back as they are behind the last of its tokens in the step.
     """
 
     MAX_BYTES: ClassVar[int] = MAX_PLAN_BYTES
@@ -202,6 +227,12 @@ class StepPlan(Message, frozen=True):
     left_rows: tuple[RowId, ...] = ()
     """Rows whose sequences have ended or paused since the last plan: what is kept for them can go.
     A row of `sequences` may be among them."""
+    state_loads: StateCopies = NO_STATE_COPIES
+    """Snapshots that rows go on from, to the slots of these rows: after `loads`, before the forward
+    pass."""
+    state_saves: StateCopies = NO_STATE_COPIES
+    """States of rows as the step leaves them, to the slots of snapshots: behind the forward pass,
+    before all of the next plan."""
 
 
 RouterToWorker = StepPlan
@@ -280,6 +311,24 @@ WorkerToRouter = WorkerHello | StepTimesMeasured | StepResult
 
 
 # ------------------------------------------------------------------------ plans
+
+
+def check_states(plan: StepPlan, num_state_slots: int) -> None:
+    """Raise ProtocolError unless what a plan says of states fits a model with so many slots."""
+    first = min([part.start_position for part in plan.slot_ranges], default=0)
+    if first < -num_state_slots:
+        raise ProtocolError(
+            f"slot_ranges: position {first}, where a state has {num_state_slots} slots"
+        )
+    for name, copies in (("state_loads", plan.state_loads), ("state_saves", plan.state_saves)):
+        lengths = len(copies.from_slots), len(copies.to_slots)
+        if lengths == (0, 0):
+            continue
+        if not num_state_slots or lengths[0] != lengths[1] or lengths[0] % (4 * num_state_slots):
+            raise ProtocolError(
+                f"{name}: {lengths[0]} bytes of slots to {lengths[1]}, where a state has"
+                f" {num_state_slots} slots"
+            )
 
 
 class DecodeColumns(NamedTuple):

@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 
 from lightserve.messages.common import GraphSizes, pack_int32
-from lightserve.messages.router_worker import (
-    StepPlan,
-    StepResult,
-)
+from lightserve.messages.router_worker import StepPlan, StepResult, check_states
 from lightserve.models.base import Model, TensorParallel
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.pooling import Pooling
@@ -180,11 +177,13 @@ class ModelRunner:
                 see `Pending.must_precede`.
 
         Raises:
-            ProtocolError: the plan's copies cannot be made; nothing was done.
+            ProtocolError: the plan's copies cannot be made, or it names states, which no model here
+                has; nothing was done.
             RuntimeError: the device is out of memory, or an earlier step failed on it.
         """
         begun_s = time.perf_counter()
         idle_since, start = self._free_since, self._queue.mark()
+        check_states(plan, 0)
         self.host_pool.check(plan)
         copies = self.host_pool.begin(plan)
         inputs = self._table.begin(plan)

@@ -17,11 +17,13 @@ from support.recorded_plans import RecordedStep, make_runner, record_steps
 from support.tensor_kernels import TensorKernels
 
 from lightserve.config import ServeConfig
+from lightserve.errors import ProtocolError
 from lightserve.messages.common import TokenLogprob, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import (
     OutputKind,
     RowResult,
+    SlotRange,
     StepPlan,
     StepResult,
     plan_rows,
@@ -38,7 +40,7 @@ from lightserve.router.policies import POLICIES
 from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
 from lightserve.worker.build import build_runner
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.model_runner import ModelRunner
@@ -239,6 +241,12 @@ def test_tokens_survive_preemption_and_scattered_slots(
     )
     assert core.num_preemptions > 0
     assert together == solo
+
+
+def test_a_model_without_states_refuses_plans_with_them(runner: ModelRunner) -> None:
+    state = SlotRange(RowId(0), -1, pack_int32([5]))
+    with pytest.raises(ProtocolError, match="position -1, where a state has 0 slots"):
+        runner.launch(StepPlan(StepId(0), [], [state], []))
 
 
 # A step launched before the one ahead of it is finished gives what it gives after it.

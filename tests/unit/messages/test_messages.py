@@ -48,9 +48,12 @@ from lightserve.messages.router_worker import (
     RouterToWorker,
     RowError,
     RowResult,
+    SlotRange,
+    StateCopies,
     StepPlan,
     StepResult,
     WorkerToRouter,
+    check_states,
     pack_decodes,
     plan_columns,
     plan_rows,
@@ -177,6 +180,33 @@ def test_decodes_of_different_lengths_are_refused(decodes: DecodeRows, said: str
     for read in (plan_columns, plan_rows, sampling_rows):
         with pytest.raises(ProtocolError, match=said):
             read(plan)
+
+
+SLOTS = pack_int32([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_state_slots", "said"),
+    [
+        ({"slot_ranges": [SlotRange(RowId(0), -3, SLOTS)]}, 3, ""),
+        ({"slot_ranges": [SlotRange(RowId(0), -3, SLOTS)]}, 2, "position -3, where a state has 2"),
+        ({"slot_ranges": [SlotRange(RowId(0), -1, SLOTS)]}, 0, "position -1, where a state has 0"),
+        ({"state_loads": StateCopies(SLOTS, SLOTS)}, 3, ""),
+        ({"state_loads": StateCopies(SLOTS, SLOTS)}, 0, "state_loads: 12 bytes of slots to 12"),
+        ({"state_saves": StateCopies(SLOTS, SLOTS)}, 2, "state_saves: 12 bytes of slots to 12"),
+        ({"state_saves": StateCopies(SLOTS, b"")}, 3, "state_saves: 12 bytes of slots to 0"),
+    ],
+)
+def test_states_that_a_model_has_not_are_refused(
+    parts: dict[str, Any], num_state_slots: int, said: str
+) -> None:
+    plan = msgspec.structs.replace(StepPlan(StepId(0), [], [], []), **parts)
+    assert passed_on(plan) == plan
+    if not said:
+        check_states(plan, num_state_slots)
+        return
+    with pytest.raises(ProtocolError, match=said):
+        check_states(plan, num_state_slots)
 
 
 @given(answered())
