@@ -6,7 +6,6 @@ Imported by the supervisor, the router and the frontends as well as by the worke
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,10 @@ from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import (
     CROSS_ENCODERS,
     HEADLESS,
+    THETAS,
     Architecture,
+    fields_of,
     sliding_windows,
-    unrotated_layers,
 )
 from lightserve.models.encoder_config import Encoder, parse_bert, parse_nomic_bert, parse_roberta
 from lightserve.models.json_fields import JsonFields, read_json_object
@@ -26,11 +26,7 @@ from lightserve.models.moe_config import (
     MoeConfig,
     parse_deepseek_v2,
     parse_deepseek_v3,
-    parse_glm_moe,
     parse_gpt_oss,
-    parse_mixtral,
-    parse_olmoe,
-    parse_qwen_moe,
 )
 from lightserve.models.own_config import (
     parse_baichuan,
@@ -58,7 +54,6 @@ from lightserve.models.rope import (
     QueryGrowth,
     RopeConfig,
     YarnRope,
-    parse_local_rope,
     parse_query_growth,
     parse_rope,
     parse_rotary_dim,
@@ -77,12 +72,6 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 _GLM = (Architecture.GLM, Architecture.GLM4)
 _GEMMA = (Architecture.GEMMA, Architecture.GEMMA2, Architecture.GEMMA3)
 _OLMO = (Architecture.OLMO2, Architecture.OLMO3)
-_THETAS = {
-    Architecture.GEMMA3: 1_000_000.0,
-    Architecture.MIXTRAL: 1_000_000.0,
-    Architecture.OLMO3: 500_000.0,
-}
-"""Bases of rotary embeddings where a file gives none and transformers takes another."""
 _BIASED = (
     Architecture.LLAMA,
     Architecture.QWEN3,
@@ -93,7 +82,23 @@ _BIASED = (
     Architecture.OLMOE,
     *_GEMMA,
 )
-"""Families whose `attention_bias` is that of all four products."""
+"""Families whose `attention_bias` is that of all four products, …"""
+_QKV_BIASED = (*_GLM, Architecture.GLM4_MOE, Architecture.SEED_OSS)
+"""… and families where it is that of queries, keys and values."""
+_HEAD_NORM = (
+    Architecture.QWEN3,
+    Architecture.GEMMA3,
+    Architecture.QWEN3_MOE,
+    Architecture.EXAONE4,
+)
+_HEADS_OF_128 = (
+    Architecture.QWEN3,
+    Architecture.MINISTRAL3,
+    Architecture.SEED_OSS,
+    Architecture.MINIMAX_M2,
+    *_GLM,
+)
+_PARTLY_ROTATED = (*_GLM, Architecture.GLM4_MOE, Architecture.PHI3, Architecture.MINIMAX_M2)
 _PLAIN = {
     Architecture.GPT_NEOX: parse_gpt_neox,
     Architecture.PHI: parse_phi,
@@ -298,18 +303,21 @@ def load_model_config(path: Path) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_position_embeddings = fields.integer("max_position_embeddings")
-    is_glm, is_phi = architecture in _GLM, architecture is Architecture.PHI3
-    is_glm_moe = architecture is Architecture.GLM4_MOE
-    attention_bias = fields.boolean("attention_bias", default=is_glm)
+    is_glm_moe, is_seed = (
+        architecture is Architecture.GLM4_MOE,
+        architecture is Architecture.SEED_OSS,
+    )
+    attention_bias = fields.boolean("attention_bias", default=architecture in _GLM or is_seed)
     reads_mlp_bias = architecture in (
         Architecture.LLAMA,
         Architecture.GRANITE,
         Architecture.SMOLLM3,
+        Architecture.SEED_OSS,
     )
     has_all_biases = architecture in _BIASED and attention_bias
     head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
-    rotary_dim = parse_rotary_dim(fields, head_dim, share=0.5 if is_glm or is_glm_moe else 1.0)
-    if rotary_dim < head_dim and not (is_glm or is_phi or is_glm_moe):
+    rotary_dim = parse_rotary_dim(fields, head_dim, share=_rotated_share(fields, architecture))
+    if rotary_dim < head_dim and architecture not in _PARTLY_ROTATED:
         raise fields.error("partial_rotary_factor", "must be 1 in this architecture")
     return ModelConfig(
         architecture=architecture,
@@ -325,17 +333,18 @@ def load_model_config(path: Path) -> ModelConfig:
             fields,
             max_position_embeddings=max_position_embeddings,
             rotary_dim=rotary_dim,
-            is_phi=is_phi,
-            default_theta=_THETAS.get(architecture, DEFAULT_THETA),
+            is_phi=architecture is Architecture.PHI3,
+            default_theta=THETAS.get(architecture, DEFAULT_THETA),
         ),
         max_position_embeddings=max_position_embeddings,
         qkv_bias=architecture is Architecture.QWEN2
         or has_all_biases
-        or ((is_glm or is_glm_moe) and attention_bias)
+        or (architecture in _QKV_BIASED and attention_bias)
         or (architecture is Architecture.QWEN2_MOE and fields.boolean("qkv_bias", default=True)),
-        attention_output_bias=has_all_biases,
+        attention_output_bias=has_all_biases
+        or (is_seed and fields.boolean("attention_out_bias", default=False)),
         mlp_bias=reads_mlp_bias and fields.boolean("mlp_bias", default=False),
-        qk_norm=architecture in (Architecture.QWEN3, Architecture.GEMMA3, Architecture.QWEN3_MOE)
+        qk_norm=architecture in _HEAD_NORM
         or (is_glm_moe and fields.boolean("use_qk_norm", default=False)),
         rotary_share=rotary_dim,
         query_growth=parse_query_growth(fields, max_position_embeddings)
@@ -349,9 +358,15 @@ def load_model_config(path: Path) -> ModelConfig:
         sliding_windows=sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         weight_format=weight_format,
-        **_own_of(fields, architecture, num_layers),
-        **(_gemma(fields, architecture, hidden_size) if is_gemma else {}),
+        **fields_of(fields, architecture, num_layers),
     )
+
+
+def _rotated_share(fields: JsonFields, architecture: Architecture) -> float:
+    """Return the share of a head that is rotated where `partial_rotary_factor` is absent."""
+    if architecture is Architecture.MINIMAX_M2 and fields.has("rotary_dim"):
+        return fields.integer("rotary_dim") / fields.integer("head_dim", default=128)
+    return 0.5 if architecture in (*_GLM, Architecture.GLM4_MOE) else 1.0
 
 
 def _is_for_vectors(path: Path) -> bool:
@@ -388,93 +403,6 @@ def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:
     if (activation := fields.string(key, default=known[0])) not in known:
         names = " or ".join(repr(name) for name in known)
         raise fields.error(key, f"must be {names}, got {activation!r}")
-
-
-def _gemma(fields: JsonFields, architecture: Architecture, hidden_size: int) -> dict[str, Any]:
-    """Return Gemma's own fields of `ModelConfig`."""
-    if fields.boolean("use_bidirectional_attention", default=False):
-        raise fields.error("use_bidirectional_attention", "must be false")
-    own: dict[str, Any] = {
-        "has_gelu": True,
-        "norm_offset": 1.0,
-        "embedding_multiplier": math.sqrt(hidden_size),
-    }
-    if architecture is Architecture.GEMMA2:
-        own |= {
-            "attention_soft_cap": _soft_cap(fields, "attn_logit_softcapping", 50.0),
-            "logits_soft_cap": _soft_cap(fields, "final_logit_softcapping", 30.0),
-        }
-    if architecture is Architecture.GEMMA3:
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if fields.has(key):
-                raise fields.error(key, "must be null")
-        own["local_rope"] = parse_local_rope(fields)
-    if architecture is not Architecture.GEMMA:
-        own |= {
-            "attention_scale": fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
-            "layer_norms": (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ),
-        }
-    return own
-
-
-def _soft_cap(fields: JsonFields, key: str, default: float) -> float | None:
-    return None if fields.is_null(key) else fields.number(key, default=default)
-
-
-def _own_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """Return one family's own fields of `ModelConfig`."""
-    match architecture:
-        case Architecture.PHI3:
-            return {"merged": frozenset({"qkv", "gate_up"})}
-        case Architecture.GLM:
-            return {"merged": frozenset({"gate_up"}), "rotates_neighbours": True}
-        case Architecture.GLM4:
-            norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm")
-            return {
-                "merged": frozenset({"gate_up"}),
-                "rotates_neighbours": True,
-                "layer_norms": (*norms, "post_mlp_layernorm"),
-            }
-        case Architecture.OLMO2 | Architecture.OLMO3:
-            return _olmo(fields, architecture)
-        case Architecture.GRANITE:
-            return {
-                "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
-                "residual_multiplier": fields.number("residual_multiplier", default=1.0),
-                "attention_scale": fields.number("attention_multiplier", default=1.0),
-                "logits_divisor": fields.number("logits_scaling", default=1.0),
-            }
-        case Architecture.SMOLLM3:
-            return {"unrotated_layers": unrotated_layers(fields, num_layers)}
-        case Architecture.MIXTRAL:
-            size = fields.integer("intermediate_size")
-            return {"moe": parse_mixtral(fields, num_layers, size)}
-        case Architecture.QWEN2_MOE | Architecture.QWEN3_MOE:
-            is_qwen2 = architecture is Architecture.QWEN2_MOE
-            return {"moe": parse_qwen_moe(fields, num_layers, is_qwen2=is_qwen2)}
-        case Architecture.OLMOE:
-            if fields.has("clip_qkv"):
-                raise fields.error("clip_qkv", "must be null")
-            size = fields.integer("intermediate_size")
-            return {"moe": parse_olmoe(fields, num_layers, size), "has_whole_qk_norm": True}
-        case Architecture.GLM4_MOE:
-            return {"moe": parse_glm_moe(fields, num_layers)}
-        case _:
-            return {}
-
-
-def _olmo(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
-    behind = ("post_attention_layernorm", "post_feedforward_layernorm")
-    own: dict[str, Any] = {"has_whole_qk_norm": True, "layer_norms": behind}
-    if architecture is Architecture.OLMO3:  # layers with a window keep the embedding they had
-        theta = fields.number("rope_theta", default=_THETAS[architecture], above=1.0)
-        own["local_rope"] = parse_local_rope(fields, default=theta)
-    return own
 
 
 def resolve_dtype(
@@ -573,7 +501,7 @@ def _head_dim(
         head_dim = fields.integer("head_dim")
     elif architecture in _GEMMA:
         head_dim = 256
-    elif architecture in (Architecture.QWEN3, Architecture.MINISTRAL3, *_GLM):
+    elif architecture in _HEADS_OF_128:
         head_dim = 128  # what transformers takes when their config is silent
     elif hidden_size % num_heads:
         raise fields.error("hidden_size", f"must divide by num_attention_heads {num_heads}")

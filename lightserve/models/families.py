@@ -155,6 +155,8 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.QWEN3: Family(attention=HeadNormAttention),
     Architecture.QWEN3_MOE: Family(attention=HeadNormAttention),
     Architecture.GLM4_MOE: Family(attention=HeadNormAttention),
+    Architecture.EXAONE4: Family(layer=Olmo2Layer, attention=HeadNormAttention),
+    Architecture.MINIMAX_M2: Family(attention=WholeNormAttention),
     Architecture.GRANITE: Family(layer=GraniteLayer),
     Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
     Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),

@@ -145,6 +145,27 @@ def parse_olmoe(fields: JsonFields, num_layers: int, intermediate_size: int) -> 
     )
 
 
+def parse_minimax(fields: JsonFields, num_layers: int, intermediate_size: int) -> MoeConfig:
+    """Return the experts of MiniMax-M2: every layer has them, a bias takes part in their choice."""
+    if (scoring := fields.string("scoring_func", default="sigmoid")) != "sigmoid":
+        raise fields.error("scoring_func", f"must be sigmoid, got {scoring!r}")
+    if fields.integer("shared_intermediate_size", default=0, low=0):
+        raise fields.error("shared_intermediate_size", "must be 0")
+    num_experts = fields.integer("num_local_experts", default=256, high=MAX_EXPERTS)
+    return MoeConfig(
+        layers=frozenset(range(num_layers)),
+        num_experts=num_experts,
+        num_chosen=_num_chosen(fields, num_experts, default=8),
+        intermediate_size=intermediate_size,
+        size_key="intermediate_size",
+        normalises=True,
+        scoring=Scoring.SIGMOID,
+        has_choice_bias=True,
+        module="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    )
+
+
 def parse_glm_moe(fields: JsonFields, num_layers: int) -> MoeConfig:
     """Return the experts of GLM-4.5: chosen as DeepSeek-V3's are, behind some dense layers."""
     num_experts = fields.integer("n_routed_experts", default=128, high=MAX_EXPERTS)

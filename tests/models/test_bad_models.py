@@ -187,6 +187,14 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
             "'num_experts_per_tok' must be at most 2, the ex",
         ),
         ("glm4-moe", {"first_k_dense_replace": 3}, "'first_k_dense_replace' must be below 3"),
+        ("minimax-m2", {"use_qk_norm": False}, "'use_qk_norm' must be True, got False"),
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "'qk_norm_type' must be 'per_layer', got"),
+        ("minimax-m2", {"scoring_func": "softmax"}, "'scoring_func' must be sigmoid, got 'soft"),
+        ("minimax-m2", {"shared_intermediate_size": 64}, "'shared_intermediate_size' must be 0"),
+        ("minimax-m2", {"rotary_dim": 25, "rope_parameters": ...}, "must leave an even part"),
+        ("exaone4", {"layer_types": ["chunked_attention"] * 4}, "has the unknown entry 'chunked"),
+        ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "must be an integer"),
+        ("seed-oss", {"attention_out_bias": 1}, "'attention_out_bias' must be true or false"),
         ("gpt-neox", {"hidden_act": "silu"}, "'hidden_act' must be one of gelu, gelu_new"),
         ("gpt-neox", {"hidden_size": 66}, "'hidden_size' must be 4 times an even number, got 66"),
         ("phi", {"qk_layernorm": True}, "'qk_layernorm' must be false"),
@@ -267,6 +275,7 @@ def test_older_files_of_gemma_say_the_same(tmp_path: Path) -> None:
         ("glm", "model.layers.1.mlp.gate_up_proj.weight"),
         ("glm-0414", "model.layers.0.post_mlp_layernorm.weight"),
         ("olmo2", "model.layers.0.self_attn.k_norm.weight"),
+        ("minimax-m2", "model.layers.1.block_sparse_moe.e_score_correction_bias"),
     ],
 )
 def test_tensors_of_one_family_must_be_there(name: str, tensor: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lightserve.models.config import load_model_config, resolve_context_len, res
 from lightserve.models.layers.attention import RotaryTable, frequencies
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.plain_config import as_bfloat16, mpt_slopes, slopes_of
-from lightserve.models.rope import LinearRope
+from lightserve.models.rope import DefaultRope, LinearRope
 from lightserve.models.weight_files import (
     EMBEDDING,
     LM_HEAD,
@@ -160,6 +160,58 @@ def test_gemma3_that_sees_images_has_sizes_of_its_own(tmp_path: Path) -> None:
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope == LinearRope(theta=1_000_000.0, factor=8.0)
     assert ours.dtype == "bfloat16" and ours.sliding_windows[4:7] == (1024, None, 1024)
+
+
+def test_minimax_m2_as_it_is_published(tmp_path: Path) -> None:
+    """Half of a head is rotated by a key of its own, and the base stands outside."""
+    values = {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "attn_type_list": [1, 1],
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 196608,
+        "model_type": "minimax_m2",
+        "num_attention_heads": 48,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "tie_word_embeddings": False,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": 200064,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, theirs = load_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.rotary_dim == 64 == theirs.rope_parameters["partial_rotary_factor"] * 128
+    assert (
+        ours.rope
+        == DefaultRope(theta=5e6)
+        == DefaultRope(theta=theirs.rope_parameters["rope_theta"])
+    )
+    assert ours.weight_format is not None and ours.moe is not None
+    assert (ours.moe.num_experts, ours.moe.num_chosen, ours.moe.intermediate_size) == (256, 8, 1536)
+    values |= {"rope_theta": ..., "num_experts_per_tok": ..., "num_local_experts": ...}
+    stated = {key: value for key, value in values.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    absent = load_model_config(tmp_path)
+    assert (absent.rope, absent.moe) == (ours.rope, ours.moe)
 
 
 def test_baichuan_says_which_it_is_by_its_keys(tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def test_a_model_is_what_its_integers_say(name: str, plain: Path, tmp_path: Path
 
 
 @needs_core
-@pytest.mark.parametrize("family", ["phi3-longrope-part", "glm-0414", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["phi3-longrope-part", "glm-0414", "qwen2-moe", "mixtral", "minimax-m2", "exaone4"]
+)
 def test_merged_turned_and_experts(family: str, tmp_path: Path) -> None:
     """Products that are one tensor, heads that are turned, and experts, as integers too."""
     tiny = replace(find_tiny_model(family), sharded=False)

@@ -43,7 +43,10 @@ FLOAT32_MODELS = (
     "olmo2-mqa-biases",  # a norm over the heads of all ranks, of which one key head on two
     "glm-0414",
     "gemma3",
+    "seed-oss-biases",  # a bias of the output alone, which rank 0 alone may add
+    "exaone4",
     "qwen2-moe",
+    "minimax-m2-all",  # a norm over the heads of all ranks, and experts
     "glm4-moe",
     "deepseek-v2",  # one latent vector on every rank
     "gpt-oss",  # biases of experts, which rank 0 alone may add, and sinks of each rank's heads

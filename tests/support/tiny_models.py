@@ -559,6 +559,61 @@ TINY_MODELS = (
             },
         },
     ),
+    TinyModel("seed-oss", "SeedOss", {"head_dim": 24, "num_hidden_layers": 3}, sharded=True),
+    TinyModel(
+        "seed-oss-biases",
+        "SeedOss",
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    TinyModel(
+        "exaone4",
+        "Exaone4",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 23,
+            **LLAMA3_ROPE,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "exaone4-small",
+        "Exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    TinyModel(
+        "minimax-m2",
+        "MiniMaxM2",
+        {
+            "head_dim": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            **rope("default", partial_rotary_factor=0.5, theta=1000.0),
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "minimax-m2-all",
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 8,
+        },
+    ),
     TinyModel("qwen1", "QWen", {"num_hidden_layers": 3}),
     TinyModel("baichuan-7b", "Baichuan", {"z_loss_weight": 0}),
     TinyModel(
