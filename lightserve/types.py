@@ -239,12 +239,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Tokens whose surprise is nearest to the expected one are kept, as many as have this share
     together; 1 keeps every token. Locally typical sampling (Meister et al., 2023)."""
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether logits depend on which tokens came before, and how often."""
-        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty
-        return penalties != (0, 0, 1)
-
 
 PLAIN_SAMPLING = SamplingParams()
 SAMPLING_FIELDS: dict[str, SamplingField] = {

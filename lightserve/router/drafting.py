@@ -203,12 +203,11 @@ class Drafting:
 
 
 def can_draft(request: Request) -> bool:
-    """Return whether tokens can be drafted: no grammar and no penalty has to see each before."""
+    """Return whether tokens can be drafted: no grammar has to see each before."""
     return (
         request.output is RequestOutput.TOKENS
         and request.constraint is None
         and request.parameters.thinking is None
-        and not request.sampling.has_penalties
     )
 
 

@@ -468,7 +468,8 @@ class SamplingTable:
         num_common = len(arrays)
         if len(indices):
             lists = [self._lists[rows[index]] for index in indices]
-            arrays += _adjustment_arrays(indices, columns[indices], lists)
+            before = _draws_before(arrays[0])[indices]
+            arrays += _adjustment_arrays(indices, before, columns[indices], lists)
         tensors = upload([array.copy() for array in arrays])
         adjustments = None
         if len(indices):
@@ -539,12 +540,21 @@ def _has_penalties(columns: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     return has_any
 
 
+def _draws_before(rows: _Int64Array) -> Int32Array:
+    """Return how many draws of its row each draw of a step follows, int32 [L]."""
+    places = np.arange(len(rows), dtype=np.int32)
+    firsts = np.where(np.diff(rows, prepend=-1) != 0, places, 0)
+    return places - np.maximum.accumulate(firsts)
+
+
 def _adjustment_arrays(
-    indices: npt.NDArray[np.int64], columns: npt.NDArray[np.void], lists: Sequence[_Lists]
+    indices: npt.NDArray[np.int64],
+    before: Int32Array,
+    columns: npt.NDArray[np.void],
+    lists: Sequence[_Lists],
 ) -> list[npt.NDArray[Any]]:
     """Return the arrays of `Adjustments`, in its order."""
-    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    names = ("num_prompt_tokens", *penalties, "min_tokens")
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens")
     eos = np.full((len(lists), max(len(part.eos_token_ids) for part in lists)), -1, dtype=np.int32)
     words = max(len(part.allowed_bits) for part in lists)
     typical = (columns["typical_p"] < 1).nonzero()[0]
@@ -558,6 +568,8 @@ def _adjustment_arrays(
             bits[allowed_rows[row], : len(part.allowed_bits)] = part.allowed_bits
     return [
         indices,
+        columns["num_prompt_tokens"],
+        before,
         *(columns[name] for name in names),
         eos,
         np.repeat(np.arange(len(lists)), [len(part.bias_values) for part in lists]),

@@ -7,8 +7,9 @@ more candidates than are kept, and rows whose candidates are not enough.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -345,19 +346,33 @@ class PenaltyScene:
     def known(self, row: int) -> list[int]:
         return self.token_ids[row, : self.lengths[row]].tolist()
 
-    def difference(self, *rows: int, unready: Sequence[int] = ()) -> float:
-        """Sample rows and return how far the logits are apart; the unready get no token."""
+    def difference(
+        self,
+        *rows: int,
+        unready: Sequence[int] = (),
+        drafts: Mapping[int, tuple[list[int], int]] = MappingProxyType({}),
+    ) -> float:
+        """Sample rows and return how far the logits are apart; the unready get no token.
+
+        `drafts`: of rows, and how many of them are accepted.
+        """
+        places = []
+        for row in rows:
+            own, length = drafts.get(row, ([], 0))[0], self.lengths[row]
+            self.token_ids[row, length : length + len(own)] = torch.tensor(own, dtype=torch.int32)
+            places += [(RowId(row), length + number) for number in range(len(own) + 1)]
         batch = SamplingBatch(
-            self.table.rows([RowId(row) for row in rows], upload),
-            torch.tensor([self.lengths[row] for row in rows]),
+            self.table.rows([row for row, _ in places], upload),
+            torch.tensor([position for _, position in places]),
             self.token_ids,
             known_counts=self.counts,
         )
-        logits = torch.from_numpy(self._rng.normal(size=(len(rows), self.vocab_size))).float()
+        logits = torch.from_numpy(self._rng.normal(size=(len(places), self.vocab_size))).float()
         found, expected = _adjusted(logits, batch), adjust(logits, batch)
         assert batch.rows.adjustments is not None
         expected = expected[batch.rows.adjustments.indices]
         for row in rows:
+            self.lengths[row] += drafts.get(row, ([], 0))[1]
             self.token_ids[row, self.lengths[row]] = int(self._rng.integers(12))
             self.lengths[row] += row not in unready
         return float((found - expected).abs().max())
@@ -391,6 +406,11 @@ def test_counts_are_kept_and_right_whatever_comes_and_goes(monkeypatch: pytest.M
     assert max(scene.difference(*rows) for rows in [(0, 1, 2, 3), (3, 1)]) < 1e-5
     scene.begin(0, PENALTIES[2], known, 4)
     assert scene.difference(3, 0) < 1e-5
+    # Behind drafts, of which none, some and all are accepted.
+    drafts = {3: ([3, 3, 9, 3], 0), 0: ([8, 1], 2), 1: ([1], 0)}
+    assert scene.difference(0, 1, 2, 3, drafts=drafts) < 1e-5
+    assert scene.difference(3, 1, 2, drafts={3: ([5, 5, 6], 1), 2: ([7] * 8, 8)}) < 1e-5
+    assert max(scene.difference(*rows) for rows in [(3, 2), (1, 0)]) < 1e-5
     # What is counted is not looked at again: the CPU alone sees a change there.
     scene.token_ids[3, 0] = 39
     assert scene.difference(3) > 0.01

@@ -16,7 +16,13 @@ from typing import Any
 import msgspec
 
 from lightserve.config import ServeConfig
-from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32, unpack_int32
+from lightserve.messages.common import (
+    StepCoefficients,
+    TokenLogprob,
+    TokenSegment,
+    pack_int32,
+    unpack_int32,
+)
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig
@@ -53,6 +59,9 @@ SLOW_LINK = StepCoefficients(
     per_loaded_token_s=STEP_S / 12,
 )
 """Beside a step, about ten tokens come back."""
+
+Answer = tuple[list[int], list[TokenLogprob]]
+"""Tokens, and their log-probabilities where the request wants them."""
 
 Fault = Callable[[ModelRunner, StepPlan], StepPlan]
 """Spoils a plan, or the pools, before the plan is executed."""
@@ -140,6 +149,7 @@ def make_schedule(
 def make_requests(catalogue: int) -> list[Submit]:
     """Return requests of which some begin alike, told apart by their seeds."""
     rng = random.Random(1_000_000 + catalogue)
+    options_rng = random.Random(2_000_000 + catalogue)
     families = [[rng.randrange(5, 200) for _ in range(50)] for _ in range(4)]
     requests = []
     for number in range(NUM_CATALOGUE):
@@ -151,6 +161,7 @@ def make_requests(catalogue: int) -> list[Submit]:
             top_k=rng.choice((0, 20)),
             seed=number,
             frequency_penalty=rng.choice((0.0, 0.0, 0.8)),
+            **_some_options(options_rng),
         )
         requests.append(
             Submit(
@@ -164,6 +175,22 @@ def make_requests(catalogue: int) -> list[Submit]:
             )
         )
     return requests
+
+
+def _some_options(rng: random.Random) -> dict[str, Any]:
+    """Return values of some of the other sampling parameters; each is there in a sixth."""
+    values: dict[str, Any] = {
+        "min_p": 0.02,
+        "presence_penalty": rng.choice((-0.5, 0.5)),
+        "repetition_penalty": rng.choice((0.9, 1.2)),
+        "logit_bias": ((rng.randrange(5, 200), 4.0), (2, -1.0)),
+        "allowed_token_ids": tuple(range(2, 200, 2)),
+        "min_tokens": 10,
+        "bad_words": ((rng.randrange(5, 200),), (7, 8)),
+        "typical_p": 0.9,
+        "num_logprobs": 2,
+    }
+    return {name: value for name, value in values.items() if rng.random() < 1 / 6}
 
 
 @dataclass
@@ -227,7 +254,7 @@ class Catalogue:
         """`chosen`: requests whose answers schedules need."""
         self._runner = runner
         self.requests = make_requests(number)
-        self.alone: dict[int, list[int]] = {}
+        self.alone: dict[int, Answer] = {}
         for index in chosen:
             schedule = Schedule(
                 [index],
@@ -249,7 +276,7 @@ class Catalogue:
             unpack_int32(b"".join(part.token_ids for part in request.prompt)).tolist()
             for request in self.requests
         ]
-        alone = {tuple(prompts[number]): output for number, output in self.alone.items()}
+        alone = {tuple(prompts[number]): answer[0] for number, answer in self.alone.items()}
         scripted = Scripted(alone, acceptance)
         self._runner._table._drafts._proposer = scripted
         return scripted
@@ -258,12 +285,14 @@ class Catalogue:
         """Play a schedule and compare. Raises KVChanged unless told not to check KV."""
         answers, tally = self._answers(schedule, checks=checks, fault=fault)
         tally.num_compared = len(answers)
-        tally.num_different = sum(self.alone[number] != ids for number, ids in answers.items())
+        tally.num_different = sum(
+            self.alone[number] != answer for number, answer in answers.items()
+        )
         return tally
 
     def _answers(
         self, schedule: Schedule, *, checks: bool = True, fault: Fault | None = None
-    ) -> tuple[dict[int, list[int]], Tally]:
+    ) -> tuple[dict[int, Answer], Tally]:
         core = make_core(schedule)
         model = WatchedModel(self._runner, checks=checks)
         plain = self._runner._model
@@ -286,7 +315,9 @@ class Catalogue:
         assert core.num_used_slots == 0 and core.num_used_host_slots == 0
         assert all(o.finish_reason and not o.error for o in simulation.outcomes.values())
         outcomes = simulation.outcomes.items()
-        answers = {int(key.request_id): outcome.token_ids for key, outcome in outcomes}
+        answers = {
+            int(key.request_id): (outcome.token_ids, outcome.logprobs) for key, outcome in outcomes
+        }
         return answers, _tally(core, model, simulation, len(schedule.requests))
 
     def _events(self, schedule: Schedule) -> list[TimedEvent]:

@@ -1,10 +1,12 @@
 """Rows whose options change their logits: copies of them, changed.
 
-    count    what is newly known in rows with penalties, into a count per token of the vocabulary
+    count    what is newly known in rows with penalties, into a count per token of the vocabulary;
+             of the draws behind a row's drafts the first alone counts
     adjust   each of the rows: penalties, tokens that are not allowed, no end before min_tokens
 
 Counts alone are kept between steps, and are a function of the known tokens: a recomputed row gets
-the same logits. A logit_bias is added by torch before, in a copy of its own.
+the same logits. A draw behind drafts adds these to what it reads. A logit_bias is added by torch
+before, in a copy of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def count_kernel(
     positions_ptr,
     indices_ptr,
     num_prompt_ptr,
+    drafts_before_ptr,
     repetition_ptr,
     frequency_ptr,
     presence_ptr,
@@ -52,7 +55,7 @@ def count_kernel(
     is_wanted = tl.load(repetition_ptr + changed) != 1.0
     is_wanted = is_wanted | (tl.load(frequency_ptr + changed) != 0.0)
     is_wanted = is_wanted | (tl.load(presence_ptr + changed) != 0.0)
-    if is_wanted:
+    if is_wanted & (tl.load(drafts_before_ptr + changed) == 0):
         num_prompt = tl.load(num_prompt_ptr + changed)
         num_known = tl.load(positions_ptr + index).to(tl.int32)
         row = tl.load(rows_ptr + index)
@@ -87,10 +90,12 @@ def _allowed(bits, tokens, num_words):
 def adjust_kernel(
     from_ptr,
     out_ptr,
+    token_ids_ptr,
     rows_ptr,
     positions_ptr,
     indices_ptr,
     num_prompt_ptr,
+    drafts_before_ptr,
     repetition_ptr,
     frequency_ptr,
     presence_ptr,
@@ -102,6 +107,7 @@ def adjust_kernel(
     mask_bits_ptr,
     counts_ptr,
     num_counted_ptr,
+    width,
     stride,
     counts_stride,
     vocab_size,
@@ -136,10 +142,14 @@ def adjust_kernel(
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
             row = tl.load(rows_ptr + index)
             counts = tl.load(counts_ptr + row * counts_stride + tokens, mask=inside, other=0)
+            num_drafts = tl.load(drafts_before_ptr + changed)
+            drafts = token_ids_ptr + row * width + position - num_drafts
+            for number in range(0, num_drafts):
+                counts += (tokens == tl.load(drafts + number)).to(tl.int32)
             x = tl.where(counts > 0, tl.where(x > 0.0, x / repetition, x * repetition), x)
             in_output = (counts & (_IN_PROMPT - 1)).to(tl.float32)
             x = tl.where(in_output > 0.0, x - (frequency * in_output + presence), x)
-            if chunk == 0:
+            if (chunk == 0) & (num_drafts == 0):
                 tl.store(num_counted_ptr + row, position.to(tl.int32))
     allowed_row = tl.load(allowed_rows_ptr + changed)
     if allowed_row >= 0:
@@ -179,10 +189,12 @@ def adjust(own: Tensor, batch) -> Tensor:
     adjust_kernel[cdiv(vocab_size, CHUNK), num_changed](
         out if has_bias else own,
         out,
+        batch.token_ids,
         batch.rows.rows,
         batch.positions,
         changes.indices,
         changes.num_prompt_tokens,
+        changes.drafts_before,
         changes.repetition,
         changes.frequency,
         changes.presence,
@@ -194,6 +206,7 @@ def adjust(own: Tensor, batch) -> Tensor:
         changes.allowed_bits if masks is None else masks.bits,
         known.counts,
         known.num_counted,
+        batch.token_ids.stride(0),
         vocab_size if has_bias else own.stride(0),
         known.counts.stride(0),
         vocab_size,
@@ -219,6 +232,7 @@ def _count(batch) -> None:
         batch.positions,
         changes.indices,
         changes.num_prompt_tokens,
+        changes.drafts_before,
         changes.repetition,
         changes.frequency,
         changes.presence,

@@ -23,7 +23,8 @@ from torch import Tensor
 # Nothing tells it of tokens that are drawn: before a row's penalties are applied, the kernel of
 # `kernels.triton.sampling_adjust` counts what the token table has beyond `num_counted`. That is one
 # token in steady decoding, none when the same token is drawn once more (its grammar was not ready),
-# and everything when a sequence has come to the row, new, resumed or from another row.
+# and everything when a sequence has come to the row, new, resumed or from another row. Drafts are
+# not counted: they may be refused.
 
 
 class KnownCounts:
@@ -95,6 +96,9 @@ class Adjustments:
     """int64 [A], among the step's sampled rows; rising."""
     num_prompt_tokens: Tensor
     """int32 [A]; known tokens behind them are output."""
+    drafts_before: Tensor
+    """int32 [A], draws of the same row before it in the step: so many of the last tokens before its
+    position are drafts."""
     repetition: Tensor
     """float32 [A], 1 changes nothing."""
     frequency: Tensor

@@ -101,7 +101,7 @@ def test_a_new_request_begins_with_what_its_key_had() -> None:
 def test_bounds() -> None:
     """The last token, memory, a deadline that is kept without; none of those that may not."""
     short = decoding(0, max_tokens=5 + 1 + 3)  # of which one is in the step
-    grammar = decoding(1, sampling=SamplingParams(repetition_penalty=1.1))
+    grammar = decoding(1, constraint=object())
     scene = Scene([short, grammar, decoding(2)], BOUND_BY_WEIGHTS)
     assert scene.choose() == [3, 0, MAX_DRAFTS]
     assert sum(scene.choose(room=5)) == 5
@@ -126,9 +126,7 @@ def test_a_late_row_gets_them_for_what_they_cost() -> None:
     [
         ({}, True),
         ({"sampling": SamplingParams(temperature=0.7, logit_bias=((5, 1.0),), min_tokens=3)}, True),
-        ({"sampling": SamplingParams(frequency_penalty=0.1)}, False),
-        ({"sampling": SamplingParams(presence_penalty=0.1)}, False),
-        ({"sampling": SamplingParams(repetition_penalty=1.1)}, False),
+        ({"sampling": SamplingParams(frequency_penalty=0.1, repetition_penalty=1.1)}, True),
         ({"output": RequestOutput.VECTOR}, False),
         ({"constraint": object()}, False),
     ],
