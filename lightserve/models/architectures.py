@@ -51,6 +51,8 @@ class Architecture(StrEnum):
     DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
     DEEPSEEK_V3 = "DeepseekV3ForCausalLM"
     GLM4_MOE = "Glm4MoeForCausalLM"
+    GLM4_MOE_LITE = "Glm4MoeLiteForCausalLM"
+    MISTRAL4 = "Mistral4ForCausalLM"
     GPT_NEOX = "GPTNeoXForCausalLM"
     PHI = "PhiForCausalLM"
     STARCODER2 = "Starcoder2ForCausalLM"

@@ -26,7 +26,9 @@ from lightserve.models.moe_config import (
     MoeConfig,
     parse_deepseek_v2,
     parse_deepseek_v3,
+    parse_glm_lite,
     parse_gpt_oss,
+    parse_mistral4,
 )
 from lightserve.models.own_config import (
     parse_baichuan,
@@ -108,6 +110,8 @@ _PLAIN = {
     Architecture.GPT_OSS: parse_gpt_oss,
     Architecture.DEEPSEEK_V2: parse_deepseek_v2,
     Architecture.DEEPSEEK_V3: parse_deepseek_v3,
+    Architecture.GLM4_MOE_LITE: parse_glm_lite,
+    Architecture.MISTRAL4: parse_mistral4,
     Architecture.BLOOM: parse_bloom,
     Architecture.MPT: parse_mpt,
     Architecture.GPT_BIGCODE: parse_gpt_bigcode,
@@ -151,6 +155,7 @@ _TEXT_PARTS = {
     Architecture.MISTRAL3_WHOLE: (
         _TextPart(Architecture.MISTRAL, "mistral", {}),
         _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
+        _TextPart(Architecture.MISTRAL4, "mistral4", {}),
     ),
 }
 

@@ -1,4 +1,6 @@
-"""DeepSeek-V2 and DeepSeek-V3: attention over a latent vector for each token, for all heads.
+"""Attention over a latent vector for each token, for all heads.
+
+DeepSeek-V2, DeepSeek-V3, GLM-4.7-Flash and Mistral 4 have it.
 
     x ─ kv_a ─┬─ norm ─ latent [rank] ───────┐
               └─ rotary [rope_dim] ──────────┴── what is kept of a token, key and value in one
@@ -17,7 +19,11 @@ import torch
 from torch import Tensor
 
 from lightserve.models.base import Part, even_part
-from lightserve.models.layers.attention import AttentionInputs, NeighboursApart
+from lightserve.models.layers.attention import (
+    AttentionInputs,
+    NeighboursApart,
+    growth_of_queries,
+)
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     ModelContext,
@@ -41,6 +47,7 @@ class LatentAttention:
         heads = even_part(config.num_heads, context.tp)
         self._kernels, self._latent, self._num_heads = context.kernels, latent, heads.size
         self._scale = config.attention_scale
+        self._growth = growth_of_queries(context)
 
         def norm(name: str, size: int) -> RMSNorm:
             weight = read_vector(reader, f"{prefix}.{name}.weight", size)
@@ -125,6 +132,8 @@ class LatentAttention:
         latent, kernels, num_tokens = self._latent, self._kernels, x.shape[0]
         source = x if self._query_norm is None else self._query_norm(self._query(x))
         q = self._query_heads(source).view(num_tokens, self._num_heads, latent.query_dim)
+        if self._growth is not None:
+            q = q * self._growth.index_select(0, inputs.batch.positions)
         kept = self._kept(x)
         plain, turned = q.split_with_sizes((latent.plain_dim, latent.rope_dim), dim=-1)
         own, key = kept.split_with_sizes((latent.rank, latent.rope_dim), dim=-1)

@@ -21,7 +21,12 @@ from lightserve.models.decoder import (
 )
 from lightserve.models.deepseek import LatentAttention
 from lightserve.models.encoder import EncoderModel
-from lightserve.models.layers.attention import Attention, AttentionInputs, SelfAttention
+from lightserve.models.layers.attention import (
+    Attention,
+    AttentionInputs,
+    SelfAttention,
+    growth_of_queries,
+)
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import ModelContext, read_vector
 
@@ -48,13 +53,7 @@ class GrowingQueries(SelfAttention):
 
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         super().__init__(context, prefix, layer=layer)
-        self._growth: Tensor | None = None
-        """Growth of queries at each position that is served, [positions, 1, 1]."""
-        if (growth := context.config.query_growth) is not None:
-            lengths = torch.arange(context.context_len).div(growth.length, rounding_mode="floor")
-            factors = 1.0 + growth.beta * torch.log(1.0 + lengths)
-            reader = context.reader
-            self._growth = factors.to(reader.device, reader.dtype)[:, None, None]
+        self._growth = growth_of_queries(context)
 
     def grown(self, q: Tensor, positions: Tensor) -> Tensor:
         """See `SelfAttention.grown`."""
@@ -166,6 +165,8 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.GEMMA3: Family(layer=OutputNormLayer, attention=HeadNormAttention),
     Architecture.DEEPSEEK_V2: Family(attention=LatentAttention),
     Architecture.DEEPSEEK_V3: Family(attention=LatentAttention),
+    Architecture.GLM4_MOE_LITE: Family(attention=LatentAttention),
+    Architecture.MISTRAL4: Family(attention=LatentAttention),
 }
 """The architectures with layers of their own; all others are `PLAIN`."""
 

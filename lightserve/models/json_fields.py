@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,27 @@ def _read_json(path: Path) -> Any:
 class JsonFields:
     """One JSON object of a file. A key that is absent and one that is null count as the same."""
 
-    def __init__(self, path: Path, values: dict[str, Any], *, prefix: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: dict[str, Any],
+        *,
+        prefix: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`defaults`: values of keys that are absent or null, where a getter is given none."""
         self.path = path
         self._values = values
         self._prefix = prefix
+        self._defaults = defaults or {}
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> JsonFields:
+        """Return the same object with values for absent keys; `has` does not see them."""
+        return JsonFields(self.path, self._values, prefix=self._prefix, defaults=defaults)
+
+    def default(self, key: str) -> Any:
+        """Return the value that stands for an absent key; None: it is required."""
+        return self._defaults.get(key)
 
     def error(self, key: str, complaint: str) -> ModelLoadError:
         """Return the error that names file, key and complaint."""
@@ -132,6 +150,8 @@ class JsonFields:
         value = self._values.get(key)
         if value is not None:
             return value
+        if default is None:
+            default = self._defaults.get(key)
         if default is None:
             raise self.error(key, "is missing" if key not in self._values else "is null")
         return default

@@ -234,10 +234,9 @@ class SafetensorsReader:
         return self._shards[file]
 
 
-# gpt-oss: experts that a file has stacked in one tensor for each layer.
+# Experts that a file has stacked in one tensor for each layer, in the forms of `Stacked`.
 #
-# All else is in the configuration (`moe_config`): sinks, windows by turns, YaRN, clamped gates.
-# Source: gpt-oss-120b & gpt-oss-20b Model Card (OpenAI 2025), sections 2.1 to 2.3.
+# Source of gpt-oss's: gpt-oss-120b & gpt-oss-20b Model Card (OpenAI 2025), sections 2.1 to 2.3.
 
 
 _EXPERT = re.compile(
@@ -251,7 +250,7 @@ class StackedExperts:
     gate_up_proj [experts, inputs, gates and ups by turns]    its bias without inputs
     down_proj    [experts, inputs, outputs]
 
-    In MXFP4 outputs come before groups of inputs.
+    In MXFP4 outputs come before groups of inputs, with `Stacked.HALVES` before inputs.
     """
 
     def __init__(self, reader: SafetensorsReader, config: ModelConfig) -> None:
@@ -261,6 +260,7 @@ class StackedExperts:
         self.has = reader.has
         self._reader = reader
         self._is_packed = moe.stacked is Stacked.MXFP4
+        self._has_halves = moe.stacked is Stacked.HALVES
         hidden, inner = config.hidden_size, moe.intermediate_size
         self._shapes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         self._last: tuple[str, int, Tensor] | None = None
@@ -280,7 +280,7 @@ class StackedExperts:
                 place = self._reader.place_of(_stacked(match) + SCALES)
                 raise ModelLoadError(f"{place} gives values beyond {self.dtype}")
             return
-        whole = _half(self._expert(match), match)
+        whole = self._half(self._expert(match), match)
         for dimension, part in enumerate((rows, columns)):
             if part is not None:
                 whole = whole.narrow(dimension, part.start, part.size)
@@ -297,7 +297,7 @@ class StackedExperts:
             return None
         stacked, own = _stacked(match), Part(int(match["number"]), 1)
         blocks, scales = (
-            _half(self._reader.read_bytes(stacked + part, rows=own)[0], match)
+            self._half(self._reader.read_bytes(stacked + part, rows=own)[0], match)
             for part in (BLOCKS, SCALES)
         )
         if rows is not None:
@@ -314,21 +314,24 @@ class StackedExperts:
         name = f"{_stacked(match)}_bias" if is_bias else _stacked(match)
         if self._last is None or self._last[:2] != (name, number):
             shape = self._shapes[_stacked(match).rpartition(".")[2]]
-            part = torch.empty(1, *shape[is_bias:], dtype=self.dtype, device=self.device)
+            sizes = shape[::-1] if self._has_halves else shape[is_bias:]
+            part = torch.empty(1, *sizes, dtype=self.dtype, device=self.device)
             self._reader.read_into(part, name, rows=Part(number, 1))
             self._last = (name, number, part[0])
         part = self._last[2]
-        return part if is_bias else part.T
+        return part if is_bias or self._has_halves else part.T
+
+    def _half(self, outputs: Tensor, match: re.Match[str]) -> Tensor:
+        """Return gates or ups of a tensor that has both."""
+        if match["half"] == "down":
+            return outputs
+        number = int(match["half"] == "up")
+        return outputs.chunk(2)[number] if self._has_halves else outputs[number::2]
 
 
 def _stacked(match: re.Match[str]) -> str:
     """Return the name of the tensor that an expert's weight is in."""
     return f"{match['experts']}.{'down' if match['half'] == 'down' else 'gate_up'}_proj"
-
-
-def _half(outputs: Tensor, match: re.Match[str]) -> Tensor:
-    """Return gates or ups of a tensor that has both by turns."""
-    return outputs if match["half"] == "down" else outputs[int(match["half"] == "up") :: 2]
 
 
 def _weight(blocks: Tensor, scales: Tensor, columns: Part | None) -> StoredWeight:

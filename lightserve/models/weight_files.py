@@ -260,8 +260,8 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     if moe.has_biases:
         shapes[f"{moe.router}.bias"] = (moe.num_experts,)
     if moe.stacked is not None:
-        return shapes | _stacked_tensors(moe, hidden)
-    for expert in range(moe.num_experts):
+        shapes |= _stacked_tensors(moe, hidden)
+    for expert in range(0 if moe.stacked else moe.num_experts):
         if moe.has_biases:
             shapes |= {f"experts.{expert}.{name}.bias": (inner,) for name in (gate, up)}
             shapes[f"experts.{expert}.{down}.bias"] = (hidden,)
@@ -292,9 +292,12 @@ def _stacked_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
             groups = (num_experts, num_outputs, num_inputs // MXFP4_GROUP)
             shapes[f"experts.{name}{BLOCKS}"] = (*groups, MXFP4_GROUP // 2)
             shapes[f"experts.{name}{SCALES}"] = groups
+        elif moe.stacked is Stacked.HALVES:
+            shapes[f"experts.{name}"] = (num_experts, num_outputs, num_inputs)
         else:
             shapes[f"experts.{name}"] = (num_experts, num_inputs, num_outputs)
-        shapes[f"experts.{name}_bias"] = (num_experts, num_outputs)
+        if moe.has_biases:
+            shapes[f"experts.{name}_bias"] = (num_experts, num_outputs)
     return shapes
 
 

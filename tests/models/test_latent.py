@@ -58,6 +58,49 @@ def test_a_ninth_of_what_heads_would_take(tmp_path: Path) -> None:
     assert heads / by_ranks[0].bytes_per_token > 8.8
 
 
+def test_glm_flash_as_it_is_published(tmp_path: Path) -> None:
+    """It stands in the file, and is what transformers takes where the file is silent."""
+    stated = {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_attention_heads": 20,
+        "num_hidden_layers": 47,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "vocab_size": 154880,
+    }
+    silent = {
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202752,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "routed_scaling_factor": 1.8,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 256,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(stated | silent))
+    config = load_model_config(tmp_path)
+    assert kv_layout(config, tp_size=2, dtype="bfloat16").bytes_per_token == 47 * (512 + 64) * 2
+    assert config.moe is not None and config.moe.layers == frozenset(range(1, 47))
+    for values in (stated, stated | dict.fromkeys(silent.keys() - {"q_lora_rank"})):
+        file.write_text(json.dumps(values))
+        assert load_model_config(tmp_path) == config
+
+
 def test_a_pool_has_each_vector_once_and_copies_are_whole(tmp_path: Path) -> None:
     path = write_tiny_model(find_tiny_model("deepseek-v2"), tmp_path)
     layout = kv_layout(load_model_config(path), tp_size=1, dtype="float32")

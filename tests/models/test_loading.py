@@ -105,7 +105,12 @@ def test_a_file_saved_without_its_output_layer_has_shorter_names(tmp_path: Path)
 )
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("gemma3", "gemma3_text"), ("mistral-full", "mistral"), ("ministral3", "ministral3")],
+    [
+        ("gemma3", "gemma3_text"),
+        ("mistral-full", "mistral"),
+        ("ministral3", "ministral3"),
+        ("mistral4", "mistral4"),
+    ],
 )
 def test_the_text_part_of_a_model_that_sees_images(
     name: str, kind: str, prefix: str, head_prefix: str, tmp_path: Path

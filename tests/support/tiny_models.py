@@ -387,6 +387,46 @@ TINY_MODELS = (
         },
     ),
     TinyModel(
+        "glm4-moe-lite",
+        "Glm4MoeLite",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "num_hidden_layers": 4,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "mistral4",
+        "Mistral4",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "n_routed_experts": 6,
+            "n_group": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 3,
+            "routed_scaling_factor": 1.3,
+            **rope(
+                "yarn",
+                theta=1000.0,
+                factor=4.0,
+                original_max_position_embeddings=24,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.4,
+            ),
+        },
+    ),
+    TinyModel(
         "gpt-oss",
         "GptOss",
         {
@@ -669,9 +709,7 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
     model_class = getattr(transformers, values["architectures"][0])
     has_soft_cap = values.get("attn_logit_softcapping") is not None
     attention = "sdpa" if model_class._supports_sdpa and not has_soft_cap else "eager"
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention
-    )
+    reference = model_class.from_pretrained(path, dtype=dtype, attn_implementation=attention)
     for module in reference.modules():
         if type(module).__name__ == "GptOssExperts":
             module.alpha = values.get("swiglu_alpha", module.alpha)

@@ -185,6 +185,16 @@ class SelfAttention:
         return self._out(heads)
 
 
+def growth_of_queries(context: ModelContext) -> Tensor | None:
+    """Return factors of queries at each position that is served, [positions, 1, 1]; None: 1."""
+    growth, reader = context.config.query_growth, context.reader
+    if growth is None:
+        return None
+    lengths = torch.arange(context.context_len).div(growth.length, rounding_mode="floor")
+    factors = 1.0 + growth.beta * torch.log(1.0 + lengths)
+    return factors.to(reader.device, reader.dtype)[:, None, None]
+
+
 def _score_mod(context: ModelContext, prefix: str, heads: Part) -> ScoreMod | None:
     """Return the changes of the scores of this rank's heads."""
     config, reader = context.config, context.reader
