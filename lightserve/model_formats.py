@@ -21,6 +21,7 @@ class Body(Enum):
     OBJECT_OR_NAMED = "either of them"
     PYTHON = "name(key=value, …)"
     TAGS = "the name, and each argument between tags"
+    BARE = "the name, and an object whose keys are bare and whose strings stand between marks"
     MESSAGE = "a message on a channel: see `frontend/harmony.py`"
 
 
@@ -33,6 +34,8 @@ class ArgumentTags(NamedTuple):
     value_end: str
     end: str
     """End of the call."""
+    kind: str = ""
+    """Between the key and `true` where the value is a string, or `false` where it is JSON."""
 
 
 class Written(NamedTuple):
@@ -73,8 +76,9 @@ class CallFormat(NamedTuple):
     """Further calls may follow one at once, without an opening of their own."""
     marks: tuple[str, ...] = ()
     """Tokens that are part of the text, even if the tokenizer has them as special ones."""
-    short_ids: bool = False
-    """The template takes ids of nine letters and digits."""
+    call_id: str = "call_{random:.24}"
+    """Ids of calls as the template takes them, of `random` letters and digits, the tool's `name`
+    and the call's `number` in its conversation."""
     written: Written | None = None
     """None: what a grammar asks for is written as `llama3_json` has it."""
 
@@ -114,7 +118,7 @@ _MISTRAL = CallFormat(
     behind=(",", "]"),
     goes_on=True,
     marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    short_ids=True,
+    call_id="{random:.9}",
     written=_OBJECT._replace(start="[TOOL_CALLS] [", end="]"),
 )
 _LIST = CallFormat(
@@ -128,9 +132,84 @@ _LIST = CallFormat(
     written=_OBJECT._replace(start="<|tool_call|>[", end="]"),
 )
 _ACTION = "<|action_start|><|plugin|>"
+_KIMI_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_DSML = "\uff5cDSML\uff5c"
+_MINIMAX = "<minimax:tool_call>", "</minimax:tool_call>"
+_QWEN_CODER = CallFormat(
+    Body.TAGS,
+    signs=(("<function=", "<parameter="),),
+    openings=("<tool_call>", "<function="),
+    name_start="<function=",
+    name_ends=(">",),
+    tags=ArgumentTags("<parameter=", ">", "", "</parameter>", "</function>"),
+    behind=("</tool_call>",),
+    marks=("<tool_call>", "</tool_call>"),
+)
+BARE_QUOTE = '<|"|>'
+"""Mark at both ends of a string of `Body.BARE`."""
 
 CALL_FORMATS: dict[str, CallFormat] = {
     HARMONY: CallFormat(Body.MESSAGE, signs=(("<|channel|>", "<|message|>"),)),
+    "kimi_k2": CallFormat(
+        Body.NAMED,
+        signs=((_KIMI_CALLS[0],), ("tool_declare<|im_middle|>",)),
+        openings=(_KIMI_CALLS[0],),
+        before=(_KIMI_CALL[0], "functions."),
+        name_ends=(_KIMI_CALL[1],),
+        id_mark=":",
+        behind=(_KIMI_CALL[2], _KIMI_CALLS[1]),
+        goes_on=True,
+        marks=(*_KIMI_CALLS, *_KIMI_CALL),
+        call_id="functions.{name}:{number}",
+        written=Written(
+            f"{_KIMI_CALL[0]}functions.", f":0{_KIMI_CALL[1]}", _KIMI_CALL[2], "", *_KIMI_CALLS
+        ),
+    ),
+    "deepseek_v32": CallFormat(
+        Body.TAGS,
+        signs=((_DSML,),),
+        openings=(f"<{_DSML}function_calls>", f"<{_DSML}tool_calls>"),
+        name_start=f'<{_DSML}invoke name="',
+        name_ends=('">',),
+        tags=ArgumentTags(
+            f'<{_DSML}parameter name="',
+            '">',
+            "",
+            f"</{_DSML}parameter>",
+            f"</{_DSML}invoke>",
+            kind='" string="',
+        ),
+        behind=(f"</{_DSML}function_calls>", f"</{_DSML}tool_calls>"),
+        goes_on=True,
+        marks=(_DSML,),
+    ),
+    "minimax": CallFormat(
+        Body.TAGS,
+        signs=((_MINIMAX[0],),),
+        openings=(_MINIMAX[0],),
+        name_start='<invoke name="',
+        name_ends=('">',),
+        tags=ArgumentTags('<parameter name="', '">', "", "</parameter>", "</invoke>"),
+        behind=(_MINIMAX[1],),
+        goes_on=True,
+        marks=_MINIMAX,
+    ),
+    "gemma4": CallFormat(
+        Body.BARE,
+        signs=(("<|tool_call>call:",),),
+        openings=("<|tool_call>",),
+        name_start="call:",
+        name_ends=("{",),
+        behind=("<tool_call|>",),
+        marks=("<|tool_call>", "<tool_call|>", BARE_QUOTE),
+    ),
+    "seed_oss": _QWEN_CODER._replace(
+        signs=(("<seed:tool_call>",),),
+        openings=("<seed:tool_call>", "<function="),
+        behind=("</seed:tool_call>",),
+        marks=("<seed:tool_call>", "</seed:tool_call>"),
+    ),
     "mistral_args": _MISTRAL._replace(
         signs=(("[TOOL_CALLS]", "[ARGS]"),), written=Written("[TOOL_CALLS]", "[ARGS]", "", "")
     ),
@@ -150,16 +229,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
             *("<arg_value>", "</arg_value>"),
         ),
     ),
-    "qwen3_coder": CallFormat(
-        Body.TAGS,
-        signs=(("<function=", "<parameter="),),
-        openings=("<tool_call>", "<function="),
-        name_start="<function=",
-        name_ends=(">",),
-        tags=ArgumentTags("<parameter=", ">", "", "</parameter>", "</function>"),
-        behind=("</tool_call>",),
-        marks=("<tool_call>", "</tool_call>"),
-    ),
+    "qwen3_coder": _QWEN_CODER,
     "granite": _LIST._replace(
         signs=(("<|tool_call|>", "<|start_of_role|>"),), openings=("<|tool_call|>", "<tool_call>")
     ),
@@ -204,8 +274,8 @@ CALL_FORMATS: dict[str, CallFormat] = {
         Body.OBJECT,
         signs=(('"parameters"', "ipython"),),
         at_start=True,
-        before=("<|python_tag|>",),
-        behind=(";",),
+        before=("<|python_tag|>", "<|python_start|>"),
+        behind=(";", "<|python_end|>"),
         goes_on=True,
         written=Written('{"name": "', '", "parameters": ', "}", "; "),
     ),
@@ -233,6 +303,8 @@ class ReasoningFormat(NamedTuple):
     endings: tuple[str, ...] = ()
     answer: tuple[str, str] | None = None
     """Tags that may stand around the answer."""
+    marks: tuple[str, ...] = ()
+    """Tokens within `openings` that are part of the text."""
 
 
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
@@ -248,11 +320,21 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     ),
     "mistral": ReasoningFormat((("[THINK]",),), ("[THINK]",), ("[/THINK]",)),
     "granite": ReasoningFormat(
-        (("Here is my thought process",), ("<think>", "<response>")),
+        (("Here is my thought process",), ("<|start_of_role|>", "<think>", "<response>")),
         ("<think>", "Here is my thought process:", "Here's my thought process:"),
         ("</think>", "Here is my response:", "Here's my response:"),
         ("<response>", "</response>"),
     ),
+    "gemma4": ReasoningFormat(
+        (("<|channel>", "<channel|>"),),
+        ("<|channel>thought",),
+        ("<channel|>",),
+        marks=("<|channel>",),
+    ),
+    "kimi": ReasoningFormat(
+        (("\u25c1think\u25b7",),), ("\u25c1think\u25b7",), ("\u25c1/think\u25b7",)
+    ),
+    "seed_oss": ReasoningFormat((("<seed:think>",),), ("<seed:think>",), ("</seed:think>",)),
     "think": ReasoningFormat((("</think>",), ("<think>",)), ("<think>",), ("</think>",)),
 }
 """By --reasoning-parser, in the same way."""
@@ -278,7 +360,7 @@ class ModelFormats(NamedTuple):
         """Tokens that are part of the text, but for those of `harmony`."""
         reasoning = REASONING_FORMATS.get(self.reasoning, ReasoningFormat(()))
         tools = () if self.tools == NONE else CALL_FORMATS[self.tools].marks
-        return (*tools, *reasoning.openings, *reasoning.endings)
+        return (*tools, *reasoning.openings, *reasoning.endings, *reasoning.marks)
 
 
 def choose_formats(

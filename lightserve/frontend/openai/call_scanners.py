@@ -5,6 +5,7 @@
     weather[ARGS]{"city": "Oslo"}                             NamedScanner
     weather(city="Oslo")                                      PythonScanner
     weather\n<arg_key>city</arg_key>…                         TagScanner
+    call:weather{city:<|"|>Oslo<|"|>}                         BareScanner
 
 A call is told when it is whole, and its arguments are a JSON object. A text that is no call of a
 known tool, or breaks off, is told as such, whole: it was ordinary text.
@@ -22,7 +23,7 @@ from collections.abc import Collection, Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
-from lightserve.model_formats import Body, CallFormat
+from lightserve.model_formats import BARE_QUOTE, Body, CallFormat
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _BLANKS = " \t\r\n"
@@ -336,6 +337,7 @@ _ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[0-7]{
 _ESCAPES = dict(zip("abfnrtv\n\\'\"", "\a\b\f\n\r\t\v\0\\'\"", strict=True)) | {"\n": ""}
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_WORD = re.compile(r"\b(?:True|False|None)\b")
 _JSON_SIGNS = {"(": "[", ")": "]"}
 
 
@@ -396,6 +398,49 @@ def _number(word: str) -> str:
     with contextlib.suppress(ValueError, OverflowError):
         return json.dumps(float(word), allow_nan=False)
     return word
+
+
+_BARE_KEY = re.compile(r"(^\s*|[{,]\s*)([^\s{}\[\],:]+)\s*:")
+
+
+class BareScanner(Scanner):
+    """A name and an object whose keys are bare and whose strings stand between marks."""
+
+    def __init__(self, names: Collection[str], form: CallFormat) -> None:
+        super().__init__(_Name(names, form.name_start, form.name_ends))
+        self._body = io.StringIO()
+        self._tail = ""
+        self._is_quoted = False
+        self._depth = 0
+
+    def _take_mark(self, mark: str) -> None:
+        """It is the bracket, behind which arguments begin."""
+
+    def _take(self, char: str) -> None:
+        self._body.write(char)
+        self._tail = (self._tail + char)[-len(BARE_QUOTE) :]
+        if self._tail == BARE_QUOTE:
+            self._is_quoted = not self._is_quoted
+        elif self._is_quoted:
+            return
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            if self._depth == 0:
+                self._close(_json_of_bare(self._body.getvalue()[:-1]) if char == "}" else None)
+            self._depth -= 1
+
+
+def _json_of_bare(text: str) -> str | None:
+    """Return what stands between the brackets of such an object as JSON; None: it is none."""
+    pieces = text.split(BARE_QUOTE)
+    for place, piece in enumerate(pieces):
+        if place % 2:
+            pieces[place] = json.dumps(piece, ensure_ascii=False)
+        else:
+            words = _PYTHON_WORD.sub(lambda word: _PYTHON_WORDS[word[0]], piece)
+            pieces[place] = _BARE_KEY.sub(r'\1"\2":', words)
+    return arguments_json(f"{{{''.join(pieces)}}}")
 
 
 class TagScanner(Scanner):
@@ -482,18 +527,26 @@ class TagScanner(Scanner):
             whole = value.rstrip()
             if whole.endswith(tags.value_end):
                 value = whole.removesuffix(tags.value_end)
-            found[key.strip()] = value
-        parts = (
-            f"{json.dumps(key, ensure_ascii=False)}: {self._json_of(key, value)}"
-            for key, value in found.items()
-        )
+            kind = ""
+            if tags.kind:
+                key, _, kind = key.partition(tags.kind)
+            key = key.strip()
+            found[key] = self._json_of(key, value, kind)
+        parts = (f"{json.dumps(key, ensure_ascii=False)}: {item}" for key, item in found.items())
         return f"{{{', '.join(parts)}}}"
 
-    def _json_of(self, key: str, text: str) -> str:
-        """Return a value as JSON: a string if it has to be one, or is nothing else."""
+    def _json_of(self, key: str, text: str, kind: str) -> str:
+        """Return a value as JSON: a string if it has to be one, or is nothing else.
+
+        `kind`: what the call says of it, see `ArgumentTags.kind`; empty: nothing.
+        """
+        if kind == "true":
+            return json.dumps(text, ensure_ascii=False)
         if not self._tags.value:
             text = text.removeprefix("\n").removesuffix("\n")
         may_be_null = self._texts.get((self._name, key), self._texts.get((self._name, "")))
+        if kind == "false":
+            may_be_null = None
         if may_be_null and text.lower() == "null":
             return "null"
         if may_be_null is None:
@@ -524,6 +577,8 @@ def new_scanner(
         return TagScanner(names, form, text_arguments)
     if form.body is Body.PYTHON:
         return PythonScanner(names)
+    if form.body is Body.BARE:
+        return BareScanner(names, form)
     if form.body is Body.NAMED or (form.body is Body.OBJECT_OR_NAMED and first != "{"):
         return NamedScanner(names, form)
     return CallScanner(names, needs_arguments=form.at_start)

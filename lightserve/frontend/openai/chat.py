@@ -502,6 +502,7 @@ def _parser_options(
         tool_names=tools.names,
         text_arguments=tools.text_arguments if _has_tags(tool_format) else {},
         max_calls=None if tools.is_parallel else 1,
+        num_earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
         is_constrained=has_constraint,
     )
     if options.reasoning == NONE:

@@ -182,6 +182,8 @@ class ParserOptions(NamedTuple):
     """See `ToolUse.text_arguments`."""
     max_calls: int | None = None
     """Further calls are left out of the answer."""
+    num_earlier_calls: int = 0
+    """Calls in the messages before the answer."""
     is_constrained: bool = False
     """Whether a grammar writes the answer: blanks with which it begins are its own."""
 
@@ -192,9 +194,7 @@ class OutputParser:
     def __init__(self, options: ParserOptions) -> None:
         has_calls = options.tool_format not in (NONE, HARMONY)
         form = CALL_FORMATS[options.tool_format] if has_calls else None
-        self._parts = parts = _Parts(
-            options.max_calls, has_short_ids=form is not None and form.short_ids
-        )
+        self._parts = parts = _Parts(options, form or CALL_FORMATS[HARMONY])
         self._calls: CallsText | None = None
         if form is not None:
             self._calls = CallsText(
@@ -252,10 +252,10 @@ class _Parts:
     part of a cycle, and stay until Python looks for garbage.
     """
 
-    def __init__(self, max_calls: int | None, *, has_short_ids: bool) -> None:
+    def __init__(self, options: ParserOptions, form: CallFormat) -> None:
         self.num_calls = 0
-        self._max_calls = max_calls
-        self._has_short_ids = has_short_ids
+        self._max_calls = options.max_calls
+        self._call_id, self._num_earlier = form.call_id, options.num_earlier_calls
         self._deltas: list[Delta] = []
 
     def take(self) -> list[Delta]:
@@ -283,8 +283,8 @@ class _Parts:
         """Add a call, unless there are enough."""
         if self.num_calls == self._max_calls:
             return
-        number = uuid.uuid4().hex
-        call_id = number[:9] if self._has_short_ids else f"call_{number[:24]}"
+        number = self._num_earlier + self.num_calls
+        call_id = self._call_id.format(random=uuid.uuid4().hex, name=call.name, number=number)
         head = {"index": self.num_calls, "id": call_id, "type": "function"}
         self._deltas += [
             {"tool_calls": [{**head, "function": {"name": call.name, "arguments": ""}}]},

@@ -53,6 +53,10 @@ def deepseek(text: str) -> str:
     return parts[0] + "".join(f"<{BAR}{w.replace(' ', LOW)}{BAR}>{rest}" for w, _, rest in tokens)
 
 
+def dsml(text: str) -> str:
+    return text.replace("@", f"{BAR}DSML{BAR}")
+
+
 DEEPSEEK_CALL = deepseek(
     '[[tool call begin]]function[[tool sep]]add\n```json\n{"a": 1, "b": "x}"}\n```[[tool call end]]'
 )
@@ -76,6 +80,37 @@ SHAPES: dict[str, tuple[str, str, str, str]] = {
         deepseek('[[tool call begin]]add[[tool sep]]{"a": 1, "b": "x}"}[[tool call end]]'),
         "",
         deepseek("[[tool calls end]]"),
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1, "b": "x}"}<|tool_call_end|>',
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek_v32": (
+        dsml("<@function_calls>\n"),
+        dsml(
+            '<@invoke name="add">\n<@parameter name="a" string="false">1</@parameter>\n'
+            '<@parameter name="b" string="true">x}</@parameter>\n</@invoke>'
+        ),
+        "\n",
+        dsml("\n</@function_calls>"),
+    ),
+    "minimax": (
+        "<minimax:tool_call>\n",
+        '<invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="b">x}'
+        "</parameter>\n</invoke>",
+        "\n",
+        "\n</minimax:tool_call>",
+    ),
+    "gemma4": ("", '<|tool_call>call:add{a:1,b:<|"|>x}<|"|>}<tool_call|>', "", ""),
+    "seed_oss": (
+        "",
+        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>x}"
+        "</parameter>\n</function>\n</seed:tool_call>",
+        "\n",
+        "",
     ),
     "glm45": (
         "",
@@ -214,6 +249,67 @@ def test_what_is_no_call_of_a_known_tool_is_content(name: str) -> None:
             deepseek("[[tool calls begin]][[tool call begin]]add[[tool sep]]no"),
             [],
         ),
+        # As GLM-4.7 writes it, on one line.
+        (
+            "glm45",
+            "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
+            "<arg_value>x}</arg_value></tool_call>",
+            None,
+            [CALLED],
+        ),
+        (
+            "kimi_k2",
+            SHAPES["kimi_k2"][0] + "<|tool_call_begin|>add:12<|tool_call_argument_begin|>{}",
+            None,
+            [("add", {})],
+        ),
+        # The call itself says which value is a string.
+        *(
+            (
+                "deepseek_v32",
+                dsml(
+                    '<@tool_calls>\n<@invoke name="add_all">\n<@parameter name="b"'
+                    f' string="{kind}">\n7\n</@parameter></@invoke></@tool_calls>'
+                ),
+                None,
+                [("add_all", {"b": value})],
+            )
+            for kind, value in (("true", "\n7\n"), ("false", 7))
+        ),
+        (
+            "deepseek_v32",
+            dsml(
+                '<@function_calls><@invoke name="add"><@parameter name="b" string="false">7'
+                "</@parameter></@invoke></@function_calls>"
+            ),
+            None,
+            [("add", {"b": 7})],
+        ),
+        (
+            "minimax",
+            '<minimax:tool_call><invoke name="add"><parameter name="b">7</parameter>'
+            "</minimax:tool_call>",
+            None,
+            [("add", {"b": "7"})],
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:add{a:[{x:None,<|"|>y z<|"|>:true},-1.5],b:<|"|>{"c": [}\n<|"|> }'
+            "<tool_call|>Done.",
+            "Done.",
+            [("add", {"a": [{"x": None, "y z": True}, -1.5], "b": '{"c": [}\n'})],
+        ),
+        ("gemma4", "<|tool_call>call:add{}", None, [("add", {})]),
+        *(
+            ("gemma4", text, text, [])
+            for text in (
+                "<|tool_call>call:add{a:[1}<tool_call|>",
+                "<|tool_call>call:add{a:x}<tool_call|>",
+                '<|tool_call>call:add{a:<|"|>x}<tool_call|>',
+                "<|tool_call>add{a:1}<tool_call|>",
+            )
+        ),
+        ("llama3_json", f"<|python_start|>{ONE}<|python_end|>", None, [CALLED]),
         # A call behind what was none.
         ("hermes", f"<tool_call><tool_call>{ONE}</tool_call>", None, [CALLED]),
         ("hermes", f'<tool_call>{{"x"<tool_call>{ONE}</tool_call>', '<tool_call>{"x"', [CALLED]),
@@ -433,6 +529,8 @@ def random_call(chance: random.Random, name: str) -> str:
     form = CALL_FORMATS[name]
     if form.body.name == "PYTHON":
         return f"{start}add({', '.join(f'{key}={item!r}' for key, item in said.items())}){end}"
+    if form.body.name == "BARE":
+        return f"<|tool_call>call:add{{{bare(said)[1:-1]}}}<tool_call|>"
     if form.tags is None:
         written = form.written
         assert written is not None
@@ -443,13 +541,27 @@ def random_call(chance: random.Random, name: str) -> str:
         )
     tags = form.tags
     shown = {key: item if isinstance(item, str) else json.dumps(item) for key, item in said.items()}
+    kinds = {key: str(isinstance(said[key], str)).lower() for key in said}
     parts = [
-        f"{tags.key}{key}{tags.key_end}{tags.value}{item}{tags.value_end}\n"
+        f"{tags.key}{key}{tags.kind}{kinds[key] if tags.kind else ''}{tags.key_end}{tags.value}"
+        f"{item}{tags.value_end}\n"
         for key, item in shown.items()
     ]
-    return f"<tool_call>{form.name_start}add{form.name_ends[0]}{''.join(parts)}{tags.end}" + (
-        "" if tags.end == "</tool_call>" else "\n</tool_call>"
+    return (
+        f"{form.openings[0]}{form.name_start}add{form.name_ends[0]}{''.join(parts)}{tags.end}"
+        + "".join(f"\n{mark}" for mark in form.behind[:1])
     )
+
+
+def bare(value: Any) -> str:
+    """Write a value as Gemma 4 does."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{bare(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(bare, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @more_when_long
@@ -481,6 +593,11 @@ def test_ids_are_as_templates_take_them() -> None:
         parser = OutputParser(ParserOptions(tool_format=name, tool_names=USE.names))
         deltas = parser.push(start + call + end) + parser.finish()
         assert len(deltas[0]["tool_calls"][0]["id"]) == length
+    start, call, _, end = SHAPES["kimi_k2"]
+    options = ParserOptions(tool_format="kimi_k2", tool_names=USE.names, num_earlier_calls=3)
+    deltas = OutputParser(options).push(start + call + call + end)
+    ids = [piece["id"] for delta in deltas for piece in delta["tool_calls"] if "id" in piece]
+    assert ids == ["functions.add:3", "functions.add:4"]
 
 
 @pytest.mark.parametrize("name", [name for name, form in CALL_FORMATS.items() if form.written])
@@ -545,6 +662,11 @@ REASONED = [
     ("granite", "<think>Hm.</think><resp", "Hm.", "<resp"),
     ("granite", "<think>Hm.</think>Yes <b>.</respo", "Hm.", "Yes <b>.</respo"),
     ("granite", "Here it is.", None, "Here it is."),
+    ("gemma4", "<|channel>thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", "<|channel>thought\n<channel|>Yes.", None, "Yes."),
+    ("gemma4", "<|channel>other", None, "<|channel>other"),
+    ("kimi", "◁think▷Hm.◁/think▷Yes.", "Hm.", "Yes."),
+    ("seed_oss", "\n<seed:think>Hm.</seed:think>\nYes.", "Hm.", "Yes."),
     ("think", "\n<think>Hm.</think>\nYes. <response>", "Hm.", "Yes. <response>"),
 ]
 
@@ -555,6 +677,7 @@ def test_reasoning(name: str, text: str, reasoning: str | None, content: str) ->
         assert parse(text, reasoning=name, cut=cut)[:2] == (reasoning, content)
 
 
+HARMONY_TEMPLATE = "<|start|>assistant<|channel|>analysis<|message|>"
 # What the chat templates of some repositories have, by what it is found as.
 TEMPLATES = [
     ("{{ messages[0].content }}", "none", "none"),
@@ -574,7 +697,18 @@ TEMPLATES = [
     ("<function_calls>…<think>", "olmo3", "think"),
     ('ipython … {"name": function name, "parameters": …', "llama3_json", "none"),
     ("[func_name1(params_name1=params_value1…", "pythonic", "none"),
-    ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
+    (HARMONY_TEMPLATE, "harmony", "harmony"),
+    ("<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}", "kimi_k2", "none"),
+    ("…<|im_middle|><think></think>…<|tool_calls_section_begin|>…", "kimi_k2", "think"),
+    ("<|im_assistant|>assistant<|im_middle|>◁think▷", "none", "kimi"),
+    (
+        dsml("dsml_token = '@' … <{{ dsml_token }}function_calls> … </think>"),
+        "deepseek_v32",
+        "think",
+    ),
+    ("<minimax:tool_call>\n<invoke name=…\n<response>…<think></think>", "minimax", "think"),
+    ("<|tool_call>call:' + function['name'] … <|channel>thought\n<channel|>", "gemma4", "gemma4"),
+    ("<seed:tool_call>\n<function=…<parameter=… <seed:think>", "seed_oss", "seed_oss"),
     ("<start_of_turn>model", "none", "none"),
 ]
 
@@ -585,7 +719,7 @@ def test_formats_are_those_of_the_chat_template() -> None:
         assert choose_formats(template) == (tools, reasoning), template
     told = choose_formats("…<tool_call>…</think>", tools="none", reasoning="granite")
     assert told == ("none", "granite")
-    assert choose_formats(TEMPLATES[-2][0], reasoning="none") == ("none", "none")
+    assert choose_formats(HARMONY_TEMPLATE, reasoning="none") == ("none", "none")
     assert choose_formats(None, tools="harmony") == ("harmony", "harmony")
     found = {name for _, *names in TEMPLATES for name in names}
     assert found == {*CALL_FORMATS, *REASONING_FORMATS, "none"}
