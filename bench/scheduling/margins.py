@@ -144,7 +144,6 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     # memory
     "WAVES": {"WAVES": 0.0},
     "LEVEL_STEP": {"LEVEL_STEP": 0.0},
-    "_MIN_HISTORY": {"_MIN_HISTORY": 1},
     "PRIOR_MOST": {"PRIOR_MOST": MANY},
     "NUM_PRIOR_LENGTHS": {"NUM_PRIOR_LENGTHS": 1},
     "MOST_NEW": {"MOST_NEW": 1},

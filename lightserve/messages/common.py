@@ -107,6 +107,8 @@ MAX_INT32 = 2**31 - 1
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+NO_INT32: Int32Array = np.empty(0, dtype=np.int32)
+
 
 def pack_int32(values: Sequence[int] | Int32Array) -> bytes:
     """Encode token ids or slots as little-endian int32 bytes."""

@@ -24,8 +24,8 @@ from typing import NamedTuple
 from lightserve.messages.frontend_router import Client, ErrorCode
 from lightserve.types import RequestClass
 
-PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Weights of a computed prompt token and of a generated one (VTC, section 5.1)."""
+OUTPUT_WEIGHT = 2.0
+"""Computed prompt tokens that a generated one counts for (VTC, section 5.1)."""
 MAX_ACCOUNTS = 1024
 """Behind one key: beyond it those are forgotten that have had no request for longest."""
 MINUTE_S = 60.0
@@ -130,7 +130,7 @@ class Account:
 
     def charge(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count what has been computed for it."""
-        weight = PROMPT_WEIGHT * num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
+        weight = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
         self.served += weight
         self.key.served += weight
 

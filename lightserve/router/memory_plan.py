@@ -19,9 +19,10 @@ and takes from other classes alone, unless it is owed a seat (`seats`).
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,13 +80,10 @@ class MemoryPlan:
         """
         self._table = table
         self._num_rows = table.num_free
-        self._kv, self._tails = kv, Tails(kv)
+        self._kv = kv
         self._num_reserved = num_reserved
         self._list_holders = holders
         self._found = found
-        self._found_holders: Sequence[Request] | None = None
-        self._found_best_effort: int | None = None
-        self._ranks: dict[Request, int] | None = None
         self._is_class_aware = is_class_aware
         self._seats = seats
         self._taker: Request | None = None
@@ -104,8 +102,9 @@ class MemoryPlan:
         """Requests that run and are to be paused, and what for."""
         self._checkpointed: dict[Request, int] = {}
         self._preempted: dict[Request, None] = {}
-        self._pinned: set[PrefixNode] = set()
+        self._pinned: frozenset[PrefixNode] = frozenset()
         """Nodes of the prefix tree that newcomers of the step read: they are not taken."""
+        self._takeable = functools.cache(kv.takeable)
         self.robbed: list[Request] = []
         """Real-time newcomers that do not start, as what they found is being taken."""
         self._barren_rank: float = math.inf
@@ -115,7 +114,7 @@ class MemoryPlan:
         self._untaken: tuple[Any, ...] | None = None
         """State before decodes took memory; None: they took none."""
         for newcomer in spared:
-            self._pinned |= set(self._path_of_hit(newcomer))
+            self._pinned = self._pinned.union(self._path_of_hit(newcomer))
 
     # ---------------------------------------------------------------- what was decided
 
@@ -251,23 +250,20 @@ class MemoryPlan:
                 self._num_slots_of[request] = self._kv.cost(request, num_tokens)
         self._whole = []
 
-    @property
+    @functools.cached_property
     def _holders(self) -> Sequence[Request]:
-        if self._found_holders is None:
-            self._found_holders = self._list_holders()
-        return self._found_holders
+        return self._list_holders()
 
-    @property
+    @functools.cached_property
+    def _ranks(self) -> dict[Request, int]:
+        return {holder: rank for rank, holder in enumerate(self._holders)}
+
+    @functools.cached_property
     def _first_best_effort(self) -> int:
-        """Where classes count, the rank of the first best-effort holder."""
-        if self._found_best_effort is None:
-            holders = self._holders
-            self._found_best_effort = (
-                bisect.bisect_left(holders, True, key=lambda holder: holder.request_class is BE)
-                if self._is_class_aware
-                else len(holders)
-            )
-        return self._found_best_effort
+        """The rank of the first best-effort holder; where classes do not count, behind all."""
+        if not self._is_class_aware:
+            return len(self._holders)
+        return bisect.bisect_left(self._holders, True, key=lambda each: each.request_class is BE)
 
     def _place_waiting(self, part: Scheduled | Loading) -> Reason | None:
         """Add the part of a request that has no row; None, or why it does not fit."""
@@ -293,7 +289,7 @@ class MemoryPlan:
     def _place_loading(self, part: Loading) -> Reason | None:
         """Add what a request that stays paused loads; if it does not fit, restore the state."""
         request, num_tokens = part
-        self._pinned = self._pinned | set(self._path_of_hit(request))
+        self._pinned = self._pinned.union(self._path_of_hit(request))
         num_slots = self._num_pinned_by(request) + self._kv.cost(request, num_tokens)
         missing = num_slots - self._num_usable(request)
         if missing > 0:
@@ -329,7 +325,7 @@ class MemoryPlan:
                 if request.request_class is RT:
                     self.robbed.append(request)
                 return Reason.KV_NOW  # next time it finds less
-            self._pinned = self._pinned | set(self._path_of_hit(request))
+            self._pinned = self._pinned.union(self._path_of_hit(request))
         if self._num_rows == 0 and not self._take_row(request):
             return Reason.ROWS
         missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
@@ -393,13 +389,9 @@ class MemoryPlan:
 
     def _first_junior(self, request: Request) -> int:
         """Return the rank from which on holders are juniors of a request, of whatever class."""
-        if self._ranks is None:
-            self._ranks = {holder: rank for rank, holder in enumerate(self._holders)}
         if (rank := self._ranks.get(request)) is not None:
             return rank + 1
-        if not self._is_class_aware or request.request_class is BE:
-            return len(self._holders)
-        return self._first_best_effort
+        return len(self._holders) if request.request_class is BE else self._first_best_effort
 
     def _takeable_among(self, ranks: range) -> Iterator[tuple[Request, int, int]]:
         """Iterate over the holders of these ranks who have something left to take, the last first.
@@ -411,7 +403,7 @@ class MemoryPlan:
         for rank in range(stop - 1, ranks.start - 1, -1):
             holder = self._holders[rank]
             before = self._checkpointed.get(holder, 0)
-            num_left = self._tails.takeable(holder, self._pinned) - before
+            num_left = self._takeable(holder, self._pinned) - before
             if self._seats.keeps(holder, self._taker):
                 is_barren = False
             elif num_left > 0 and holder not in self._preempted:
@@ -419,15 +411,6 @@ class MemoryPlan:
                 yield holder, before, num_left
             elif is_barren:
                 self._barren_from[ranks.stop] = rank
-
-    def _groups_from(self, rank: int) -> Iterator[range]:
-        """Iterate over the ranks of each class from a rank on, the junior one first."""
-        num_holders, first_best_effort = len(self._holders), self._first_best_effort
-        if not self._is_class_aware:
-            yield range(rank, num_holders)
-            return
-        yield range(max(rank, first_best_effort), num_holders)
-        yield range(rank, first_best_effort)
 
     def _take_row(self, request: Request) -> bool:
         """Pause a running junior for its row; whether there is one."""
@@ -448,7 +431,8 @@ class MemoryPlan:
         if rank >= self._barren_rank:
             return
         self._place_one_by_one()
-        groups = [group for group in self._groups_from(rank) if group]
+        best_effort = range(max(rank, self._first_best_effort), len(self._holders))
+        groups = [group for group in (best_effort, range(rank, best_effort.start)) if group]
         if self._take_in_turn(request, groups, missing):
             return
         # What classes share becomes free only once all of them have lost it.
@@ -528,18 +512,15 @@ class MemoryPlan:
             missing -= self._num_slots_placed(junior)
             wanted = max(0, min(num_left, missing))
             taken.append(Checkpointed(junior, before + wanted))
-            missing -= self._gain(junior, before + wanted) - self._gain(junior, before)
+            missing -= self._kv.gain(junior, before + wanted) - self._kv.gain(junior, before)
         if missing > 0 and not (takes_less and missing < wanted_slots):
             return False
         for junior, num_tokens in taken:
             self._stop(junior)
-            self._num_left -= self._gain(junior, self._checkpointed.get(junior, 0))
-            self._num_left += self._gain(junior, num_tokens)
+            self._num_left -= self._kv.gain(junior, self._checkpointed.get(junior, 0))
+            self._num_left += self._kv.gain(junior, num_tokens)
             self._checkpointed[junior] = num_tokens
         return True
-
-    def _gain(self, request: Request, num_tokens: int) -> int:
-        return self._kv.gain(request, num_tokens) if num_tokens else 0
 
     def _drop_whole(self, juniors: Sequence[Request], missing: int) -> bool:
         """Take all KV of as many juniors as must be; whether that is enough: else none is taken."""
@@ -557,7 +538,7 @@ class MemoryPlan:
         before = self._kv.num_freed_by(list(self._preempted), self._pinned)
         for junior in juniors:
             self._stop(junior)
-            self._num_left -= self._gain(junior, self._checkpointed.pop(junior, 0))
+            self._num_left -= self._kv.gain(junior, self._checkpointed.pop(junior, 0))
             self._preempted[junior] = None
         self._num_left += self._kv.num_freed_by(list(self._preempted), self._pinned) - before
 
@@ -566,7 +547,9 @@ class MemoryPlan:
         before = self._kv.num_freed_by(list(self._preempted), self._pinned)
         after = self._kv.num_freed_by([*self._preempted, *juniors], self._pinned)
         num_placed = sum(map(self._num_slots_placed, juniors))
-        num_taken = sum(self._gain(junior, self._checkpointed.get(junior, 0)) for junior in juniors)
+        num_taken = sum(
+            self._kv.gain(junior, self._checkpointed.get(junior, 0)) for junior in juniors
+        )
         return after - before + num_placed - num_taken
 
     def _stop(self, request: Request, reason: Reason = Reason.KV_NOW) -> None:
@@ -584,20 +567,3 @@ class MemoryPlan:
         if _runs(request) and request not in self._paused:
             self._paused[request] = reason
             self._num_rows += 1
-
-
-class Tails:
-    """How much could be taken from each request, remembered while only a plan of it changes."""
-
-    def __init__(self, kv: KVStore) -> None:
-        self._kv = kv
-        self._pinned: Container[PrefixNode] = ()
-        self._found: dict[Request, int] = {}
-
-    def takeable(self, request: Request, pinned: Container[PrefixNode]) -> int:
-        """Return `KVStore.takeable`, remembered as long as `pinned` is the same object."""
-        if pinned is not self._pinned:
-            self._pinned, self._found = pinned, {}
-        if (found := self._found.get(request)) is None:
-            found = self._found[request] = self._kv.takeable(request, pinned)
-        return found

@@ -38,14 +38,14 @@ UniformArray = npt.NDArray[np.float32]
 PRIOR_MOST = 1024
 """Longest output that is assumed on average where clients set no larger limit."""
 NUM_PRIOR_LENGTHS = 20
-"""Pseudo-lengths that stand beside the finished ones until the window is full."""
+"""Pseudo-lengths that stand beside the finished ones until the window is full; a shorter history
+says nothing about the spread of lengths."""
 SHRINKAGE = 50.0
 """A key with this many lengths of its own is drawn from half of the time."""
 MAX_KEYS = 1024
 AVERAGE_WEIGHT = 0.01
 MOST_NEW = 16
 """Tables are renewed when one in so many lengths of the history is not in them yet."""
-_EVEN_RANKS = (np.arange(32) + 0.5) / 32
 _TABLE_SIZE = 1024
 _ROW_OFFSET = 1 << 40
 """More than any length."""
@@ -241,7 +241,8 @@ class OutputLengths:
         self, generated: IntArray, max_tokens: IntArray, keys: Sequence[Hashable]
     ) -> FloatArray:
         """Return how many more tokens are to come on average, float64 [n]; see `sample`."""
-        uniforms = np.tile(_EVEN_RANKS, (len(generated), 1))
+        even = (np.arange(32) + 0.5) / 32
+        uniforms = np.tile(even, (len(generated), 1))
         totals = self.sample(generated, max_tokens, uniforms, keys)
         rest: FloatArray = totals.mean(axis=1) - generated
         return rest

@@ -34,8 +34,6 @@ from lightserve.types import RequestOutput, StepId
 MAX_STEPS_IN_FLIGHT = 2
 MIN_LEAD_S = 1e-3
 ROUTER_TIME_FACTOR = 3.0
-LAUNCH_MEMORY = 0.9
-"""How much of the longest launch so far is still expected a step later."""
 ERROR_FACTOR = 2.0
 """The lead also covers this many average errors of the prediction."""
 
@@ -174,7 +172,7 @@ class Pipeline:
         start_s = None if ahead else now_s
         self._in_flight.append(SentStep(planned, plan, planned.shape, start_s, ahead, behind_s))
         self.next_step_id = StepId(self.next_step_id + 1)
-        self._router_s += 0.1 * (now_s - planned.planned_at_s - self._router_s)
+        self._router_s += RATIO_MEMORY * (now_s - planned.planned_at_s - self._router_s)
 
     def note_work(self, has_work: bool) -> None:
         """Say whether requests are left after a result: then waiting for a plan is idling."""
@@ -202,7 +200,7 @@ class Pipeline:
         self._num_in_the_way = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s
-        self._launch_s = max(result.launch_s, LAUNCH_MEMORY * self._launch_s)
+        self._launch_s = max(result.launch_s, (1.0 - RATIO_MEMORY) * self._launch_s)
         newest = max(RATIO_MEMORY, 1.0 / self.num_finished)
         self.average_step_s += newest * (result.exec_s - self.average_step_s)
         if done.ahead or self._had_work:

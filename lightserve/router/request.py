@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightserve.messages.common import Constraint, Int32Array, Thinking, TokenLogprob
+from lightserve.messages.common import NO_INT32, Constraint, Int32Array, Thinking, TokenLogprob
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
 from lightserve.router.accounts import Account, Budget
 from lightserve.router.kv.prefix_node import Hit, Lease, PrefixNode
@@ -50,8 +50,6 @@ from lightserve.types import (
     RowId,
     SamplingParams,
 )
-
-_NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class RequestState(Enum):
@@ -429,7 +427,7 @@ class Request:
     @property
     def held_slots(self) -> Int32Array:
         """Slots of positions 0 … num_held_tokens-1, in order."""
-        return _NO_SLOTS if self.slots is None else self.slots[: self.num_held_tokens]
+        return NO_INT32 if self.slots is None else self.slots[: self.num_held_tokens]
 
     def known_token_ids(self) -> Int32Array:
         """Prompt and confirmed output, int32 [num_prompt_tokens + len(output)]."""

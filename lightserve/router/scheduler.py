@@ -40,7 +40,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.accounts import Accounts
 from lightserve.router.arrivals import ArrivalStats, HeldByRealTime
-from lightserve.router.commit import KVCounters, SkipCounters, StepCommit
+from lightserve.router.commit import KVCounters, StepCommit
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import (
     DeltaBatch,
@@ -107,6 +107,11 @@ class Scheduler:
             self._waiting, self._rows, self._pipeline, self._waits, config.accepted_risk
         )
         self._held_by_rt = HeldByRealTime(config.rt_kv_deviations)
+        self.counters: Mapping[RequestClass, KVCounters] = self._commit.counters
+        self.skip_counters = self._commit.skip_counters
+        self.computed_tokens: Mapping[RequestClass, Work] = self._waits.computed
+        self.num_raised_targets: Mapping[RaisedTarget, int] = self._targets.num_raised
+        self.parameter_bytes: Mapping[RequestClass, int] = self._parameters.num_bytes
         self._num_arrivals = 0
         self.forecast_peak: int | None = None
         """Slots that the batch was expected to need at its peak at the last admission."""
@@ -526,29 +531,9 @@ class Scheduler:
         """Tokens that these have to compute again, unless they find them as cache."""
         return sum(counters.lost_tokens for counters in self.counters.values())
 
-    @property
-    def counters(self) -> Mapping[RequestClass, KVCounters]:
-        """Counters of requests' KV by class."""
-        return self._commit.counters
-
-    @property
-    def skip_counters(self) -> SkipCounters:
-        """Requests that steps left out, and why."""
-        return self._commit.skip_counters
-
-    @property
-    def computed_tokens(self) -> Mapping[RequestClass, Work]:
-        """Tokens that steps have computed for each class."""
-        return self._waits.computed
-
     def predicted_wait_s(self, request_class: RequestClass) -> float:
         """Return the predicted time until all of a class that waits has begun."""
         return self._waits.seconds(request_class, self._kv)
-
-    @property
-    def num_raised_targets(self) -> Mapping[RaisedTarget, int]:
-        """Targets that an idle server could not have met: others are scheduled by."""
-        return self._targets.num_raised
 
     @property
     def num_used_slots(self) -> int:
@@ -569,11 +554,6 @@ class Scheduler:
     def num_used_host_slots(self) -> int:
         """Host slots that hold copies."""
         return 0 if self._kv is None else self._kv.checkpoints.num_used
-
-    @property
-    def parameter_bytes(self) -> Mapping[RequestClass, int]:
-        """Memory of what requests have besides their prompts."""
-        return self._parameters.num_bytes
 
     @property
     def num_unfinished(self) -> int:

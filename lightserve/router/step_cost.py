@@ -81,7 +81,7 @@ SAMPLES_PER_SIZE = 48
 NUM_KNEES = 8
 REFIT_STEPS = 64
 RATIO_MEMORY = 0.1
-"""Weight of the newest observation in the ratio, and in the average time of a step, so that ten
+"""Weight of the newest observation in the ratio, and in averages of what steps take, so that ten
 steps show a change."""
 SPREAD_MEMORY = 0.03
 """Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY."""

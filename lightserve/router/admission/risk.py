@@ -22,7 +22,12 @@ import numpy as np
 from lightserve.router.admission.base import PoolView
 from lightserve.router.admission.peak import PeakAdmission, PeakRound, columns_of
 from lightserve.router.future_memory import IntArray
-from lightserve.router.output_lengths import LengthArray, OutputLengths, UniformArray
+from lightserve.router.output_lengths import (
+    NUM_PRIOR_LENGTHS,
+    LengthArray,
+    OutputLengths,
+    UniformArray,
+)
 from lightserve.router.request import Request
 from lightserve.types import RequestClass
 
@@ -30,7 +35,6 @@ NUM_FUTURES = 64
 WAVES = 0.015
 """Variance of a history's mean rank beyond that of as many independent lengths, in units of one
 length's: lengths come in waves. Chosen by measurement; see docs/results/admission.md."""
-_MIN_HISTORY = 20
 _HISTORY_STEP = 1.1
 """By how much a history has to grow until it is trusted more."""
 _RANK_TILT = 2.0 / np.sqrt(3.0)
@@ -80,11 +84,11 @@ class RiskAdmission(PeakAdmission):
 
     def _tilt(self) -> UniformArray:
         """Return the uniform numbers, in each future shifted by the history's error in it."""
-        size = max(_MIN_HISTORY, self._lengths.num_known)
-        steps = int(math.log(size / _MIN_HISTORY, _HISTORY_STEP))
+        size = max(NUM_PRIOR_LENGTHS, self._lengths.num_known)
+        steps = int(math.log(size / NUM_PRIOR_LENGTHS, _HISTORY_STEP))
         if self._tilted_for != steps:
             self._tilted_for = steps
-            scale = _RANK_TILT * np.sqrt(1.0 / (_MIN_HISTORY * _HISTORY_STEP**steps) + WAVES)
+            scale = _RANK_TILT * np.sqrt(1.0 / (NUM_PRIOR_LENGTHS * _HISTORY_STEP**steps) + WAVES)
             exponents = np.exp(scale * self._errors).astype(np.float32)
             self._tilted = np.minimum(self._uniforms**exponents, _LARGEST)
         return self._tilted

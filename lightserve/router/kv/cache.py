@@ -24,7 +24,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from lightserve.messages.common import Int32Array
+from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.block_events import BlockEvent, BlockEvents
 from lightserve.router.kv.host import Checkpoints, PlanCopies
 from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
@@ -39,8 +39,6 @@ LoadIsCheaper = Callable[[int, int], bool]
 EVICTION_PORTIONS = 128
 """Parts of the pool. One part is evicted at least, if it is in few nodes: full pools would evict in
 every step otherwise, and leave no request room to grow side by side (docs/results/router.md)."""
-
-_NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class Preemption(StrEnum):
@@ -302,7 +300,7 @@ class KVStore:
             ValueError: more than `num_available`.
         """
         if not shares:
-            return _NO_SLOTS
+            return NO_INT32
         wanted = [(request, request.request_class, count) for request, count in shares]
         total = sum([count for _, count in shares])
         if total > self._pool.num_free:
@@ -315,7 +313,7 @@ class KVStore:
         As `acquire`, for the decodes of a step, without looking at each request.
         """
         if not len(rows):
-            return _NO_SLOTS
+            return NO_INT32
         if len(rows) > self._pool.num_free:
             self._make_free(len(rows), self._pool.num_real_time(rows))
         return self._pool.acquire_one_each(rows)
@@ -451,7 +449,7 @@ class KVStore:
         holders = list(holders)
         cached = [] if self._tree is None else [n.slots for n in self._tree.nodes()]
         own = [request.held_slots[request.num_shared_tokens :] for request in holders]
-        held = np.concatenate([_NO_SLOTS, *(s for s in cached if s is not None), *own])
+        held = np.concatenate([NO_INT32, *(s for s in cached if s is not None), *own])
         assert len(np.unique(held)) == len(held), "a slot has two owners"
         if not self.options.is_exclusive:
             assert len(held) + self._pool.num_free == self.num_slots, "slots leaked"

@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightserve.messages.common import Int32Array, pack_int32
+from lightserve.messages.common import NO_INT32, Int32Array, pack_int32
 from lightserve.messages.router_worker import NO_COPIES, KVCopies
 from lightserve.router.request import HostRange, Request
-
-_NO_SLOTS: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class HostSlots:
@@ -137,7 +135,7 @@ class Checkpoints:
 
     def _cover(self, request: Request, start: int, end: int) -> int | None:
         """Widen a request's host range to start … end-1; None if the host has no room."""
-        kept = request.host or HostRange(start, _NO_SLOTS)
+        kept = request.host or HostRange(start, NO_INT32)
         positions = np.concatenate([np.arange(start, kept.start), np.arange(kept.end, end)])
         count = len(positions)
         if count == 0:
@@ -167,7 +165,7 @@ class Checkpoints:
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that every host slot is free or one request's."""
         ranges = [request.host.slots for request in requests if request.host is not None]
-        held = np.concatenate([_NO_SLOTS, *ranges])
+        held = np.concatenate([NO_INT32, *ranges])
         assert len(np.unique(held)) == len(held), "a host slot has two owners"
         assert len(held) == self.num_used, "host slots leaked"
         assert len(ranges) == len(self._owners)

@@ -13,8 +13,6 @@ from lightserve.messages.common import Int32Array
 PrefixKey = str
 """Salt that two requests must have in common, besides tokens, to share KV."""
 
-NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
-
 _BEGINNING = 64
 """Tokens that are compared first."""
 MAX_DEPTH = 64

@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from lightserve.messages.common import Int32Array
+from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.block_events import BlockEvents
 from lightserve.router.kv.prefix_node import (
     MAX_DEPTH,
-    NO_TOKENS,
     EvictionOrder,
     Hit,
     Lease,
@@ -170,7 +169,7 @@ class PrefixTree:
         self._clock += 1
         for part in path_of(node):
             self._pin(part, lease)
-        return lease, np.concatenate(slots) if slots else NO_TOKENS
+        return lease, np.concatenate(slots) if slots else NO_INT32
 
     def extend(self, lease: Lease, tokens: Int32Array, slots: Int32Array) -> Int32Array:
         """Put computed tokens that follow a lease's prefix into the tree, and hold them too.
@@ -209,7 +208,7 @@ class PrefixTree:
             node = child
         lease.node = node
         lease.num_tokens += done
-        return np.concatenate(left) if left else NO_TOKENS
+        return np.concatenate(left) if left else NO_INT32
 
     def release(self, lease: Lease) -> None:
         """End a hold; what no other holds can be evicted from now on."""
@@ -356,7 +355,7 @@ class PrefixTree:
             self._offer(node)
         is_enough = missing <= num_spare or self.num_evictable == 0
         assert is_enough or num_protected_rt, "not all was offered"
-        return np.concatenate(pieces) if pieces else NO_TOKENS
+        return np.concatenate(pieces) if pieces else NO_INT32
 
     def exclusive_tail(self, lease: Lease, pinned: Container[PrefixNode] = ()) -> int:
         """Return how many tokens at the end of a lease's prefix no other reads or builds on.
@@ -392,7 +391,7 @@ class PrefixTree:
             node.num_users = 0
             lease.node = node.parent
             self._drop_slots(node)
-        return np.concatenate(pieces[::-1]) if pieces else NO_TOKENS
+        return np.concatenate(pieces[::-1]) if pieces else NO_INT32
 
     def _drop_slots(self, node: PrefixNode) -> None:
         """Make a node non-resident; its parent may have become takeable."""
@@ -433,7 +432,7 @@ class PrefixTree:
     def _root(self, key: PrefixKey) -> PrefixNode:
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = PrefixNode(NO_TOKENS, None)
+            root = self._roots[key] = PrefixNode(NO_INT32, None)
             self._keys[id(root)] = key
         return root
 

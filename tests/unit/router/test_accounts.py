@@ -14,7 +14,6 @@ from lightserve.messages.frontend_router import Client, ErrorCode
 from lightserve.router.accounts import (
     MAX_ACCOUNTS,
     OUTPUT_WEIGHT,
-    PROMPT_WEIGHT,
     Account,
     Accounts,
 )
@@ -41,7 +40,7 @@ def accounts_of(*clients: Client) -> list[Account]:
 def test_what_is_computed_counts_for_an_account_and_its_key() -> None:
     one, two = accounts_of(Client(key="g", fairness_id="1"), Client(key="g", fairness_id="2"))
     one.charge(10, 3)
-    weight = 10 * PROMPT_WEIGHT + 3 * OUTPUT_WEIGHT
+    weight = 10 + 3 * OUTPUT_WEIGHT
     assert one.rank == (weight, weight) and two.rank == (weight, 0.0)
 
 
