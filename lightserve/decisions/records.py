@@ -99,6 +99,7 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     max_num_batched_tokens: int | None = None
     mixed_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = ()
+    num_state_slots: int = 0
 
     @property
     def graph_sizes(self) -> GraphSizes:
@@ -307,6 +308,7 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
                 max_num_batched_tokens=event.max_num_batched_tokens,
                 mixed_sizes=event.graph_sizes.mixed,
                 decode_sizes=event.graph_sizes.decodes,
+                num_state_slots=event.num_state_slots,
             )
         case StepTimesKnown(step_cost, max_num_batched_tokens):
             return StepTimesWereMeasured(
@@ -330,6 +332,7 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
                 record.overlaps_copies,
                 record.max_num_batched_tokens,
                 record.graph_sizes,
+                record.num_state_slots,
             )
         case StepTimesWereMeasured():
             return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)

@@ -126,7 +126,8 @@ def _on_status(connection: _Connection, status: RouterStatus) -> None:
     with contextlib.suppress(ChannelFull):  # the next status asks again
         connection.link.send(SentSoFar(num_messages=connection.num_sent))
     connection.status = status
-    connection.num_kv_slots = status.num_kv_slots or connection.num_kv_slots
+    num_kv_slots = status.num_kv_slots - status.num_state_slots
+    connection.num_kv_slots = max(0, num_kv_slots) or connection.num_kv_slots
     connection.workers_ready = status.workers_ready and connection.num_kv_slots > 0
 
 
@@ -291,7 +292,7 @@ class RouterClient:
 
     @property
     def num_kv_slots(self) -> int:
-        """Tokens that the KV pool holds. Raises RequestFailed while not ready."""
+        """Tokens of one request that the KV pool holds. Raises RequestFailed while not ready."""
         return self._ready_connection().num_kv_slots
 
     @property

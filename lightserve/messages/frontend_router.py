@@ -189,7 +189,7 @@ class RouterWelcome(Message, frozen=True):
 
     boot_id: str
     num_kv_slots: int
-    """Tokens that the KV pool holds: prompt + max_tokens may not exceed it."""
+    """Tokens of one request that the KV pool holds: prompt + max_tokens may not exceed it."""
     device: DeviceFacts | None = None
     """Device of rank 0."""
 
@@ -276,6 +276,10 @@ class RouterStatus(Message, frozen=True):
     """`TokenDelta`s sent since. With another number than arrived, some are lost."""
     num_lost: int = 0
     """Messages of this session that had not arrived when its last `SentSoFar` did."""
+    num_state_slots: int = 0
+    """Slots of `num_kv_slots` that each request takes beside those of its tokens."""
+    num_snapshot_slots: int = 0
+    """Slots that hold snapshots of the states of prefixes."""
 
 
 # ----------------------------------------------------------------------

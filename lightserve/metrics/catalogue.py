@@ -233,6 +233,22 @@ KV_SLOTS_CACHED = gauge(
     Origin.ROUTER,
     "Slots of the KV pool that keep prefixes for requests to come; any request may take them.",
 )
+KV_STATE_SLOTS = gauge(
+    "kv_state_slots",
+    Origin.ROUTER,
+    "Slots of the KV pool that the recurrent state of one sequence takes; 0: the model has none.",
+)
+KV_SLOTS_SNAPSHOTS = gauge(
+    "kv_slots_snapshots",
+    Origin.ROUTER,
+    "Slots of the KV pool that hold snapshots of recurrent states; requests may take them.",
+)
+STATE_SNAPSHOTS = counter(
+    "state_snapshots_total",
+    Origin.ROUTER,
+    "Snapshots of recurrent states that steps have made, at ends of chunks and shared prefixes.",
+    CLASS,
+)
 PREFIX_CACHE_QUERIES = counter(
     "prefix_cache_queries_total",
     Origin.ROUTER,

@@ -22,6 +22,7 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.risk import AcceptedRisk
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import PlanCopies
+from lightserve.router.kv.states import NO_STATE_CHANGES, StateChanges, States
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Found, Request
@@ -50,6 +51,7 @@ def build_plan(
     newcomers: Container[Request],
     copies: PlanCopies,
     left_rows: tuple[RowId, ...],
+    states: StateChanges = NO_STATE_CHANGES,
 ) -> StepPlan:
     """Return the plan that moves each request by its part of a step.
 
@@ -60,6 +62,7 @@ def build_plan(
         newcomers: those that the workers do not know yet.
         copies: what is copied for them, and for others.
         left_rows: those that were given up since the last plan.
+        states: what becomes of states of recurrent layers.
     """
     offset = 0
     sequences: list[AddSequence] = []
@@ -83,13 +86,15 @@ def build_plan(
     return StepPlan(
         step_id=step.step_id,
         sequences=sequences,
-        slot_ranges=slot_ranges,
+        slot_ranges=[*states.slot_ranges, *slot_ranges],
         rows=plan_rows,
         decodes=_decode_rows(step, decode_slots),
         saves=copies.saves,
         loads=copies.loads,
         ahead_loads=copies.ahead_loads,
         left_rows=left_rows,
+        state_loads=states.state_loads,
+        state_saves=states.state_saves,
     )
 
 
@@ -140,6 +145,8 @@ class KVCounters:
     """Tokens that came back from the host."""
     lost_tokens: int = 0
     """Tokens whose KV was given up, and has to be computed again unless it is found as cache."""
+    num_snapshots: int = 0
+    """Snapshots of states that steps have made at the ends of chunks."""
 
 
 class SkipCounters:
@@ -203,8 +210,9 @@ class StepCommit:
         for request, _ in step.loaded:
             kv.hold(request, step.found[request])
         for request in newcomers:
-            num_loaded = kv.load(request, step.found[request].num_loaded)
-            self.counters[request.request_class].loaded_tokens += num_loaded
+            found = step.found[request]
+            kv.load(request, found.start - found.num_there)
+            self.counters[request.request_class].loaded_tokens += found.num_loaded
             request.state = RUNNING
         for request, num_tokens in step.loaded:
             self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
@@ -216,12 +224,15 @@ class StepCommit:
             decode_slots = kv.acquire_one_each(step.decodes.rows)
         chunk_slots = kv.acquire(step.chunks)
         _note_slots(step, decode_slots, chunk_slots)
+        if kv.states.num_slots:
+            self._note_states(step, kv.states)
         plan = build_plan(
             step,
             decode_slots=decode_slots,
             chunk_slots=chunk_slots,
             newcomers=set(newcomers),
             copies=kv.take_copies(),
+            states=kv.states.take_changes(),
             left_rows=self._rows.take_left(),
         )
         self._pipeline.push(step, plan, now_s)
@@ -232,6 +243,17 @@ class StepCommit:
             request.next_position += num_tokens
             request.num_inflight_steps += 1
         return plan
+
+    def _note_states(self, step: PlannedStep, states: States) -> None:
+        """Copy states that may be wanted again, from before the step or from its end."""
+        for request in step.decodes.requests:
+            if request.awaits_grammar:
+                states.keep_for_retry(request)
+        for (request, num_tokens), samples in zip(step.chunks, step.num_samples, strict=True):
+            if samples and request.awaits_grammar:
+                states.keep_for_retry(request)
+            elif states.end_chunk(request, num_tokens):
+                self.counters[request.request_class].num_snapshots += 1
 
     def _start(self, request: Request, kv: KVStore, found: Found) -> None:
         """Take a waiting request out of its queue and give it a row and what there is of its KV."""

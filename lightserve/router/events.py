@@ -61,6 +61,8 @@ class WorkersReady:
     """Most tokens of a step; None: as configured."""
     graph_sizes: GraphSizes = NO_SIZES
     """Sizes to which steps are padded (`WorkerHello`)."""
+    num_state_slots: int = 0
+    """Slots that the state of a sequence takes (`WorkerHello`)."""
 
 
 @dataclass(frozen=True, slots=True)

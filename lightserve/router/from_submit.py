@@ -69,6 +69,7 @@ def newcomer_bytes(request: Request, num_loaded: int) -> int:
         + request.parameters.num_plan_bytes
         + (TOKEN_BYTES + SLOT_BYTES) * num_known
         + COPY_BYTES * num_loaded
+        + 5 * SLOT_BYTES * request.recurrent.num_slots  # its range, and two copies inside the pool
     )
 
 
@@ -80,6 +81,7 @@ def most_tokens_in_plans(request: Request, max_model_len: int) -> int:
     """
     room = MAX_PLAN_BYTES - REST_BYTES - COPY_BYTES * max_model_len - 2 * FEW_NEWCOMER_BYTES
     room -= SEQUENCE_BYTES + request.parameters.num_plan_bytes
+    room -= (5 * SLOT_BYTES + 2 * COPY_BYTES) * request.recurrent.num_slots
     return max(0, room // (TOKEN_BYTES + SLOT_BYTES + 2 * COPY_BYTES))
 
 

@@ -88,6 +88,8 @@ class MemoryPlan:
         self._seats = seats
         self._taker: Request | None = None
         self._num_left = kv.num_available
+        self._num_kept = kv.states.num_kept if len(table) else 0
+        """Slots that best-effort newcomers leave to snapshots of states."""
         self._newcomer_bytes = 0
         """Bytes of the plan that newcomers and loads take."""
         self._whole: list[Decodes | Scheduled] = []
@@ -193,10 +195,13 @@ class MemoryPlan:
 
     def place(self, part: Scheduled | Loading) -> Scheduled | Loading | Reason:
         """Add a part; return what of it fits, or why nothing does. Prompts that run may be cut."""
-        request = part.request
+        request, num_tokens = part
         self._untaken = None
         if self._has_stopped(request) or request in self._checkpointed:
             return Reason.KV_NOW
+        if isinstance(part, Scheduled) and self._kv.states.num_slots:
+            num_tokens = self._kv.states.cut(request, self._found(request).start, num_tokens)
+            part = Scheduled(request, num_tokens)
         if not _runs(request):
             return self._place_waiting(part) or part
         placed = self._place_running(Scheduled(*part))
@@ -345,14 +350,16 @@ class MemoryPlan:
     def _num_usable(self, request: Request) -> int:
         if request.request_class is RT:
             return self._num_left
-        return self._num_left - self._num_reserved
+        return self._num_left - self._num_reserved - (0 if _runs(request) else self._num_kept)
 
     def _num_slots_for(self, request: Request, num_tokens: int) -> int:
         """Return what a share takes: its new tokens, and what it brings back or holds on to."""
         if _runs(request):
             return self._kv.cost(request, num_tokens)
-        num_new = self._found(request).num_loaded + num_tokens
-        return self._num_pinned_by(request) + self._kv.cost(request, num_new)
+        found = self._found(request)
+        num_new = found.start - found.num_there + num_tokens
+        num_slots = self._num_pinned_by(request) + self._kv.cost(request, num_new)
+        return num_slots + self._kv.states.num_missing(request)
 
     def _num_pinned_by(self, request: Request) -> int:
         """Return how much less can be evicted once a newcomer reads what it found."""
@@ -373,6 +380,7 @@ class MemoryPlan:
 
     def _reads(self, request: Request, loser: Request, num_taken: int) -> bool:
         """Whether a newcomer found tokens that are taken from `loser`."""
+        num_taken -= len(loser.recurrent.slots)
         if loser.lease is None or num_taken <= loser.num_own_slots:
             return False
         shared = set(path_of(loser.lease.node))
@@ -510,7 +518,7 @@ class MemoryPlan:
             if missing <= 0:
                 break
             missing -= self._num_slots_placed(junior)
-            wanted = max(0, min(num_left, missing))
+            wanted = self._kv.states.portion(num_left, missing)
             taken.append(Checkpointed(junior, before + wanted))
             missing -= self._kv.gain(junior, before + wanted) - self._kv.gain(junior, before)
         if missing > 0 and not (takes_less and missing < wanted_slots):

@@ -25,7 +25,9 @@ from lightserve.metrics.catalogue import (
     KV_SLOTS_CACHED,
     KV_SLOTS_FORECAST,
     KV_SLOTS_PEAK,
+    KV_SLOTS_SNAPSHOTS,
     KV_SLOTS_USED,
+    KV_STATE_SLOTS,
     KV_TOKENS_LOADED,
     KV_TOKENS_SAVED,
     KV_TOKENS_TAKEN,
@@ -46,6 +48,7 @@ from lightserve.metrics.catalogue import (
     REQUESTS_UNFINISHED,
     REQUESTS_UNSEEN,
     STALLED,
+    STATE_SNAPSHOTS,
     STEP_BATCH_SIZE,
     STEP_HEADROOM,
     STEP_TIME,
@@ -144,6 +147,8 @@ class RouterMetrics:
         )
         self._count_prefixes()
         recorder.gauge(KV_SLOTS_CACHED).value = core.num_cached_slots
+        recorder.gauge(KV_STATE_SLOTS).value = status.num_state_slots
+        recorder.gauge(KV_SLOTS_SNAPSHOTS).value = status.num_snapshot_slots
         recorder.gauge(KV_SLOTS_FORECAST).value = core.forecast_peak or 0
         peak = max(self._peak_slots, status.num_used_slots)
         recorder.gauge(KV_SLOTS_PEAK).value = peak
@@ -174,6 +179,7 @@ class RouterMetrics:
                 (KV_TOKENS_TAKEN, counters.taken_tokens),
                 (KV_TOKENS_SAVED, counters.saved_tokens),
                 (KV_TOKENS_LOADED, counters.loaded_tokens),
+                (STATE_SNAPSHOTS, counters.num_snapshots),
             ):
                 self.recorder.counter(family, request_class.value).value = value
 

@@ -148,15 +148,15 @@ class Pipeline:
         profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
         return profiled_s or self.copy_cost.mean_rate_s * num_tokens
 
-    def load_is_cheaper(self, num_tokens: int, start: int) -> bool:
-        """Whether loading tokens from `start` on costs less than computing them, or may do so.
+    def load_is_cheaper(self, num_tokens: int, start: int, num_loaded: int) -> bool:
+        """Whether loading so many slots costs less than computing tokens from `start` on, or may.
 
         Where copies overlap hardly any step waits for loads, so that their overhead does not count.
         """
         computed_s = self.cost.seconds(self._shape.plus(start, num_tokens))
         computed_s -= self.cost.seconds(self._shape)
         predict = self.ahead_seconds if self.overlaps_copies else self.copy_cost.predict
-        return computed_s == 0.0 or predict(num_tokens) <= computed_s
+        return computed_s == 0.0 or predict(num_loaded) <= computed_s
 
     def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
         """Book a step that leaves at `now_s`; before its requests have moved."""

@@ -93,7 +93,8 @@ class Planner:
         running = Running(self._rows, self._seats.rows_in_order(self._rows))
         be_room = functools.partial(self._be_room, kv, running, outlook)
         found: FoundOf = functools.cache(kv.look_up)
-        pool = PoolView(kv.num_slots, headroom, functools.cache(be_room), found)
+        num_kept = headroom + kv.states.num_kept
+        pool = PoolView(kv.num_slots, num_kept, functools.cache(be_room), found)
 
         def fill(attempt: Attempt, spared: Sequence[Request] = ()) -> Step:
             running, waiting, num_reserved = attempt
@@ -283,8 +284,9 @@ class Planner:
         if not started:
             return None
         held = self._demand.most_held(outlook.kv_per_step_s, self._pipeline.average_step_s)
+        held += len(running.of(RT)) * kv.states.num_slots
         num_rt = min(kv.num_slots, math.ceil(RT_GROWTH * held))
-        num_known = sum([r.num_known_tokens for r in started])
+        num_known = sum([r.num_known_tokens + r.recurrent.num_slots for r in started])
         num_known -= SharedPrefixes(started).num_counted_twice
         return max(0, kv.checkpoints.num_slots + kv.num_slots - num_rt - num_known)
 

@@ -398,13 +398,16 @@ class RouterProcess:
                 first.overlaps_copies,
                 first.max_num_batched_tokens,
                 first.graph_sizes,
+                first.num_state_slots,
             )
         )
         device = self._group.hellos[0].device
         if device is not None:
             self._metrics.on_device(device)
         self._welcome = RouterWelcome(
-            boot_id=self._spec.boot_id, num_kv_slots=num_kv_slots, device=device
+            boot_id=self._spec.boot_id,
+            num_kv_slots=num_kv_slots - first.num_state_slots,
+            device=device,
         )
         for frontend_id in list(self._connected):
             self._send(frontend_id, self._welcome)

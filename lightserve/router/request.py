@@ -84,6 +84,29 @@ class HostRange:
         return self.slots[position - self.start :]
 
 
+def _no_slots() -> Int32Array:
+    return NO_INT32
+
+
+@dataclass(slots=True, eq=False)
+class Recurrent:
+    """A request's state in recurrent layers, beside its KV; int32 [num_slots] or empty each.
+
+    Its state is that behind `next_position` tokens, those in flight included.
+    """
+
+    num_slots: int = 0
+    """Slots of the pool that one state takes; 0: the model has none."""
+    slots: Int32Array = field(default_factory=_no_slots)
+    """Its state in the pool."""
+    host_slots: Int32Array = field(default_factory=_no_slots)
+    """Its state on the host, while it is paused; never both."""
+    spare: Int32Array = field(default_factory=_no_slots)
+    """While its grammar may still be compiling: a second place, see `States.keep_for_retry`."""
+    snapshots: list[tuple[int, Int32Array]] = field(default_factory=list)
+    """Positions, in order, and slots of snapshots whose tokens are not in the prefix tree yet."""
+
+
 @dataclass(slots=True, eq=False)
 class Parameters:
     """Large parts of a request besides its prompt; its choices share them."""
@@ -171,7 +194,8 @@ class Request:
     cells: Mapping[str, array[Any]] | None = None
     """While it has a row: the columns of the table, see `RequestTable`."""
     slots: Int32Array | None = None
-    """While it runs or is paused: int32 [max_kv_tokens], valid at 0 … num_held_tokens-1."""
+    """While it runs or is paused: int32 [max_known_tokens], valid at 0 … num_held_tokens-1."""
+    recurrent: Recurrent = field(default_factory=Recurrent)
     _next_position: int = field(default=0, init=False)
     _place: int = field(default=-1, init=False)
     """`row`, while it has one."""
@@ -240,6 +264,7 @@ class Request:
         """Wait as if it had never started: its known tokens are to be computed again."""
         self.state = WAITING
         self.slots = self.lease = self.host = self.expected = None
+        self.recurrent = Recurrent(self.recurrent.num_slots)
         self.is_prompt_shared = False
         self.num_paused_tokens = self.next_position = 0
 
@@ -393,11 +418,6 @@ class Request:
         return self.num_prompt_tokens + self.max_tokens
 
     @property
-    def max_kv_tokens(self) -> int:
-        """Most slots it can ever hold; the last output token's KV is never written."""
-        return self.max_known_tokens - 1
-
-    @property
     def num_shared_tokens(self) -> int:
         """Leading positions whose slots belong to the prefix tree."""
         return 0 if self.lease is None else self.lease.num_tokens
@@ -445,16 +465,18 @@ class Found(NamedTuple):
     num_left: int
     """Tokens from there on that the plan may compute."""
     num_loaded: int = 0
-    """Tokens before `start` that would come back from the host."""
+    """Tokens before `start` that would come back from the host, and the slots of its state."""
     num_pinned: int = 0
     """Cached slots that starting it would keep from being evicted."""
     hit: Hit | None = None
     """The part of it in the prefix tree, if that is more than it holds itself."""
+    num_state_slots: int = 0
+    """Slots among `num_loaded` that are its state."""
 
     @property
     def num_there(self) -> int:
         """Leading positions whose KV is in the pool."""
-        return self.start - self.num_loaded
+        return self.start - self.num_loaded + self.num_state_slots
 
 
 FoundOf = Callable[[Request], Found]

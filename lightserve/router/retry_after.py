@@ -166,7 +166,8 @@ class QueueDelay:
         context = backlog.num_tokens / backlog.num_requests + output.mean / 2
         running = self._rows.of(self._rows.rows)
         own = [r for r in running if r.request_class is request_class]
-        num_free = self._num_free_places(request_class, running, kv, context)
+        num_state = 0 if kv is None else kv.states.num_slots
+        num_free = self._num_free_places(request_class, running, kv, context + num_state)
         batch = _Batch(max(1, len(own) + num_free), context)
         num_prompt = known.uncached_share.mean * backlog.num_tokens
         num_prompt += sum(max(0, r.num_prompt_tokens - r.next_position) for r in running)
@@ -196,7 +197,7 @@ class QueueDelay:
         num_available, num_rows = 0 if kv is None else kv.num_available, self._max_num_seqs
         if self._is_class_aware and request_class is RT:
             yielding = [r for r in running if r.request_class is BE]
-            num_available += sum(r.num_held_tokens for r in yielding)
+            num_available += sum(r.num_held_tokens + len(r.recurrent.slots) for r in yielding)
             num_rows += len(yielding)
         elif request_class is BE:
             num_be = sum(r.request_class is BE for r in running)

@@ -163,6 +163,8 @@ class Scheduler:
             admission_limit=self._config.admission_limit,
         )
         self._num_arrivals += 1
+        if self._kv is not None:
+            request.recurrent.num_slots = self._kv.states.num_slots
         if request.key in self._requests or request.key in self._unfinished:
             raise ProtocolError(f"request {request.key} is a duplicate")
         client = submit.client
@@ -259,8 +261,10 @@ class Scheduler:
         if request.output is not RequestOutput.TOKENS:
             max_model_len += 1  # its token has no place
         most = min(max_model_len, most_tokens_in_plans(request, max_model_len))
+        if self._kv is None:
+            return most
         # The last token's KV is never written.
-        return most if self._kv is None else min(most, self._kv.num_slots + 1)
+        return max(0, min(most, self._kv.num_slots + 1 - self._kv.states.num_missing(request)))
 
     def _start_workers(self, ready: WorkersReady, deltas: DeltaBatch) -> None:
         assert len(self._rows) == 0, "the group before was not reported as gone"
@@ -273,9 +277,12 @@ class Scheduler:
             ready.num_kv_slots,
             self._config.kv,
             num_host_slots=ready.num_host_slots,
+            num_state_slots=ready.num_state_slots,
             load_is_cheaper=self._pipeline.load_is_cheaper,
         )
+        self.drafting.most = 0 if ready.num_state_slots else self._config.max_draft_tokens
         for request in list(self._waiting):
+            request.recurrent.num_slots = ready.num_state_slots
             self._kv.expect(request)
             if request.max_known_tokens > (limit := self._most_tokens(request)):
                 deltas.fail(request, ErrorCode.TOO_LARGE, max_tokens=limit)
@@ -357,6 +364,7 @@ class Scheduler:
         num_computed = (table.next_position - table.inflight_tokens)[rows[table.is_rt[rows]]]
         num_held = int(num_computed.sum())
         self._demand.note_decodes(len(num_computed), num_held, now_s)
+        num_held += len(num_computed) * self._kv.states.num_slots
         self._held_by_rt.note(num_held, now_s)
         tokens = token_ids[: len(rows), 0]
         is_plain = table.is_plain[rows] & table.is_running[rows] & (tokens >= 0)
@@ -378,6 +386,8 @@ class Scheduler:
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens  # computed from now on
             request.num_inflight_steps -= 1
+            if request.recurrent.snapshots and request.state is RUNNING:
+                self._kv.learn_prompt(request)  # others need not wait for the rest
             tokens_of_row = _tokens(next(sampled)) if samples else []
             found = others.get(plan_row.row) or RowResult(plan_row.row, tokens_of_row)
             self._take_in(
@@ -442,6 +452,7 @@ class Scheduler:
             if self._suspects:
                 self._clear(request)
             request.set_awaits_grammar(False)
+            self._kv.states.settle(request)
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
                 self._kv.retain(request, now_s)
@@ -629,6 +640,8 @@ def router_status(
         },
         num_used_slots=0 if kv is None else kv.num_used,
         num_kv_slots=0 if kv is None else kv.num_slots,
+        num_state_slots=0 if kv is None else kv.states.num_slots,
+        num_snapshot_slots=0 if kv is None else kv.states.num_in_snapshots,
         num_steps=pipeline.num_finished,
         stalled_s=pipeline.stalled_s(now_s),
         worker_busy_s=pipeline.busy_s,

@@ -240,7 +240,7 @@ def _smallest_pool(
 def _largest_request(config: PlanConfig) -> int:
     """Return the slots that one request of either class may come to need."""
     best_effort = parse_lengths(config.be_lengths, flag="--be-lengths")
-    return max(
+    return config.hardware.num_state_slots + max(
         max(row.num_prompt for row in config.rows)
         + next_power_of_two(max(row.num_output for row in config.rows)),
         best_effort.max_prompt_tokens + next_power_of_two(best_effort.max_output_tokens),

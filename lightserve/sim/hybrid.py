@@ -237,6 +237,7 @@ class HybridRun:
             self.worker.seconds,
             num_slots=config.capacity_tokens,
             num_host_slots=config.num_host_slots,
+            num_state_slots=config.hardware.num_state_slots,
             frontend=self._on_news,
             hears_tokens=False,
             router_time_factor=config.router_time_factor,
@@ -257,6 +258,7 @@ class HybridRun:
         return SimulatedWorker(
             num_slots=self.config.capacity_tokens,
             num_host_slots=self.config.num_host_slots,
+            num_state_slots=self.config.hardware.num_state_slots,
             max_num_seqs=core_config.max_num_seqs,
             max_model_len=core_config.max_model_len,
             acceptance=self.config.draft_acceptance,
@@ -390,9 +392,9 @@ def make_core_config_of(
 ) -> SchedulerConfig:
     """Return the core that a server with these options would have. Raises ConfigError."""
     longest = max(c.traffic.max_prompt_tokens + c.traffic.max_tokens for c in clients.values())
-    if longest - 1 > config.capacity_tokens:
+    if (most := longest - 1 + config.hardware.num_state_slots) > config.capacity_tokens:
         raise ConfigError(
-            f"--capacity-tokens must be at least {longest - 1}, the most that one request may need,"
+            f"--capacity-tokens must be at least {most}, the most that one request may need,"
             f" got {config.capacity_tokens}"
         )
     serve = _serve_config(config)

@@ -252,6 +252,7 @@ def run_offline(
         ConfigError: a row can never fit into the pool.
     """
     needed = int((workload.prompt_tokens + workload.max_tokens).max()) - 1
+    needed += config.hardware.num_state_slots
     if needed > config.capacity_tokens:
         raise ConfigError(
             f"--capacity-tokens must be at least {needed}, what one request of --workload may come"
@@ -322,7 +323,9 @@ class OfflineRun:
                 admission_limit=DISTRIBUTION_MAX_TOKENS if config.paper_artifact else None,
             )
         )
-        self._core.on_message(WorkersReady(config.capacity_tokens), 0.0)
+        num_state_slots = config.hardware.num_state_slots
+        ready = WorkersReady(config.capacity_tokens, num_state_slots=num_state_slots)
+        self._core.on_message(ready, 0.0)
         self._now_s = 0.0
         self._num_submitted = 0
         self._num_finished = 0

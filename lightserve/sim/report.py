@@ -583,7 +583,7 @@ class Measurements:
 
     def _true_peak(self, batch: Sequence[Request]) -> float:
         """Return the memory that the batch will need at its peak, by the true lengths."""
-        base = np.array([request.num_known_tokens for request in batch], dtype=np.int64)
+        base = np.array([r.num_known_tokens + r.recurrent.num_slots for r in batch], dtype=np.int64)
         truth = self._outputs[[request.key.request_id for request in batch]]
         generated = np.array([len(request.output_token_ids) for request in batch], dtype=np.int64)
         return float(peak_memory(base, (truth - generated)[None])[0])

@@ -228,6 +228,7 @@ class Simulation:
         *,
         num_slots: int,
         num_host_slots: int = 0,
+        num_state_slots: int = 0,
         step_cost: StepCoefficients | None = None,
         overlaps_copies: bool = False,
         graph_sizes: GraphSizes = NO_SIZES,
@@ -244,6 +245,7 @@ class Simulation:
             step_time: how long it takes for each.
             num_slots: size of the pool.
             num_host_slots: of that on the host.
+            num_state_slots: slots that the state of a request takes.
             step_cost: what the workers' hello says of their steps.
             overlaps_copies: and of copies.
             graph_sizes: and of padding.
@@ -274,7 +276,12 @@ class Simulation:
         self._wake_s = -1.0
         """When the core last wished to be asked: once is enough."""
         ready = WorkersReady(
-            num_slots, num_host_slots, step_cost, overlaps_copies, graph_sizes=graph_sizes
+            num_slots,
+            num_host_slots,
+            step_cost,
+            overlaps_copies,
+            graph_sizes=graph_sizes,
+            num_state_slots=num_state_slots,
         )
         core.on_message(ready, 0.0)
 

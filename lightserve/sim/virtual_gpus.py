@@ -58,7 +58,9 @@ class ModelShape(NamedTuple):
     num_layers: int
     width: int
     kv_width: int
-    """Numbers of a token's keys in one layer; of its values as many."""
+    """Numbers of a token's keys in one layer, on average; of its values as many."""
+    state_bytes: int = 0
+    """Bytes of a sequence's state in recurrent layers, whatever its length."""
 
     @property
     def kv_bytes(self) -> int:
@@ -82,6 +84,7 @@ MODELS = {
     "qwen2.5-32b": ModelShape(32.8e9, 64, 5120, 1024),
     "llama-3-70b": ModelShape(70.6e9, 80, 8192, 1024),
     "opt-175b": ModelShape(175e9, 96, 12_288, 12_288),
+    "qwen3.5-0.8b": ModelShape(0.75e9, 24, 1024, 128, state_bytes=19_537_920),
 }
 GPUS = {
     "a100-40g": GPU(312e12, 1.555e12, 40e9),
@@ -109,6 +112,7 @@ def virtual_gpus(model: ModelShape, gpu: GPU, num_ranks: int) -> VirtualHardware
         per_copied_token_s=kv_bytes / LINK_BYTES_PER_S,
         per_gathered_token_s=2 * kv_bytes / (KV_SHARE * gpu.bytes_per_s),
         kv_bytes_per_token=model.kv_bytes,
+        state_bytes=model.state_bytes,
     )
 
 
@@ -141,6 +145,7 @@ class ProfiledHardware:
     """Error of the profile on shapes that it was not fitted to."""
     server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
     graph_sizes: GraphSizes = NO_SIZES
+    num_state_slots: int = 0
 
     @classmethod
     def read(cls, path: Path, *, flag: str = "--hardware") -> Self:

@@ -224,6 +224,7 @@ class Recording:
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
+            num_state_slots=(settings.hardware or self.workers).num_state_slots,
             step_cost=known_cost,
             overlaps_copies=hardware.overlaps_copies,
             graph_sizes=hardware.graph_sizes,

@@ -2,7 +2,9 @@
 
 It keeps what a real worker keeps (`req_to_slot`) and, instead of keys and values, a hash of all
 that they depend on: the tokens up to their position. Every read of a slot that holds another
-prefix is an error, so whatever drives it also tests the router's KV book-keeping.
+prefix is an error, so whatever drives it also tests the router's KV book-keeping. So are states of
+recurrent layers: what is in their slots says after which tokens, and a step has to begin with the
+state after exactly the tokens before it.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ from lightserve.messages.router_worker import (
     DecodeColumns,
     KVCopies,
     OutputKind,
+    PlanColumns,
     PlanRow,
     RowResult,
+    StateCopies,
     StepPlan,
     StepResult,
+    check_states,
     plan_columns,
     plan_rows,
     unpack_decodes,
@@ -58,10 +63,13 @@ class SimulatedWorker:
         max_num_seqs: int,
         max_model_len: int,
         num_host_slots: int = 0,
+        num_state_slots: int = 0,
         acceptance: float = 0.0,
     ) -> None:
         """`acceptance` is the chance that a draft is right whose predecessors are."""
         self._acceptance = acceptance
+        self._num_state_slots = num_state_slots
+        self._state_slots = np.full((max_num_seqs, num_state_slots), -1, dtype=np.int32)
         self._unsure: Int32Array = np.empty(0, dtype=np.int32)
         """Rows that had drafts in the last plan: the router may not know where they are."""
         self._req_to_slot = np.full((max_num_seqs, max_model_len), -1, dtype=np.int32)
@@ -77,14 +85,18 @@ class SimulatedWorker:
         """Run one plan. Raises PlanError."""
         for sequence in plan.sequences:
             row = sequence.row
-            self._req_to_slot[row] = -1
+            self._req_to_slot[row] = self._state_slots[row] = -1
             tokens = unpack_int32(b"".join(part.token_ids for part in sequence.segments))
             self._num_known[row] = len(tokens)
             self._prefixes[row, : len(tokens)] = np.cumsum(_mixed(tokens, np.arange(len(tokens))))
             self._total_len[row] = sequence.sampling.seed
             self._num_prompt[row] = sequence.num_prompt_tokens
+        check_states(plan, self._num_state_slots)
         for part in plan.slot_ranges:
             slots = unpack_int32(part.slots)
+            if part.start_position < 0:
+                self._state_slots[part.row] = slots
+                continue
             end = part.start_position + len(slots)
             self._req_to_slot[part.row, part.start_position : end] = slots
         decodes = unpack_decodes(plan.decodes)
@@ -92,6 +104,10 @@ class SimulatedWorker:
         _check_copies(plan)
         self._save(plan.saves)
         self._load(plan.loads)
+        columns = plan_columns(plan)
+        if self._num_state_slots:
+            self._copy_states(plan.state_loads)
+            self._read_states(columns)
         of_decodes = self._decode(decodes)
         token_ids, width = [of_decodes.ravel()], of_decodes.shape[1]
         others: list[RowResult] = []
@@ -105,6 +121,9 @@ class SimulatedWorker:
             if OutputKind.SAMPLE in plan_row.output:
                 own = result.token_ids if is_plain else []
                 token_ids.append(np.array([*own, *[NO_TOKEN] * (width - len(own))]))
+        if self._num_state_slots:
+            self._write_states(columns)
+            self._copy_states(plan.state_saves)
         self._check_ahead_loads(plan)
         self._save(plan.ahead_saves)
         self._load(plan.ahead_loads)
@@ -145,6 +164,37 @@ class SimulatedWorker:
         if not self._host[host_slots].all():
             raise PlanError("a host slot is loaded that was never written")
         self._kv[slots] = self._host[host_slots]
+
+    def _copy_states(self, copies: StateCopies) -> None:
+        from_slots, to_slots = unpack_int32(copies.from_slots), unpack_int32(copies.to_slots)
+        if len(np.unique(to_slots)) != len(to_slots) or len(np.intersect1d(from_slots, to_slots)):
+            raise PlanError("a state is copied over another copy, or over what is copied")
+        if not self._kv[from_slots].all():
+            raise PlanError("a state is copied that was never written")
+        self._kv[to_slots] = self._kv[from_slots]
+
+    def _states_at(self, rows: Int32Array, ends: Int32Array) -> npt.NDArray[np.uint64]:
+        """Return what states of rows behind so many tokens are, [n, num_state_slots]."""
+        prefixes = self._prefixes[rows, ends - 1]
+        places = np.arange(self._num_state_slots, dtype=np.uint64) + np.uint64(1)
+        return ~prefixes[:, None] * (np.uint64(2) * places + np.uint64(1))
+
+    def _read_states(self, columns: PlanColumns) -> None:
+        """Raise PlanError unless each row has the state behind exactly the tokens before it."""
+        rows, starts = columns.rows, columns.start_positions
+        slots = self._state_slots[rows]
+        if (slots < 0).any() or len(np.unique(slots)) != slots.size:
+            raise PlanError("a row has no slots for its state, or another row has them as well")
+        goes_on = starts > 0
+        rows, starts, slots = rows[goes_on], starts[goes_on], slots[goes_on]
+        is_wrong = (self._kv[slots] != self._states_at(rows, starts)).any(axis=1)
+        if is_wrong.any():
+            at = int(is_wrong.argmax())
+            raise PlanError(f"row {rows[at]}: its state is not that behind {starts[at]} tokens")
+
+    def _write_states(self, columns: PlanColumns) -> None:
+        ends = columns.start_positions + columns.num_tokens
+        self._kv[self._state_slots[columns.rows]] = self._states_at(columns.rows, ends)
 
     def _places(self, copies: KVCopies) -> tuple[Int32Array, Int32Array]:
         """Return places in the pool and on the host. Raises PlanError if they are none."""
@@ -463,8 +513,9 @@ class LengthWorker:
             num_bytes = sum(len(part.token_ids) for part in sequence.segments)
             self._num_known[sequence.row] = num_bytes // 4
         for part in plan.slot_ranges:
-            slots = unpack_int32(part.slots)
-            self._slots[part.row, part.start_position : part.start_position + len(slots)] = slots
+            if (start := part.start_position) >= 0:
+                slots = unpack_int32(part.slots)
+                self._slots[part.row, start : start + len(slots)] = slots
         decodes = unpack_decodes(plan.decodes)
         place_slots(self._slots, decodes)
         if plan.step_id % _RUNS_EVERY == 0:
@@ -523,6 +574,10 @@ class Hardware(Protocol):
         """Bytes of KV of a token in all layers."""
 
     @property
+    def num_state_slots(self) -> int:
+        """Slots of KV that the state of a sequence takes."""
+
+    @property
     def server_budget(self) -> int:
         """Token budget of a step that a server there takes, unless it is told one."""
 
@@ -576,6 +631,8 @@ class VirtualHardware:
     spread: float = 0.05
     per_gathered_token_s: float = 0.0
     """Seconds of a copy on the device, into one piece or out of it; 0: it is part of the copy."""
+    state_bytes: int = 0
+    """Bytes of a sequence's state in recurrent layers."""
 
     step_cost = None
     graph_sizes = NO_SIZES
@@ -599,6 +656,11 @@ class VirtualHardware:
     def per_token_s(self) -> float:
         """See `Hardware`."""
         return self.per_new_token_s
+
+    @property
+    def num_state_slots(self) -> int:
+        """See `Hardware`."""
+        return -(-self.state_bytes // self.kv_bytes_per_token)
 
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""

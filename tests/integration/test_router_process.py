@@ -330,6 +330,17 @@ def test_all_ranks_count_and_the_smallest_pool_decides() -> None:
     assert received(frontend) == [RouterWelcome(boot_id=BOOT, num_kv_slots=60)]
 
 
+def test_a_request_has_room_for_what_its_state_leaves() -> None:
+    scene = make_scene()
+    scene.worker().send(scene.hello(num_kv_slots=100, num_state_slots=30))
+    frontend = scene.frontend()
+    scene.turn()
+    welcome = [m for m in received(frontend) if isinstance(m, RouterWelcome)]
+    assert welcome == [RouterWelcome(boot_id=BOOT, num_kv_slots=70)]
+    status = scene.process.core.status(0.0)
+    assert (status.num_kv_slots, status.num_state_slots) == (100, 30)
+
+
 def test_results_of_strangers_are_dropped_and_wrong_ones_end_the_group() -> None:
     scene = make_scene()
     scene.worker().send(scene.hello())

@@ -234,7 +234,7 @@ class _Weighed(Storm):
             plan = commit(step, now_s)
             copied = len(plan.saves.slots) + len(plan.ahead_saves.slots)
             most = self._said + copied // SLOT_BYTES * COPY_BYTES
-            assert len(msgspec.msgpack.encode(plan)) <= most + 128
+            assert len(msgspec.msgpack.encode(plan)) <= most + 160
             return plan
 
         self.core.commit = weigh  # type: ignore[method-assign]

@@ -88,7 +88,7 @@ class State:
         if request.state is RequestState.WAITING:
             self.waiting.append(request)
         else:
-            request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+            request.slots = np.empty(request.max_known_tokens, dtype=np.int32)
             request.slots[:num_held] = self.kv.acquire([(request, num_held)])
             if num_on_host is None:
                 self.rows.acquire(request)

@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import (
@@ -79,7 +79,11 @@ class WatchedPolicy(UnifiedPolicy):
         Best-effort rows harm no real-time token, and prompts harm no decode.
         """
         real_time = [part for part in chosen if part.request.request_class is RT]
-        decodes = [part for part in real_time if part.request.is_decoding]
+        decodes = [
+            (r, count)
+            for r, count in real_time
+            if r.row is not None and step.found(r).num_left == 1
+        ]
         due = [r for r, count in real_time if count == step.found(r).num_left]
         self._watch(due, real_time, chosen, step)
         self._watch([r for r, _ in decodes], decodes, real_time, step)
@@ -102,6 +106,9 @@ class WatchedPolicy(UnifiedPolicy):
 
 class Storm:
     """A core in virtual time, and all that is around it."""
+
+    worker_type: type[SimulatedWorker] = SimulatedWorker
+    num_state_slots = 0
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -211,11 +218,12 @@ class Storm:
         """A worker group says hello."""
         rng = self.rng
         num_slots = rng.choice([MAX_LEN, 90, 120, 400])
-        self.worker = SimulatedWorker(
+        self.worker = self.worker_type(
             num_slots=num_slots,
             max_num_seqs=self.num_rows,
             max_model_len=MAX_LEN,
             num_host_slots=self.num_host_slots,
+            num_state_slots=self.num_state_slots,
         )
         factor = rng.choice([1.0, 1.0, 0.3, 3.0])
         base_s, token_s = self.step_s
@@ -226,7 +234,13 @@ class Storm:
             "per_loaded_token_s": self.load_s,
         }
         profile = StepCoefficients(**zeros | known) if rng.random() < 0.7 else None
-        ready = WorkersReady(num_slots, self.num_host_slots, profile, self.overlaps_copies)
+        ready = WorkersReady(
+            num_slots,
+            self.num_host_slots,
+            profile,
+            self.overlaps_copies,
+            num_state_slots=self.num_state_slots,
+        )
         self.take_in(self.core.on_message(ready, self.now_s))
 
     def kill_workers(self) -> None:
@@ -267,6 +281,7 @@ class Storm:
             priority=rng.choice([0, 0, 0, -2, 3]),
             age_s=rng.choice([0.0, 0.05]),
             needs_acknowledgement=has_stops,
+            **self.more_of_request(),
         )
         self.take_in(self.core.on_message(FromFrontend(key.frontend_id, message), self.now_s))
         if rng.random() < 0.15:
@@ -277,6 +292,10 @@ class Storm:
             self.at(
                 rng.uniform(0, 0.3), lambda: self.take_in(self.core.on_message(event, self.now_s))
             )
+
+    def more_of_request(self) -> dict[str, Any]:
+        """Return fields of a request that is about to be sent, beside the usual ones."""
+        return {}
 
     def abort(self, key: RequestKey) -> None:
         """Its client goes away."""

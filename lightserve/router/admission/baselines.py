@@ -83,11 +83,12 @@ class AggressiveAdmission:
 
 def _worst_case(request: Request) -> int:
     """Return the slots it can come to hold; the last output token's KV is never written."""
-    return request.num_prompt_tokens + request.admission_limit - 1
+    num_tokens = request.num_prompt_tokens + request.admission_limit - 1
+    return num_tokens + request.recurrent.num_slots
 
 
 def _known(request: Request) -> int:
-    return request.num_known_tokens
+    return request.num_known_tokens + request.recurrent.num_slots
 
 
 class EmaAdmission(PeakAdmission):
@@ -102,7 +103,7 @@ class EmaAdmission(PeakAdmission):
 
     def begin(self, live: Collection[Request], pool: PoolView) -> PeakRound:
         """Start a round; nothing in it is random."""
-        num_held = sum(pool.found(request).start for request in live)
+        num_held = sum(pool.found(r).start + r.recurrent.num_slots for r in live)
         num_held -= SharedPrefixes(live, pool.found).num_counted_twice
         is_busy = num_held > EMA_BUSY_USAGE * pool.num_slots
 

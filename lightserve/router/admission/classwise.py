@@ -57,7 +57,8 @@ class ClasswiseRound:
         num_brought = 0
         be_room = self._pool.be_room() if is_newcomer else None
         if be_room is not None:
-            num_brought = request.num_known_tokens - self._best_effort().num_held_of(request)
+            num_brought = request.num_known_tokens + request.recurrent.num_slots
+            num_brought -= self._best_effort().num_held_of(request)
             if be_room - self._num_brought < num_brought:
                 return False
         if not self._round_of(request_class).admit(request):

@@ -64,20 +64,26 @@ def columns_of(requests: Sequence[Request], names: Sequence[str]) -> list[IntArr
     return [np.frombuffer(cells[name], np.int64)[index] for name in names]
 
 
+def state_slots(requests: Sequence[Request]) -> int:
+    """Return the slots that the state of each takes beside its tokens, as long as it lives."""
+    return requests[0].recurrent.num_slots if requests else 0
+
+
 def _most_tokens_of_all(requests: Sequence[Request]) -> int:
     """Return the sum of `_most_tokens`."""
     columns = columns_of(requests, ("num_prompt", "admission_limit", "num_output"))
     if not columns:
         return sum(map(_most_tokens, requests))
     prompts, limits, confirmed = columns
-    return int(prompts.sum() + np.maximum(limits, confirmed + 1).sum())
+    num_state = len(requests) * state_slots(requests)
+    return int(prompts.sum() + np.maximum(limits, confirmed + 1).sum()) + num_state
 
 
 def _most_tokens(request: Request) -> int:
-    """Return how many tokens a request can come to hold, by its limit."""
+    """Return how many slots a request can come to hold, by its limit."""
     # One more than it has is the least that is sampled.
     most_output = max(request.admission_limit, len(request.output_token_ids) + 1)
-    return request.num_prompt_tokens + most_output
+    return request.num_prompt_tokens + most_output + request.recurrent.num_slots
 
 
 class PeakAdmission:
@@ -151,7 +157,8 @@ class PeakRound:
         generated = nums_generated([request])
         rest = self._sample([request], generated)[0] - generated
         shared = self._shared_tokens(request)
-        base = request.num_known_tokens - sum(part.num_tokens for part in shared)
+        base = request.num_known_tokens + request.recurrent.num_slots
+        base -= sum(part.num_tokens for part in shared)
         if self._memory.num_requests > 0:
             peak = self._bound(self._memory.peaks_at_least(base, rest), request)
             if peak > self._limit:
@@ -171,7 +178,7 @@ class PeakRound:
 
     def _forecast(self) -> FutureMemory:
         prompts, generated = _progress(self._live)
-        base = prompts + generated
+        base = prompts + generated + state_slots(self._live)
         lengths = self._sample(self._live, generated)
         rest = lengths - generated.astype(lengths.dtype)[:, None]
         np.maximum(rest, 0, out=rest)

@@ -10,6 +10,8 @@ Its prompt joins the tree when all of it is computed, unless equal tokens of ano
 already; its output when it ends. So what the tree holds is confirmed, and never held twice by
 one request. A request in flight never hits a chunk in flight.
 
+Where a model has recurrent layers, requests and prefixes hold states as well (`states`).
+
 What is taken from the end of a paused request goes to the host first (`checkpoints`); a part of
 it that was in the tree, with no other as a user, leaves the tree and is private from then on.
 """
@@ -27,14 +29,15 @@ import numpy as np
 from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.block_events import BlockEvent, BlockEvents
 from lightserve.router.kv.host import Checkpoints, PlanCopies
-from lightserve.router.kv.prefix_node import EvictionOrder, PrefixKey, PrefixNode, path_of
+from lightserve.router.kv.prefix_node import EvictionOrder, Hit, PrefixKey, PrefixNode, path_of
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.slots import BlockSlotPool, IndexArray
+from lightserve.router.kv.states import States, all_slots
 from lightserve.router.request import Found, Request, progress
 from lightserve.types import BE, RT
 
-LoadIsCheaper = Callable[[int, int], bool]
-"""Whether loading n tokens from a position on is predicted to cost less than computing them."""
+LoadIsCheaper = Callable[[int, int, int], bool]
+"""Whether computing n tokens from a position on is predicted to cost more than loading m slots."""
 
 EVICTION_PORTIONS = 128
 """Parts of the pool. One part is evicted at least, if it is in few nodes: full pools would evict in
@@ -83,8 +86,10 @@ class KVStore:
         options: KVOptions,
         *,
         num_host_slots: int = 0,
-        load_is_cheaper: LoadIsCheaper = lambda _num_tokens, _start: True,
+        num_state_slots: int = 0,
+        load_is_cheaper: LoadIsCheaper = lambda _num_tokens, _start, _num_loaded: True,
     ) -> None:
+        assert not (options.is_exclusive and num_state_slots), "states are of no block's sequence"
         if options.is_exclusive:  # without a short block: requests' costs add up to that of all
             num_slots = num_slots // options.block_size * options.block_size or num_slots
         self.num_slots = num_slots
@@ -96,7 +101,17 @@ class KVStore:
         order = options.cache_order
         size = options.event_block_size
         self._events = BlockEvents(size) if size and order is not None else None
-        self._tree = PrefixTree(order, events=self._events) if order is not None else None
+        self._tree: PrefixTree | None = None
+        if order is not None:
+            has_snapshots = num_state_slots > 0
+            self._tree = PrefixTree(order, events=self._events, has_snapshots=has_snapshots)
+        self.states = States(
+            num_state_slots,
+            self._pool,
+            self._tree,
+            self.checkpoints,
+            lambda request, count: self.acquire([(request, count)]),
+        )
         self._retained: RetainedPrefixes | None = None
         if self._tree is not None and (most := options.num_retained(num_slots)) > 0:
             self._retained = RetainedPrefixes(self._tree, max_tokens=most)
@@ -130,11 +145,6 @@ class KVStore:
         return self.num_slots - self.num_available
 
     @property
-    def num_shared(self) -> int:
-        """Slots of the tree that running and paused requests read."""
-        return 0 if self._tree is None else self._tree.num_resident - self._tree.num_evictable
-
-    @property
     def num_reserved_for_rt(self) -> int:
         """Cached slots that best-effort requests may not take."""
         if self._tree is None:
@@ -152,6 +162,8 @@ class KVStore:
         """
         if request.row is not None:
             return progress(request)
+        if self.states.num_slots:
+            return self._look_up_state(request)
         num_held = request.num_held_tokens
         num_there, num_pinned, found = num_held, 0, None
         if self._tree is not None and request.takes_prefixes:
@@ -163,22 +175,48 @@ class KVStore:
                 found = hit
         num_lost = request.num_kept_tokens - num_there
         loads = num_lost > 0 and request.host is not None and request.host.start <= num_there
-        if loads and not self._load_is_cheaper(num_lost, num_there):
+        if loads and not self._load_is_cheaper(num_lost, num_there, num_lost):
             loads = False
         num_loaded = num_lost if loads else 0
         start = num_there + num_loaded
         return Found(start, request.num_left_from(start), num_loaded, num_pinned, found)
+
+    def _look_up_state(self, request: Request) -> Found:
+        """Return what `look_up` does where a request needs a state: its own, or a snapshot.
+
+        A paused one goes on where it was, or from a snapshot, should all between cost less than to
+        load what it lost.
+        """
+        hit = Hit(0, 0, None)
+        if self._tree is not None and request.takes_prefixes:
+            known = request.expected if request.lease is None else request.lease.node
+            tokens = request.known_token_ids()[:-1]
+            hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
+        if request.is_paused:
+            end, num_state = request.num_kept_tokens, len(request.recurrent.host_slots)
+            num_loaded = end - request.num_held_tokens + num_state
+            start = hit.num_tokens
+            if not num_loaded or self._load_is_cheaper(max(0, end - start), start, num_loaded):
+                num_left = request.num_left_from(end)
+                return Found(end, num_left, num_loaded, num_state_slots=num_state)
+        num_left = request.num_left_from(hit.num_tokens)
+        found = hit if hit.num_tokens else None
+        return Found(hit.num_tokens, num_left, num_pinned=hit.num_evictable, hit=found)
 
     def start(self, request: Request, found: Found) -> None:
         """Give a request that begins or resumes its table of slots, and hold its cached prefix.
 
         Every newcomer of a plan does so before slots are acquired, which may evict prefixes.
         """
+        if self.states.num_slots and found.start < request.num_kept_tokens:
+            self.release(request, keep=False)  # a state does not go back
+            request.lose_kv()
         if request.slots is None:
-            request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+            request.slots = np.empty(request.max_known_tokens, dtype=np.int32)
         if request.row is not None:
             self._pool.bind(request.row, request, request.request_class)
         self.hold(request, found)
+        self.states.hold(request)
         if not found.num_loaded and request.host and request.host.end > found.start:
             self.checkpoints.drop(request)  # computed anew
         request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
@@ -193,8 +231,11 @@ class KVStore:
     def load(self, request: Request, num_tokens: int, *, is_ahead: bool = False) -> int:
         """Bring back from the host some of what `look_up` found, behind what is held.
 
-        `is_ahead`: beside the step of the plan. Returns how much.
+        `is_ahead`: beside the step of the plan; otherwise the request starts, and its state comes
+        as well. Returns how much.
         """
+        if not is_ahead:
+            self.states.start(request)
         if num_tokens:
             assert request.slots is not None
             start = request.num_paused_tokens
@@ -236,6 +277,9 @@ class KVStore:
     def _learn(self, request: Request, num_tokens: int) -> None:
         """Put the first `num_tokens` into the tree, unless more of them than held are there."""
         if self._tree is None or request.is_whole:
+            return
+        if self.states.num_slots:
+            self.states.learn(request, num_tokens)
             return
         assert request.lease is not None and request.slots is not None
         start = request.lease.num_tokens
@@ -350,6 +394,7 @@ class KVStore:
             self.checkpoints.drop(request)
         self._pool.release(request.slots[start:end].copy())
         request.next_position = start
+        self.states.retry(request)
 
     def release(self, request: Request, *, keep: bool) -> None:
         """Take a request's KV back; `keep` as cache what was computed and is in the pool."""
@@ -358,11 +403,13 @@ class KVStore:
             if keep:
                 num_final = min(_num_final_tokens(request), request.num_held_tokens)
                 self._learn(request, num_final)
+                self.states.keep_last(request, num_final)
             own = request.held_slots[request.num_shared_tokens :].copy()
             self._tree.release(request.lease)
         else:
             own = request.held_slots
         self._pool.release(own)
+        self.states.release(request)
         self._pool.stop_growing(request)
         self.checkpoints.drop(request)
         request.slots = request.lease = None
@@ -370,15 +417,18 @@ class KVStore:
     # ---------------------------------------------------------------- taking from requests
 
     def takeable(self, request: Request, pinned: Container[PrefixNode] = ()) -> int:
-        """Return how many tokens at the end of a request's KV could be taken after saving them.
+        """Return how many slots at the end of a request's KV could be taken after saving them.
 
-        `pinned` are nodes of the tree that newcomers of the same plan are going to read.
+        Where it has a state, that is among them, and all are taken or none. `pinned`
+        are nodes of the tree that newcomers of the same plan are going to read.
         """
         if self.options.preemption is Preemption.RECOMPUTE or self.checkpoints.num_slots == 0:
             return 0
+        num_slots = len(request.recurrent.slots)
         if self._tree is None or request.lease is None or request.num_own_slots < 0:
-            return request.num_held_tokens
-        return request.num_own_slots + self._tree.exclusive_tail(request.lease, pinned)
+            return num_slots + request.num_held_tokens
+        num_slots += request.num_own_slots
+        return num_slots + self._tree.exclusive_tail(request.lease, pinned)
 
     @property
     def saves(self) -> bool:
@@ -402,12 +452,18 @@ class KVStore:
     def take(self, request: Request, num_tokens: int) -> int | None:
         """Take the last `num_tokens` held tokens of a paused request, saved on the host.
 
-        Returns how many tokens had to be copied for that; None: the host has no room for them, so
-        they are lost, as are those behind them.
+        Its state is among them: see `takeable`. Returns how many had to be copied for that; None:
+        the host has no room for them, so they are lost, as are those behind them, and where it had
+        a state all others.
         """
         assert request.is_paused and request.slots is not None
-        num_left = request.num_held_tokens - num_tokens
+        num_left = request.num_held_tokens - num_tokens + len(request.recurrent.slots)
         num_saved = self.checkpoints.save(request, num_left)
+        if num_saved is None and self.states.num_slots:
+            self.release(request, keep=False)
+            request.lose_kv()
+            self.expect(request)
+            return None
         freed = request.slots[max(num_left, request.num_shared_tokens) : request.num_held_tokens]
         self._pool.release(freed)
         if request.num_shared_tokens > num_left:
@@ -415,13 +471,14 @@ class KVStore:
             count = request.num_shared_tokens - num_left
             self._pool.release(self._tree.take_tail(request.lease, count))
         self._pool.stop_growing(request)
+        self.states.release(request)
         request.num_paused_tokens = num_left
         return num_saved
 
     def num_freed_by(self, victims: Sequence[Request], pinned: Container[PrefixNode] = ()) -> int:
         """Return how many slots more would be available without these requests."""
         own = sum(
-            self.gain(victim, victim.num_own_slots)
+            self.gain(victim, victim.num_own_slots) + len(victim.recurrent.slots)
             for victim in victims
             if victim.slots is not None
         )
@@ -447,8 +504,10 @@ class KVStore:
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Assert that every slot is free, in the tree, or of one running or paused request."""
         holders = list(holders)
-        cached = [] if self._tree is None else [n.slots for n in self._tree.nodes()]
+        nodes = [] if self._tree is None else list(self._tree.nodes())
+        cached = [slots for node in nodes for slots in (node.slots, node.snapshot)]
         own = [request.held_slots[request.num_shared_tokens :] for request in holders]
+        own += [all_slots(request.recurrent) for request in holders]
         held = np.concatenate([NO_INT32, *(s for s in cached if s is not None), *own])
         assert len(np.unique(held)) == len(held), "a slot has two owners"
         if not self.options.is_exclusive:
@@ -457,6 +516,8 @@ class KVStore:
         for request in holders:
             host = request.host
             assert request.num_held_tokens >= request.num_shared_tokens
+            places = request.recurrent.slots, request.recurrent.host_slots
+            assert sum(map(len, places)) == self.states.num_slots, "a state has one place"
             if request.is_paused and host is not None and host.end > request.num_held_tokens:
                 assert host.start <= request.num_held_tokens, "a hole in a paused request's KV"
 

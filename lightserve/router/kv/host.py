@@ -106,8 +106,10 @@ class Checkpoints:
     def save(self, request: Request, start: int) -> int | None:
         """Save what is missing so that positions `start` … of a paused request are on the host.
 
+        So is then its state in recurrent layers, unlike KV never before it is taken.
+
         Returns:
-            How many tokens are copied for that; None: there is no room for them, and no copy of
+            How many slots are copied for that; None: there is no room for them, and no copy of
             the request is left.
         """
         if request.host is not None and request.host.end < start:
@@ -126,8 +128,17 @@ class Checkpoints:
         copies = self._ahead_loads if is_ahead else self._loads
         copies.add(request.slots[start:end], request.host.slots_from(start)[: end - start])
 
+    def load_state(self, request: Request) -> None:
+        """Bring a request's state back to its slots; as the next step changes it, no copy stays."""
+        own = request.recurrent
+        self._loads.add(own.slots, own.host_slots)
+        self._host.release(own.host_slots)  # saves of this plan are all booked by now
+        own.host_slots = NO_INT32
+
     def drop(self, request: Request) -> None:
         """Give up all copies of a request."""
+        self._host.release(request.recurrent.host_slots)
+        request.recurrent.host_slots = NO_INT32
         if request.host is not None:
             self._host.release(request.host.slots)
             request.host = None
@@ -137,14 +148,17 @@ class Checkpoints:
         """Widen a request's host range to start … end-1; None if the host has no room."""
         kept = request.host or HostRange(start, NO_INT32)
         positions = np.concatenate([np.arange(start, kept.start), np.arange(kept.end, end)])
-        count = len(positions)
+        own = request.recurrent
+        count = len(positions) + len(own.slots)
         if count == 0:
             return 0
         if count > self._host.num_free and not self._displace(count, except_for=request):
             return None
         assert request.slots is not None
         new = self._host.acquire(count)
-        self._saves.add(request.slots[positions], new)
+        self._saves.add(np.concatenate([request.slots[positions], own.slots]), new)
+        if len(own.slots):
+            new, own.host_slots = np.split(new, [len(positions)])
         num_before = max(0, kept.start - start)
         slots = np.concatenate([new[:num_before], kept.slots, new[num_before:]])
         request.host = HostRange(min(start, kept.start), slots)
@@ -158,14 +172,17 @@ class Checkpoints:
                 break
             host = owner.host
             assert host is not None
+            if len(owner.recurrent.host_slots):
+                continue  # nothing of it is spare: it goes on from there
             if owner is not except_for and owner.num_held_tokens >= host.end:
                 self.drop(owner)
         return self._host.num_free >= num_slots
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that every host slot is free or one request's."""
+        requests = list(requests)
         ranges = [request.host.slots for request in requests if request.host is not None]
-        held = np.concatenate([NO_INT32, *ranges])
+        held = np.concatenate([NO_INT32, *ranges, *(r.recurrent.host_slots for r in requests)])
         assert len(np.unique(held)) == len(held), "a host slot has two owners"
         assert len(held) == self.num_used, "host slots leaked"
         assert len(ranges) == len(self._owners)

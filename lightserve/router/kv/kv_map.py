@@ -16,6 +16,7 @@ import numpy.typing as npt
 from lightserve.messages.common import Int32Array
 from lightserve.messages.frontend_router import ClassSlots, KVPool, UInt8Array, pack_kinds
 from lightserve.router.kv.cache import KVStore
+from lightserve.router.kv.states import all_slots
 from lightserve.router.request import Request
 from lightserve.types import RequestClass, SlotKind
 
@@ -138,7 +139,7 @@ def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
     return describe_pool(
         store.num_slots,
         [_user(request) for request in requests if request.slots is not None],
-        [node.slots for node in nodes if node.slots is not None],
+        [slots for node in nodes for slots in (node.slots, node.snapshot) if slots is not None],
         block_size=store.options.block_size,
         num_host_slots=store.checkpoints.num_slots,
         num_used_host_slots=store.checkpoints.num_used,
@@ -148,4 +149,5 @@ def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
 def _user(request: Request) -> SlotUser:
     host = request.host
     saved = range(0) if host is None else range(host.start, host.end)
-    return SlotUser(request.held_slots, request.request_class, saved)
+    slots = np.concatenate([request.held_slots, all_slots(request.recurrent)])
+    return SlotUser(slots, request.request_class, saved)

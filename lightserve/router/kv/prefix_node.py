@@ -30,6 +30,10 @@ class PrefixNode:
     parent: PrefixNode | None
     slots: Int32Array | None = None
     """int32 [len(tokens)]; None: not resident."""
+    snapshot: Int32Array | None = None
+    """int32 [n]: slots with the state of recurrent layers behind its last token, see `states`."""
+    num_readers: int = 0
+    """Requests that the plan which is being made copies its snapshot to."""
     children: dict[int, PrefixNode] = field(default_factory=dict)
     """By their first token."""
     residents: dict[int, PrefixNode] = field(default_factory=dict)
@@ -68,6 +72,7 @@ class PrefixNode:
         """Whether nothing tells this node from its child but where they end."""
         return (
             self.parent is not None
+            and self.snapshot is None
             and len(self.children) == 1
             and self.num_users == below.num_users
             and self.num_expected == below.num_expected
@@ -78,6 +83,11 @@ class PrefixNode:
                 or (self.last_use == below.last_use and self.was_real_time == below.was_real_time)
             )
         )
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether something of it can be evicted: its snapshot first, then its KV."""
+        return self.is_takeable if self.snapshot is None else self.num_readers == 0
 
     @property
     def is_takeable(self) -> bool:
@@ -129,6 +139,25 @@ def task_aware(node: PrefixNode) -> tuple[float, ...]:
     return (float(node.num_expected), node.last_use)
 
 
+def by_worth(node: PrefixNode, order: EvictionOrder) -> tuple[float, ...]:
+    """Return the sort key of a node in a tree with snapshots, by an order of KV alone.
+
+    KV below the last snapshot of a path helps no request and goes first; then a snapshot that the
+    next of its path has replaced; and where requests wait for one, the tokens count that it saves.
+    """
+    if node.snapshot is None:
+        return (-2.0, node.last_use)
+    if len(node.children) == 1 and not (node.num_expected or node.num_retained):
+        return (-1.0, node.last_use)
+    first, *rest = order(node)
+    if first >= 1.0:
+        num_saved, at = len(node.tokens), node.parent
+        while at is not None and at.snapshot is None:
+            num_saved, at = num_saved + len(at.tokens), at.parent
+        first *= num_saved
+    return (first, *rest)
+
+
 def path_of(node: PrefixNode) -> Iterator[PrefixNode]:
     """Iterate from a node up to its root."""
     at: PrefixNode | None = node
@@ -175,8 +204,9 @@ def common_len(first: Int32Array, second: Int32Array) -> int:
 
 
 def num_unread(node: PrefixNode) -> int:
-    """Return the tokens of a node whose KV is there and that no live request reads."""
-    return len(node.tokens) if node.slots is not None and node.num_users == 0 else 0
+    """Return the slots of a node, with KV or a snapshot, that no live request reads."""
+    num_slots = len(node.tokens) if node.slots is not None and node.num_users == 0 else 0
+    return num_slots + (0 if node.snapshot is None or node.num_readers else len(node.snapshot))
 
 
 def awaited_residents(node: PrefixNode) -> Iterator[PrefixNode]:

@@ -21,6 +21,7 @@ needs less than half it keeps a copy.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import Counter
@@ -39,6 +40,7 @@ from lightserve.router.kv.prefix_node import (
     PrefixKey,
     PrefixNode,
     awaited_residents,
+    by_worth,
     change_height,
     common_len,
     num_unread,
@@ -65,9 +67,14 @@ class PrefixTree:
         *,
         max_depth: int = MAX_DEPTH,
         events: BlockEvents | None = None,
+        has_snapshots: bool = False,
     ) -> None:
-        """`events` is told of all KV that comes and goes."""
-        self._order = order
+        """`events` is told of all KV that comes and goes.
+
+        `has_snapshots`: a prefix is found up to the end of a node that has one.
+        """
+        self._order = functools.partial(by_worth, order=order) if has_snapshots else order
+        self._has_snapshots = has_snapshots
         self._events = events
         self._max_depth = max_depth
         self._roots: dict[PrefixKey, PrefixNode] = {}
@@ -80,11 +87,15 @@ class PrefixTree:
         self.num_resident = 0
         """Tokens whose KV the tree holds."""
         self.num_evictable = 0
-        """Resident tokens that no live request reads."""
+        """Slots of resident tokens that no live request reads, and of snapshots."""
         self.num_evictable_rt = 0
         """Evictable tokens that a real-time request read last."""
         self.num_evictable_wanted = 0
-        """Evictable tokens that requests are expected to read."""
+        """Evictable slots that requests are expected to read."""
+        self.num_in_snapshots = 0
+        """Slots that hold snapshots."""
+        self.num_awaited = 0
+        """Evictable slots of snapshots that requests are expected to go on from."""
 
     # ---------------------------------------------------------------- reading
 
@@ -100,6 +111,7 @@ class PrefixTree:
         path = [] if known is None else [part for part in path_of(known) if part.parent is not None]
         last: PrefixNode | None = None
         num_matched = num_evictable = depth = 0
+        found = Hit(0, 0, None)
         while node is not None and num_matched < len(tokens) and depth < self._max_depth:
             if path:
                 node = path.pop()
@@ -116,7 +128,10 @@ class PrefixTree:
             num_evictable += common if node.num_users == 0 else 0
             if common < len(node.tokens):
                 break
-        return Hit(num_matched, num_evictable, last)
+            if node.snapshot is not None:
+                num_slots = 0 if node.num_readers else len(node.snapshot)
+                found = Hit(num_matched, num_evictable + num_slots, node)
+        return found if self._has_snapshots else Hit(num_matched, num_evictable, last)
 
     def freed_by(
         self, leases: Iterable[Lease], pinned: Container[PrefixNode] = ()
@@ -236,6 +251,45 @@ class PrefixTree:
         node.last_use = self._clock
         node.was_real_time = lease.is_real_time
 
+    # ---------------------------------------------------------------- snapshots
+
+    def put_snapshot(self, node: PrefixNode, slots: Int32Array) -> bool:
+        """Let a resident node have the snapshot in these slots, int32 [n]; not if it has one."""
+        if node.snapshot is not None or node.slots is None:
+            return False
+        node.snapshot = slots
+        self._count_snapshot(node, len(slots))
+        self.num_in_snapshots += len(slots)
+        self._offer(node)
+        return True
+
+    def read(self, node: PrefixNode, sign: int) -> None:
+        """Keep a node's snapshot for a reader more, or (-1) let it go again."""
+        assert node.snapshot is not None
+        was_read, node.num_readers = node.num_readers > 0, node.num_readers + sign
+        if was_read != (node.num_readers > 0):
+            self._count_snapshot(node, -sign * len(node.snapshot))
+        self._offer(node)
+
+    def _drop_snapshot(self, node: PrefixNode) -> Int32Array:
+        """Take a node's snapshot; its KV may have become takeable."""
+        assert node.snapshot is not None and node.num_readers == 0
+        slots, node.snapshot = node.snapshot, None
+        self._count_snapshot(node, -len(slots))
+        self.num_in_snapshots -= len(slots)
+        self._offer(node)
+        return slots
+
+    def _count_snapshot(self, node: PrefixNode, num_slots: int) -> None:
+        self.num_evictable += num_slots
+        self.num_evictable_wanted += num_slots * (node.num_expected > 0)
+        self.num_awaited += num_slots * (node.num_expected > 0)
+
+    def _count_wanted(self, node: PrefixNode, sign: int) -> None:
+        self.num_evictable_wanted += sign * num_unread(node)
+        if node.snapshot is not None and node.num_readers == 0:
+            self.num_awaited += sign * len(node.snapshot)
+
     # ---------------------------------------------------------------- waiting requests
 
     def expect(
@@ -255,7 +309,7 @@ class PrefixTree:
             part.num_expected += 1
             if part.num_expected == 1 and part.parent is not None:
                 part.parent.awaited[part.first_token] = part
-                self.num_evictable_wanted += num_unread(part)
+                self._count_wanted(part, 1)
             self._offer(part)
         if request is not None:
             end.waiting[request] = None
@@ -267,7 +321,7 @@ class PrefixTree:
             node.num_expected -= 1
             if node.num_expected == 0 and node.parent is not None:
                 del node.parent.awaited[node.first_token]
-                self.num_evictable_wanted -= num_unread(node)
+                self._count_wanted(node, -1)
             self._offer(node)
         if request is not None:
             end.waiting.pop(request, None)
@@ -338,6 +392,14 @@ class PrefixTree:
                 break
             if (node := self._next_victim()) is None:
                 break
+            if node.snapshot is not None:
+                if missing <= num_spare and node.num_expected:
+                    passed.append(node)
+                    break
+                pieces.append(self._drop_snapshot(node))
+                missing -= len(pieces[-1])
+                self._merge(node)
+                continue
             wanted = missing
             if node.was_real_time:
                 wanted = min(missing, self.num_evictable_rt - num_protected_rt)
@@ -374,11 +436,12 @@ class PrefixTree:
     def take_tail(self, lease: Lease, num_tokens: int) -> Int32Array:
         """Take the last tokens of a lease's prefix, at most its `exclusive_tail`, out of the tree.
 
-        The lease ends before them. Returns their slots, int32 [num_tokens], in order: they belong
-        to the caller now.
+        The lease ends before them. Returns their slots, int32 [num_tokens], in order, and those of
+        snapshots among them: they belong to the caller now.
         """
         self._clock += 1
         pieces: list[Int32Array] = []
+        others: list[Int32Array] = []
         missing = num_tokens
         while missing > 0:
             node = lease.node
@@ -387,11 +450,13 @@ class PrefixTree:
             assert node.slots is not None and node.parent is not None and node.num_users == 1
             pieces.append(node.slots)
             missing -= len(node.slots)
+            if node.snapshot is not None:
+                others.append(self._drop_snapshot(node))
             lease.num_tokens -= len(node.slots)
             node.num_users = 0
             lease.node = node.parent
             self._drop_slots(node)
-        return np.concatenate(pieces[::-1]) if pieces else NO_INT32
+        return np.concatenate([*pieces[::-1], *others]) if pieces else NO_INT32
 
     def _drop_slots(self, node: PrefixNode) -> None:
         """Make a node non-resident; its parent may have become takeable."""
@@ -412,14 +477,14 @@ class PrefixTree:
     def _next_victim(self) -> PrefixNode | None:
         while self._heap:
             _, _, version, node = heapq.heappop(self._heap)
-            if node.version == version and node.is_takeable:
+            if node.version == version and node.is_offered:
                 return node
         return None
 
     def _offer(self, node: PrefixNode) -> None:
         """Put a node where it belongs in the order of eviction, now that it has changed."""
         node.version += 1
-        if not node.is_takeable:
+        if not node.is_offered:
             return
         entry = (self._order(node), next(self._ticket), node.version, node)
         heapq.heappush(self._heap, entry)

@@ -396,7 +396,8 @@ class Step:
         An empty step takes something, however little time there is. One that resumes and has too
         much to bring back loads it beside the step; then others may still join it.
         """
-        budget, (start, rest, num_loaded, _, _) = self.budget, self.found(request)
+        budget, found = self.budget, self.found(request)
+        start, rest, num_loaded, *_ = found
         if rest == 0:
             return Reason.BLOCKED
         if request.wants_prompt_logprobs(start):
@@ -411,6 +412,7 @@ class Step:
                 return Scheduled(request, rest)
             self._short_of = self._lacking(request)
             return self._short_of
+        num_loaded -= found.num_state_slots  # a state comes when it runs
         can_go_beside = num_loaded > 0 and budget.loads.can_go_beside(num_loaded, budget.seconds)
         if can_go_beside and budget.loads.is_free_for(
             num_loaded, budget.seconds, self._due_for(request)
@@ -435,7 +437,8 @@ class Step:
 
     def _offer_loading(self, request: Request) -> Loading | Reason:
         budget = self.budget
-        num_loaded = self.found(request).num_loaded
+        found = self.found(request)
+        num_loaded = found.num_loaded - found.num_state_slots
         num_tokens = budget.loads.tokens_beside(
             num_loaded, budget.seconds, budget.predicted_limit_s
         )

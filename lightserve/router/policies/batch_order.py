@@ -217,7 +217,7 @@ class BatchOrder:
 
     def _distance(self, request: Request) -> float:
         """Return how far a demand for compute and KV is from what is left of both, as shares."""
-        start, num_rest, num_loaded, _, _ = self._found(request)
+        start, num_rest, num_loaded, *_ = self._found(request)
         place = start, num_loaded
         if (num_left := self._num_left.get(place)) is None:
             num_left = self._budget.num_tokens_in_time(request, self._max_tokens)

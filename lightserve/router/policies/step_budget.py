@@ -281,7 +281,7 @@ class StepBudget:
         if isinstance(part, Loading):
             self.loads.add_beside(num_tokens)
             return
-        start, num_left, num_loaded, _, _ = self._found(request)
+        start, num_left, num_loaded, *_ = self._found(request)
         shape = self.shape.plus(start, num_tokens)
         if num_tokens == num_left and request.request_class is RT:
             # It yields a token in this step, whose deadline counts if it can be met.

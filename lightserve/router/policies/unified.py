@@ -402,7 +402,7 @@ def _fit_all(
     """Return whether newcomers, one after the other, have memory in time, and are all in time."""
     done_s = sum(budget.seconds_to_end_beside_others(request) for request in in_progress)
     for request in newcomers:
-        num_free -= request.num_known_tokens
+        num_free -= request.num_known_tokens + request.recurrent.num_slots
         wait_s = 0.0
         if num_free < 0:
             wait_s = -num_free / freed_per_s if freed_per_s > 0 else math.inf

@@ -157,6 +157,17 @@ def test_models_say_what_a_request_may_be(num_kv_slots: int, welcome: bool, long
     asyncio.run(scenario())
 
 
+def test_a_request_may_not_be_what_its_state_takes() -> None:
+    async def scenario() -> None:
+        async with frontend(max_model_len=512) as setup:
+            status = router_status(num_kv_slots=320, num_state_slots=20)
+            setup.service.router.on_message(status)
+            models = (await setup.http.get("/v1/models")).json()["data"]
+            assert [model["max_model_len"] for model in models] == [300]
+
+    asyncio.run(scenario())
+
+
 def test_the_age_counts_from_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with frontend(says([5, EOS])) as setup:

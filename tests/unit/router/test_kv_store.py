@@ -45,6 +45,7 @@ class Scene:
         cached: bool = True,
         load_is_cheaper: bool = True,
         preemption: Preemption = Preemption.CHECKPOINT,
+        num_state_slots: int = 0,
     ) -> None:
         options = KVOptions(
             cache_order=task_aware if cached else None,
@@ -55,7 +56,8 @@ class Scene:
             num_slots,
             options,
             num_host_slots=num_host_slots,
-            load_is_cheaper=lambda _num_tokens, _start: load_is_cheaper,
+            num_state_slots=num_state_slots,
+            load_is_cheaper=lambda _num_tokens, _start, _num_loaded: load_is_cheaper,
         )
 
     def run(self, request: Request, num_output: int = 0) -> Request:
@@ -63,7 +65,7 @@ class Scene:
         kv = self.kv
         found = kv.look_up(request)
         kv.start(request, found)
-        kv.load(request, found.num_loaded)
+        kv.load(request, found.start - found.num_there)
         request.state = RequestState.RUNNING
         assert request.slots is not None
         start, end = request.num_computed_tokens, request.num_prompt_tokens + num_output
@@ -170,6 +172,52 @@ def test_what_does_not_come_back_is_computed(
     assert scene.copies()[1] == num_loaded
     scene.kv.release(request, keep=False)
     assert (scene.kv.num_used, scene.kv.checkpoints.num_used) == (0, 0)
+
+
+def test_a_state_goes_and_comes_with_all_kv() -> None:
+    scene = Scene(cached=False, num_state_slots=4)
+    request = scene.run(make_request(0), num_output=5)
+    state = request.recurrent.slots.copy()
+    assert scene.kv.num_used == 25 + 4
+    request.pause()
+    assert scene.kv.states.portion(scene.kv.takeable(request), 3) == 29, "all, or nothing"
+    before = request.held_slots.copy()
+    assert scene.kv.take(request, 29) == 29
+    saves = scene.kv.checkpoints.take_copies().saves
+    assert unpack_int32(saves.slots).tolist() == [*before, *state]
+    assert (scene.kv.num_used, scene.kv.checkpoints.num_used) == (0, 29)
+    found = scene.kv.look_up(request)
+    assert (found.start, found.num_loaded, found.num_there) == (25, 29, 0)
+    scene.run(request, num_output=6)
+    assert scene.copies() == (0, 29)
+    assert scene.kv.checkpoints.num_used == 25, (
+        "the step has changed the state: no copy of it stays"
+    )
+    request.pause()
+    assert scene.kv.take(request, 30) == 1 + 4, "the KV of the others is on the host already"
+    scene.kv.check_integrity([request])
+
+
+@pytest.mark.parametrize(("num_host_slots", "load_is_cheaper"), [(28, True), (100, False)])
+def test_a_state_that_does_not_come_back_leaves_nothing(
+    num_host_slots: int, load_is_cheaper: bool
+) -> None:
+    """No KV helps without the state behind it: all is computed again, from the last snapshot on."""
+    scene = Scene(num_state_slots=4, num_host_slots=num_host_slots, load_is_cheaper=load_is_cheaper)
+    request = scene.run(make_request(0), num_output=5)
+    request.pause()
+    assert scene.kv.take(request, 29) == (None if num_host_slots < 29 else 29)
+    assert (scene.kv.num_used, request.num_held_tokens) == (0, 0)
+    assert scene.kv.look_up(request).start == 0
+    other = scene.run(make_request(1), num_output=0)
+    scene.kv.release(other, keep=True)
+    assert scene.kv.look_up(request).start == 20, "where another of the same prompt has ended"
+    scene.copies()
+    scene.run(request, num_output=6)
+    assert scene.copies() == (0, 0)
+    assert scene.kv.checkpoints.num_used == 0
+    assert len(unpack_int32(scene.kv.states.take_changes().state_loads.to_slots)) == 4
+    scene.kv.check_integrity([request])
 
 
 def test_kv_comes_back_bit_by_bit_and_goes_again_at_no_cost() -> None:

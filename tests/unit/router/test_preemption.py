@@ -62,7 +62,7 @@ def play(
         request = requests[actor.name] = make_request(number, actor)
         if actor.state == "new":
             continue
-        request.slots = np.empty(request.max_kv_tokens, dtype=np.int32)
+        request.slots = np.empty(request.max_known_tokens, dtype=np.int32)
         request.slots[: actor.held] = kv.acquire([(request, actor.held)])
         request.num_computed_tokens = actor.held
         request.output_token_ids = [1]

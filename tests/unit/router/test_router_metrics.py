@@ -38,11 +38,12 @@ TEN_MS = StepCoefficients(0.01, 1e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class Driver:
     """Runs a core by hand, on a clock of its own, as the router's loop does."""
 
-    def __init__(self, core: Scheduler, num_kv_slots: int) -> None:
+    def __init__(self, core: Scheduler, num_kv_slots: int, num_state_slots: int = 0) -> None:
         self.core = core
         self.metrics = RouterMetrics(Recorder())
         self.now_s = 0.0
-        core.on_message(WorkersReady(num_kv_slots), self.now_s)
+        ready = WorkersReady(num_kv_slots, num_state_slots=num_state_slots)
+        core.on_message(ready, self.now_s)
 
     def arrive(self, number: int, arrival: Arrival, age_s: float = 0.0, slo: SLO = NO_SLO) -> None:
         message = submit(number, arrival, age_s=age_s, slo=slo)
@@ -160,6 +161,25 @@ def test_prefixes_that_were_found_are_counted() -> None:
     assert values["prefix_cache_hits_total", "rt"] == [19]  # the last token's logits are needed
     assert values["kv_slots_cached",][0] > 0
     assert driver.values()["prefix_cache_queries_total", "rt"] == [40]
+
+
+def test_snapshots_of_states_are_counted() -> None:
+    """The second prompt parts from the first one where a snapshot is made for the third."""
+    driver = Driver(make_core("chunked", 64, cache_order=task_aware), 200, num_state_slots=5)
+    hits = []
+    for number in range(3):
+        driver.arrive(number, Arrival(0.0, 20, 4, 4, family=1))
+        driver.run_out()
+        hits.append(driver.values()["prefix_cache_hits_total", "rt"])
+    assert hits == [[0], [0], [19]]
+    values = driver.values()
+    assert values["kv_state_slots",] == [5]
+    assert values["kv_slots_snapshots",][0] % 5 == 0 < values["kv_slots_snapshots",][0]
+    assert values["state_snapshots_total", "rt"][0] > 1
+    driver.core.on_message(WorkersGone(), driver.now_s)
+    values = driver.values()
+    assert values["kv_state_slots",] == values["kv_slots_snapshots",] == [0]
+    assert values["state_snapshots_total", "rt"][0] > 1
 
 
 def test_the_forecast_peak_of_the_rule_is_told() -> None:

@@ -196,7 +196,7 @@ def test_prompts_that_can_be_in_time_go_before_late_ones(cost: StepCost) -> None
 def holding(running: list[Request]) -> list[Request]:
     """Give slots to requests."""
     for request in running:
-        request.slots = np.zeros(request.max_kv_tokens, dtype=np.int32)
+        request.slots = np.zeros(request.max_known_tokens, dtype=np.int32)
     return running
 
 
