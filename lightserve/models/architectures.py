@@ -17,7 +17,7 @@ from lightserve.models.moe_config import (
     parse_olmoe,
     parse_qwen_moe,
 )
-from lightserve.models.rope import FULL, SLIDING, parse_local_rope
+from lightserve.models.rope import FULL, SLIDING, parse_local_rope, unrotated_layers
 
 
 class Architecture(StrEnum):
@@ -46,6 +46,8 @@ class Architecture(StrEnum):
     QWEN2_MOE = "Qwen2MoeForCausalLM"
     QWEN3_MOE = "Qwen3MoeForCausalLM"
     OLMOE = "OlmoeForCausalLM"
+    LLAMA4 = "Llama4ForCausalLM"
+    LLAMA4_WHOLE = "Llama4ForConditionalGeneration"
     MINIMAX_M2 = "MiniMaxM2ForCausalLM"
     GPT_OSS = "GptOssForCausalLM"
     DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
@@ -89,6 +91,8 @@ CROSS_ENCODERS = {
     "XLMRobertaForSequenceClassification": Architecture.XLM_ROBERTA,
 }
 """Encoders that end with a head which scores pairs of texts."""
+WITHOUT_NORM_WEIGHTS = (Architecture.LLAMA4,)
+"""Families whose norms of query and key heads have no weights."""
 
 _WITH_SWITCH = (
     Architecture.QWEN2,
@@ -191,18 +195,6 @@ def _layers_with_window(
         case _:
             first = fields.integer("max_window_layers", default=28, low=0)
             return [layer >= first for layer in layers]
-
-
-def unrotated_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
-    """Return which layers of SmolLM3 know no positions."""
-    key = "no_rope_layers"  # 1 where a layer has it
-    if not fields.has(key):
-        interval = fields.integer("no_rope_layer_interval", default=4)
-        return frozenset(range(interval - 1, num_layers, interval))
-    flags = fields.array(key)
-    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
-        raise fields.error(key, f"must be {num_layers} times 0 or 1")
-    return frozenset(layer for layer, flag in enumerate(flags) if not flag)
 
 
 def fields_of(fields: JsonFields, architecture: Architecture, num_layers: int) -> dict[str, Any]:

@@ -21,15 +21,14 @@ from lightserve.models.architectures import (
 )
 from lightserve.models.encoder_config import Encoder, parse_bert, parse_nomic_bert, parse_roberta
 from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.models.moe_config import (
+from lightserve.models.latent_config import (
     LatentConfig,
-    MoeConfig,
     parse_deepseek_v2,
     parse_deepseek_v3,
     parse_glm_lite,
-    parse_gpt_oss,
     parse_mistral4,
 )
+from lightserve.models.moe_config import MoeConfig, parse_gpt_oss, parse_llama4
 from lightserve.models.own_config import (
     parse_baichuan,
     parse_chatglm,
@@ -112,6 +111,7 @@ _PLAIN = {
     Architecture.DEEPSEEK_V3: parse_deepseek_v3,
     Architecture.GLM4_MOE_LITE: parse_glm_lite,
     Architecture.MISTRAL4: parse_mistral4,
+    Architecture.LLAMA4: parse_llama4,
     Architecture.BLOOM: parse_bloom,
     Architecture.MPT: parse_mpt,
     Architecture.GPT_BIGCODE: parse_gpt_bigcode,
@@ -152,6 +152,7 @@ _TEXT_PARTS = {
             },
         ),
     ),
+    Architecture.LLAMA4_WHOLE: (_TextPart(Architecture.LLAMA4, "llama4_text", {}),),
     Architecture.MISTRAL3_WHOLE: (
         _TextPart(Architecture.MISTRAL, "mistral", {}),
         _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
@@ -202,15 +203,16 @@ class ModelConfig:
     query_growth: QueryGrowth | None = None
     """None: queries are the same at every position but for their rotation."""
     unrotated_layers: frozenset[int] = frozenset()
+    attention_chunk: int | None = None
+    """Rotated layers see no further back than the last multiple of this position; None: they do."""
     merged: frozenset[str] = frozenset()
     """Products that the file has as one tensor: `qkv`, `gate_up`, or `grouped_qkv`, where each KV
     head stands behind its query heads."""
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names here, and the file's parts in their places, one after the other."""
-    has_layer_norm: bool = False
-    """Whether norms are LayerNorm, not RMS norms; `rms_norm_eps` is theirs, too."""
-    has_norm_bias: bool = True
-    """Whether such norms have biases."""
+    layer_norm_bias: bool | None = None
+    """Whether norms are LayerNorm with biases, or without any; None: they are RMS norms.
+    `rms_norm_eps` is theirs, too."""
     has_embedding_norm: bool = False
     """Whether embeddings are normalised before the first layer."""
     activation: Activation | None = None

@@ -28,6 +28,7 @@ from lightserve.models.layers.attention import (
     RotaryTable,
     SelfAttention,
     frequencies,
+    in_chunks,
 )
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
@@ -207,6 +208,10 @@ class DecoderModel:
         ]
         self._begin_pass = context.method.begin_pass
         self._kinds = _kinds(config)
+        self._chunk: int | None = None
+        """Size of the chunks within which layers of the first kind attend."""
+        if (config.attention_chunk or context.context_len) < context.context_len:
+            self._chunk = config.attention_chunk
         self._norm = context.norm("model.norm", size=config.hidden_size)
         self._passes = Passes(context.kernels, context.tp, self._through_layers)
         bias = head.read_bias(context.reader, LM_HEAD_BIAS) if config.lm_head_bias else None
@@ -256,6 +261,8 @@ class DecoderModel:
         x, batch, tables, logit_rows = inputs
         self._begin_pass(batch)
         kinds = [AttentionInputs(batch, tables[i], tables[i + 1]) for i in range(0, len(tables), 2)]
+        if self._chunk is not None:
+            kinds[0] = kinds[0]._replace(batch=in_chunks(batch, self._chunk))
         residual: Tensor | None = None
         for layer, kind in zip(self._layers[:-1], self._kinds, strict=False):
             heads, residual = layer.attend(x, residual, kinds[kind], kv)

@@ -194,7 +194,7 @@ def _sizes(
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": hidden // num_heads,
-        "has_layer_norm": True,
+        "layer_norm_bias": True,
         "layer_norms": _NORMS,
         "qk_norm": False,
         "tie_word_embeddings": True,

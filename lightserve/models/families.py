@@ -60,6 +60,22 @@ class GrowingQueries(SelfAttention):
         return q if self._growth is None else q * self._growth.index_select(0, positions)
 
 
+class ChunkedAttention(GrowingQueries):
+    """Llama 4's: rotated heads have a norm without weights, which turning them does not change, and
+    the queries of the other layers grow.
+    """
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        super().__init__(context, prefix, layer=layer)
+        config, reader = context.config, context.reader
+        if layer in config.unrotated_layers:
+            return
+        self._growth = None
+        if config.qk_norm:
+            ones = torch.ones(config.head_dim, dtype=reader.dtype, device=reader.device)
+            self._qk_norm = QKNorm(ones, ones, config.rms_norm_eps)
+
+
 class _SplitNorm:
     """An RMS norm over features that are split over the ranks."""
 
@@ -151,6 +167,7 @@ class Olmo2Layer(DecoderLayer):
 
 FAMILIES: dict[Architecture, Family] = {
     Architecture.MINISTRAL3: Family(attention=GrowingQueries),
+    Architecture.LLAMA4: Family(attention=ChunkedAttention),
     Architecture.QWEN3: Family(attention=HeadNormAttention),
     Architecture.QWEN3_MOE: Family(attention=HeadNormAttention),
     Architecture.GLM4_MOE: Family(attention=HeadNormAttention),

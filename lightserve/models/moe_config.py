@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,11 +11,12 @@ from lightserve.models.plain_config import MAX_LAYERS
 from lightserve.models.rope import (
     FULL,
     SLIDING,
+    QueryGrowth,
     RopeConfig,
     YarnRope,
     has_rope,
-    parse_query_growth,
     parse_rope,
+    unrotated_layers,
 )
 from lightserve.models.weight_format import is_mxfp4
 
@@ -50,6 +50,8 @@ class Stacked(StrEnum):
     """Outputs before inputs; 32 inputs share a power of two (OCP Microscaling, section 5.3)."""
     HALVES = "halves"
     """Outputs before inputs, gates before ups."""
+    INPUTS = "inputs"
+    """Inputs before outputs, gates before ups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,8 @@ class MoeConfig:
     """Number of a group's best scores that are added."""
     scale: float = 1.0
     """Factor of the sum of the chosen experts."""
+    scales_inputs: bool = False
+    """Whether a weight is the factor of its expert's inputs, not of the results."""
     shared_size: int = 0
     """Size of a block that every token goes through; 0: none."""
     shared_module: str = ""
@@ -103,7 +107,7 @@ def parse_mixtral(fields: JsonFields, num_layers: int, intermediate_size: int) -
     return MoeConfig(
         layers=frozenset(range(num_layers)),
         num_experts=num_experts,
-        num_chosen=_num_chosen(fields, num_experts, default=2),
+        num_chosen=num_chosen_of(fields, num_experts, default=2),
         intermediate_size=intermediate_size,
         size_key="intermediate_size",
         normalises=True,
@@ -119,7 +123,8 @@ def parse_qwen_moe(fields: JsonFields, num_layers: int, *, is_qwen2: bool) -> Mo
     step = fields.integer("decoder_sparse_step", default=1)
     dense = set()
     if fields.has("mlp_only_layers"):
-        dense = {_layer(fields, entry) for entry in fields.array("mlp_only_layers")}
+        key = "mlp_only_layers"
+        dense = {_layer(fields, entry, key) for entry in fields.array(key)}
     layers = frozenset(
         layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
     )
@@ -131,7 +136,7 @@ def parse_qwen_moe(fields: JsonFields, num_layers: int, *, is_qwen2: bool) -> Mo
     return MoeConfig(
         layers=layers,
         num_experts=num_experts,
-        num_chosen=_num_chosen(fields, num_experts, default=4 if is_qwen2 else 8),
+        num_chosen=num_chosen_of(fields, num_experts, default=4 if is_qwen2 else 8),
         intermediate_size=fields.integer(
             "moe_intermediate_size", default=1408 if is_qwen2 else 768
         ),
@@ -148,7 +153,7 @@ def parse_olmoe(fields: JsonFields, num_layers: int, intermediate_size: int) -> 
     return MoeConfig(
         layers=frozenset(range(num_layers)),
         num_experts=num_experts,
-        num_chosen=_num_chosen(fields, num_experts, default=8),
+        num_chosen=num_chosen_of(fields, num_experts, default=8),
         intermediate_size=intermediate_size,
         size_key="intermediate_size",
         normalises=fields.boolean("norm_topk_prob", default=False),
@@ -165,7 +170,7 @@ def parse_minimax(fields: JsonFields, num_layers: int, intermediate_size: int) -
     return MoeConfig(
         layers=frozenset(range(num_layers)),
         num_experts=num_experts,
-        num_chosen=_num_chosen(fields, num_experts, default=8),
+        num_chosen=num_chosen_of(fields, num_experts, default=8),
         intermediate_size=intermediate_size,
         size_key="intermediate_size",
         normalises=True,
@@ -179,11 +184,11 @@ def parse_minimax(fields: JsonFields, num_layers: int, intermediate_size: int) -
 def parse_glm_moe(fields: JsonFields, num_layers: int) -> MoeConfig:
     """Return the experts of GLM-4.5: chosen as DeepSeek-V3's are, behind some dense layers."""
     num_experts = fields.integer("n_routed_experts", default=128, high=MAX_EXPERTS)
-    groups = _groups(fields, num_experts, best=2, defaults=(1, 1))
-    num_chosen = _num_chosen(fields, num_experts, default=8, groups=groups)
+    groups = groups_of(fields, num_experts, best=2, defaults=(1, 1))
+    num_chosen = num_chosen_of(fields, num_experts, default=8, groups=groups)
     size = fields.integer("moe_intermediate_size", default=1408)
     return MoeConfig(
-        layers=_behind_dense(fields, num_layers, default=1),
+        layers=behind_dense(fields, num_layers, default=1),
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=size,
@@ -198,7 +203,7 @@ def parse_glm_moe(fields: JsonFields, num_layers: int) -> MoeConfig:
     )
 
 
-def _num_chosen(
+def num_chosen_of(
     fields: JsonFields, num_experts: int, *, default: int | None, groups: tuple[int, int] = (1, 1)
 ) -> int:
     """Return how many experts a token has, of `groups` (all, and chosen ones)."""
@@ -210,7 +215,7 @@ def _num_chosen(
     return num_chosen
 
 
-def _groups(
+def groups_of(
     fields: JsonFields, num_experts: int, *, best: int, defaults: tuple[int | None, int | None]
 ) -> tuple[int, int]:
     """Return how many groups experts form, of at least `best` each, and how many are chosen."""
@@ -220,7 +225,7 @@ def _groups(
     return num_groups, fields.integer("topk_group", default=defaults[1], high=num_groups)
 
 
-def _behind_dense(fields: JsonFields, num_layers: int, *, default: int | None) -> frozenset[int]:
+def behind_dense(fields: JsonFields, num_layers: int, *, default: int | None) -> frozenset[int]:
     """Return the layers with experts, which stand behind some dense ones."""
     num_dense = fields.integer("first_k_dense_replace", default=default, low=0)
     if num_dense >= num_layers:
@@ -228,234 +233,10 @@ def _behind_dense(fields: JsonFields, num_layers: int, *, default: int | None) -
     return frozenset(range(num_dense, num_layers))
 
 
-def _layer(fields: JsonFields, entry: object) -> int:
+def _layer(fields: JsonFields, entry: object, key: str) -> int:
     if isinstance(entry, bool) or not isinstance(entry, int):
-        raise fields.error("mlp_only_layers", f"has the entry {entry!r}, which is no layer")
+        raise fields.error(key, f"has the entry {entry!r}, which is no layer")
     return entry
-
-
-# DeepSeek-V2 and DeepSeek-V3, and two families of the same parts: latents, grouped experts.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Sizes of an attention whose keys and values are made of one vector for each token."""
-
-    query_rank: int | None
-    """Size of the vector that queries are made of; None: they are made of the hidden state."""
-    rank: int
-    """Size of the vector that keys and values are made of, which is kept of a token."""
-    plain_dim: int
-    """Size of a query head's part that is not rotated."""
-    rope_dim: int
-    """Size of a query head's rotated part, which is kept of a token as well; even."""
-    value_dim: int
-    """Size of a value head."""
-    is_split: bool = False
-    """Whether the file has two tensors: one that makes keys, transposed, and one that makes
-    values."""
-
-    @property
-    def query_dim(self) -> int:
-        """Size of a query head."""
-        return self.plain_dim + self.rope_dim
-
-
-_V2: dict[str, Any] = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 1407,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-}
-"""Values that transformers takes where a file of DeepSeek-V2 is silent, …"""
-_V3 = _V2 | {
-    "max_position_embeddings": 4096,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-}
-"""… of DeepSeek-V3, …"""
-_GLM_LITE = _V3 | {
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "max_position_embeddings": 202_752,
-    "rms_norm_eps": 1e-5,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 1536,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.8,
-}
-"""… of GLM-4.7-Flash, …"""
-_MISTRAL4 = _V3 | {
-    "q_lora_rank": 1024,
-    "kv_lora_rank": 256,
-    "qk_nope_head_dim": 64,
-    "max_position_embeddings": 1_048_576,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-}
-"""… and of Mistral 4."""
-
-
-def parse_deepseek_v2(fields: JsonFields) -> dict[str, Any]:
-    """Return DeepSeek-V2 as fields of `ModelConfig`."""
-    fields = fields.with_defaults(_V2)
-    for key in ("norm_topk_prob", "mlp_bias"):
-        if fields.boolean(key, default=False):
-            raise fields.error(key, "must be false")
-    return _parse_latent(fields, "greedy", "group_limited_greedy", interleaves=True)
-
-
-def parse_deepseek_v3(fields: JsonFields) -> dict[str, Any]:
-    """Return DeepSeek-V3 without its layers for several tokens at once."""
-    return _parse_latent(fields.with_defaults(_V3), "noaux_tc")
-
-
-def parse_glm_lite(fields: JsonFields) -> dict[str, Any]:
-    """Return GLM-4.7-Flash, which is a DeepSeek-V3 that may name the layers with experts."""
-    return _parse_latent(fields.with_defaults(_GLM_LITE), "noaux_tc")
-
-
-def parse_mistral4(fields: JsonFields) -> dict[str, Any]:
-    """Return Mistral 4: experts by a softmax, and queries that grow with their positions."""
-    own = _parse_latent(fields.with_defaults(_MISTRAL4), "noaux_tc", stacked=Stacked.HALVES)
-    growth = parse_query_growth(fields, own["max_position_embeddings"])
-    return own | {"query_growth": growth}
-
-
-def _parse_latent(
-    fields: JsonFields,
-    *methods: str,
-    interleaves: bool | None = None,
-    stacked: Stacked | None = None,
-) -> dict[str, Any]:
-    """Return a model with latents; `methods`: ways of choosing experts that the family has."""
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    latent = _latent_sizes(fields)
-    length = fields.integer("max_position_embeddings")
-    rope = parse_rope(fields, max_position_embeddings=length, rotary_dim=latent.rope_dim)
-    has_bias = fields.boolean("attention_bias", default=False)
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": num_layers,
-        "num_heads": fields.integer("num_attention_heads"),
-        "num_kv_heads": 1,
-        "head_dim": latent.rank + latent.rope_dim,
-        "latent": latent,
-        "rms_norm_eps": fields.number("rms_norm_eps"),
-        "rope": rope,
-        "rotary_share": latent.rope_dim,
-        "rotates_neighbours": interleaves or fields.boolean("rope_interleave", default=True),
-        "attention_scale": _latent_scale(latent, rope),
-        "max_position_embeddings": length,
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "sliding_windows": (None,) * num_layers,
-        "moe": _latent_experts(fields, num_layers, methods, stacked),
-    }
-
-
-def _latent_sizes(fields: JsonFields) -> LatentConfig:
-    rope_dim = fields.integer("qk_rope_head_dim")
-    if rope_dim % 2:
-        raise fields.error("qk_rope_head_dim", f"must be even, got {rope_dim}")
-    return LatentConfig(
-        query_rank=None if fields.is_null("q_lora_rank") else fields.integer("q_lora_rank"),
-        rank=fields.integer("kv_lora_rank"),
-        plain_dim=fields.integer("qk_nope_head_dim"),
-        rope_dim=rope_dim,
-        value_dim=fields.integer("v_head_dim"),
-    )
-
-
-def _latent_scale(latent: LatentConfig, rope: RopeConfig) -> float:
-    """Return the factor of scores: YaRN's factor on cos and sin reaches a part of a head only."""
-    scale = 1.0 / math.sqrt(latent.query_dim)
-    if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
-        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
-    return scale
-
-
-_METHODS = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}
-"""Ways of choosing experts: of how many of its best a group's rank is the sum; 0: no groups."""
-
-
-def _latent_experts(
-    fields: JsonFields, num_layers: int, methods: tuple[str, ...], stacked: Stacked | None
-) -> MoeConfig:
-    if (method := fields.string("topk_method")) not in methods:
-        raise fields.error("topk_method", f"must be {' or '.join(methods)}, got {method!r}")
-    scoring = fields.default("scoring_func")
-    if (found := fields.string("scoring_func")) != scoring:
-        raise fields.error("scoring_func", f"must be {scoring}, got {found!r}")
-    if fields.integer("moe_layer_freq", default=1) != 1:
-        raise fields.error("moe_layer_freq", "must be 1")
-    num_experts = fields.integer("n_routed_experts", high=MAX_EXPERTS)
-    groups, best = (1, 1), _METHODS[method]
-    if best:
-        groups = _groups(fields, num_experts, best=best, defaults=(None, None))
-    size = fields.integer("moe_intermediate_size")
-    return MoeConfig(
-        layers=_sparse_layers(fields, num_layers),
-        num_experts=num_experts,
-        num_chosen=_num_chosen(fields, num_experts, default=None, groups=groups),
-        intermediate_size=size,
-        normalises=fields.boolean("norm_topk_prob", default=fields.default("norm_topk_prob")),
-        scoring=Scoring(scoring),
-        has_choice_bias=scoring == Scoring.SIGMOID,
-        num_groups=groups[0],
-        num_chosen_groups=groups[1],
-        group_best=best or 1,
-        scale=fields.number("routed_scaling_factor"),
-        shared_size=size * fields.integer("n_shared_experts"),
-        shared_module="shared_experts",
-        stacked=stacked,
-    )
-
-
-def _sparse_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
-    """Return the layers with experts: those that a list of all names, or all behind some."""
-    if not fields.has(key := "mlp_layer_types"):
-        return _behind_dense(fields, num_layers, default=None)
-    kinds = fields.array(key)
-    if len(kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in kinds):
-        raise fields.error(key, f"must be {num_layers} times 'dense' or 'sparse'")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 # gpt-oss.
@@ -550,4 +331,117 @@ def _gpt_oss_experts(fields: JsonFields, num_layers: int, inner: int) -> MoeConf
             fields.number("swiglu_limit", default=7.0),
         ),
         stacked=Stacked.MXFP4 if is_mxfp4(fields) else Stacked.PLAIN,
+    )
+
+
+# Llama 4.
+
+
+_LLAMA4: dict[str, Any] = {
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+}
+"""Values that transformers takes where a file of Llama 4 is silent."""
+_CHUNKED = "chunked_attention"
+
+
+def parse_llama4(fields: JsonFields) -> dict[str, Any]:
+    """Return the text part of Llama 4 as fields of `ModelConfig`."""
+    fields = fields.with_defaults(_LLAMA4)
+    if (activation := fields.string("hidden_act", default="silu")) != "silu":
+        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    num_heads, num_kv_heads = (
+        fields.integer(f"num_{kind}_heads") for kind in ("attention", "key_value")
+    )
+    if num_heads % num_kv_heads:
+        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
+        raise fields.error("num_key_value_heads", complaint)
+    if (head_dim := fields.integer("head_dim")) % 2:
+        raise fields.error("head_dim", f"must be even, got {head_dim}")
+    length = fields.integer("max_position_embeddings")
+    has_bias = fields.boolean("attention_bias", default=False)
+    unrotated = unrotated_layers(fields, num_layers, key_may_be_empty=True)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size_mlp"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": parse_rope(
+            fields, max_position_embeddings=length, rotary_dim=head_dim, default_theta=500_000.0
+        ),
+        "rotates_neighbours": True,
+        "max_position_embeddings": length,
+        "qkv_bias": has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": False,
+        "qk_norm": fields.boolean("use_qk_norm", default=True),
+        "query_growth": _llama4_growth(fields),
+        "unrotated_layers": unrotated,
+        "attention_chunk": _llama4_chunk(fields, num_layers, unrotated),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "sliding_windows": (None,) * num_layers,
+        "moe": _llama4_experts(fields, num_layers),
+        "stored_names": ((".mlp.", ".feed_forward."),),
+    }
+
+
+def _llama4_growth(fields: JsonFields) -> QueryGrowth | None:
+    """Return how queries grow in layers without rotary embedding (Nakanishi 2025)."""
+    is_tuned = dict(fields.items()).get("attn_temperature_tuning", True)  # Scout's file says 4
+    if not isinstance(is_tuned, int):
+        raise fields.error("attn_temperature_tuning", f"must be true or false, got {is_tuned!r}")
+    if not is_tuned:
+        return None
+    return QueryGrowth(fields.number("attn_scale"), fields.integer("floor_scale"), first=1)
+
+
+def _llama4_chunk(fields: JsonFields, num_layers: int, unrotated: frozenset[int]) -> int | None:
+    """Return the size of the chunks within which rotated layers attend."""
+    kinds = [FULL if layer in unrotated else _CHUNKED for layer in range(num_layers)]
+    if fields.has("layer_types") and fields.array("layer_types") != kinds:
+        raise fields.error("layer_types", f"must be {_CHUNKED!r} in all layers that are rotated")
+    is_null = fields.is_null("attention_chunk_size")
+    return None if is_null else fields.integer("attention_chunk_size")
+
+
+def _llama4_experts(fields: JsonFields, num_layers: int) -> MoeConfig:
+    step = fields.integer("interleave_moe_layer_step", default=1)
+    layers = frozenset(range(step - 1, num_layers, step))
+    if fields.has(key := "moe_layers"):
+        layers = frozenset(_layer(fields, entry, key) for entry in fields.array(key))
+    if not layers or max(layers) >= num_layers or min(layers) < 0:
+        raise fields.error(key, f"must leave layers with experts, from 0 to {num_layers - 1}")
+    num_experts = fields.integer("num_local_experts", high=MAX_EXPERTS)
+    inner = fields.integer("intermediate_size")
+    return MoeConfig(
+        layers=layers,
+        num_experts=num_experts,
+        num_chosen=num_chosen_of(fields, num_experts, default=None),
+        intermediate_size=inner,
+        size_key="intermediate_size",
+        normalises=False,
+        scoring=Scoring.SIGMOID,
+        scales_inputs=True,
+        shared_size=inner,
+        shared_module="shared_expert",
+        router="router",
+        stacked=Stacked.INPUTS,
     )

@@ -233,7 +233,7 @@ def parse_mpt(fields: JsonFields) -> dict[str, Any]:
         **_unrotated(heads["num_layers"]),
         "alibi_slopes": mpt_slopes(heads["num_heads"], max_bias),
         "attention_scale": scale,
-        "has_norm_bias": False,
+        "layer_norm_bias": False,
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": Activation.GELU,
         **_biases(False),
@@ -328,7 +328,7 @@ def _sizes(
         "intermediate_size": fields.integer(inner_key) if inner is None else inner,
         "max_position_embeddings": fields.integer(length_key, default=2048),
         "sliding_windows": (None,) * heads["num_layers"],
-        "has_layer_norm": True,
+        "layer_norm_bias": True,
         "qk_norm": False,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=is_tied),
     }

@@ -142,11 +142,27 @@ def parse_local_rope(config: JsonFields, *, default: float = DEFAULT_THETA) -> R
     return DefaultRope(theta=fields.number("rope_theta", default=theta, above=1.0))
 
 
+def unrotated_layers(
+    fields: JsonFields, num_layers: int, *, key_may_be_empty: bool = False
+) -> frozenset[int]:
+    """Return which layers of SmolLM3 or Llama 4 know no positions."""
+    key = "no_rope_layers"  # 1 where a layer has it
+    if not fields.has(key) or (key_may_be_empty and not fields.array(key)):
+        interval = fields.integer("no_rope_layer_interval", default=4)
+        return frozenset(range(interval - 1, num_layers, interval))
+    flags = fields.array(key)
+    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise fields.error(key, f"must be {num_layers} times 0 or 1")
+    return frozenset(layer for layer, flag in enumerate(flags) if not flag)
+
+
 class QueryGrowth(NamedTuple):
-    """By how much queries grow with their position: 1 + beta * log(1 + position // length)."""
+    """By how much queries grow with their position: 1 + beta * log(1 + place // length)."""
 
     beta: float
     length: int
+    first: int = 0
+    """Place of the first position."""
 
 
 def parse_query_growth(config: JsonFields, max_position_embeddings: int) -> QueryGrowth | None:

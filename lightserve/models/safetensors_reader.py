@@ -250,7 +250,8 @@ class StackedExperts:
     gate_up_proj [experts, inputs, gates and ups by turns]    its bias without inputs
     down_proj    [experts, inputs, outputs]
 
-    In MXFP4 outputs come before groups of inputs, with `Stacked.HALVES` before inputs.
+    In MXFP4 outputs come before groups of inputs, with `Stacked.HALVES` before inputs; there and
+    with `Stacked.INPUTS` gates come before ups.
     """
 
     def __init__(self, reader: SafetensorsReader, config: ModelConfig) -> None:
@@ -260,7 +261,8 @@ class StackedExperts:
         self.has = reader.has
         self._reader = reader
         self._is_packed = moe.stacked is Stacked.MXFP4
-        self._has_halves = moe.stacked is Stacked.HALVES
+        self._has_halves = moe.stacked in (Stacked.HALVES, Stacked.INPUTS)
+        self._has_outputs_first = moe.stacked is Stacked.HALVES
         hidden, inner = config.hidden_size, moe.intermediate_size
         self._shapes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         self._last: tuple[str, int, Tensor] | None = None
@@ -314,12 +316,12 @@ class StackedExperts:
         name = f"{_stacked(match)}_bias" if is_bias else _stacked(match)
         if self._last is None or self._last[:2] != (name, number):
             shape = self._shapes[_stacked(match).rpartition(".")[2]]
-            sizes = shape[::-1] if self._has_halves else shape[is_bias:]
+            sizes = shape[::-1] if self._has_outputs_first else shape[is_bias:]
             part = torch.empty(1, *sizes, dtype=self.dtype, device=self.device)
             self._reader.read_into(part, name, rows=Part(number, 1))
             self._last = (name, number, part[0])
         part = self._last[2]
-        return part if is_bias or self._has_halves else part.T
+        return part if is_bias or self._has_outputs_first else part.T
 
     def _half(self, outputs: Tensor, match: re.Match[str]) -> Tensor:
         """Return gates or ups of a tensor that has both."""

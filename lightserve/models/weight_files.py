@@ -16,12 +16,14 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from lightserve.errors import ModelLoadError
+from lightserve.models.architectures import WITHOUT_NORM_WEIGHTS
 from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_config import as_stored, family_of, name_in_file, one_by_one
 from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
 from lightserve.models.json_fields import JsonFields, read_json_object
-from lightserve.models.moe_config import MXFP4_GROUP, LatentConfig, MoeConfig, Stacked
+from lightserve.models.latent_config import LatentConfig
+from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
 from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -154,7 +156,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         for name, size in norms.items():
             shapes[f"{prefix}.{name}.weight"] = (size,)
-            if config.has_layer_norm and config.has_norm_bias:
+            if config.layer_norm_bias:
                 shapes[f"{prefix}.{name}.bias"] = (size,)
     return shapes
 
@@ -165,7 +167,7 @@ def _norms(config: ModelConfig) -> dict[str, int]:
     if config.has_whole_qk_norm:
         norms["self_attn.q_norm"] = config.num_heads * config.head_dim
         norms["self_attn.k_norm"] = config.num_kv_heads * config.head_dim
-    if config.qk_norm:
+    if config.qk_norm and config.architecture not in WITHOUT_NORM_WEIGHTS:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     if (latent := config.latent) is not None:
         norms["self_attn.kv_a_layernorm"] = latent.rank
@@ -183,7 +185,7 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.has_embedding_norm:
         shapes[f"{EMBEDDING_NORM}.weight"] = shapes[f"{EMBEDDING_NORM}.bias"] = (hidden,)
-    if config.has_layer_norm and config.has_norm_bias:
+    if config.layer_norm_bias:
         shapes["model.norm.bias"] = (hidden,)
     if config.position_offset is not None:
         num_positions = config.max_position_embeddings + config.position_offset

@@ -299,6 +299,7 @@ def _check_options(
 ) -> None:
     """Refuse options that do not go with the kernels."""
     check_latents(config, model_config, kernels)
+    check_chunks(config, model_config, kernels)
     if config.speculation != "off" and device.type != "cpu" and Can.GRAPHS not in kernels.can:
         raise ConfigError(
             f"--speculation {config.speculation} needs kernels that read on the device where rows"
@@ -395,6 +396,21 @@ def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
     if dtype is not torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--quantization fp8 needs --dtype bfloat16 on a GPU, got {name}")
+
+
+def check_chunks(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
+    """Check that chunks of attention are cut where rows are known on the host.
+
+    Raises:
+        ConfigError: passes are recorded, and the context is longer than a chunk.
+    """
+    chunk = model_config.attention_chunk
+    length = resolve_context_len(config.max_model_len, model_config)
+    if chunk is not None and length > chunk and Can.GRAPHS in kernels.can:
+        raise ConfigError(
+            f"--max-model-len must be at most {chunk} with the {kernels.name} kernels, which do not"
+            f" attend within chunks (attention_chunk_size), got {length}"
+        )
 
 
 def check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:

@@ -21,7 +21,7 @@ from lightserve.router.kv.cache import Preemption
 
 PLAIN: dict[str, Any] = {}
 BITS: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
-LATENT = ("DeepseekV2", "DeepseekV3")
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
 """Without `--batch-invariant` and KV of 8 bits."""
 OWN_LAYERS = ("opt-350m",)
 """Models of a family whose layers are not those of its first."""

@@ -22,7 +22,7 @@ from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config
-from lightserve.worker.build import check_latents
+from lightserve.worker.build import check_chunks, check_latents
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 
@@ -179,3 +179,12 @@ def test_kernels_and_types_that_are_refused(tmp_path: Path) -> None:
         check_latents(plain, config, InvariantKernels())
     with pytest.raises(ConfigError, match="--kv-dtype int8 does not go with DeepseekV2"):
         check_latents(ServeConfig(model=str(path), kv_dtype="int8"), config, TorchKernels())
+
+
+def test_a_context_beyond_a_chunk_needs_rows_on_the_host(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("llama4"), tmp_path)
+    config = load_model_config(path)
+    check_chunks(ServeConfig(model=str(path)), config, TorchKernels())
+    check_chunks(ServeConfig(model=str(path), max_model_len=40), config, TritonKernels())
+    with pytest.raises(ConfigError, match=r"at most 40 with the triton kernels.*got 41"):
+        check_chunks(ServeConfig(model=str(path), max_model_len=41), config, TritonKernels())

@@ -110,6 +110,7 @@ def test_a_file_saved_without_its_output_layer_has_shorter_names(tmp_path: Path)
         ("mistral-full", "mistral"),
         ("ministral3", "ministral3"),
         ("mistral4", "mistral4"),
+        ("llama4", "llama4_text"),
     ],
 )
 def test_the_text_part_of_a_model_that_sees_images(
@@ -121,7 +122,8 @@ def test_the_text_part_of_a_model_that_sees_images(
     file = tmp_path / "config.json"
     text = json.loads(file.read_text())
     dtype, architecture = text.pop("dtype"), text.pop("architectures")[0]
-    family = "Gemma3" if "Gemma3" in architecture else "Mistral3"
+    families = ("Gemma3", "Llama4")
+    family = next((name for name in families if name in architecture), "Mistral3")
     whole = f"{family}ForConditionalGeneration"
     values = {"architectures": [whole], "text_config": {**text, "model_type": kind}, "dtype": dtype}
     file.write_text(json.dumps(values))
@@ -165,6 +167,37 @@ def test_gemma3_that_sees_images_has_sizes_of_its_own(tmp_path: Path) -> None:
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope == LinearRope(theta=1_000_000.0, factor=8.0)
     assert ours.dtype == "bfloat16" and ours.sliding_windows[4:7] == (1024, None, 1024)
+
+
+def test_llama4_as_it_is_published(tmp_path: Path) -> None:
+    """Scout's text says what is here, and is transformers' in what it leaves out."""
+    text = {
+        "attn_temperature_tuning": 4,
+        "max_position_embeddings": 10485760,
+        "model_type": "llama4_text",
+        "no_rope_layers": [],
+        "num_hidden_layers": 48,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 0.5,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+    }
+    values = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours = load_model_config(tmp_path)
+    theirs = transformers.Llama4TextConfig(**{**text, "attn_temperature_tuning": True})
+    assert sorted(ours.unrotated_layers) == [
+        i for i, flag in enumerate(theirs.no_rope_layers) if not flag
+    ]
+    assert ours.attention_chunk == theirs.attention_chunk_size == 8192
+    assert ours.query_growth == (theirs.attn_scale, theirs.floor_scale, 1)
+    assert ours.moe is not None and ours.moe.layers == frozenset(theirs.moe_layers)
+    assert ours.moe.intermediate_size == theirs.intermediate_size
+    assert ours.intermediate_size == theirs.intermediate_size_mlp and ours.qk_norm
 
 
 def test_minimax_m2_as_it_is_published(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ FLOAT32_MODELS = (
     "qwen2-moe",
     "minimax-m2-all",  # a norm over the heads of all ranks, and experts
     "glm4-moe",
+    "llama4",  # each rank attends within chunks, and scales the inputs of its parts of experts
     "mistral4",  # experts in one tensor, of which each rank has a part
     "deepseek-v2",  # one latent vector on every rank
     "gpt-oss",  # biases of experts, which rank 0 alone may add, and sinks of each rank's heads

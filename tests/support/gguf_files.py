@@ -17,7 +17,8 @@ from torch import Tensor
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
 from lightserve.models.gguf_families import DEEPSEEK3, FALCON2, FAMILIES, MIXTRAL, OLMO3, GgufFamily
-from lightserve.models.moe_config import FP4_HALVES, LatentConfig
+from lightserve.models.latent_config import LatentConfig
+from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
@@ -148,7 +149,7 @@ _WITHOUT_WINDOW = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "starcoder
 
 def sizes_of(sizes: ModelConfig, name: str) -> dict[str, Any]:
     """Return what all files of architecture `name` have."""
-    norm = "layer_norm_epsilon" if sizes.has_layer_norm else "layer_norm_rms_epsilon"
+    norm = "layer_norm_epsilon" if sizes.layer_norm_bias is not None else "layer_norm_rms_epsilon"
     return {
         "general.architecture": name,
         f"{name}.block_count": sizes.num_layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,42 @@ class AttentionInputs(NamedTuple):
     cos: Tensor
     """float32 [T, rotary_dim / 2]."""
     sin: Tensor
+
+
+def in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
+    """Return a batch that has a row for each chunk of positions in which a row has new tokens.
+
+    A token sees the positions of its own chunk of `size` alone then; what stands on the host must
+    be known.
+    """
+    if max(batch.host_context_lens, default=0) <= size:
+        return batch
+    rows, starts, q_lens, context_lens = [], [], [], []
+    for row, q_len, context_len in zip(
+        batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
+    ):
+        place = context_len - q_len
+        for start in range(place // size * size, max(context_len, 1), size):
+            end = min(context_len, start + size)
+            rows.append(row)
+            starts.append(start)
+            q_lens.append(end - place)
+            context_lens.append(end - start)
+            place = end
+    device, table = batch.rows.device, batch.req_to_slot
+    places = torch.tensor(starts)[:, None] + torch.arange(max(context_lens))
+    numbers = torch.tensor(rows)[:, None].to(device)
+    return replace(
+        batch,
+        req_to_slot=table[numbers, places.clamp(max=table.shape[1] - 1).to(device)],
+        rows=torch.arange(len(rows), device=device),
+        cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).to(device, torch.int32),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        host_rows=range(len(rows)),
+        host_q_lens=q_lens,
+        host_context_lens=context_lens,
+        prepared={},
+    )
 
 
 class Attention(Protocol):
@@ -190,7 +227,8 @@ def growth_of_queries(context: ModelContext) -> Tensor | None:
     growth, reader = context.config.query_growth, context.reader
     if growth is None:
         return None
-    lengths = torch.arange(context.context_len).div(growth.length, rounding_mode="floor")
+    places = torch.arange(growth.first, growth.first + context.context_len)
+    lengths = places.div(growth.length, rounding_mode="floor")
     factors = 1.0 + growth.beta * torch.log(1.0 + lengths)
     return factors.to(reader.device, reader.dtype)[:, None, None]
 

@@ -141,6 +141,7 @@ class ExpertMLP:
         self._router = _Router(context, f"{prefix}.{moe.router}", moe)
         names = [f"{prefix}.experts.{number}" for number in range(moe.num_experts)]
         self._experts = _experts(context, names, moe)
+        self._scales_inputs = moe.scales_inputs
         self._tp = context.tp
         self._shared: MLP | None = None
         self._shared_gate: Linear | None = None
@@ -152,13 +153,26 @@ class ExpertMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
         chosen, weights = self._router(x)
-        out = self._experts.mix(x, chosen, weights)
+        if self._scales_inputs:
+            out = self._of_scaled(x, chosen, weights)
+        else:
+            out = self._experts.mix(x, chosen, weights)
         if self._shared is not None:
             shared = self._shared.share(x)
             if self._shared_gate is not None:
                 shared = shared * sigmoid(self._shared_gate.apply(x))
             out = out + shared
         return self._tp.all_reduce(out)
+
+    def _of_scaled(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of experts of inputs that are scaled by the experts' weights."""
+        ones = torch.ones_like(weights[:, :1])
+        places = [slice(place, place + 1) for place in range(chosen.shape[1])]
+        parts = [
+            self._experts.mix(x * weights[:, place].to(x.dtype), chosen[:, place], ones)
+            for place in places
+        ]
+        return sum(parts[1:], parts[0])
 
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `FeedForward.behind`."""

@@ -483,7 +483,7 @@ class ModelContext:
         """Load the normalisation `name`."""
         config, reader = self.config, self.reader
         weight = read_vector(reader, f"{name}.weight", size, offset=config.norm_offset)
-        if not config.has_layer_norm:
+        if config.layer_norm_bias is None:
             return RMSNorm(self.kernels, weight, config.rms_norm_eps)
-        bias = read_vector(reader, f"{name}.bias", size) if config.has_norm_bias else None
+        bias = read_vector(reader, f"{name}.bias", size) if config.layer_norm_bias else None
         return LayerNorm(self.kernels, weight, bias, config.rms_norm_eps)
