@@ -20,6 +20,7 @@ from support.grids import choose
 from support.storms import Storm, play
 
 from bench.scheduling.paper_loads import echo_load
+from lightserve.errors import ConfigError
 from lightserve.messages.common import (
     Int32Array,
     RegexConstraint,
@@ -318,3 +319,27 @@ def test_questions_about_one_document_go_on_from_its_end(tmp_path: Path) -> None
     assert together.hit_rate > 0.8
     rate = together.num_answers / together.seconds
     assert rate > 2.5 * as_they_came.num_answers / as_they_came.seconds
+
+
+def small(**options: Any) -> HybridConfig:
+    """Return a run of chats on the same model."""
+    hardware = virtual_gpus(MODELS["qwen3.5-0.8b"], GPUS["a100-80g"], 1)
+    values: dict[str, Any] = {"be": "closed:12", "be_lengths": "uniform:100-900,10-90"}
+    values |= {"duration_s": 4.0, "margin_s": 1.0, "hardware": hardware}
+    return HybridConfig(**(values | options))
+
+
+def test_a_pool_holds_a_state_and_a_request() -> None:
+    assert HybridRun(small(capacity_tokens=900 + 90 - 1 + 1590)) is not None
+    with pytest.raises(ConfigError, match="must be at least 2579, the most that one request"):
+        HybridRun(small(capacity_tokens=900 + 90 - 2 + 1590))
+
+
+def test_states_of_real_size_are_right(seen: Counter[str]) -> None:
+    """Real-time chats take the memory of others, which wait on the host for a while."""
+    chats = {"rt": "poisson:12", "rt_lengths": "uniform:100-400,10-60"}
+    run = HybridRun(small(capacity_tokens=14_000, host_kv_tokens=20_000, checks_kv=True, **chats))
+    run.advance(4.0)
+    assert sum(one.is_finished for one in run.seen()[RequestClass.BE]) > 30
+    assert seen["load_state"] > 0
+    run.core.check_integrity()

@@ -122,12 +122,12 @@ class States:
     def num_kept(self) -> int:
         """Slots that best-effort newcomers leave to snapshots, made or to come, that others await.
 
-        At most half of the pool. Else what one of them takes would cost the next ones more.
+        At most half of what is free or cached; what one takes of it costs the next ones more.
         """
         if self._tree is None:
             return 0
         num_slots = self._tree.num_awaited + self.num_slots * len(self._to_come)
-        return min(num_slots, self._pool.num_slots // 2)
+        return min(num_slots, (self._pool.num_free + self._tree.num_evictable) // 2)
 
     def hold(self, request: Request) -> None:
         """Keep the snapshot at the end of a request's cached prefix until its plan is whole."""
