@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from support.core_scenes import MAX_SEQS, Arrival, make_core, step_time, submit
 from support.grids import choose
 from support.storms import Storm, play
 
@@ -36,16 +37,18 @@ from lightserve.messages.router_worker import (
     unpack_decodes,
 )
 from lightserve.router.config import SchedulerConfig
+from lightserve.router.events import FromFrontend
 from lightserve.router.kv.cache import Preemption
 from lightserve.router.kv.host import Checkpoints
-from lightserve.router.kv.prefix_node import Hit
+from lightserve.router.kv.prefix_node import Hit, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.states import States, wanted_borders
 from lightserve.router.request import Request
 from lightserve.sim.hybrid import HybridConfig, HybridRun
+from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.virtual_gpus import GPUS, MODELS, virtual_gpus
 from lightserve.sim.worker import PlanError, SimulatedWorker
-from lightserve.types import RequestClass
+from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 NUM_STORMS = choose(30, 10_000)
 
@@ -343,3 +346,24 @@ def test_states_of_real_size_are_right(seen: Counter[str]) -> None:
     assert sum(one.is_finished for one in run.seen()[RequestClass.BE]) > 30
     assert seen["load_state"] > 0
     run.core.check_integrity()
+
+
+@pytest.mark.parametrize("num_state_slots", [0, 4])
+def test_the_next_turn_goes_on_from_the_end_of_the_last_one(num_state_slots: int) -> None:
+    """The state that a request leaves is a snapshot, at no cost: as far as KV alone would be."""
+    core = make_core("chunked", 64, cache_order=task_aware, max_model_len=200)
+    sizes = {"num_slots": 200, "num_state_slots": num_state_slots}
+    worker = SimulatedWorker(max_num_seqs=MAX_SEQS, max_model_len=200, **sizes)
+    simulation = Simulation(core, worker, step_time, **sizes)
+    prompt: list[int] = [7] * 30
+    found = []
+    for turn in range(3):
+        arrival = Arrival(0.0, len(prompt), 12, 12)
+        key = RequestKey(FrontendId(0), RequestId(turn))
+        event = FromFrontend(FrontendId(0), submit(turn, arrival, prompt=prompt))
+        simulation.run([TimedEvent(float(turn), event)])
+        outcome = simulation.outcomes[key]
+        found.append(outcome.num_cached_tokens)
+        prompt = [*prompt, *outcome.token_ids, *[8 + turn] * 10]
+    assert found == [0, 30 + 12 - 1, 42 + 10 + 12 - 1]  # of the last token there is no KV
+    core.check_integrity()

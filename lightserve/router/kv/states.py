@@ -16,8 +16,8 @@ slots where the tokens that are not computed again, by all that part there, are 
 a chunk or of a prompt has one where slots are free. When a request ends, its own slots become the
 snapshot of its last token, for the next turn of a conversation.
 
-Source: Marconi (Pan and others, 2025, sections 3 and 4) for borders at which prefixes part and for
-an eviction that weighs both kinds of memory; Echo (section 5) for the requests that wait.
+Sources: Marconi (Pan and others, MLSys 2025) for snapshots where prefixes part, and for an eviction
+that weighs both kinds of memory; Echo for the requests that wait.
 """
 
 from __future__ import annotations
