@@ -51,6 +51,11 @@ def _runs(request: Request) -> bool:
     return request.state is RUNNING
 
 
+def _num_held(request: Request) -> int:
+    """Return the slots of a request, with those of its state."""
+    return request.num_held_tokens + len(request.recurrent.slots)
+
+
 class MemoryPlan:
     """The step so far. `num_left` counts slots that are free or cached, less what was placed."""
 
@@ -193,15 +198,16 @@ class MemoryPlan:
         fitting = np.concatenate([rows[:count], rows[count:][np.array(is_placed, dtype=np.bool_)]])
         return self.not_stopped(fitting)
 
+    def most_at_once(self, request: Request, num_tokens: int) -> int:
+        """Return how many of a request's next tokens one step may compute, memory aside."""
+        return self._kv.states.cut(request, self._found(request).start, num_tokens)
+
     def place(self, part: Scheduled | Loading) -> Scheduled | Loading | Reason:
         """Add a part; return what of it fits, or why nothing does. Prompts that run may be cut."""
-        request, num_tokens = part
+        request = part.request
         self._untaken = None
         if self._has_stopped(request) or request in self._checkpointed:
             return Reason.KV_NOW
-        if isinstance(part, Scheduled) and self._kv.states.num_slots:
-            num_tokens = self._kv.states.cut(request, self._found(request).start, num_tokens)
-            part = Scheduled(request, num_tokens)
         if not _runs(request):
             return self._place_waiting(part) or part
         placed = self._place_running(Scheduled(*part))
@@ -486,7 +492,7 @@ class MemoryPlan:
             for junior in (self._holders[rank] for rank in reversed(ranks))
             if junior not in self._preempted
             and not self._seats.keeps(junior, self._taker)
-            and junior.num_held_tokens > self._checkpointed.get(junior, 0)
+            and _num_held(junior) > self._checkpointed.get(junior, 0)
         ]
         if self._drop_whole(juniors, missing):
             return

@@ -405,7 +405,8 @@ class Step:
             if rest == 0:
                 return Reason.TOKENS
         if how.num_tokens and not request.is_whole:
-            return Scheduled(request, how.num_tokens)
+            return Scheduled(request, self.memory.most_at_once(request, how.num_tokens))
+        rest = self.memory.most_at_once(request, rest)
         if how.is_whole or request.is_whole:
             is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
             if is_in:
