@@ -43,6 +43,7 @@ from lightserve.router.kv.host import Checkpoints
 from lightserve.router.kv.prefix_node import Hit, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.states import States, wanted_borders
+from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.sim.hybrid import HybridConfig, HybridRun
 from lightserve.sim.simulation import Simulation, TimedEvent
@@ -89,7 +90,10 @@ class LateGrammars(SimulatedWorker):
 
 
 class StateStorm(Storm):
-    """A storm over a model with states, of which worker groups differ in size."""
+    """A storm over a model with states, of which worker groups differ in size.
+
+    Who is late is not judged: a chunk that has to end before its draw may cost a decode its time.
+    """
 
     worker_type = LateGrammars
 
@@ -99,7 +103,7 @@ class StateStorm(Storm):
         if self.rng.random() < 0.5:  # often enough there is a host, with room for some
             self.num_host_slots = self.rng.choice([40, 90, 400])
             kv = dataclasses.replace(kv, preemption=Preemption.CHECKPOINT)
-        return dataclasses.replace(config, kv=kv)
+        return dataclasses.replace(config, kv=kv, policy=UnifiedPolicy())
 
     def start_workers(self) -> None:
         self.num_state_slots = random.Random(self._group).choice([1, 4, 7])
