@@ -63,11 +63,11 @@ class Resources:
     num_local: int
     """Loads and stores of local memory: spilled registers."""
     num_wgmma: int
-    """Matrix products of warp groups (HGMMA, of integers IGMMA; sm_90)."""
+    """Matrix products of warp groups (HGMMA, of integers IGMMA, of FP8 QGMMA; sm_90)."""
     num_tensor_memory: int
     """Matrix products whose sums are in tensor memory (UTCHMMA, …; sm_100)."""
     num_mma: int
-    """Matrix products of single warps (HMMA, of integers IMMA)."""
+    """Matrix products of single warps (HMMA, of integers IMMA, of FP8 QMMA)."""
     num_wide_loads: int
     """Loads of 16 bytes per thread, to registers (LDG.128) or shared memory (LDGSTS.128)."""
     num_async_copies: int
@@ -188,9 +188,9 @@ def read(launch: Launch) -> Resources:
     return Resources(
         num_registers=num_registers,
         num_local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        num_wgmma=len(re.findall(r"\b[HI]GMMA\b", code)),
+        num_wgmma=len(re.findall(r"\b[HIQ]GMMA\b", code)),
         num_tensor_memory=len(re.findall(r"\bUTC\w+MMA\b", code)),
-        num_mma=len(re.findall(r"\b[HI]MMA\b", code)),
+        num_mma=len(re.findall(r"\b[HIQ]MMA\b", code)),
         num_wide_loads=len(re.findall(r"\b(?:LDG|LDGSTS)\S*\.128\b", code)),
         num_async_copies=len(re.findall(r"\bLDGSTS\b", code)),
         shared_bytes=launch.shared_bytes,

@@ -68,6 +68,8 @@ class Engine(NamedTuple):
     kv_dtype: torch.dtype | None = None
     keeps_files: bool = True
     """Whether weights that are quantised in the files stay so where they can."""
+    backend: str = "auto"
+    """Its kernels, as --attention-backend names them."""
 
 
 ENGINES = {
@@ -78,6 +80,7 @@ ENGINES = {
     "int4": Engine(torch.bfloat16, "int4"),
     "fp8": Engine(torch.bfloat16, "fp8"),
     "KV int8": Engine(torch.bfloat16, kv_dtype=torch.int8),
+    "KV fp8": Engine(torch.bfloat16, kv_dtype=torch.uint8, backend="reference"),
 }
 
 
@@ -133,7 +136,7 @@ def texts(model_dir: Path, num_tokens: int) -> list[Tensor]:
 
 def logits_of(model_dir: Path, engine: Engine, sequences: Sequence[Tensor]) -> Tensor:
     """Return logits [all tokens, vocab] of an engine: prompts whole, then token by token."""
-    kernels = make_kernels("auto", batch_invariant=False)
+    kernels = make_kernels(engine.backend, batch_invariant=False)
     is_stored = engine.keeps_files and quantised_as(model_dir, load_model_config(model_dir))
     method = linear_method(engine.quantization, kernels, engine.dtype, is_stored=bool(is_stored))
     loaded = load_tiny(model_dir, engine.dtype, kernels, method=method)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import (
+    WORD_BYTES,
     AttentionBatch,
     MostTokens,
     QKNorm,
@@ -30,7 +31,7 @@ from lightserve.kernels.interface import (
 )
 from lightserve.kernels.triton import elementwise, experts, quantized
 from lightserve.kernels.triton.attention import attention
-from lightserve.kernels.triton.configs import GPUS, AttentionConfigs
+from lightserve.kernels.triton.configs import GPUS, KV_KINDS, AttentionConfigs, gpu_of
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
 from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, ProductKey, candidates
@@ -144,6 +145,13 @@ def attention_batch(name: str) -> AttentionBatch:
     )
 
 
+def pools_of(num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv: str) -> Tensor:
+    """Return pools of keys and values of a kind, one of `KV_KINDS` or plain."""
+    of_kind = {kind: (head_dim + WORD_BYTES, own) for own, kind in KV_KINDS.items()}
+    size, own = of_kind.get(kv, (head_dim, dtype))
+    return meta(2, num_kv_heads, 100_001, size, dtype=own).transpose(1, 2)
+
+
 def attend(
     num_heads: int,
     num_kv_heads: int,
@@ -153,11 +161,12 @@ def attend(
     dtype: torch.dtype = torch.bfloat16,
     rows: str = "mixed",
     mod: str = "",
+    kv: str = "plain",
 ) -> None:
     """Launch attention as a model does: queries are a view, pools have a head's slots together."""
     batch = attention_batch(rows)
     qkv = meta(len(batch.positions), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    pools = meta(2, num_kv_heads, 100_001, head_dim, dtype=dtype).transpose(1, 2)
+    pools = pools_of(num_kv_heads, head_dim, dtype, kv)
     configs = AttentionConfigs()
     attention(
         qkv[:, :num_heads],
@@ -184,9 +193,11 @@ def attention_case(
     *,
     rows: str = "mixed",
     mod: str = "",
+    kv: str = "plain",
 ) -> Case:
     """Return a batch of this shape; `mod`: what is done to scores."""
     name = f"attention {num_heads}/{num_kv_heads} heads of {head_dim}"
+    name += "" if kv == "plain" else f", {kv} KV"
     name += f", {mod}" if mod else ""
     name += f", window {window}" if window else ""
     name += "" if dtype == torch.bfloat16 else f", {str(dtype).removeprefix('torch.')}"
@@ -194,9 +205,9 @@ def attention_case(
     return Case(
         name,
         lambda: attend(
-            num_heads, num_kv_heads, head_dim, window=window, dtype=dtype, rows=rows, mod=mod
+            num_heads, num_kv_heads, head_dim, window=window, dtype=dtype, rows=rows, mod=mod, kv=kv
         ),
-        wide_loads="prefill|decode|merge",
+        wide_loads="prefill|decode|merge" if kv == "plain" else "merge",
         wgmma="prefill" if dtype.itemsize == 2 else "$^",
         resident="decode",
     )
@@ -237,13 +248,15 @@ def gate(width: int) -> None:
     elementwise.silu_and_mul(meta(256, 2 * width))
 
 
-def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool) -> Case:
+def rotate_case(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool, kv: str = "plain"
+) -> Case:
     """Return rotary and KV write of a model's heads, views of one product."""
 
     def call() -> None:
         qkv = meta(256, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)
-        pools = meta(2, num_kv_heads, 100_001, head_dim).transpose(1, 2)
+        pools = pools_of(num_kv_heads, head_dim, torch.bfloat16, kv)
         angles = meta(256, head_dim // 2, dtype=torch.float32)
         rotate_and_write(
             q,
@@ -258,6 +271,7 @@ def rotate_case(num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: b
         )
 
     name = f"rotate, write {num_heads}/{num_kv_heads} heads of {head_dim}"
+    name += "" if kv == "plain" else f", {kv} KV"
     return Case(name + (", QK-norm" if has_norm else ""), call)
 
 
@@ -308,10 +322,11 @@ def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> Non
         factors = meta(1, num_outputs, dtype=torch.float32)
         quantized.linear_rounded(x, Int8Weight(integers, factors, num_outputs), None)
     elif kind.startswith("fp8"):
-        group = num_inputs if kind == "fp8 of outputs" else group
+        group = num_inputs if "of outputs" in kind else group
         values = meta(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
         factors = meta(num_inputs // group, num_outputs, dtype=torch.float32)
-        quantized.linear_fp8(x, Fp8Weight(values, factors, group), None)
+        is_rounded = "by fp8" in kind and gpu_of(x.device).capability >= 89
+        quantized.linear_fp8(x, Fp8Weight(values, factors, group, rounds_rows=is_rounded), None)
     else:
         bits = 4 if kind == "int4" else 8
         group = 32 if kind == "uint8" else group
@@ -325,14 +340,17 @@ def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> Non
 def mix_packed(kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> None:
     """Go through a block of experts that are packed, as gpt-oss has them or plain."""
     num_experts, num_chosen, hidden, size = sizes
-    group, block_k, bits = {"fp4": (32, 32, 4), "int4": (128, 64, 4), "int8": (0, 128, 8)}[kind]
+    group, block_k, bits = {
+        "fp4": (32, 32, 4), "int4": (128, 64, 4), "int8": (0, 128, 8), "fp8 by fp8": (128, 128, 8)
+    }[kind]  # fmt: skip
+    has_fp8 = kind.startswith("fp8") and gpu_of(meta(1).device).capability >= 89
 
     def experts_of(outputs: int, inputs: int) -> PackedExperts:
         rows, groups = num_experts * outputs, inputs // group if group else 1
         value_dtype = torch.int8 if kind == "int8" else torch.uint8
         factor_dtype = torch.float16 if kind == "int4" else torch.float32
         return PackedExperts(
-            kind,
+            kind.partition(" ")[0],
             meta(rows, -(-inputs // (2 * block_k)) * block_k, dtype=value_dtype)
             if bits == 4
             else meta(rows, inputs, dtype=value_dtype),
@@ -340,7 +358,8 @@ def mix_packed(kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> 
             meta(groups, rows, dtype=torch.uint8) if kind == "int4" else None,
             num_experts,
             group,
-            block_k,
+            block_k if has_fp8 or bits == 4 or not group else 64,
+            has_fp8,
         )
 
     experts.mix_experts(
@@ -360,8 +379,12 @@ PACKED_MIXTURES = {
     "fp4": (32, 4, 2880, 2880),
     "int4": (8, 2, 4096, 14336),
     "int8": (128, 8, 2048, 768),
+    "fp8 by fp8": (128, 8, 2048, 768),
 }
-PACKED_KINDS = ("int8", "int8 by int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks")
+PACKED_KINDS = (
+    "int8", "int8 by int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks",
+    "fp8 by fp8 of outputs", "fp8 by fp8 in blocks",
+)  # fmt: skip
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 
 
@@ -448,6 +471,21 @@ CASES: list[Case] = [
         )
         for rows in ("mixed", "cut")
     ),
+    *(
+        attention_case(*heads, window, torch.bfloat16, rows=rows, mod=mod, kv=kv)
+        for heads, window, mod in (
+            ((32, 8, 128), None, ""),
+            ((28, 4, 128), 4096, ""),
+            ((32, 32, 64), None, ""),
+            ((14, 2, 64), None, ""),
+            ((32, 32, 96), None, ""),
+            ((32, 16, 256), None, ""),
+            ((8, 4, 256), 4096, "cap"),
+            ((64, 8, 64), 128, "sinks"),
+        )
+        for rows in ("mixed", "cut", "recorded")
+        for kv in KV_KINDS.values()
+    ),
     *(latent_case(heads, rows) for heads in (16, 8, 128) for rows in ("mixed", "cut", "recorded")),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
@@ -457,6 +495,11 @@ CASES: list[Case] = [
         rotate_case(*heads, has_norm=has_norm)
         for heads in ((32, 8, 128), (14, 2, 64), (40, 40, 80), (4, 1, 128))
         for has_norm in (False, True)
+    ),
+    *(
+        rotate_case(*heads, has_norm=has_norm, kv=kv)
+        for heads, has_norm in (((32, 8, 128), False), ((40, 40, 80), True))
+        for kv in KV_KINDS.values()
     ),
     *(few_rows_case(*sizes, num_rows) for sizes in FEW_ROWS for num_rows in PRODUCT_ROWS),
     *(

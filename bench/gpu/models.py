@@ -49,7 +49,9 @@ from lightserve.models.base import Model, Part, TensorParallel, kv_layout
 from lightserve.models.config import CONFIG_FILE, ModelConfig, load_model_config
 from lightserve.models.families import build_model
 from lightserve.models.layers.linear import ModelContext, UnquantizedMethod
-from lightserve.models.weight_files import EMBEDDING, expected_tensors
+from lightserve.models.layers.quantized import StoredMethod
+from lightserve.models.stored_weights import StoredWeight
+from lightserve.models.weight_files import EMBEDDING, LM_HEAD, expected_tensors
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
@@ -256,6 +258,8 @@ class Sequences:
 
 BYTES = 2
 """Of a bfloat16."""
+FP8_BLOCK, FP8_SPREAD = 128, 64.0
+"""Inputs that share a factor, and the standard deviation of their values."""
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -325,6 +329,28 @@ class RandomReader:
         target.normal_(mean, std, generator=self._generator)
 
 
+class Fp8Reader(RandomReader):
+    """The same of a checkpoint whose products' weights are FP8, in blocks of 128."""
+
+    def read_stored(
+        self, name: str, *, rows: Part | None = None, columns: Part | None = None
+    ) -> StoredWeight | None:
+        """See `WeightReader.read_stored`."""
+        shape = self._shapes[name]
+        if len(shape) < 2 or name in (EMBEDDING, LM_HEAD):
+            return None
+        wanted = [
+            size if part is None else part.size
+            for size, part in zip(shape, (rows, columns), strict=True)
+        ]
+        numbers = torch.empty(wanted, device=self.device).normal_(generator=self._generator)
+        values = (numbers * FP8_SPREAD).to(torch.float8_e4m3fn)
+        groups = -(-wanted[1] // FP8_BLOCK)
+        factor = _moments(name, shape)[1] / FP8_SPREAD
+        factors = torch.full((wanted[0], groups), factor, device=self.device)
+        return StoredWeight(values, factors, None, 8, FP8_BLOCK)
+
+
 def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Return mean and standard deviation of a tensor's values."""
     if name.endswith("norm.weight"):
@@ -343,16 +369,18 @@ def load_random(
     tp: TensorParallel,
     context_len: int | None = None,
     device: torch.device | None = None,
+    is_fp8: bool = False,
     **_: Any,
 ) -> Model:
     """Do what `load_model` does, without files but `path`/config.json."""
     del path
+    make = Fp8Reader if is_fp8 else RandomReader
     context = ModelContext(
         config=config,
-        reader=RandomReader(config, dtype=dtype, device=device or torch.device("cpu")),
+        reader=make(config, dtype=dtype, device=device or torch.device("cpu")),
         kernels=kernels,
         tp=tp,
-        method=UnquantizedMethod(kernels),
+        method=StoredMethod(kernels) if is_fp8 else UnquantizedMethod(kernels),
         context_len=context_len or config.max_position_embeddings,
     )
     return build_model(context)
@@ -406,11 +434,12 @@ class RandomModel:
         machine: Machine,
         *,
         kernels: Kernels | None = None,
+        is_fp8: bool = False,
         **flags: Any,
     ) -> ModelRunner:
         """Return the server's own runner over random weights; `flags` as `ServeConfig`'s.
 
-        `kernels`: others than the configuration's.
+        `kernels`: others than the configuration's. `is_fp8`: weights are as FP8 files have them.
         """
         machine.release()
         defaults: dict[str, Any] = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
@@ -419,7 +448,8 @@ class RandomModel:
         config = ServeConfig(model=str(self.path), **(defaults | flags))
 
         def load(*args: Any, **options: Any) -> Model:
-            return load_random(*args, **(options | ({"kernels": kernels} if kernels else {})))
+            own = {"kernels": kernels} if kernels else {}
+            return load_random(*args, **(options | own), is_fp8=is_fp8)
 
         return build_runner(config, load=load)
 

@@ -66,6 +66,7 @@ _GRAPHS = {True: "graphs on", False: "graphs off"}
 MAX_SMALL_RATIO = 2.5
 MAX_RATIO_ONE, MAX_RATIO_BATCH = 1.17, 1.22
 MAX_MIXED_RATIO = 1.03
+MAX_EIGHT_BITS = 0.62
 MIN_PREFILL_PCT = 78.0
 
 
@@ -114,6 +115,33 @@ def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rat
     _mixed(bench, runner, rows, model, scale)
     _by_rows(bench, runner, rows, scale)
     _prefill(bench, runner, model, scale, rate)
+
+
+def eight_bits(bench: Bench) -> None:
+    """Time decodes by FP8 weights in blocks, with KV of FP8, beside those in bfloat16."""
+    scale = REHEARSED if bench.rehearse else GPU
+    small = {"is_fp8": True, "kv_dtype": "fp8" if bench.machine.is_gpu else "int8"}
+    times: list[dict[int, float]] = []
+    with TemporaryDirectory() as directory:
+        model = RandomModel.make(Path(directory), scale.llama)
+        for flags in ({}, small):
+            runner = _runner(bench, model, scale, num_rows=scale.batch, **flags)
+            rows = _filled(runner, model, scale, scale.batch)
+            times.append({
+                num_rows: run_plans(
+                    runner, rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
+                ).median_s
+                for num_rows in (1, scale.batch)
+            })  # fmt: skip
+            del runner
+    for num_rows, plain_s in times[0].items():
+        bench.rows.figure(
+            f"Llama-3-8B shape in FP8 with FP8 KV, batch {num_rows}: to bfloat16",
+            times[1][num_rows] / plain_s,
+            "x",
+            at_most=MAX_EIGHT_BITS,
+            note=f"{1e3 * times[1][num_rows]:.4g} ms, bfloat16 {1e3 * plain_s:.4g} ms",
+        )
 
 
 def _mixed(
@@ -184,7 +212,9 @@ def _prefill(
     )
 
 
-def _runner(bench: Bench, model: RandomModel, scale: Scale, *, num_rows: int) -> ModelRunner:
+def _runner(
+    bench: Bench, model: RandomModel, scale: Scale, *, num_rows: int, **flags: Any
+) -> ModelRunner:
     """Return a runner whose pool holds the rows, and the long prompt."""
     per_row = scale.context + scale.num_steps
     return model.runner(
@@ -192,6 +222,7 @@ def _runner(bench: Bench, model: RandomModel, scale: Scale, *, num_rows: int) ->
         max_num_seqs=num_rows + 1,
         max_num_batched_tokens=scale.budget,
         max_kv_tokens=max(num_rows * per_row + max(scale.chunks), scale.prefill) + 64,
+        **flags,
     )
 
 

@@ -77,9 +77,9 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     kv_dtype: str = option(
         "auto",
         "Type of keys and values: auto is the model's; int8 keeps 8 bits of each number and a"
-        " factor for each head, so that nearly twice the tokens fit (the CPU's native kernels"
-        " alone).",
-        choices=("auto", "int8"),
+        " factor for each head, so that nearly twice the tokens fit (the CPU's native kernels,"
+        " and Triton's on a GPU). fp8 keeps floating point of 8 bits (e4m3) instead, on GPUs.",
+        choices=("auto", "int8", "fp8"),
         scope=Scope.PROFILE,
     )
     pooling: str = option(
@@ -359,7 +359,8 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
             has_gpu = self.quantization != "w8a8"
             self._check_native(f"--quantization {self.quantization}", has_gpu=has_gpu)
         if self.kv_dtype != "auto":
-            self._check_native(f"--kv-dtype {self.kv_dtype}")
+            what = f"--kv-dtype {self.kv_dtype}"
+            self._check_native(what, has_gpu=True, backends=("auto", "triton", "reference"))
         if not self.batch_invariant:
             return
         for flag, value, others in (
@@ -372,19 +373,21 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
                     f"--batch-invariant needs {flag} {' or '.join(others)}, got {value!r}"
                 )
 
-    def _check_native(self, what: str, *, has_gpu: bool = False) -> None:
+    def _check_native(
+        self, what: str, *, has_gpu: bool = False, backends: tuple[str, ...] = ("auto", "triton")
+    ) -> None:
         """Refuse options beside `what`, which the CPU's native kernels alone can do.
 
-        `has_gpu`: and Triton's.
+        `has_gpu`: and Triton's, and other `backends`.
         """
-        types, backends = ("auto", "bfloat16", "float32"), ("auto",)
+        types = ("auto", "bfloat16", "float32")
         for flag, given, others in (
             ("--dtype", self.dtype, (*types, "float16") if has_gpu else types),
             ("--device", self.device, ("auto", "cpu", "cuda") if has_gpu else ("auto", "cpu")),
             (
                 "--attention-backend",
                 self.attention_backend,
-                (*backends, "triton") if has_gpu else backends,
+                backends if has_gpu else ("auto",),
             ),
         ):
             if given not in others:

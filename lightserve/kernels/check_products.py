@@ -23,6 +23,7 @@ from lightserve.kernels.reference import (
     ReferenceKernels,
     numbers_of_fp4,
     numbers_of_groups,
+    rounded_to_e4m3,
     rounded_to_int8,
 )
 from lightserve.kernels.weights import ExpertBiases, PromptRuns
@@ -134,6 +135,13 @@ def fp8_linears(pair: Pair) -> Iterator[Comparison]:
             truth = ReferenceKernels().linear(x.float(), values.float() * grid, None)
             shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
             yield Comparison(f"fp8 linear ({name})", shape, result, truth)
+            if Can.FP8_PRODUCTS not in pair.kernels.can:
+                continue
+            with Poison():
+                result = pair.kernels.linear(x, packed._replace(rounds_rows=True), None)
+            own = rounded_to_e4m3(x, CHECKED_FP8_GROUP)
+            truth = ReferenceKernels().linear(own, values.float() * grid, None)
+            yield Comparison(f"fp8 by fp8 linear ({name})", shape, result, truth)
 
 
 def _size(shapes: KernelShapes) -> int:

@@ -37,6 +37,10 @@ from lightserve.kernels.weights import (
     Weight,
 )
 
+FACTOR_BYTES = 4
+"""A float32 factor stands behind the numbers of a head that are kept in 8 bits."""
+WORD_BYTES = 8
+"""Bytes of which the heads of such pools are multiples on GPUs, whose loads are so wide then."""
 FEW_TOKENS = 9
 """Most new tokens of a row that is attended as a decode is: one, and eight drafts behind it."""
 MAX_FEW_TOKENS = 512
@@ -167,7 +171,9 @@ class Can(Flag):
     LATENTS = auto()
     """`attention` over values that have fewer numbers than keys."""
     INT8_KV = auto()
-    """`rotate_and_write` and `attention` with pools of 8 bits."""
+    """`rotate_and_write` and `attention` with pools of int8."""
+    FP8_KV = auto()
+    """`rotate_and_write` and `attention` with pools of uint8, whose numbers are float8_e4m3fn."""
     GRAPHS = auto()
     """Passes can be recorded as CUDA graphs. A pass of decodes alone, or with
     `AttentionBatch.most`, reads nothing on the host but the number of rows, and copies nothing
@@ -182,6 +188,8 @@ class Can(Flag):
     FP8 = auto()
     """Weights of 8-bit floating point (`pack_fp8`), and products of integers by integers
     (`Int8Weight.rounds_rows`)."""
+    FP8_PRODUCTS = auto()
+    """Products of floating point of 8 bits by the same, see `Fp8Weight.rounds_rows`."""
     ROUNDED_PROMPTS = auto()
     """Products of integers of 8 bits by integers, of prompts' tokens in bfloat16: those by an
     `Int8Weight` with `prompts`."""
@@ -296,7 +304,8 @@ class Kernels(Protocol):
         As `rms_norm`, `rotary` and `write_kv`, whose arguments these are, one after the other.
         May overwrite q and k. Kernels of `Can.INT8_KV` also take pools of int8 [S, Hkv, D + 4]:
         each head's numbers are rounded to 8 bits by the largest of them, and their factor, a
-        float32, stands behind them.
+        float32, stands behind them. So are those of pools of uint8, with `Can.FP8_KV`. A head may
+        have more bytes, which nothing reads.
         """
         if qk_norm is not None:
             q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
@@ -542,6 +551,8 @@ class KernelShapes:
     has_expert_biases: bool = False
     has_sinks: bool = False
     """Whether the softmax of attention has a score more."""
+    pool_dtype: torch.dtype | None = None
+    """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of a layer's products, by name."""

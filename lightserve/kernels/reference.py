@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import AttentionBatch, Can, Kernels, ScoreMod
+from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch, Can, Kernels, ScoreMod
 from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts, Weight
 
 
@@ -40,20 +40,35 @@ def int8_by_int8(x: Tensor, integers: Tensor, factors: Tensor) -> Tensor:
     return sums * (factors * torch.where(is_zero, 0.0, largest / 127.0))
 
 
-def kv_as_int8(kv: Tensor) -> Tensor:
-    """Return keys or values [..., D] as `Can.INT8_KV` stores them, int8 [..., D + 4]."""
+def kv_in_8_bits(kv: Tensor, dtype: torch.dtype, word: int = 1) -> Tensor:
+    """Return keys or values [..., D] as pools of `dtype` have them, int8 or uint8 [..., D + 4].
+
+    Zeros behind them fill up a multiple of `word` bytes.
+    """
     wide = kv.float()
     largest = wide.abs().amax(dim=-1, keepdim=True)
     is_zero = largest < 1e-30
-    inverse = torch.full_like(largest, 127.0) / largest
-    integers = (wide * torch.where(is_zero, 0.0, inverse)).round().to(torch.int8)
-    factors = torch.where(is_zero, 0.0, largest / 127.0)
-    return torch.cat([integers, factors.view(torch.int8)], dim=-1)
+    top = torch.full_like(largest, 127.0 if dtype is torch.int8 else 448.0)
+    scaled = wide * torch.where(is_zero, 0.0, top / largest)
+    own = scaled.round().to(dtype) if dtype is torch.int8 else scaled.to(torch.float8_e4m3fn)
+    factors = torch.where(is_zero, 0.0, largest / top)
+    found = torch.cat([own.view(dtype), factors.view(dtype)], dim=-1)
+    return F.pad(found, (0, -found.shape[-1] % word))
 
 
-def numbers_of_int8_kv(kv: Tensor) -> Tensor:
-    """Return the numbers that int8 [..., D + 4] stands for, float32 [..., D]."""
-    return kv[..., :-4].float() * kv[..., -4:].contiguous().view(torch.float32)
+def numbers_of_8_bit_kv(kv: Tensor, head_dim: int) -> Tensor:
+    """Return the numbers that int8 or uint8 [..., D + 4 or more] stands for, float32 [..., D]."""
+    own, factors = kv[..., :head_dim].contiguous(), kv[..., head_dim : head_dim + FACTOR_BYTES]
+    numbers = own.float() if kv.dtype is torch.int8 else own.view(torch.float8_e4m3fn).float()
+    return numbers * factors.contiguous().view(torch.float32)
+
+
+def rounded_to_e4m3(x: Tensor, group_size: int) -> Tensor:
+    """Return the numbers that kernels of `Can.FP8_PRODUCTS` make of rows [N, K], in float32."""
+    parts = [x[:, start : start + group_size] for start in range(0, x.shape[1], group_size)]
+    small = [kv_in_8_bits(part, torch.uint8) for part in parts]
+    pairs = zip(small, parts, strict=True)
+    return torch.cat([numbers_of_8_bit_kv(own, part.shape[1]) for own, part in pairs], dim=1)
 
 
 def numbers_of_groups(integers: Tensor, factors: Tensor, zeros: Tensor, group_size: int) -> Tensor:
@@ -78,7 +93,7 @@ class ReferenceKernels(Kernels):
     """See `Kernels`."""
 
     name = "reference"
-    can = Can.LATENTS | Can.EXPERTS
+    can = Can.LATENTS | Can.EXPERTS | Can.INT8_KV | Can.FP8_KV
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""
@@ -142,9 +157,12 @@ class ReferenceKernels(Kernels):
     def write_kv(
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
     ) -> None:
-        """See `Kernels.write_kv`."""
-        k_pool[slot_mapping] = k
-        v_pool[slot_mapping] = v
+        """See `Kernels.write_kv`; also of 8 bits."""
+        for pool, numbers in ((k_pool, k), (v_pool, v)):
+            own = numbers
+            if pool.dtype.itemsize == 1:
+                own = kv_in_8_bits(numbers, pool.dtype)
+            pool[slot_mapping, :, : own.shape[2]] = own
 
     def attention(
         self,
@@ -158,7 +176,8 @@ class ReferenceKernels(Kernels):
         score_mod: ScoreMod | None = None,
     ) -> Tensor:
         """See `Kernels.attention`: one row after the other, all of its context gathered."""
-        out, mod = q.new_empty(*q.shape[:2], v_pool.shape[2]), score_mod or ScoreMod()
+        is_small, mod = k_pool.dtype.itemsize == 1, score_mod or ScoreMod()
+        out = q.new_empty(*q.shape[:2], (q if is_small else v_pool).shape[2])
         start = 0
         for row, q_len, context_len in zip(
             batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
@@ -168,6 +187,8 @@ class ReferenceKernels(Kernels):
             slots = batch.req_to_slot[row, :context_len].long()
             rows = slice(start, start + q_len)
             k, v = k_pool[slots], v_pool[slots]
+            if is_small:
+                k, v = (numbers_of_8_bit_kv(part, q.shape[2]) for part in (k, v))
             out[rows] = _attend(q[rows], k, v, scale, sliding_window, mod=mod)
             start += q_len
         return out

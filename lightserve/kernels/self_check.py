@@ -34,12 +34,12 @@ from lightserve.kernels.check_products import (
     linears,
     packed_expert_products,
 )
-from lightserve.kernels.interface import Can, Kernels, KernelShapes, QKNorm, ScoreMod
-from lightserve.kernels.reference import ReferenceKernels, kv_as_int8, numbers_of_int8_kv
+from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, KernelShapes, QKNorm, ScoreMod
+from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
 from lightserve.kernels.select import make_kernels
 from lightserve.logs import one_line
 
-INT8_STEPS = 2.0
+STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
 CHECKED_CAP = 2.0
 """Cap of random scores, which are about 1: a model's own cap would change next to nothing."""
@@ -83,14 +83,17 @@ def check_quantized(
         )
 
 
-def check_int8_kv(kernels: Kernels, shapes: KernelShapes) -> None:
+def check_small_kv(kernels: Kernels, shapes: KernelShapes, device: torch.device) -> None:
     """Compare keys and values of 8 bits, written and attended, with the reference's of the same.
+
+    `shapes.pool_dtype` says of which.
 
     Raises:
         StartupError: one disagrees.
     """
-    pair = Pair(kernels, shapes, torch.device("cpu"))
-    reason = _first_difference(_int8_kv(pair), LIMITS[shapes.dtype])
+    assert shapes.pool_dtype is not None
+    comparisons = _small_kv(Pair(kernels, shapes, device), shapes.pool_dtype)
+    reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(
             f"the {kernels.name} kernels do not agree with the reference: {reason};"
@@ -281,8 +284,9 @@ def _score_mod(pair: Pair) -> ScoreMod | None:
     return ScoreMod(cap, slopes, sinks if shapes.has_sinks else None)
 
 
-def _int8_kv(pair: Pair) -> Iterator[Comparison]:
+def _small_kv(pair: Pair, dtype: torch.dtype) -> Iterator[Comparison]:
     """Attention over a batch's keys and values as they are, and once more over those written."""
+    word = WORD_BYTES if pair.device.type == "cuda" else 1
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         heads = _heads_of(pair, case)
         rows = f"{case.name}, {len(case.batch.host_rows)} rows, {heads.text}, of 8 bits"
@@ -293,7 +297,8 @@ def _int8_kv(pair: Pair) -> Iterator[Comparison]:
             "score_mod": _score_mod(pair),
         }
         pools = [
-            kv_as_int8(pool.nan_to_num()).transpose(0, 1) for pool in (case.k_pool, case.v_pool)
+            kv_in_8_bits(pool.nan_to_num(), dtype, word).transpose(0, 1)
+            for pool in (case.k_pool, case.v_pool)
         ]
         norm = None
         if pair.shapes.qk_norm:
@@ -319,12 +324,15 @@ def _int8_kv(pair: Pair) -> Iterator[Comparison]:
         if wide_norm is not None:
             k = reference.rms_norm(k, wide_norm.k_weight, wide_norm.eps)
         _, k = reference.rotary(q, k, heads.cos, heads.sin)
-        wide = [numbers_of_int8_kv(pool) for pool in pools]
+        wide = [numbers_of_8_bit_kv(pool, pair.shapes.head_dim) for pool in pools]
         for name, pool, expected in zip(("keys", "values"), wide, (k, v), strict=True):
             # A rounding of 8 bits is beyond the limit of float32, and is told apart by its size.
-            step = expected.abs().amax(dim=-1, keepdim=True) / 127
+            largest = expected.abs().amax(dim=-1, keepdim=True)
+            step = largest / 127
+            if dtype is torch.uint8:  # three bits behind a number's first
+                step = step.maximum(expected.abs() / 8)
             off = ((pool[slots] - expected) / step.clamp_min(1e-30)).abs().clamp(max=1e3)
-            good = (off <= INT8_STEPS) | (expected == pool[slots])
+            good = (off <= STEPS) | (expected == pool[slots])
             yield Comparison(f"written {name}", rows, good.float(), torch.ones_like(off))
         truth = reference.attention(turned.float(), wide[0], wide[1], case.batch, **options)
         yield Comparison("attention", rows, found[:num_real], truth[:num_real])

@@ -75,6 +75,9 @@ class Fp8Weight(NamedTuple):
     """Inputs that share a factor; at least K where an output has one factor."""
     is_gated: bool = False
     """See `Int8Weight`."""
+    rounds_rows: bool = False
+    """Whether kernels of `Can.FP8_PRODUCTS` round rows x to float8_e4m3fn as well, by the largest
+    number of each row, or of each of its groups."""
 
 
 class Fp4Weight(NamedTuple):
@@ -101,6 +104,8 @@ class PackedExperts(NamedTuple):
     group: int
     """Inputs that share a factor; 0: all inputs of an output."""
     block_k: int
+    rounds_rows: bool = False
+    """See `Fp8Weight`."""
 
 
 PackedWeight = Int8Weight | GroupedWeight | Fp8Weight

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, KernelShapes
+from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES, AttentionBatch, KernelShapes
 from lightserve.kernels.weights import ClampedGate, ExpertChoice
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
@@ -71,9 +71,7 @@ def choice_of(moe: MoeConfig) -> ExpertChoice:
 
 # How much memory a token's keys and values take: the only module that knows. Torch-free.
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-INT8_FACTOR_BYTES = 4
-"""A float32 factor stands behind a head's integers of 8 bits."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +86,8 @@ class KVGroup:
     """Key of DTYPE_BYTES."""
     value_dim: int | None = None
     """Values are so many of a key's first numbers; None: they are numbers of their own."""
+    word: int = 1
+    """Bytes of which a head of 8 bits takes a multiple."""
 
     @property
     def num_parts(self) -> int:
@@ -97,7 +97,15 @@ class KVGroup:
     @property
     def head_size(self) -> int:
         """Numbers that a pool holds for a token's head."""
-        return self.head_dim + (INT8_FACTOR_BYTES if self.dtype == "int8" else 0)
+        if DTYPE_BYTES[self.dtype] > 1:
+            return self.head_dim
+        return -(-(self.head_dim + FACTOR_BYTES) // self.word) * self.word
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        """Type of a pool's numbers; of fp8, and of the factors behind, their bytes."""
+        found: torch.dtype = getattr(torch, "uint8" if self.dtype == "fp8" else self.dtype)
+        return found
 
     @property
     def bytes_per_token(self) -> int:
@@ -118,7 +126,9 @@ class KVLayout:
         return sum(group.bytes_per_token for group in self.groups)
 
 
-def kv_layout(config: ModelConfig, *, tp_size: int, dtype: str) -> KVLayout:
+def kv_layout(
+    config: ModelConfig, *, tp_size: int, dtype: str, is_on_gpu: bool = False
+) -> KVLayout:
     """Return the layout of each rank's KV pool; `dtype` is a key of DTYPE_BYTES.
 
     An encoder keeps none: its tokens take no memory of the pool.
@@ -129,6 +139,7 @@ def kv_layout(config: ModelConfig, *, tp_size: int, dtype: str) -> KVLayout:
         head_dim=config.head_dim,
         dtype=dtype,
         value_dim=None if config.latent is None else config.latent.rank,
+        word=WORD_BYTES if is_on_gpu else 1,
     )
     return KVLayout(groups=(group,))
 

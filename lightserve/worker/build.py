@@ -16,9 +16,9 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import Can, Kernels, KernelShapes
+from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShapes
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.self_check import check_int8_kv, check_kernels, check_quantized
+from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
 from lightserve.messages.common import GraphSizes
 from lightserve.messages.router_worker import StepPlan
 from lightserve.model_formats import choose_formats
@@ -222,9 +222,9 @@ def build_runner(
     )
     _tell_of_stored(stored_as, method, dtype, is_said=tp.rank == 0)
     shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
+    layout, shapes = _kept_as(kv_type, model_config, shapes, device, tp_size=tp.size)
     tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
-    _check(kernels, shapes, device, method=method, kv_type=kv_type)
-    layout = kv_layout(model_config, tp_size=tp.size, dtype=kv_type)
+    _check(kernels, shapes, device, method=method)
     constraints = None if tp.rank else _row_constraints(config, model_config.vocab_size, device)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
@@ -264,6 +264,23 @@ def build_runner(
     return runner
 
 
+def _kept_as(
+    kv_type: str,
+    model_config: ModelConfig,
+    shapes: KernelShapes,
+    device: torch.device,
+    *,
+    tp_size: int,
+) -> tuple[KVLayout, KernelShapes]:
+    """Return the layout of keys and values of a type, and shapes that say it to kernels."""
+    is_on_gpu = device.type == "cuda"
+    layout = kv_layout(model_config, tp_size=tp_size, dtype=kv_type, is_on_gpu=is_on_gpu)
+    pool_dtype = layout.groups[0].pool_dtype
+    if pool_dtype is shapes.dtype:
+        return layout, shapes
+    return layout, dataclasses.replace(shapes, pool_dtype=pool_dtype)
+
+
 def _unlike_the_model(config: ServeConfig, dtype: str, kv_type: str) -> str:
     """Return how weights and KV are kept where that is not as numbers of `dtype`."""
     weights = "" if config.quantization == "none" else f" with {config.quantization} weights"
@@ -284,14 +301,13 @@ def _check(
     device: torch.device,
     *,
     method: LinearMethod,
-    kv_type: str,
 ) -> None:
     """Compare all that the kernels will do with the reference."""
     check_kernels(kernels, shapes, device)
     if method.fewest_bits is not None:
         check_quantized(kernels, shapes, device, has_int4=method.fewest_bits == 4)
-    if kv_type == "int8":
-        check_int8_kv(kernels, shapes)
+    if shapes.pool_dtype is not None:
+        check_small_kv(kernels, shapes, device)
 
 
 def _check_options(
@@ -300,6 +316,12 @@ def _check_options(
     """Refuse options that do not go with the kernels."""
     check_latents(config, model_config, kernels)
     check_chunks(config, model_config, kernels)
+    is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
+    if is_kept_small and model_config.head_dim % FACTOR_BYTES:
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype} on a GPU needs heads of a multiple of {FACTOR_BYTES}"
+            f" numbers, got {model_config.head_dim}"
+        )
     if config.speculation != "off" and device.type != "cpu" and Can.GRAPHS not in kernels.can:
         raise ConfigError(
             f"--speculation {config.speculation} needs kernels that read on the device where rows"
@@ -442,7 +464,12 @@ def kv_dtype(config: ServeConfig, kernels: Kernels, dtype: str) -> str:
     """
     if config.kv_dtype == "auto":
         return dtype
-    _need(f"--kv-dtype {config.kv_dtype}", Can.INT8_KV, kernels, getattr(torch, dtype))
+    what = f"--kv-dtype {config.kv_dtype}"
+    if config.kv_dtype == "fp8" and Can.FP8_KV not in kernels.can:
+        raise ConfigError(
+            f"{what} needs a GPU, got {kernels.name} kernels on a CPU: --kv-dtype int8 does without"
+        )
+    _need(what, Can.INT8_KV, kernels, getattr(torch, dtype))
     return config.kv_dtype
 
 
@@ -470,6 +497,15 @@ def _tell_of_stored(
             method.num_widened,
             dtype,
         )
+        if method.num_fp8:
+            is_rounded = Can.FP8_PRODUCTS in method.kernels.can
+            log.info(
+                "FP8 weights: %s",
+                "activations are rounded to FP8 as well, and tensor cores multiply the two"
+                if is_rounded
+                else f"weights alone, made numbers of {dtype}: FP8 products need a GPU of compute"
+                " capability 8.9 or newer",
+            )
     else:
         log.info("quantised weights (%s) became numbers of %s when loaded", stored_as, dtype)
 

@@ -159,7 +159,7 @@ class KVPool:
         for group in layout.groups:
             sizes = (group.num_layers, group.num_kv_heads, num_slots + 1, group.head_size)
             shape = (group.num_parts, *sizes)
-            tensor = empty_pool(shape, getattr(torch, group.dtype), device)
+            tensor = empty_pool(shape, group.pool_dtype, device)
             # Padding rows read the scratch slot: no garbage of before may become NaN.
             tensor.select(3, num_slots).zero_()
             self.tensors.append(tensor)

@@ -32,9 +32,9 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.reference import (
     ReferenceKernels,
     int8_by_int8,
-    kv_as_int8,
+    kv_in_8_bits,
+    numbers_of_8_bit_kv,
     numbers_of_groups,
-    numbers_of_int8_kv,
     rounded_to_int8,
 )
 from lightserve.kernels.select import make_kernels
@@ -621,8 +621,8 @@ def test_attention_over_keys_and_values_of_8_bits(level: Level, dtype: torch.dty
     ):
         batch = make_batch(rows, "scattered")
         q, *pools = make_inputs(batch, heads, dtype)
-        small = [kv_as_int8(pool) for pool in pools]
-        wide = [numbers_of_int8_kv(pool) for pool in small]
+        small = [kv_in_8_bits(pool, torch.int8) for pool in pools]
+        wide = [numbers_of_8_bit_kv(pool, heads[2]) for pool in small]
         truth = kernel_grid.attend(ReferenceKernels(), batch, (q.float(), wide[0], wide[1]), window)
         with Poisoned():
             found = kernel_grid.attend(kernels, batch, (q, small[0], small[1]), window)
@@ -650,11 +650,11 @@ def test_keys_and_values_are_rounded_to_8_bits_as_the_reference_says(
     )  # fmt: skip
     for pool, numbers in zip(pools, before, strict=True):
         good = numbers.isfinite().all(-1)
-        found, expected = pool[slots][good], kv_as_int8(numbers)[good]
+        found, expected = pool[slots][good], kv_in_8_bits(numbers, torch.int8)[good]
         assert torch.equal(found[:, -4:], expected[:, -4:])
         off = (found.int() - expected.int()).abs()
         assert off.max() <= 1 and off.float().mean() < 0.02, "half ones may go either way"
-        assert numbers_of_int8_kv(pool[slots])[~good].isnan().all()
+        assert numbers_of_8_bit_kv(pool[slots], 18)[~good].isnan().all()
         others = [slot for slot in range(10) if slot not in slots.tolist()]
         assert (pool[others] == 99).all(), "nothing else is written"
 

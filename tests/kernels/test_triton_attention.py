@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grids import choose, long_but, more_when_long
 from support.kernel_grid import (
+    SMALL_SHAPES,
     AttentionCase,
     Poisoned,
     attend,
@@ -24,10 +25,13 @@ from support.kernel_grid import (
     relative_error,
 )
 from torch import Tensor
+from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from lightserve.errors import StartupError
 from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, AttentionBatch, MostTokens
-from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
+from lightserve.kernels.self_check import check_small_kv
 from lightserve.kernels.triton import attention as attention_kernels
 from lightserve.kernels.triton import merge, plan
 from lightserve.kernels.triton.configs import (
@@ -37,6 +41,7 @@ from lightserve.kernels.triton.configs import (
     AttentionShape,
     ChunkClass,
     Gpu,
+    KVOptions,
     PrefillConfig,
     attention_shape,
     default_prefill,
@@ -221,6 +226,89 @@ def test_a_wrong_merge_is_seen(rows: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(InterpretedFunction, "run", first_part_missing)
     assert attention_error(TritonKernels(), case) > 1e-2
     assert any(merged)
+
+
+# Keys and values of 8 bits, by the bytes that pools hold, and beside the reference over the same.
+
+SMALL = {torch.int8: "int8", torch.uint8: "fp8"}
+SMALL_ROWS = [
+    ([(1, 700), (40, 90), (1, 5)], (14, 2, 64), None, None),
+    ([(5, 5), (1, 130), (33, 200)], (3, 3, 80), 50, "cap"),
+    ([(1, 1), (2, 65), (30, 400)], (8, 1, 16), None, "both"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # scores far beyond a cap
+@pytest.mark.parametrize("pool_dtype", SMALL, ids=SMALL.values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_over_keys_and_values_of_8_bits(
+    dtype: torch.dtype, pool_dtype: torch.dtype
+) -> None:
+    """Factors of keys and values differ by orders of magnitude; some heads are nothing."""
+    torch.manual_seed(1)
+    for (rows, heads, window, mod), word in zip(SMALL_ROWS, (1, 8, 8), strict=True):
+        batch = make_batch(rows, "scattered")
+        q, *pools = make_inputs(batch, heads, dtype)
+        sizes = [3.0 ** torch.randint(-9, 4, (*pool.shape[:2], 1)) for pool in pools]
+        sizes[1][::3] = 0.0
+        small = [
+            kv_in_8_bits(pool.float() * size, pool_dtype, word)
+            for pool, size in zip(pools, sizes, strict=True)
+        ]
+        wide = [numbers_of_8_bit_kv(pool, heads[2]) for pool in small]
+        truth = attend(ReferenceKernels(), batch, (q.float(), wide[0], wide[1]), window, mod)
+        with Poisoned():
+            found = attend(TritonKernels(), batch, (q, small[0], small[1]), window, mod)
+        limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+        assert relative_error(found, truth) <= limit, (rows, heads)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity times 0
+@pytest.mark.parametrize("pool_dtype", SMALL, ids=SMALL.values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_are_rounded_to_8_bits_as_the_reference_says(
+    dtype: torch.dtype, pool_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    qkv = (torch.randn(6, 8, 36) * torch.logspace(-4, 2, 6)[:, None, None]).to(dtype)
+    qkv[1, 5:] = 0  # has no largest number to divide by
+    qkv[2, 5, 3], qkv[3, 6, 20] = torch.nan, torch.inf
+    slots = torch.tensor([3, 0, 9, 1, 7, 5])
+    for half in (18, 7):  # whole heads, and a rest behind what is turned
+        q, k, v = qkv.clone().split_with_sizes((4, 2, 2), dim=1)
+        cos, sin = torch.ones(6, half), torch.zeros(6, half)  # no turn: what came is written
+        pools = torch.full((2, 2, 10, 40), 99, dtype=pool_dtype).transpose(1, 2)
+        TritonKernels().rotate_and_write(
+            q, k, v, cos=cos, sin=sin, k_pool=pools[0], v_pool=pools[1], slot_mapping=slots,
+            qk_norm=None,
+        )  # fmt: skip
+        for pool, numbers in zip(pools, (k, v), strict=True):
+            good = numbers.isfinite().all(-1)
+            assert torch.equal(pool[slots][good], kv_in_8_bits(numbers, pool_dtype)[good])
+            assert numbers_of_8_bit_kv(pool[slots], 36)[~good].isnan().all()
+            assert (pool[[2, 4, 6, 8]] == 99).all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("pool_dtype", SMALL, ids=SMALL.values())
+def test_8_bits_are_checked_at_the_start(
+    pool_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = replace(SMALL_SHAPES, pool_dtype=pool_dtype, sliding_windows=(None, 8), qk_norm=True)
+    check_small_kv(TritonKernels(), shapes, torch.device("cpu"))
+    monkeypatch.setattr(merge, "_LOG2_E", tl.constexpr(1.3))
+    capped = replace(shapes, soft_cap=1.0)
+    with pytest.raises(StartupError, match=r"attention .* of 8 bits .* --kv-dtype auto does"):
+        check_small_kv(TritonKernels(), capped, torch.device("cpu"))
+
+
+def test_8_bits_are_read_in_words() -> None:
+    """Strides tell kernels how wide loads may be; before sm_89 GPUs have no such numbers."""
+    pool = torch.zeros(2, 33, 136, dtype=torch.uint8).transpose(0, 1)
+    assert KVOptions.of(pool, GPUS[90]) == ("fp8", 8, [17, 33 * 17])
+    assert KVOptions.of(pool, GPUS[80]).kind == "bits"
+    assert KVOptions.of(pool[..., :132].contiguous(), GPUS[90]).unit == 4
+    plain = torch.zeros(2, 33, 128).transpose(0, 1)
+    assert KVOptions.of(plain, GPUS[90]) == ("plain", 1, [128, 33 * 128])
 
 
 # What the lists of a pass say: whose contexts are cut, into what, and that nothing is lost.

@@ -21,11 +21,12 @@ from torch import Tensor
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.native import NativeKernels
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import Can, Kernels
 from lightserve.kernels.reference import (
     ReferenceKernels,
     numbers_of_fp4,
     numbers_of_groups,
+    rounded_to_e4m3,
     rounded_to_int8,
 )
 from lightserve.kernels.select import missing_core
@@ -50,6 +51,7 @@ from lightserve.models.layers.quantized import (
     rounded_to_fp8,
 )
 from lightserve.models.stored_weights import StoredWeight, fp8_of
+from lightserve.worker import build
 from lightserve.worker.build import linear_method
 
 KERNELS = TritonKernels()
@@ -159,6 +161,104 @@ def test_floating_point_of_8_bits(group_size: int) -> None:
             with Poisoned():
                 found = KERNELS.linear(x, packed, None)
             check(found, x, values.float() * grid, None)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity times 0
+@pytest.mark.parametrize("group_size", [64, 128, 1000])
+def test_floating_point_of_8_bits_on_both_sides(group_size: int) -> None:
+    """Rows are rounded whatever their number, each alone, by the largest of each group."""
+    for rows, outputs, inputs in ((1, 70, 200), (40, 130, 256)):
+        values = normal(outputs, inputs).to(torch.float8_e4m3fn)
+        factors = normal(outputs, -(-inputs // group_size), seed=4)
+        packed = KERNELS.pack_fp8(values, factors, group_size=group_size)
+        rounding = packed._replace(rounds_rows=True)
+        grid = factors.repeat_interleave(group_size, dim=1)[:, :inputs]
+        for dtype in (torch.float32, torch.bfloat16):
+            x, bias = normal(rows, inputs + 8, dtype=dtype, seed=5)[:, :inputs], normal(outputs)
+            x *= torch.logspace(-3, 3, rows)[:, None].to(dtype)
+            x[rows // 2] = 0.0
+            if rows == 1:
+                x[0, 5] = 1.0
+            with Poisoned():
+                found = KERNELS.linear(x, rounding, bias.to(dtype))
+            numbers = values.float() * grid
+            check(found, rounded_to_e4m3(x, group_size), numbers, bias.to(dtype), dtype=dtype)
+            assert torch.equal(KERNELS.linear(x[:1], rounding, bias.to(dtype)), found[:1])
+            if rows > 1:
+                exact = x.float() @ numbers.T
+                assert relative_error(KERNELS.linear(x, rounding, None), exact) > 1e-2
+                x[5, 3], x[7, 9] = torch.nan, torch.inf
+                found, is_good = KERNELS.linear(x, rounding, None), torch.ones(rows).bool()
+                is_good[[5, 7]] = False
+                assert found[is_good].isfinite().all() and found[~is_good].isnan().any(1).all()
+
+
+def test_experts_of_floating_point_on_both_sides() -> None:
+    """Rows are rounded before gates and ups, features before downs."""
+    num_experts, size, hidden = 3, 128, 192
+    for group, num_tokens in ((64, 4), (1000, 100)):
+        x = normal(num_tokens, hidden)
+        chosen = torch.stack([torch.randperm(num_experts)[:2] for _ in range(num_tokens)])
+        weights, packed, plain = torch.rand(num_tokens, 2), [], []
+        for sizes in ((2 * size, hidden), (hidden, size)):
+            own = []
+            for seed in range(num_experts):
+                values = normal(*sizes, seed=seed).to(torch.float8_e4m3fn)
+                factors = torch.rand(sizes[0], -(-sizes[1] // group)) / 10
+                weight = KERNELS.pack_fp8(values, factors, group_size=group)
+                grid = factors.repeat_interleave(group, dim=1)[:, : sizes[1]]
+                own.append((weight._replace(rounds_rows=True), values.float() * grid))
+            packed.append(KERNELS.stack_experts([weight for weight, _ in own]))
+            plain.append([numbers for _, numbers in own])
+        found = KERNELS.mix_experts(x, chosen, weights, *packed)
+        truth = torch.zeros_like(x)
+        rounded = rounded_to_e4m3(x, group)
+        for expert in range(num_experts):
+            features = ReferenceKernels().silu_and_mul(rounded @ plain[0][expert].T)
+            added = rounded_to_e4m3(features, group) @ plain[1][expert].T
+            truth += added * (weights * (chosen == expert)).sum(1, keepdim=True)
+        # A feature at the border between two codes may go either way.
+        assert relative_error(found, truth) < 3e-3
+
+
+def test_products_of_8_bits_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = TritonKernels()
+    kernels.can |= Can.FP8_PRODUCTS
+    assert Can.FP8_PRODUCTS not in TritonKernels.can
+    check_quantized(kernels, SMALL_SHAPES, torch.device("cpu"), has_int4=True)
+    exact = quantized.round_rows
+
+    def doubled(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        values, factors = exact(x, group)
+        return values, 1.1 * factors
+
+    monkeypatch.setattr(quantized, "round_rows", doubled)
+    with pytest.raises(StartupError, match="fp8 by fp8 linear"):
+        check_quantized(kernels, SMALL_SHAPES, torch.device("cpu"), has_int4=True)
+
+
+def test_files_of_floating_point_are_multiplied_in_8_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In blocks and by outputs, experts among them, where the GPU can; it is said either way."""
+    tiny = replace(find_tiny_model("mixtral"), sharded=False)
+    path = quantise(
+        write_tiny_model(tiny, tmp_path / "plain"), tmp_path / "packed", "fp8 of an output"
+    )
+    logits = {}
+    for has_products in (False, True):
+        kernels = TritonKernels()
+        if has_products:
+            kernels.can |= Can.FP8_PRODUCTS
+        method = StoredMethod(kernels)
+        logits[has_products] = logits_of(path, kernels, method)
+        assert method.num_fp8 == method.num_kept > 0
+        with caplog.at_level("INFO"):
+            build._tell_of_stored("fp8, 8 bits", method, "bfloat16", is_said=True)
+        said = "activations are rounded to FP8" if has_products else "weights alone, made numbers"
+        assert f"FP8 weights: {said}" in caplog.text
+        caplog.clear()
+    assert 5e-3 < relative_error(logits[True], logits[False]) < 0.2
 
 
 def test_every_number_of_8_bits_is_itself() -> None:

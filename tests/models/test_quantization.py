@@ -23,10 +23,12 @@ from lightserve.kernels.cpu.native import NativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.weights import GroupedWeight, Int8Weight, Weight
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence, OutputKind, PlanRow, SlotRange, StepPlan
-from lightserve.models.base import Part
+from lightserve.models.base import Part, kv_layout
+from lightserve.models.config import load_model_config
 from lightserve.models.layers.linear import (
     Linear,
     LinearMethod,
@@ -50,9 +52,13 @@ from lightserve.worker.build import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
 pytestmark = pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-LARGEST_SHARE = {"int8": 0.01, "w8a8": 0.02, "int4": 0.05, "fp8": 0.1, "int8 KV": 0.01}
+LARGEST_SHARE = {
+    "int8": 0.01, "w8a8": 0.02, "int4": 0.05, "fp8": 0.1, "int8 KV": 0.01, "fp8 KV": 0.03
+}  # fmt: skip
 """Of tokens whose most probable successor is another one, and no tie."""
-LARGEST_DIVERGENCE = {"int8": 3e-4, "w8a8": 1e-3, "int4": 5e-4, "fp8": 5e-3, "int8 KV": 3e-4}
+LARGEST_DIVERGENCE = {
+    "int8": 3e-4, "w8a8": 1e-3, "int4": 5e-4, "fp8": 5e-3, "int8 KV": 3e-4, "fp8 KV": 1e-3
+}  # fmt: skip
 """Nats of a token; bfloat16 itself is 0.5e-4 from float32."""
 
 
@@ -146,7 +152,8 @@ def bundled_logits(
     texts: list[Tensor], method: LinearMethod | None, kv_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the logits in bfloat16 after each token, the last of each text as decodes."""
-    loaded = load_tiny(BUNDLED_MODEL_DIR, torch.bfloat16, NativeKernels(), method=method)
+    kernels = ReferenceKernels() if kv_dtype is torch.uint8 else NativeKernels()
+    loaded = load_tiny(BUNDLED_MODEL_DIR, torch.bfloat16, kernels, method=method)
     loaded = replace(loaded, kv_dtype=kv_dtype, num_generated=8)
     results: list[Tensor] = []
     for first in range(0, len(texts), 8):
@@ -178,6 +185,7 @@ def test_the_bundled_model_says_the_same() -> None:
         "int4": differs(Int4Method(kernels)),
         "fp8": differs(Fp8Method(kernels)),
         "int8 KV": differs(None, torch.int8),
+        "fp8 KV": differs(None, torch.uint8),
     }
     assert found["w8a8"][1] > found["int8"][1], "rounding of prompts is to be seen"
     for name, (share, divergence) in found.items():
@@ -305,6 +313,29 @@ def test_a_worker_keeps_its_kv_in_8_bits(caplog: pytest.LogCaptureFixture) -> No
         assert runner.host_pool.num_slots == 2**19 // runner.pool.bytes_per_token
 
 
+def test_a_worker_keeps_its_kv_in_8_bits_of_floating_point(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The reference has it on CPUs; a GPU's heads are whole words."""
+    with caplog.at_level("INFO"):
+        small = build_runner(config_of("none", kv_dtype="fp8", attention_backend="reference"))
+    assert "bfloat16 and fp8 KV, reference kernels on cpu" in caplog.text
+    assert small.pool.bytes_per_token == 4 * 2 * 4 * (32 + 4)
+    assert small.pool.k[0].dtype is torch.uint8
+    config = load_model_config(BUNDLED_MODEL_DIR)
+    layout = kv_layout(config, tp_size=1, dtype="fp8", is_on_gpu=True)
+    assert layout.bytes_per_token == 4 * 2 * 4 * 40
+
+
+def test_heads_that_no_factor_fits_behind_are_refused() -> None:
+    """A float32 behind a head of a GPU's pool must have an address of its own size."""
+    model = replace(load_model_config(BUNDLED_MODEL_DIR), head_dim=18)
+    config = config_of("none", kv_dtype="fp8")
+    with pytest.raises(ConfigError, match="fp8 on a GPU needs heads of a multiple of 4 numbers, g"):
+        build._check_options(config, model, TritonKernels(), torch.device("cuda"))
+    build._check_options(config, model, ReferenceKernels(), torch.device("cpu"))
+
+
 def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     rotate = NativeKernels.rotate_and_write
 
@@ -321,8 +352,11 @@ def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_8_bit_kv_of_other_kernels_and_types_is_refused() -> None:
     config = ServeConfig(kv_dtype="int8")
-    with pytest.raises(ConfigError, match="--kv-dtype int8 needs the native core for CPUs, got re"):
-        build.kv_dtype(config, ReferenceKernels(), "bfloat16")
+    with pytest.raises(ConfigError, match="--kv-dtype int8 needs the native core for CPUs"):
+        build.kv_dtype(config, TorchKernels(), "bfloat16")
+    with pytest.raises(ConfigError, match="fp8 needs a GPU, got native kernels on a CPU: --kv-dty"):
+        build.kv_dtype(ServeConfig(kv_dtype="fp8"), NativeKernels(), "bfloat16")
+    assert build.kv_dtype(ServeConfig(kv_dtype="fp8"), TritonKernels(), "float16") == "fp8"
     with pytest.raises(ConfigError, match="--kv-dtype int8 needs --dtype bfloat16 or float32: the"):
         build.kv_dtype(config, NativeKernels(), "float16")
     assert build.kv_dtype(ServeConfig(), ReferenceKernels(), "float16") == "float16"

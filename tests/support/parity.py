@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import INT8_FACTOR_BYTES, Model
+from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch
+from lightserve.models.base import Model
 
 FP32_TIE = 1e-4
 FP32_LOGPROB = 1e-4
@@ -176,14 +176,16 @@ class ScatteredPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        is_int8 = dtype is torch.int8
-        size = model.config.head_dim + (INT8_FACTOR_BYTES if is_int8 else 0)
+        is_small = dtype.itemsize == 1
+        size = model.config.head_dim + (FACTOR_BYTES if is_small else 0)
         shape = (num_slots, num_kv_heads, size)
         latent = model.config.latent
         # As a factor of 8-bit numbers, bytes of -1 are no number either.
         self.k, self.v = (
             [
-                torch.full(shape, -1 if is_int8 else torch.nan, dtype=dtype, device=device)
+                torch.full(shape, torch.nan, dtype=dtype, device=device)
+                if not is_small
+                else torch.full(shape, 0xFF, dtype=torch.uint8, device=device).view(dtype)
                 for _ in range(model.config.num_layers)
             ]
             for _ in range(2)

@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, ScoreMod
-from lightserve.kernels.triton.configs import AttentionConfigs, Gpu, attention_shape, gpu_of
+from lightserve.kernels.triton.configs import (
+    KV_KINDS,
+    AttentionConfigs,
+    Gpu,
+    KVOptions,
+    attention_shape,
+    gpu_of,
+)
 from lightserve.kernels.triton.launch import launched, next_power_of_2
 from lightserve.kernels.triton.merge import LOG2_E, MIN_DOT, load_part, merge, sinks_of, walk
 from lightserve.kernels.triton.plan import (
@@ -62,7 +69,8 @@ def attention(
     """
     assert q.stride(2) == k_pool.stride(2) == 1, "head_dim is not contiguous"
     assert k_pool.stride() == v_pool.stride(), "one offset serves both pools"
-    num_heads, value_dim = q.shape[1], v_pool.shape[2]
+    kv = KV_KINDS.get(k_pool.dtype, "plain")
+    num_heads, value_dim = q.shape[1], (v_pool if kv == "plain" else q).shape[2]
     if not len(q):
         return q.new_empty(*q.shape[:2], value_dim)
     out = _output(q, value_dim, batch)
@@ -73,15 +81,17 @@ def attention(
         q.dtype,
         has_window=sliding_window is not None,
         value_dim=value_dim,
+        kv=kv,
     )
     if shape.turned_dim:
+        assert kv == "plain", "latents are not kept in 8 bits"
         assert k_pool.data_ptr() == v_pool.data_ptr(), "values are not those of the keys"
         k_pool = k_pool.expand(-1, shape.num_kv_heads, -1)
     gpu, mod = gpu_of(q.device), score_mod or ScoreMod()
     work = attention_work(batch, shape, sliding_window, configs, gpu)
-    options = (scale * LOG2_E, sliding_window, mod)
+    options = (scale * LOG2_E, sliding_window, mod, gpu)
     attend_chunks(q, k_pool, v_pool, out, batch, work, *options)
-    attend_decodes(q, k_pool, v_pool, out, batch, work, *options, gpu)
+    attend_decodes(q, k_pool, v_pool, out, batch, work, *options)
     merge(
         work.parts,
         out,
@@ -123,7 +133,7 @@ def _prefill_kernel(
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDEN: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Attend one block; with IS_CUT perhaps over one stretch of its context."""
@@ -158,13 +168,14 @@ def _prefill_kernel(
         begin = tl.load(item + CHUNK_BEGIN)
         end = tl.load(item + CHUNK_END)
     slopes = tl.load(slopes_ptr + heads) if HAS_SLOPES else 0.0
+    of_head = kv_head * kv_stride_h * UNIT
     # fmt: off
     acc, largest, total = walk(
         q, q_turned, first_position + stacked // GROUP, table_ptr + row * table_stride,
-        k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
+        k_ptr + of_head, v_ptr + of_head, kv_stride_s * UNIT, begin, end,
         first_position + 1, edge_end, context_len - 1, scale, window, soft_cap, slopes,
         HAS_WINDOW, HAS_CAP, HAS_SLOPES, HEAD_DIM, TURNED_DIM, BLOCK_Q, BLOCK_D, BLOCK_T, BLOCK_N,
-        False, WIDEN,
+        False, KIND, WIDEN,
     )
     # fmt: on
     if IS_CUT:
@@ -206,6 +217,7 @@ def attend_chunks(
     scale_log2: float,
     window: int | None,
     mod: ScoreMod,
+    gpu: Gpu,
 ) -> None:
     """Attend rows with more than few new tokens; writes their part of `out`, or parts.
 
@@ -214,7 +226,7 @@ def attend_chunks(
     if not len(work.chunks):
         return
     group, head_dim = q.shape[1] // k_pool.shape[1], out.shape[2]
-    config = work.prefill
+    config, kv_options = work.prefill, KVOptions.of(k_pool, gpu)
     _prefill_kernel[len(work.chunks), k_pool.shape[1]](
         q,
         k_pool,
@@ -234,7 +246,7 @@ def attend_chunks(
         mod.slopes,
         mod.sinks,
         *q.stride()[:2],
-        *k_pool.stride()[:2],
+        *kv_options.strides,
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
         IS_CUT=work.is_cut,
@@ -250,6 +262,8 @@ def attend_chunks(
         BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
         BLOCK_T=max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
+        KIND=kv_options.kind,
+        UNIT=kv_options.unit,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -267,7 +281,8 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     # fmt: on
     stacked = tl.arange(0, BLOCK_Q)
@@ -295,13 +310,14 @@ def _decode_kernel(
         slopes = 0.0
         if HAS_SLOPES:
             slopes = tl.load(slopes_ptr + heads, mask=exists, other=0.0)
+        of_head = kv_head * kv_stride_h * UNIT
         # fmt: off
         acc, largest, total = walk(
             q, q_turned, first + number, table_ptr + row * table_stride,
-            k_ptr + kv_head * kv_stride_h, v_ptr + kv_head * kv_stride_h, kv_stride_s, begin, end,
+            k_ptr + of_head, v_ptr + of_head, kv_stride_s * UNIT, begin, end,
             first + 1, last + 1 - window, last, scale, window, soft_cap, slopes, HAS_WINDOW,
             HAS_CAP, HAS_SLOPES, HEAD_DIM, TURNED_DIM, BLOCK_Q, BLOCK_D, BLOCK_T, BLOCK_N,
-            True, WIDEN,
+            True, KIND, WIDEN,
         )
         # fmt: on
         # Of several tokens, the first ones see nothing of a stretch that begins behind them.
@@ -352,7 +368,7 @@ def attend_decodes(
         return
     num_heads, head_dim = out.shape[1:]
     num_kv_heads = k_pool.shape[1]
-    config = work.decode
+    config, kv_options = work.decode, KVOptions.of(k_pool, gpu)
     most = len(work.decodes) * num_kv_heads
     _decode_kernel[min(most, gpu.num_sms * config.programs_per_sm),](
         q,
@@ -370,7 +386,7 @@ def attend_decodes(
         mod.slopes,
         mod.sinks,
         *q.stride()[:2],
-        *k_pool.stride()[:2],
+        *kv_options.strides,
         *out.stride()[:2],
         batch.req_to_slot.stride(0),
         NUM_KV_HEADS=num_kv_heads,
@@ -387,6 +403,8 @@ def attend_decodes(
         BLOCK_D=max(MIN_DOT, next_power_of_2(head_dim)),
         BLOCK_T=max(MIN_DOT, next_power_of_2(q.shape[2] - head_dim)),
         BLOCK_N=config.block_n,
+        KIND=kv_options.kind,
+        UNIT=kv_options.unit,
         WIDEN=q.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=config.num_warps,
         num_stages=config.num_stages,

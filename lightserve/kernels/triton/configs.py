@@ -6,12 +6,17 @@ the reasons in docs/results/kernels_offline.md; `tuning` measures better ones fo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
+
+from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     has_window: bool
+    kv: str = "plain"
+    """Kind of keys and values: one of `KV_KINDS`, or plain."""
     turned_dim: int = 0
     """Numbers of a key behind its value, for latents: the first `head_dim` numbers of a key are its
     value. KV heads are blocks of query heads then, which share one."""
@@ -65,10 +72,40 @@ class AttentionShape:
     @property
     def token_bytes(self) -> int:
         """Keys and values of a token, in one layer."""
+        if self.kv != "plain":
+            return 2 * self.num_kv_heads * (self.head_dim + WORD_BYTES)
         numbers = 2 * self.num_kv_heads * self.head_dim
         if self.turned_dim:
             numbers = self.head_dim + self.turned_dim
         return numbers * self.dtype.itemsize
+
+
+KV_KINDS = {torch.int8: "int8", torch.uint8: "fp8"}
+"""Kinds of keys and values by the type of a pool; others are plain."""
+
+
+class KVOptions(NamedTuple):
+    """Facts by which kernels read a pool."""
+
+    kind: str
+    """One of `KV_KINDS`; GPUs before sm_89 read "fp8" as "bits"."""
+    unit: int
+    """Numbers of which strides are multiples, so that kernels know how wide loads may be."""
+    strides: list[int]
+    """Strides of slots and of heads, in units."""
+
+    @classmethod
+    def of(cls, pool: Tensor, gpu: Gpu) -> KVOptions:
+        """Return those of a pool [S, Hkv, D], or of 8 bits, and then with factors behind."""
+        kind = KV_KINDS.get(pool.dtype, "plain")
+        if kind == "fp8" and gpu.capability < 89:
+            kind = "bits"
+        strides = pool.stride()[:2]
+        unit = 1
+        if kind != "plain":
+            unit = math.gcd(*strides, WORD_BYTES)
+            assert unit % FACTOR_BYTES == 0, "a factor is not aligned"
+        return cls(kind, unit, [stride // unit for stride in strides])
 
 
 LATENT_HEADS = 16
@@ -83,14 +120,15 @@ def attention_shape(
     *,
     has_window: bool,
     value_dim: int,
+    kv: str = "plain",
 ) -> AttentionShape:
     """Return the shape of a rank's attention; values shorter than keys are latents'."""
     if value_dim == head_dim:
-        return AttentionShape(num_heads, num_kv_heads, head_dim, dtype, has_window)
+        return AttentionShape(num_heads, num_kv_heads, head_dim, dtype, has_window, kv)
     assert num_kv_heads == 1, "heads share latents"
     group = max(size for size in range(1, LATENT_HEADS + 1) if num_heads % size == 0)
     return AttentionShape(
-        num_heads, num_heads // group, value_dim, dtype, has_window, head_dim - value_dim
+        num_heads, num_heads // group, value_dim, dtype, has_window, kv, head_dim - value_dim
     )
 
 
@@ -199,6 +237,12 @@ def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:
 
 def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
     """Return built-in configurations, best first."""
+    if shape.kv != "plain":  # numbers are made of them in registers, of which there are few
+        if padded_dim(shape) <= 64:
+            return [PrefillConfig(64, 32, 4, 2)]
+        if padded_dim(shape) == 128 and gpu.capability in (90, 100):
+            return [PrefillConfig(128, 32, 8, 3 if gpu.capability == 90 else 2)]
+        return [PrefillConfig(64, 32, 8, 2)]
     if shape.turned_dim:
         return [*LATENT_PREFILLS.get(gpu.capability, ()), PrefillConfig(32, 32, 8, 2)]
     has_wgmma = gpu.capability == 90
@@ -247,6 +291,8 @@ def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
             return DecodeConfig(64, 8, 3, 1, 512)  # two of the smaller ones have too many registers
         return LATENT_DECODES.get(gpu.capability, DecodeConfig(64, 8, 2, 1, 512))
     block_n = max(16, 8192 // max(64, padded_dim(shape)))
+    if shape.kv != "plain":
+        block_n = 32 if padded_dim(shape) <= 128 else 16
     for num_stages in (3, 2):
         if programs_per_sm(block_n, 4, num_stages, shape, gpu):
             return decode_config(block_n, 4, num_stages, 256, shape, gpu)
@@ -269,8 +315,10 @@ def programs_per_sm(
     At most 12 warps: up to 168 registers per thread.
     """
     queries = max(16, 1 << (shape.group - 1).bit_length())
-    tokens = queries + 2 * max(1, num_stages - 1) * block_n
-    shared = tokens * padded_dim(shape) * shape.dtype.itemsize + 2048
+    tokens = 2 * max(1, num_stages - 1) * block_n
+    kv_bytes = shape.dtype.itemsize if shape.kv == "plain" else 1
+    token_bytes = queries * shape.dtype.itemsize + tokens * kv_bytes
+    shared = token_bytes * padded_dim(shape) + 2048
     return min(12 // num_warps, gpu.shared_bytes // shared)
 
 
@@ -283,6 +331,9 @@ def num_prefill_programs(config: PrefillConfig, shape: AttentionShape, gpu: Gpu)
 def prefill_bytes(config: PrefillConfig, shape: AttentionShape) -> int:
     """Return about how much shared memory a prefill program takes."""
     width = (padded_dim(shape) + shape.turned_dim) * shape.dtype.itemsize
+    if shape.kv != "plain":  # as they are kept, and as numbers
+        kept = 2 * max(1, config.num_stages - 1) * config.block_n * padded_dim(shape)
+        return (config.block_m + 2 * config.block_n) * width + kept
     if shape.turned_dim:
         return (config.block_m + max(1, config.num_stages - 1) * config.block_n) * width
     return (config.block_m + 2 * config.num_stages * config.block_n) * width

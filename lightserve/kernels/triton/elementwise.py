@@ -5,12 +5,15 @@ Everything is computed in float32 and rounded where transformers rounds.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.interface import QKNorm
+from lightserve.kernels.interface import WORD_BYTES, QKNorm
+from lightserve.kernels.triton.configs import KV_KINDS
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 
 # QK-norm, rotary embedding and the write of KV in one kernel: six launches of a layer become one.
@@ -27,6 +30,43 @@ NUM_WARPS = 2
 def _scaled(part, scale, weight, kind: tl.constexpr):
     """Round as the norm of its own does, once before and once after the weight."""
     return ((part * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+
+
+@triton.jit
+def factors_of(largest, sums, TOP: tl.constexpr):
+    """Return factors of heads float32 [H, 1], and their inverses, by the largest number of each.
+
+    `sums` of a head's numbers, each times 0, are 0, or no number where one of them is none.
+    """
+    is_zero = largest < 1e-30
+    top = tl.full(largest.shape, TOP, tl.float32)
+    factors = tl.where(is_zero, 0.0, tl.div_rn(largest, top)) + sums
+    inverse = tl.div_rn(top, tl.where(is_zero, 1.0, largest))
+    return factors[:, None], tl.where(is_zero, 0.0, inverse)[:, None]
+
+
+@triton.jit
+def codes_of(numbers, KIND: tl.constexpr):
+    """Return float32 numbers of at most 127, or 448, as integers or e4m3 in 8 bits, in int32.
+
+    Ties go to even: sums are rounded where their last bit stands for the unit.
+    """
+    if KIND == "int8":
+        codes = (numbers + 12582912.0).to(tl.int32, bitcast=True)
+    else:
+        size = tl.abs(numbers)
+        bits = size.to(tl.int32, bitcast=True)
+        codes = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2 ** -6 codes count units of 2 ** -9.
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        codes = tl.where(size < 0.015625, small, codes)
+        codes |= (numbers.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return codes
+
+
+@triton.jit
+def _store_factors(places, factors, mask):
+    tl.store(places.to(tl.pointer_type(tl.float32)), factors, mask=mask)
 
 
 @triton.jit
@@ -47,8 +87,10 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    KIND: tl.constexpr,
+    TOP: tl.constexpr,
 ):
-    """Normalise and rotate some heads of one token, from x to out.
+    """Normalise and rotate some heads of one token, from x to out, in 8 bits by KIND.
 
     Inputs that all heads share are loaded once for each, from the cache, so that they come to the
     threads that need it without a detour over shared memory.
@@ -80,10 +122,26 @@ def _rotate(
             rest_weight = tl.load(norm_ptr + rest_columns + 0 * heads, mask=rest_mask, other=0.0)
             rest = _scaled(rest, scale, rest_weight.to(tl.float32), kind)
     target = out_ptr + heads * out_stride_h + columns
-    tl.store(target, (first * cos - second * sin).to(kind), mask=mask)
-    tl.store(target + HALF, (second * cos + first * sin).to(kind), mask=mask)
-    if REST > 0 and not (IN_PLACE and not HAS_NORM):
-        tl.store(out_ptr + heads * out_stride_h + rest_columns, rest.to(kind), mask=rest_mask)
+    if KIND == "plain":
+        tl.store(target, (first * cos - second * sin).to(kind), mask=mask)
+        tl.store(target + HALF, (second * cos + first * sin).to(kind), mask=mask)
+        if REST > 0 and not (IN_PLACE and not HAS_NORM):
+            tl.store(out_ptr + heads * out_stride_h + rest_columns, rest.to(kind), mask=rest_mask)
+    else:
+        turned, other = first * cos - second * sin, second * cos + first * sin
+        largest = tl.max(tl.maximum(tl.abs(turned), tl.abs(other)), axis=1)
+        sums = tl.sum(turned * 0.0 + other * 0.0, axis=1)
+        if REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=1))
+            sums += tl.sum(rest * 0.0, axis=1)
+        factors, inverse = factors_of(largest, sums, TOP)
+        byte = out_ptr.dtype.element_ty
+        tl.store(target, codes_of(turned * inverse, KIND).to(byte), mask=mask)
+        tl.store(target + HALF, codes_of(other * inverse, KIND).to(byte), mask=mask)
+        line = out_ptr + heads * out_stride_h
+        if REST > 0:
+            tl.store(line + rest_columns, codes_of(rest * inverse, KIND).to(byte), mask=rest_mask)
+        _store_factors(line + 2 * HALF + REST, factors, heads < NUM_HEADS)
 
 
 @launched
@@ -120,6 +178,9 @@ def _rotate_and_write_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    KIND: tl.constexpr,
+    TOP: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -131,7 +192,7 @@ def _rotate_and_write_kernel(
         q = q_ptr + token * q_stride_t
         _rotate(
             q, q_stride_h, q, q_stride_h, cos, sin, q_norm_ptr, eps, q_heads,
-            NUM_HEADS, HALF, REST, BLOCK_HALF, BLOCK_REST, HAS_NORM, True,
+            NUM_HEADS, HALF, REST, BLOCK_HALF, BLOCK_REST, HAS_NORM, True, "plain", TOP,
         )  # fmt: skip
     else:
         heads = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -140,12 +201,20 @@ def _rotate_and_write_kernel(
         columns = tl.arange(0, BLOCK_D)[None, :]
         mask = (heads < NUM_KV_HEADS) & (columns < 2 * HALF + REST)
         v = v_ptr + token * v_stride_t + heads * v_stride_h + columns
-        v_to = v_pool_ptr + slot * v_pool_stride_s + heads * v_pool_stride_h + columns
-        tl.store(v_to, tl.load(v, mask=mask), mask=mask)
-        k, k_to = k_ptr + token * k_stride_t, k_pool_ptr + slot * k_pool_stride_s
+        v_line = v_pool_ptr + slot * v_pool_stride_s * UNIT + heads * v_pool_stride_h * UNIT
+        if KIND == "plain":
+            tl.store(v_line + columns, tl.load(v, mask=mask), mask=mask)
+        else:
+            numbers = tl.load(v, mask=mask, other=0.0).to(tl.float32)
+            largest, sums = tl.max(tl.abs(numbers), axis=1), tl.sum(numbers * 0.0, axis=1)
+            factors, inverse = factors_of(largest, sums, TOP)
+            codes = codes_of(numbers * inverse, KIND).to(v_pool_ptr.dtype.element_ty)
+            tl.store(v_line + columns, codes, mask=mask)
+            _store_factors(v_line + 2 * HALF + REST, factors, heads < NUM_KV_HEADS)
+        k, k_to = k_ptr + token * k_stride_t, k_pool_ptr + slot * k_pool_stride_s * UNIT
         _rotate(
-            k, k_stride_h, k_to, k_pool_stride_h, cos, sin, k_norm_ptr, eps, heads,
-            NUM_KV_HEADS, HALF, REST, BLOCK_HALF, BLOCK_REST, HAS_NORM, False,
+            k, k_stride_h, k_to, k_pool_stride_h * UNIT, cos, sin, k_norm_ptr, eps, heads,
+            NUM_KV_HEADS, HALF, REST, BLOCK_HALF, BLOCK_REST, HAS_NORM, False, KIND, TOP,
         )  # fmt: skip
 
 
@@ -170,6 +239,9 @@ def rotate_and_write(
     if not num_tokens:
         return q
     num_blocks = cdiv(num_heads, block_h) + cdiv(num_kv_heads, block_h)
+    kind = KV_KINDS.get(k_pool.dtype, "plain")
+    strides = (*k_pool.stride()[:2], *v_pool.stride()[:2])
+    unit = 1 if kind == "plain" else math.gcd(*strides, WORD_BYTES)
     _rotate_and_write_kernel[num_tokens, num_blocks](
         q,
         k,
@@ -186,8 +258,7 @@ def rotate_and_write(
         *k.stride()[:2],
         *v.stride()[:2],
         cos.stride(0),
-        *k_pool.stride()[:2],
-        *v_pool.stride()[:2],
+        *(stride // unit for stride in strides),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
@@ -197,6 +268,9 @@ def rotate_and_write(
         BLOCK_REST=next_power_of_2(max(1, rest)),
         BLOCK_D=next_power_of_2(head_dim),
         HAS_NORM=qk_norm is not None,
+        KIND=kind,
+        TOP=448.0 if kind == "fp8" else 127.0,
+        UNIT=unit,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )

@@ -110,13 +110,13 @@ def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
 
 # fmt: off
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _features_kernel(
-    x_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, starts_ptr, x_stride,
-    factors_stride, size, alpha, limit, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr, HAS_BIASES: tl.constexpr, IS_CLAMPED: tl.constexpr,
+    x_ptr, x_factors_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr,
+    starts_ptr, num_tokens, x_stride, factors_stride, size, alpha, limit, NUM_INPUTS: tl.constexpr,
+    NUM_BYTES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, HAS_BIASES: tl.constexpr, IS_CLAMPED: tl.constexpr,
 ):
     # fmt: on
     """silu(gate @ x) * (up @ x), or a `ClampedGate`, of BLOCK_P pairs: out [P, size], by expert."""
@@ -129,20 +129,28 @@ def _features_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < size
     rows = expert.to(tl.int64) * 2 * size + outputs
-    lines = x_ptr + tokens[:, None] * x_stride
+    lines, own = x_ptr + tokens[:, None] * x_stride, x_factors_ptr + tokens
+    is_small: tl.constexpr = x_ptr.dtype.element_ty == tl.uint8
     gate = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
     for start in range(0, NUM_BYTES, BLOCK_K):
         gate = add_tile(
-            gate, start, lines, is_pair, values_ptr, factors_ptr, zeros_ptr, rows, is_output,
-            factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
+            gate, start, lines, own, num_tokens, is_pair, values_ptr, factors_ptr, zeros_ptr, rows,
+            is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
         )  # fmt: skip
         up = add_tile(
-            up, start, lines, is_pair, values_ptr, factors_ptr, zeros_ptr, rows + size, is_output,
-            factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
+            up, start, lines, own, num_tokens, is_pair, values_ptr, factors_ptr, zeros_ptr,
+            rows + size, is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K,
+            WIDEN,
         )  # fmt: skip
-    gate = finished(gate, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES)
-    up = finished(up, factors_ptr, bias_ptr, rows + size, is_output, KIND, GROUP, HAS_BIASES)
+    gate = finished(
+        gate, own, is_pair, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES,
+        is_small,
+    )  # fmt: skip
+    up = finished(
+        up, own, is_pair, factors_ptr, bias_ptr, rows + size, is_output, KIND, GROUP, HAS_BIASES,
+        is_small,
+    )  # fmt: skip
     features = gated(gate, up, alpha, limit, IS_CLAMPED)
     place = out_ptr + pairs[:, None] * size + outputs[None, :]
     kind: tl.constexpr = out_ptr.dtype.element_ty
@@ -151,13 +159,13 @@ def _features_kernel(
 
 # fmt: off
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _outputs_kernel(
-    features_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, weights_ptr, out_ptr, order_ptr,
-    starts_ptr, factors_stride, num_outputs, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    HAS_BIASES: tl.constexpr,
+    features_ptr, x_factors_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, weights_ptr, out_ptr,
+    order_ptr, starts_ptr, num_pairs, factors_stride, num_outputs, NUM_INPUTS: tl.constexpr,
+    NUM_BYTES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_BIASES: tl.constexpr,
 ):
     # fmt: on
     """down @ features, times the pair's weight: out float32 [P, num_outputs], as chosen."""
@@ -169,14 +177,18 @@ def _outputs_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < num_outputs
     rows = expert.to(tl.int64) * num_outputs + outputs
-    lines = features_ptr + pairs[:, None] * NUM_INPUTS
+    lines, own = features_ptr + pairs[:, None] * NUM_INPUTS, x_factors_ptr + pairs
+    is_small: tl.constexpr = features_ptr.dtype.element_ty == tl.uint8
     total = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
     for start in range(0, NUM_BYTES, BLOCK_K):
         total = add_tile(
-            total, start, lines, is_pair, values_ptr, factors_ptr, zeros_ptr, rows, is_output,
-            factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
+            total, start, lines, own, num_pairs, is_pair, values_ptr, factors_ptr, zeros_ptr, rows,
+            is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
         )  # fmt: skip
-    total = finished(total, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES)
+    total = finished(
+        total, own, is_pair, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES,
+        is_small,
+    )  # fmt: skip
     places = tl.load(order_ptr + pairs, mask=is_pair, other=0)
     weights = tl.load(weights_ptr + places, mask=is_pair, other=0.0)
     out = out_ptr + places[:, None] * num_outputs + outputs[None, :]
@@ -209,11 +221,20 @@ def stack_experts(
     values = torch.cat([own.packed.view(torch.uint8) for own in weights])
     factors = torch.cat([own.factors for own in weights], 1)
     values = values.view(torch.int8) if kind == "int8" else values
-    return PackedExperts(kind, values, factors, zeros, len(weights), group, block_k)
+    rounds_rows = isinstance(first, Fp8Weight) and first.rounds_rows
+    block_k = (group or 2 * block_k) if rounds_rows else block_k
+    return PackedExperts(kind, values, factors, zeros, len(weights), group, block_k, rounds_rows)
 
 
 def _stride_of(weights: PackedExperts) -> int:
     return 0 if weights.factors is None else weights.factors.stride(0)
+
+
+def _rounded(x: Tensor, weights: PackedExperts) -> tuple[Tensor, Tensor]:
+    """Return rows as products by these weights take them, and factors; any, if there are none."""
+    if not weights.rounds_rows:
+        return x, x
+    return quantized.round_rows(x, weights.group)
 
 
 def mix_experts(
@@ -248,19 +269,21 @@ def mix_experts(
     }
     first, second = biases or (None, None)
     alpha, limit = gate or (0.0, 0.0)
+    own, x_factors = _rounded(x, gate_up)
     _features_kernel[(pairs.num_blocks, cdiv(size, block_f))](
-        x, gate_up.values, gate_up.factors, gate_up.zeros, first, features, pairs.order,
-        pairs.starts, x.stride(0), _stride_of(gate_up), size, alpha, limit,
-        NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
+        own, x_factors, gate_up.values, gate_up.factors, gate_up.zeros, first, features,
+        pairs.order, pairs.starts, num_tokens, own.stride(0), _stride_of(gate_up), size, alpha,
+        limit, NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
         GROUP=gate_up.group, NUM_CHOSEN=pairs.num_chosen, BLOCK_K=gate_up.block_k,
         BLOCK_N=block_f, IS_CLAMPED=gate is not None,
         maxnreg=MOST_REGISTERS if is_large and gate_up.kind == "fp4" else None,
         enable_fp_fusion=True, **shared,
     )  # fmt: skip
     added = torch.empty((*chosen.shape, num_inputs), dtype=torch.float32, device=x.device)
+    own, x_factors = _rounded(features, down)
     _outputs_kernel[(pairs.num_blocks, cdiv(num_inputs, block_n))](
-        features, down.values, down.factors, down.zeros, second, weights.contiguous(), added,
-        pairs.order, pairs.starts, _stride_of(down), num_inputs, NUM_INPUTS=size,
+        own, x_factors, down.values, down.factors, down.zeros, second, weights.contiguous(), added,
+        pairs.order, pairs.starts, len(pairs.order), _stride_of(down), num_inputs, NUM_INPUTS=size,
         NUM_BYTES=down.values.shape[1], KIND=down.kind, GROUP=down.group, BLOCK_K=down.block_k,
         BLOCK_N=block_n, enable_fp_fusion=True, **shared,
     )  # fmt: skip

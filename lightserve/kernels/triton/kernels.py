@@ -24,6 +24,9 @@ from lightserve.kernels.weights import (
     Weight,
 )
 
+FP8_SINCE = (8, 9)
+"""Compute capability from which GPUs multiply floating point of 8 bits."""
+
 
 class TritonKernels(Kernels):
     """See `Kernels`."""
@@ -35,6 +38,8 @@ class TritonKernels(Kernels):
         | Can.NORM_PRODUCTS
         | Can.INTEGERS
         | Can.FP8
+        | Can.INT8_KV
+        | Can.FP8_KV
         | Can.EXPERTS
         | Can.PACKED_EXPERTS
     )
@@ -45,6 +50,8 @@ class TritonKernels(Kernels):
         self.configs = configs or AttentionConfigs()
         self.products: ProductChoices = products or {}
         """Products of few rows that are not cuBLAS's."""
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_SINCE:
+            self.can |= Can.FP8_PRODUCTS
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""

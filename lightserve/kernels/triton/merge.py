@@ -42,19 +42,26 @@ error of 1e30, whose power of two is infinite.
 
 
 @triton.jit
-def _modified(
-    scores, q_positions, positions, scale, soft_cap, slopes, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
+def _exponents(
+    scores, q_positions, positions, scale, soft_cap, slopes, k_factors, v_factors,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, IS_SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Return exponents of 2: scores [BLOCK_Q, BLOCK_N] times `scale`, changed by a `ScoreMod`."""
+    """Return exponents of 2: scores [BLOCK_Q, BLOCK_N] times `scale`, changed by a `ScoreMod`.
+
+    Where nothing changes them, they stay in units of `scale`. IS_SMALL: see `walk`.
+    """
+    if IS_SMALL:
+        scores *= (k_factors if HAS_CAP else k_factors * scale)[None, :]
+    elif HAS_SLOPES and not HAS_CAP:
+        scores *= scale
     if HAS_CAP:  # tanh, by the exponential function
         power = tl.exp2(scores * (2.0 / soft_cap * scale))
         scores = (1.0 - 2.0 / (power + 1.0)) * (soft_cap * _LOG2_E)
-    else:
-        scores *= scale
     if HAS_SLOPES:
         distances = (q_positions[:, None] - positions[None, :]).to(tl.float32)
         scores -= (slopes * _LOG2_E)[:, None] * distances
+    if IS_SMALL:
+        scores += tl.log2(v_factors)[None, :]
     return scores
 
 
@@ -72,6 +79,39 @@ def load_part(
     return part
 
 
+@triton.jit
+def _load_block(
+    lines, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return keys or values at `lines` [N, 1], [N, BLOCK_D] of DTYPE; of "bits", a 256th."""
+    offsets = tl.arange(0, BLOCK_D)[None, :]
+    if HEAD_DIM == BLOCK_D:
+        values = tl.load(lines + offsets)
+    else:
+        values = tl.load(lines + offsets, mask=offsets < HEAD_DIM, other=0)
+    if KIND == "fp8":
+        values = values.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif KIND == "bits":
+        # A sign, four bits of exponent and three behind it, as they stand in float16.
+        wide = values.to(tl.uint16)
+        values = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def _load_factors(lines, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Return the factors float32 [N] that stand behind heads of 8 bits at `lines` [N]; of none 1.
+
+    Heads that are all 0 have a factor of 0, which has no logarithm: any other does as well.
+    """
+    factors = 1.0
+    if KIND != "plain":
+        factors = tl.load((lines + HEAD_DIM).to(tl.pointer_type(tl.float32)))
+        factors = tl.where(factors == 0.0, 1.0, factors * (256.0 if KIND == "bits" else 1.0))
+    return factors
+
+
 # fmt: off
 @triton.jit
 def walk(
@@ -79,7 +119,7 @@ def walk(
     last, scale, window, soft_cap, slopes, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUM_LATE: tl.constexpr, WIDEN: tl.constexpr,
+    SUM_LATE: tl.constexpr, KIND: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Attend positions begin … end-1: q [BLOCK_Q, BLOCK_D] -> (acc, largest score, sum).
@@ -94,39 +134,41 @@ def walk(
 
     SUM_LATE keeps the sums of each column of a block apart until the end: no exchange between
     warps in every block, for BLOCK_Q x BLOCK_N numbers in registers.
+
+    Of 8 bits (KIND, see `KVOptions`), a key's factor multiplies its scores. A value's factor goes
+    into the exponent of its weight, so that the largest weight of all is 1 and float16 holds them;
+    it is taken out of the sum again.
     """
+    is_small: tl.constexpr = KIND != "plain"
+    if is_small and KIND != "int8" and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     # Products of float32 (tests) in float32, not tf32.
     precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
-    unit = 1.0 if HAS_CAP or HAS_SLOPES else scale
+    unit = 1.0 if HAS_CAP or HAS_SLOPES or is_small else scale
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
     largest = tl.full([BLOCK_Q], MASKED, dtype=tl.float32)
     total = tl.zeros([BLOCK_Q, BLOCK_N] if SUM_LATE else [BLOCK_Q], dtype=tl.float32)
     slots = tl.load(table + tl.minimum(begin + offs_n, last))
     for start in range(begin, end, BLOCK_N):
         positions = start + offs_n
-        places = slots.to(tl.int64)[:, None] * kv_stride
-        offsets = places + offs_d[None, :]
+        lines = slots.to(tl.int64) * kv_stride
         slots = tl.load(table + tl.minimum(positions + BLOCK_N, last))
-        if HEAD_DIM == BLOCK_D:
-            k = tl.load(k_pool + offsets)
-            v = k if TURNED_DIM else tl.load(v_pool + offsets)
-        else:
-            d_mask = (offs_d < HEAD_DIM)[None, :]
-            k = tl.load(k_pool + offsets, mask=d_mask, other=0.0)
-            v = k if TURNED_DIM else tl.load(v_pool + offsets, mask=d_mask, other=0.0)
-        if WIDEN:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        k = _load_block(k_pool + lines[:, None], HEAD_DIM, BLOCK_D, KIND, q.dtype)
+        v = k
+        if not TURNED_DIM:
+            v = _load_block(v_pool + lines[:, None], HEAD_DIM, BLOCK_D, KIND, q.dtype)
+        k_factors = _load_factors(k_pool + lines, HEAD_DIM, KIND)
+        v_factors = _load_factors(v_pool + lines, HEAD_DIM, KIND)
         scores = tl.dot(q, tl.trans(k), input_precision=precision)
         if TURNED_DIM:
-            turned = load_part(k_pool + places, offs_n >= 0, HEAD_DIM, TURNED_DIM, BLOCK_T, WIDEN)
+            places = k_pool + lines[:, None]
+            turned = load_part(places, offs_n >= 0, HEAD_DIM, TURNED_DIM, BLOCK_T, WIDEN)
             scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision=precision)
-        if HAS_CAP or HAS_SLOPES:
-            scores = _modified(
-                scores, q_positions, positions, scale, soft_cap, slopes, HAS_CAP, HAS_SLOPES
-            )
+        scores = _exponents(
+            scores, q_positions, positions, scale, soft_cap, slopes, k_factors, v_factors, HAS_CAP,
+            HAS_SLOPES, is_small,
+        )
         is_masked = start + BLOCK_N > seen_end
         if HAS_WINDOW:
             is_masked = is_masked | (start < edge_end)
@@ -138,10 +180,11 @@ def walk(
         new_largest = tl.maximum(largest, tl.max(scores, axis=1) * unit)
         weights = tl.exp2(scores * unit - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
+        shares = weights * (1.0 / v_factors)[None, :] if is_small else weights
         if SUM_LATE:
-            total = total * shrink[:, None] + weights
+            total = total * shrink[:, None] + shares
         else:
-            total = total * shrink + tl.sum(weights, axis=1)
+            total = total * shrink + tl.sum(shares, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=precision)
         largest = new_largest
     if SUM_LATE:

@@ -7,6 +7,9 @@
     fp4     the same of a sign, two bits of exponent and one behind it (experts alone)
     plain   numbers of the model's type, not quantised (experts alone)
 
+Rows x are numbers of the model's type, or of 8 bits as well: integers by `int8`, with a factor for
+each row, and e4m3 by `fp8`, with a factor for each row's group.
+
 Integers less their zeros, and numbers of 8 bits, are bfloat16's and float16's: nothing is lost
 before the product. Factors are multiplied to its float32 sums, group by group. Of 4 bits two
 inputs share a byte, HALF apart, so that each half of a tile is a product of its own:
@@ -24,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.triton.launch import cdiv, launched
+from lightserve.kernels.triton.elementwise import codes_of, factors_of
+from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 from lightserve.kernels.weights import (
     Fp4Weight,
     Fp8Weight,
@@ -66,18 +70,40 @@ def _widened(values, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _e4m3_product(x, values, WIDEN: tl.constexpr):
+    """Return x [R, K] times values [K, N], bytes of e4m3; WIDEN: a 65,536th of it."""
+    if WIDEN:
+        x, values = _widened(x, "fp8", tl.float32), _widened(values, "fp8", tl.float32)
+        product = tl.dot(x, values, input_precision="ieee")
+    else:
+        x = x.to(tl.float8e4nv, bitcast=True)
+        product = tl.dot(x, values.to(tl.float8e4nv, bitcast=True))
+    return product
+
+
+@triton.jit
 def _add_part(
-    total, x_lines, is_row, inputs, values, factors_ptr, zeros_ptr, places, is_output,
+    total, x_lines, x_factors, is_row, inputs, values, factors_ptr, zeros_ptr, places, is_output,
     NUM_INPUTS: tl.constexpr, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_FACTORS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Add x [R, K] times values [K, N], whose factors stand at `places` [N]."""
+    """Add x [R, K] times values [K, N], whose factors stand at `places` [N].
+
+    Those of x, if it is e4m3, stand at x_factors [R].
+    """
     mask = is_row[:, None] & (inputs < NUM_INPUTS)[None, :]
     x = tl.load(x_lines + inputs[None, :], mask=mask, other=0.0)
     # One way out, here and elsewhere: Triton 3.6 goes on compiling behind a `return` in an `if`
     # whose condition it knows.
     if x.dtype == tl.int8:
         total = tl.dot(x, values, total, out_dtype=tl.int32)
+    elif x.dtype == tl.uint8:
+        # A sum for each block: tensor cores add up e4m3 with fewer bits than float32 has.
+        part = _e4m3_product(x, values, WIDEN)
+        if HAS_FACTORS:
+            part *= tl.load(x_factors, mask=is_row, other=0.0)[:, None]
+            part *= tl.load(factors_ptr + places, mask=is_output, other=0.0)[None, :]
+        total += part
     else:
         if WIDEN:
             x = x.to(tl.float32)
@@ -97,16 +123,16 @@ def _add_part(
 # fmt: off
 @triton.jit
 def add_tile(
-    total, start, x_lines, is_row, values_ptr, factors_ptr, zeros_ptr, outputs, is_output,
-    factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    total, start, x_lines, x_factors, x_factors_stride, is_row, values_ptr, factors_ptr, zeros_ptr,
+    outputs, is_output, factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):
     # fmt: on
     """Add the products of BLOCK_K values of each output, from `start` on, to float32 [R, N].
 
     Of rows that begin at x_lines [R, 1], and some outputs [N] of a weight: values [all outputs,
     NUM_BYTES], factors and zeros [groups, all outputs]. GROUP 0: one factor for all inputs, see
-    `finished`.
+    `finished`. Rows of e4m3 have factors at x_factors [R], those of groups x_factors_stride apart.
     """
     places = start + tl.arange(0, BLOCK_K)
     lines = values_ptr + outputs.to(tl.int64)[None, :] * NUM_BYTES
@@ -117,33 +143,40 @@ def add_tile(
         inputs = first + tl.arange(0, BLOCK_K)
         low = outputs + first // GROUP * factors_stride
         total = _add_part(
-            total, x_lines, is_row, inputs, values & 15, factors_ptr, zeros_ptr, low, is_output,
-            NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
+            total, x_lines, x_factors, is_row, inputs, values & 15, factors_ptr, zeros_ptr, low,
+            is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
         )  # fmt: skip
         # The last half may be beyond all inputs, and then beyond all factors.
         last: tl.constexpr = (NUM_INPUTS - 1) // GROUP
         high = outputs + tl.minimum((first + BLOCK_K) // GROUP, last) * factors_stride
         total = _add_part(
-            total, x_lines, is_row, inputs + BLOCK_K, values >> 4, factors_ptr, zeros_ptr, high,
-            is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
+            total, x_lines, x_factors, is_row, inputs + BLOCK_K, values >> 4, factors_ptr,
+            zeros_ptr, high, is_output, NUM_INPUTS, KIND, KIND == "int4", True, WIDEN,
         )  # fmt: skip
     else:
         own = outputs
         if GROUP:
             own += start // GROUP * factors_stride
+            x_factors += start // GROUP * x_factors_stride
         total = _add_part(
-            total, x_lines, is_row, places, values, factors_ptr, zeros_ptr, own, is_output,
-            NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
+            total, x_lines, x_factors, is_row, places, values, factors_ptr, zeros_ptr, own,
+            is_output, NUM_INPUTS, KIND, KIND == "uint8", GROUP > 0, WIDEN,
         )  # fmt: skip
     return total
 
 
 @triton.jit
 def finished(
-    total, factors_ptr, bias_ptr, outputs, is_output, KIND: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    total, x_factors, is_row, factors_ptr, bias_ptr, outputs, is_output, KIND: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by the factors of whole outputs, if these have any, and add their biases."""
+    """Multiply by the factors of whole rows and outputs, where there are any, and add biases.
+
+    IS_SMALL: rows x are of 8 bits.
+    """
+    if IS_SMALL & (GROUP == 0):
+        of_rows = tl.load(x_factors, mask=is_row, other=0.0)
+        total = total.to(tl.float32) * of_rows[:, None]
     if (KIND != "plain") & (GROUP == 0):
         total *= tl.load(factors_ptr + outputs, mask=is_output, other=0.0)[None, :]
     if HAS_BIAS:
@@ -167,20 +200,21 @@ def _product_kernel(
     x of int8 has a factor for each row, and sums are integers, of a weight of KIND int8.
     """
     is_integer: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    is_small: tl.constexpr = is_integer or x_ptr.dtype.element_ty == tl.uint8
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_output = rows < num_rows, outputs < num_outputs
     total = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.int32 if is_integer else tl.float32)
     for start in range(0, NUM_BYTES, BLOCK_K):
         total = add_tile(
-            total, start, x_ptr + rows[:, None] * x_stride, is_row, values_ptr, factors_ptr,
-            zeros_ptr, outputs, is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP,
-            BLOCK_K, WIDEN,
+            total, start, x_ptr + rows[:, None] * x_stride, x_factors_ptr + rows, num_rows, is_row,
+            values_ptr, factors_ptr, zeros_ptr, outputs, is_output, factors_stride, NUM_INPUTS,
+            NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
         )  # fmt: skip
-    if is_integer:
-        of_rows = tl.load(x_factors_ptr + rows, mask=is_row, other=0.0)
-        total = total.to(tl.float32) * of_rows[:, None]
-    total = finished(total, factors_ptr, bias_ptr, outputs, is_output, KIND, GROUP, HAS_BIAS)
+    total = finished(
+        total, x_factors_ptr + rows, is_row, factors_ptr, bias_ptr, outputs, is_output, KIND, GROUP,
+        HAS_BIAS, is_small,
+    )
     out = out_ptr + rows[:, None] * num_outputs + outputs[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
@@ -191,10 +225,16 @@ class Launch(NamedTuple):
     block_r: int
     block_n: int
     num_warps: int
+    num_stages: int = NUM_STAGES
 
 
-def launch_of(num_rows: int, kind: str, block_k: int) -> Launch:
-    """Return blocks with loads of 16 bytes, which do not spill registers."""
+def launch_of(num_rows: int, kind: str, block_k: int, *, is_e4m3: bool = False) -> Launch:
+    """Return blocks with loads of 16 bytes, which do not spill registers.
+
+    `is_e4m3`: rows are, too.
+    """
+    if is_e4m3:
+        return Launch(64, 128, 8, 3) if num_rows >= LARGE_FROM else Launch(BLOCK_R, 32, 4, 6)
     if num_rows >= LARGE_FROM:
         return Launch(LARGE_BLOCK_R, 64, 8 if kind == "int4" else 4)
     return Launch(BLOCK_R, 64 if block_k < BLOCK_K else 32, 4)
@@ -218,11 +258,11 @@ def _multiply(
     out = torch.empty((num_rows, num_outputs), dtype=dtype or x.dtype, device=x.device)
     if not num_rows:
         return out
-    launch = launch_of(num_rows, kind, block_k)
+    launch = launch_of(num_rows, kind, block_k, is_e4m3=x.dtype is torch.uint8)
     blocks = cdiv(num_rows, launch.block_r), cdiv(num_outputs, launch.block_n)
     _product_kernel[blocks](
         x,
-        x_factors,
+        factors if x_factors is None else x_factors,
         values,
         factors,
         zeros,
@@ -242,7 +282,7 @@ def _multiply(
         BLOCK_K=block_k,
         WIDEN=x.device.type == "cpu",  # interpreted by numpy, which has no bfloat16
         num_warps=launch.num_warps,
-        num_stages=NUM_STAGES,
+        num_stages=launch.num_stages,
         enable_fp_fusion=True,
     )
     return out
@@ -372,17 +412,78 @@ def pack_fp8(values: Tensor, factors: Tensor, *, group_size: int) -> Fp8Weight:
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """Return the product by floating point of 8 bits."""
+    """Return the product by floating point of 8 bits, on both sides if rows are rounded."""
+    group = 0 if weight.group_size >= x.shape[1] else weight.group_size
+    own, x_factors = round_rows(x, group) if weight.rounds_rows else (x, None)
     return _multiply(
-        x,
+        own,
         weight.packed.view(torch.uint8),
         weight.factors,
         None,
         bias,
         kind="fp8",
-        group=0 if weight.group_size >= x.shape[1] else weight.group_size,
-        block_k=BLOCK_K,
+        group=group,
+        block_k=BLOCK_K if x_factors is None else group or 2 * BLOCK_K,
+        dtype=x.dtype,
+        x_factors=x_factors,
     )
+
+
+@launched
+@triton.jit
+def _round_rows_kernel(
+    x_ptr, out_ptr, factors_ptr, num_rows, x_stride, NUM_INPUTS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Round BLOCK_G groups of SIZE numbers of a row: out [num_rows, NUM_INPUTS] of e4m3.
+
+    Factors float32 [groups, num_rows] are in UNIT.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    inner = tl.arange(0, BLOCK_S)[None, :]
+    places = groups[:, None] * SIZE + inner
+    mask = (inner < SIZE) & (places < NUM_INPUTS)
+    x = tl.load(x_ptr + row * x_stride + places, mask=mask, other=0.0).to(tl.float32)
+    largest, sums = tl.max(tl.abs(x), axis=1), tl.sum(x * 0.0, axis=1)
+    factors, inverse = factors_of(largest, sums, 448.0)
+    codes = codes_of(x * inverse, "fp8").to(tl.uint8)
+    tl.store(out_ptr + row * NUM_INPUTS + places, codes, mask=mask)
+    own = factors_ptr + groups[:, None] * num_rows + row
+    tl.store(own, factors * UNIT, mask=groups[:, None] * SIZE < NUM_INPUTS)
+
+
+def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return rows [N, K] as e4m3, uint8 [N, K], and factors float32 [groups, N].
+
+    `group`: numbers of a row that share a factor, the largest's; 0: all. Factors are such that
+    products by an `Fp8Weight` need no other, see `pack_fp8`.
+    """
+    num_rows, num_inputs = x.shape
+    size = group or num_inputs
+    out = torch.empty((num_rows, num_inputs), dtype=torch.uint8, device=x.device)
+    num_groups = cdiv(num_inputs, size)
+    factors = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
+    block_s = next_power_of_2(size)
+    block_g = min(next_power_of_2(num_groups), max(1, 2048 // block_s))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    is_interpreted = x.device.type == "cpu"  # there both sides are 256ths
+    if num_rows:
+        _round_rows_kernel[num_rows, cdiv(num_groups, block_g)](
+            x,
+            out,
+            factors,
+            num_rows,
+            x.stride(0),
+            NUM_INPUTS=num_inputs,
+            SIZE=size,
+            BLOCK_G=block_g,
+            BLOCK_S=block_s,
+            UNIT=256.0 if is_interpreted else 2.0**-8,
+            num_warps=min(16, max(1, block_g * block_s // 512)),
+            enable_fp_fusion=True,
+        )
+    return out, factors
 
 
 def linear(

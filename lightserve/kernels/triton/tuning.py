@@ -26,9 +26,11 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from lightserve import __version__
 from lightserve.cost.profile import cache_dir, write_whole
-from lightserve.kernels.interface import AttentionBatch, KernelShapes
+from lightserve.kernels.interface import WORD_BYTES, AttentionBatch, KernelShapes
+from lightserve.kernels.reference import kv_in_8_bits
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import (
+    KV_KINDS,
     AttentionConfigs,
     AttentionShape,
     ChunkClass,
@@ -169,7 +171,8 @@ class Work:
         dtype = str(shape.dtype).removeprefix("torch.")
         window = f" window {self.window}" if self.window else ""
         dim = f"{shape.head_dim}+{shape.turned_dim}" if shape.turned_dim else f"{shape.head_dim}"
-        return f"{kind} {shape.num_heads}/{shape.num_kv_heads}x{dim} {dtype}{window}"
+        kv = "" if shape.kv == "plain" else f" {shape.kv} KV"
+        return f"{kind} {shape.num_heads}/{shape.num_kv_heads}x{dim} {dtype}{kv}{window}"
 
 
 def tuned_configs(
@@ -226,6 +229,7 @@ def works(shapes: KernelShapes) -> list[Work]:
             shapes.dtype,
             has_window=window is not None,
             value_dim=shapes.value_dim or shapes.head_dim,
+            kv=KV_KINDS.get(shapes.pool_dtype, "plain"),
         )
         found += [Work(shape, window, chunks) for chunks in (None, *ChunkClass)]
     return found
@@ -303,6 +307,11 @@ def candidates(work: Work, gpu: Gpu) -> Iterator[Config]:
     ]  # fmt: skip
     if wide:
         sizes = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2)]
+    if shape.kv != "plain":
+        sizes = [
+            (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2),
+            (64, 32, 4, 2),
+        ]  # fmt: skip
     for config in (PrefillConfig(*size) for size in sizes):
         if prefill_bytes(config, shape) <= gpu.shared_bytes:
             yield config
@@ -364,8 +373,10 @@ class Scenery:
             latents = normal(1, num_slots, key_dim).transpose(0, 1)
             self._pools = (latents, latents[..., : shape.head_dim])
         else:
-            pools = normal(2, shape.num_kv_heads, num_slots, key_dim).transpose(1, 2)
-            self._pools = (pools[0], pools[1])
+            pools = normal(2, shape.num_kv_heads, num_slots, key_dim)
+            for kept in (dtype for dtype, kv in KV_KINDS.items() if kv == shape.kv):
+                pools = kv_in_8_bits(pools, kept, WORD_BYTES)
+            self._pools = (pools[0].transpose(0, 1), pools[1].transpose(0, 1))
         self._batch = _batch(scene, device, width)
 
     def call(self, config: Config) -> Call:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.interface import AttentionBatch, Can, Kernels
-from lightserve.kernels.weights import Fp4Weight, Int8Weight, PackedWeight, PromptRuns
+from lightserve.kernels.weights import Fp4Weight, Fp8Weight, Int8Weight, PackedWeight, PromptRuns
 from lightserve.models.layers.linear import (
     AnyPacked,
     Linear,
@@ -218,6 +218,8 @@ class StoredMethod(UnquantizedMethod):
         self.num_kept = 0
         self.num_widened = 0
         """Products by quantised weights that became plain."""
+        self.num_fp8 = 0
+        """Products by weights of floating point of 8 bits."""
 
     def create(
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
@@ -226,8 +228,8 @@ class StoredMethod(UnquantizedMethod):
         stored, packed = self._stored(reader, shards), None
         if len(stored) == len(shards):
             packed = packed_weight(self.kernels, stored, reader.device, is_gated=is_gated)
-            if isinstance(packed, Int8Weight):
-                packed = packed._replace(rounds_rows=self._rounds_tokens)
+            if isinstance(packed, Int8Weight | Fp8Weight):
+                packed = packed._replace(rounds_rows=self._rounds_rows(packed))
         if packed is None:
             self.num_widened += bool(stored)
             return super().create(reader, shards, is_gated=is_gated)
@@ -249,12 +251,21 @@ class StoredMethod(UnquantizedMethod):
                     return None
                 packed: AnyPacked | None = packed_fp4(self.kernels, stored, reader.device)
                 packed = packed or packed_weight(self.kernels, stored, reader.device)
+                if isinstance(packed, Int8Weight | Fp8Weight):
+                    packed = packed._replace(rounds_rows=self._rounds_rows(packed))
                 if packed is None or type(packed) is not type((weights or [packed])[0]):
                     self.num_widened += len(gate_ups) + len(downs)
                     return None
                 weights.append(packed)
         self.num_kept += len(gate_ups) + len(downs)
         return found
+
+    def _rounds_rows(self, packed: Int8Weight | Fp8Weight) -> bool:
+        """Return whether rows are rounded for products by a weight, too."""
+        if isinstance(packed, Int8Weight):
+            return self._rounds_tokens
+        self.num_fp8 += 1
+        return Can.FP8_PRODUCTS in self.kernels.can
 
     def _stored(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> list[StoredWeight]:
         """Return the parts that are quantised in the files."""
