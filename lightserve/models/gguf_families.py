@@ -316,6 +316,21 @@ def _falcon(gguf: GgufFile, name: str) -> dict[str, Any]:
     }
 
 
+def _seed_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
+    return {
+        "attention_bias": has(gguf, "attn_q.bias"),
+        "attention_out_bias": has(gguf, "attn_output.bias"),
+        "mlp_bias": has(gguf, "ffn_gate.bias"),
+    }
+
+
+def _minimax(gguf: GgufFile, name: str) -> dict[str, Any]:
+    if not has_sigmoid(gguf, name):
+        raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    size = gguf.integer(f"{name}.expert_feed_forward_length", low=1)
+    return _mixtral(gguf, name) | {"intermediate_size": size}
+
+
 def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
     return _mixtral(gguf, name) | {
         "num_experts": _num_experts(gguf, name),
@@ -450,6 +465,30 @@ FAMILIES = {
         own=lambda gguf, name: {"sliding_window": window_of(gguf, name)},
     ),
     "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
+    "seed_oss": GgufFamily(
+        architecture="SeedOssForCausalLM",
+        own_names=(("post_attention_layernorm.", "post_attention_norm."),),
+        own=_seed_oss,
+    ),
+    "exaone4": GgufFamily(
+        architecture="Exaone4ForCausalLM",
+        own_names=_OUTPUT_NORMS,
+        own=lambda gguf, name: {
+            "sliding_window": window_of(gguf, name),
+            "sliding_window_pattern": 4,
+        },
+    ),
+    "minimax-m2": GgufFamily(
+        architecture="MiniMaxM2ForCausalLM",
+        own_names=(
+            ("block_sparse_moe.gate.e_score_correction_bias", "exp_probs_b.bias"),
+            ("block_sparse_moe.gate.", "ffn_gate_inp."),
+        ),
+        experts=("w1", "w3", "w2"),
+        module="block_sparse_moe",
+        theta=5e6,
+        own=_minimax,
+    ),
     "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", own_names=_OUTPUT_NORMS),
     "olmoe": GgufFamily(
         architecture="OlmoeForCausalLM", own_names=(("mlp.gate.", "ffn_gate_inp."),), own=_olmoe

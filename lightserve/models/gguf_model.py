@@ -87,8 +87,14 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_AS_QWEN2, (SPLITS["qwen2"],)),
     **dict.fromkeys((*_SINGLE_DIGITS, *_AS_GPT2), ()),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (r" ?[^(\s|.,!?…。，、।۔،)]+",)),  # noqa: RUF001
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), (_by_case(_ENDING, _THREE),)),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_by_case(_ENDING, _THREE),)
+    ),
     "tekken": (_by_case("", r"\p{N}"),),
+    "seed-coder": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, r"[0-9][0-9][0-9]"),
     "deepseek-llm": (

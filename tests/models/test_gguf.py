@@ -367,6 +367,8 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("deepseek2", "deepseek2.rope.scaling.yarn_log_multiplier", "no", "must be a number"),
         ("deepseek2", "deepseek2.rope.scaling.attn_factor", 0.5, "must be 1"),
         ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
+        ("minimax-m2", "minimax-m2.expert_gating_func", 1, "must be 2 (sigmoid)"),
+        ("minimax-m2", "minimax-m2.expert_feed_forward_length", 0, "must be at least 1, got 0"),
         ("glm4", "glm4.attention.key_length", 0, "length' must be at least 1, got 0"),
         ("phi2", "phi2.embedding_length", 3, "length' must be at least 4, got 3"),
         ("gemma3", "gemma3.attention.sliding_window_pattern", 0, "must be at least 1, got 0"),

@@ -28,6 +28,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("pre", "pieces"),
     [
         ("gpt-4o", ["HELLOworld", " don't", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        ("minimax-m2", ["HELLOworld", " don't", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        (
+            "seed-coder",
+            ["HELLOworld", " don", "'t", *"12345", ".", "\n\n", " ", " \u00c7A"],
+        ),
         ("tekken", ["HELLOworld", " don", "'t", *"12345", ".\n\n", " ", " \u00c7A"]),
         ("deepseek-r1-qwen", ["HELLOworld", " don", "'t", *"12345", ".\n\n", " ", " \u00c7A"]),
         ("llama-v3", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),

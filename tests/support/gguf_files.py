@@ -171,6 +171,12 @@ def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             return {"mpt.attention.max_alibi_bias": 8.0}
         case "gpt-oss":
             return {"gpt-oss.expert_feed_forward_length": config["intermediate_size"]}
+        case "minimax-m2":
+            size = config["intermediate_size"]
+            return {
+                "minimax-m2.expert_feed_forward_length": size,
+                "minimax-m2.expert_gating_func": 2,
+            }
         case "deepseek2":
             return latent_metadata(config)
     return {}

@@ -138,6 +138,18 @@ CONVERTED = {
             "logits_scaling": 4.0,
         },
     ),
+    "seed_oss": TinyModel("", "SeedOss", {"head_dim": 32, "num_hidden_layers": 3}),
+    "exaone4": TinyModel("", "Exaone4", {"num_hidden_layers": 5, "sliding_window": 23}),
+    "minimax-m2": TinyModel(
+        "",
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            **rope("default", partial_rotary_factor=0.5, theta=1000.0),
+        },
+    ),
     "olmo2": TinyModel("", "Olmo2", {"num_hidden_layers": 3}),
     "olmo3": TinyModel(
         "", "Olmo3", {"num_hidden_layers": 5, "sliding_window": 23, "rope_parameters": OLMO3_ROPE}

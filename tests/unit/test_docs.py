@@ -30,8 +30,10 @@ from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.request_options import TARGET_HEADERS
 from lightserve.metrics.catalogue import all_families
+from lightserve.models.architectures import CROSS_ENCODERS, HEADLESS, Architecture
 from lightserve.models.decoder import PLAIN
 from lightserve.models.families import FAMILIES
+from lightserve.models.gguf_families import FAMILIES as GGUF_FAMILIES
 from lightserve.types import SAMPLING_FIELDS, SLO
 from tools.structure import follow_body, follow_plan
 
@@ -370,6 +372,16 @@ def test_layers_and_attention_of_a_familys_own_are_told() -> None:
     told = re.findall(r"^\| `(\w+)`(?: \(`\w+\.py`\))?: ", (DOCS / "models.md").read_text(), re.M)
     own = {part for family in FAMILIES.values() for part in family} - set(PLAIN)
     assert sorted(told) == sorted(part.__name__ for part in own)
+
+
+def test_the_models_that_are_told_are_those_that_are_served() -> None:
+    """The tables of docs/models.md name all that a refusal at the start names, and no other."""
+    page = (DOCS / "models.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    names = re.compile(r"`(\w+(?:ForCausalLM|Model|ForConditionalGeneration|Classification))`")
+    assert set(names.findall("\n".join(rows))) == {*Architecture, *HEADLESS, *CROSS_ENCODERS}
+    files = page.partition("of the architectures `llama`")[2].partition("tensors in F32")[0]
+    assert {"llama", *re.findall(r"`([\w-]+)`", files)} == set(GGUF_FAMILIES)
 
 
 STEP = re.compile(r"^\d+\. \*\*\w+\*\*: `([\w.]+)` in `([\w/.]+)`\.", re.M)
