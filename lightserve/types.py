@@ -71,6 +71,18 @@ MAX_PRIORITY = 1000
 MAX_DRAFTS = 8
 """Most drafts of a row in a step: with them it has as many new tokens as attention calls few."""
 
+
+class DraftSource(IntEnum):
+    """Origin of the drafts of a row."""
+
+    NGRAM = 0
+    """The row's own tokens."""
+    PREDICTION = 1
+    """The output as the request predicts it."""
+    SUFFIX = 2
+    """Recent answers to requests of the same key."""
+
+
 MTPOT_FACTOR = 4.0
 """Target of the largest gap, in targets of the mean, where it is not given."""
 

@@ -172,6 +172,19 @@ PANELS = (
         ),
     ),
     Panel(
+        "Guesses that were right",
+        "percentunit",
+        (
+            (
+                _rate("spec_decode_num_accepted_tokens_total", "request_class, proposer")
+                + " / "
+                + _rate("spec_decode_num_draft_tokens_total", "request_class, proposer"),
+                "{{request_class}} {{proposer}}",
+            ),
+        ),
+        "Of the tokens that were guessed and verified (--speculation).",
+    ),
+    Panel(
         "Batches",
         "short",
         (

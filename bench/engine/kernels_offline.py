@@ -48,7 +48,7 @@ from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
-from lightserve.worker.tables import SamplingTable
+from lightserve.worker.sampling.table import SamplingTable
 from tools.triton_offline import Launch, Resources, compiling, max_shared_bytes, read
 
 

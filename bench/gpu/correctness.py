@@ -42,7 +42,7 @@ from lightserve.types import RowId, SamplingParams
 from lightserve.worker.device import make_queue
 from lightserve.worker.sampling.interface import KnownCounts, Sampled, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
-from lightserve.worker.tables import SamplingTable
+from lightserve.worker.sampling.table import SamplingTable
 
 
 def _shapes(

@@ -255,10 +255,10 @@ class SchedulingOptions:
 
     speculation: str = option(
         "off",
-        "Guesses of the next tokens of a request, several of which one step verifies: off, or ngram"
-        " (what followed its last tokens where these stood before in its prompt or output). Guesses"
-        " change no answer.",
-        choices=("off", "ngram"),
+        "Guesses of the next tokens of a request, several of which one step verifies: off, ngram"
+        " (what followed its last tokens where these stood before in its prompt or output), or"
+        " suffix (there, and in recent answers to requests of its key). Guesses change no answer.",
+        choices=("off", "ngram", "suffix"),
         section="Speculation",
         scope=Scope.SIMULATE,
     )
@@ -268,7 +268,7 @@ class SchedulingOptions:
         low=1,
         high=MAX_DRAFTS,
         scope=Scope.SIMULATE,
-        needs=(Need("speculation", ("ngram",)),),
+        needs=(Need("speculation", ("ngram", "suffix")),),
     )
 
     @property

@@ -106,6 +106,9 @@ def chunk_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
 FIXED_SHARE = 0.125
 """Part of a step's time that may be what every step takes, however few its tokens."""
 
@@ -144,6 +147,17 @@ class StepModel:
             + c.per_chunk_context_s * shape.chunk_context
             + c.per_chunk_pair_s * shape.chunk_pairs
         )
+
+    def seconds_with_drafts(self, shape: StepShape, pairs: IntArray) -> FloatArray:
+        """Return `seconds` of a shape with 1 … n drafts, float64 [n].
+
+        `pairs`, [n]: tokens that so many drafts attend to, see `StepShape.plus_drafts`.
+        """
+        c = self.coefficients
+        num_new = self.sizes.padded_all(np.arange(1, len(pairs) + 1) + shape.num_new)
+        beyond_s = c.per_new_s * np.maximum(0.0, num_new - c.knee)
+        found: FloatArray = self._seconds(shape, 0) + beyond_s + c.per_chunk_pair_s * pairs
+        return found
 
     def seconds_of_decodes(self, shape: StepShape) -> float:
         """Return what `seconds` says of the rows that compute one token, alone."""
@@ -245,8 +259,6 @@ def _root(growth: float, slope: float, room: float) -> float:
 
 
 # Fits the step model to measured steps: relative least squares, and the best of many knees.
-
-FloatArray = npt.NDArray[np.float64]
 
 NUM_KNEES = 24
 _SCALE: FloatArray = np.array([1.0, 1e-2, 1e-2, 1e-1, 1e-4, 1e-4, 1e-6])

@@ -62,6 +62,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     seconds_of: dict[str, float]
     """All of that time: by reason, and in steps that move it (`computes`)."""
     steps_of: dict[str, int]
+    num_tokens: int
+    """Tokens of its output in that time: where some were guessed, more than steps that move it."""
     served_instead: list[Served]
     """In steps that left it out, those with the most tokens."""
     num_served_instead: int
@@ -77,7 +79,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
         yield f"{_SPANS[self.explains]}: from {self.from_s:.3f} to {self.to_s:.3f} s"
         for what in sorted(self.seconds_of, key=lambda what: -self.seconds_of[what]):
             meaning = COMPUTES if what == COMPUTES else MEANINGS[Reason(what)]
-            yield f"{self.seconds_of[what]:10.3f} s  {meaning}, {self.steps_of[what]} steps"
+            made = f", which gave {self.num_tokens} of its tokens" if what == COMPUTES else ""
+            yield f"{self.seconds_of[what]:10.3f} s  {meaning}, {self.steps_of[what]} steps{made}"
         if self.constraint is None:
             yield "held up by nothing: the steps that moved it took the time"
         else:
@@ -157,9 +160,8 @@ class _Witness:
     classes: dict[RequestName, RequestClass] = field(default_factory=dict)
     exec_s: dict[StepId, float] = field(default_factory=dict)
     steps: list[_Step] = field(default_factory=list)
-    delivered_s: list[float] = field(default_factory=list)
-    """When tokens came, together ones once."""
-    num_tokens: int = 0
+    delivered: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many."""
     slo: SLO = NO_SLO
     came_s: float = 0.0
     ended_s: float | None = None
@@ -184,8 +186,7 @@ class _Witness:
                 if (outgoing.frontend_id, delta.request_id) != self.name:
                     continue
                 if delta.token_ids:
-                    self.delivered_s.append(now_s)
-                    self.num_tokens += len(delta.token_ids)
+                    self.delivered.append((now_s, len(delta.token_ids)))
                 if delta.error is not None or delta.finish_reason is not None:
                     self.ended_s = now_s
 
@@ -234,6 +235,7 @@ class _Witness:
             ),
             seconds_of=dict(seconds),
             steps_of=dict(steps),
+            num_tokens=sum(count for at_s, count in self.delivered if start_s < at_s <= end_s),
             served_instead=[
                 Served(_written(other), self.classes[other], count)
                 for other, count in tokens.most_common(MAX_OTHERS)
@@ -243,6 +245,16 @@ class _Witness:
             predicted_s=predicted_s,
             observed_s=observed_s,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its output."""
+        return sum(count for _, count in self.delivered)
+
+    @property
+    def delivered_s(self) -> list[float]:
+        """Times at which tokens came, together ones once."""
+        return [at_s for at_s, _ in self.delivered]
 
     def _missed(self) -> list[str]:
         """Return the targets that it has missed so far."""

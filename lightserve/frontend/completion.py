@@ -19,6 +19,7 @@ from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.news import Delta, LiveRequest
 from lightserve.frontend.request_options import Prepared
+from lightserve.messages.frontend_router import NOTHING_PREDICTED
 from lightserve.metrics.requests import RequestMetrics
 from lightserve.tokenization.detokenizer import StopMatcher, Stopped
 from lightserve.tokenization.thought import Thought
@@ -49,6 +50,10 @@ class Usage:
     """Prompt tokens whose KV was there already."""
     reasoning_tokens: int = 0
     """Tokens of the reasoning, without the tags around it."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of a prediction that were guessed and right; each needed no step of its own, …"""
+    rejected_prediction_tokens: int = 0
+    """… and that were wrong."""
 
 
 class Completion:
@@ -78,6 +83,7 @@ class Completion:
         if options.thinking is not None:
             self._thought = Thought(options.thinking, tokenizer.bytes_of)
         self._num_cached_tokens = 0
+        self._predicted = NOTHING_PREDICTED
         self.num_tokens = 0
         self.num_bytes = 0
         """About as many as an answer that is kept has in memory, so far."""
@@ -99,7 +105,13 @@ class Completion:
         """Tokens so far, the one that ended it included."""
         num_prompt_tokens = len(self.options.prompt_token_ids)
         num_reasoning = 0 if self._thought is None else self._thought.num_tokens
-        return Usage(num_prompt_tokens, self.num_tokens, self._num_cached_tokens, num_reasoning)
+        return Usage(
+            num_prompt_tokens,
+            self.num_tokens,
+            self._num_cached_tokens,
+            num_reasoning,
+            *self._predicted,
+        )
 
     @property
     def matched_stop(self) -> str | int | None:
@@ -161,6 +173,8 @@ class Completion:
             self.num_bytes += len(news.vector)
             self._metrics.on_tokens(0, now_s)
         self._num_cached_tokens += news.num_cached_tokens
+        right, wrong = news.predicted
+        self._predicted = self._predicted[0] + right, self._predicted[1] + wrong
         self.scheduled_slo = news.scheduled_slo or self.scheduled_slo
         if news.token_ids and self.first_token_s is None:
             self.first_token_s = now_s
@@ -345,6 +359,8 @@ class Choices:
             sum(usage.completion_tokens for usage in usages),
             sum(usage.cached_tokens for usage in prompts),
             sum(usage.reasoning_tokens for usage in usages),
+            sum(usage.accepted_prediction_tokens for usage in usages),
+            sum(usage.rejected_prediction_tokens for usage in usages),
         )
 
     @property

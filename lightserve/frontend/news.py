@@ -19,7 +19,7 @@ from lightserve.frontend.errors import (
     from_router,
 )
 from lightserve.messages.common import TokenLogprob
-from lightserve.messages.frontend_router import RequestDelta, Submit
+from lightserve.messages.frontend_router import NOTHING_PREDICTED, RequestDelta, Submit
 from lightserve.types import (
     SLO,
     FinishReason,
@@ -69,6 +69,8 @@ class Delta:
     scheduled_slo: SLO | None = None
     """Targets as in `RequestDelta`."""
     vector: bytes = b""
+    predicted: tuple[int, int] = NOTHING_PREDICTED
+    """Tokens of the prediction as in `RequestDelta`."""
     num_read: int = 0
     """Tokens that `next_part` has returned."""
 
@@ -89,6 +91,7 @@ class Delta:
             self.prompt_logprobs if is_first else None,
             self.num_cached_tokens if is_first else 0,
             self.scheduled_slo if is_first else None,
+            predicted=self.predicted if is_first else NOTHING_PREDICTED,
         )
 
     @property
@@ -264,6 +267,9 @@ class LiveRequest:
         pending.num_cached_tokens += delta.num_cached_tokens
         pending.scheduled_slo = delta.scheduled_slo or pending.scheduled_slo
         pending.vector = delta.vector or pending.vector
+        if delta.predicted != NOTHING_PREDICTED:
+            right, wrong = delta.predicted
+            pending.predicted = pending.predicted[0] + right, pending.predicted[1] + wrong
         if delta.error is not None:
             self._failure = from_router(
                 delta.error,

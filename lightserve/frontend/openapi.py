@@ -78,6 +78,8 @@ class CompletionTokensDetails(StrictModel):
     """Details of the tokens written."""
 
     reasoning_tokens: int = Field(ge=0)
+    accepted_prediction_tokens: int = Field(ge=0)
+    rejected_prediction_tokens: int = Field(ge=0)
 
 
 class UsageObject(StrictModel):

@@ -62,8 +62,11 @@ class PromptEncoder:
         self._backlog = Backlog()
         self._threads = TurnThreads(NUM_THREADS, "encode")
 
-    async def encode_text(self, text: str, *, param: str, keep: int | None = None) -> array[int]:
-        """Return the ids of a text, with the model's BOS; the last `keep` of them.
+    async def encode_text(
+        self, text: str, *, param: str, keep: int | None = None, is_output: bool = False
+    ) -> array[int]:
+        """Return the ids of a text, with the model's BOS unless it is one of an output; the last
+        `keep` of them.
 
         Raises:
             InvalidRequest: empty, not Unicode, or longer than the context could ever hold.
@@ -71,7 +74,7 @@ class PromptEncoder:
         """
 
         def encode() -> array[int]:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=True)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=not is_output)
             return self.check_ids(_last(token_ids, keep), param=param)
 
         if not text:

@@ -86,6 +86,14 @@ class GraphSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         size = None if has_chunks else size_within(self.decodes, num_new)
         return size or size_within(self.mixed, num_new) or num_new
 
+    def padded_all(self, nums_new: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the same of steps with a row of more than one new token, none of them empty."""
+        if not self.mixed:
+            return nums_new
+        places = np.searchsorted(self.mixed, nums_new)
+        sizes = np.take(self.mixed, places, mode="clip")
+        return np.where(places < len(self.mixed), sizes, nums_new)
+
 
 NO_SIZES = GraphSizes()
 
@@ -96,7 +104,7 @@ def size_within(sizes: Sequence[int], number: int) -> int | None:
     return sizes[place] if number and place < len(sizes) else None
 
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024

@@ -119,6 +119,8 @@ class Submit(Message, frozen=True):
     """With a vector, `max_tokens` is 1."""
     thinking: Thinking | None = None
     """Reasoning with which the output may begin; None: there is none that is known."""
+    prediction: bytes = b""
+    """int32, see `pack_int32`: output that the client expects; empty: none."""
 
 
 class Progress(NamedTuple):
@@ -194,6 +196,9 @@ class RouterWelcome(Message, frozen=True):
     """Device of rank 0."""
 
 
+NOTHING_PREDICTED = (0, 0)
+
+
 class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     """News of one request: tokens first, then perhaps its end."""
 
@@ -218,6 +223,8 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     """With TOO_LARGE: how many tokens prompt and output may have together."""
     vector: bytes = b""
     """float32 [hidden_size], with the one token of a request for a vector."""
+    predicted: tuple[int, int] = NOTHING_PREDICTED
+    """Tokens of its prediction that were guessed since the last news: right ones, wrong ones."""
 
 
 class TokenDelta(Message, frozen=True):

@@ -90,6 +90,10 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     """Where it is a vector, this is what its sample brings, with a token that means nothing."""
     thinking: Thinking | None = None
     """Reasoning before the constraint, or within a budget; None: neither."""
+    prediction: bytes = b""
+    """int32, see `pack_int32`: output that its client expects; empty: none."""
+    draft_scope: int = 0
+    """Answers of sequences with equal numbers may be guesses of this one's; 0: those of none."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):
@@ -296,6 +300,8 @@ class StepResult(Message, frozen=True):
     may have; empty: none has any."""
     num_verified: int = 0
     """Tokens that the step computed for drafts, proposed or not."""
+    draft_sources: bytes = b""
+    """int32 [n of the plan's `decodes`]: `DraftSource` of each; empty: the first."""
 
 
 class StepTimesMeasured(Message, frozen=True):
@@ -393,16 +399,18 @@ def unpack_decodes(decodes: DecodeRows) -> DecodeColumns:
     ):
         raise ProtocolError(what)
     columns = DecodeColumns(*(unpack_int32(column) for column in msgspec.structs.astuple(decodes)))
-    if int(columns.num_tokens.sum()) != len(columns.slots):
+    num_drafts = int(columns.num_drafts.sum()) if drafts else 0
+    if len(columns.rows) + num_drafts != len(columns.slots):
         raise ProtocolError(what)
     if drafts and not 0 <= columns.num_drafts.min() <= columns.num_drafts.max() <= MAX_DRAFTS:
         raise ProtocolError(f"decodes: a row has more than {MAX_DRAFTS} drafts, or fewer than 0")
     return columns
 
 
-def plan_columns(plan: StepPlan) -> PlanColumns:
-    """Return all rows of a plan. Raises ProtocolError as `unpack_decodes` does."""
-    decodes = unpack_decodes(plan.decodes)
+def plan_columns(plan: StepPlan, decodes: DecodeColumns | None = None) -> PlanColumns:
+    """Return all rows of a plan, whose unpacked decodes may be given. Raises ProtocolError as
+    `unpack_decodes` does."""
+    decodes = unpack_decodes(plan.decodes) if decodes is None else decodes
     rows, starts, counts = decodes.rows, decodes.start_positions, decodes.num_tokens
     num_decodes = len(rows)
     ones = np.ones(num_decodes, dtype=np.int32)

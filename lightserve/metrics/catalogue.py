@@ -296,14 +296,15 @@ REQUESTS_SKIPPED = counter(
 DRAFT_TOKENS = counter(
     "spec_decode_num_draft_tokens_total",
     Origin.ROUTER,
-    "Tokens that were guessed (--speculation) and verified.",
-    CLASS,
+    "Tokens that were guessed (--speculation) and verified, by proposer: ngram (the request's own"
+    " tokens), prediction, suffix (recent answers).",
+    (*CLASS, "proposer"),
 )
 ACCEPTED_TOKENS = counter(
     "spec_decode_num_accepted_tokens_total",
     Origin.ROUTER,
     "Those of them that were right: as many tokens of output needed no step of their own.",
-    CLASS,
+    (*CLASS, "proposer"),
 )
 REQUESTS_UNSEEN = counter(
     "requests_unseen_total",

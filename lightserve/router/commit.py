@@ -20,6 +20,7 @@ from lightserve.messages.router_worker import (
     pack_decodes,
 )
 from lightserve.router.admission.risk import AcceptedRisk
+from lightserve.router.drafting import scope_of
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.kv.states import NO_STATE_CHANGES, StateChanges, States
@@ -52,6 +53,7 @@ def build_plan(
     copies: PlanCopies,
     left_rows: tuple[RowId, ...],
     states: StateChanges = NO_STATE_CHANGES,
+    shares_answers: bool = False,
 ) -> StepPlan:
     """Return the plan that moves each request by its part of a step.
 
@@ -63,6 +65,7 @@ def build_plan(
         copies: what is copied for them, and for others.
         left_rows: those that were given up since the last plan.
         states: what becomes of states of recurrent layers.
+        shares_answers: whether answers to requests of a key may be guesses of others.
     """
     offset = 0
     sequences: list[AddSequence] = []
@@ -72,7 +75,7 @@ def build_plan(
         row, start = request.row, request.next_position
         assert row is not None and request.slots is not None
         if request in newcomers:
-            sequences.append(_sequence(request, row))
+            sequences.append(_sequence(request, row, scope_of(request) if shares_answers else 0))
             if start > 0:
                 slot_ranges.append(SlotRange(row, 0, pack_int32(request.slots[:start])))
         end = offset + num_tokens
@@ -107,7 +110,7 @@ def _decode_rows(step: PlannedStep, slots: Int32Array) -> DecodeRows:
     return pack_decodes(*columns, step.decodes.drafts.astype(np.int32))
 
 
-def _sequence(request: Request, row: RowId) -> AddSequence:
+def _sequence(request: Request, row: RowId, draft_scope: int) -> AddSequence:
     thinking = request.parameters.thinking
     if thinking is not None and request.constraint is None and thinking.budget == MAX_INT32:
         thinking = None  # nothing of it is enforced
@@ -121,6 +124,8 @@ def _sequence(request: Request, row: RowId) -> AddSequence:
         is_real_time=request.request_class is RT,
         output=request.output,
         thinking=thinking,
+        prediction=request.parameters.prediction,
+        draft_scope=draft_scope,
     )
 
 
@@ -191,12 +196,15 @@ class StepCommit:
         pipeline: Pipeline,
         waits: QueueDelay,
         risk: AcceptedRisk,
+        *,
+        shares_answers: bool,
     ) -> None:
         self._waiting = waiting
         self._rows = rows
         self._pipeline = pipeline
         self._waits = waits
         self._risk = risk
+        self._shares_answers = shares_answers
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
 
@@ -234,6 +242,7 @@ class StepCommit:
             copies=kv.take_copies(),
             states=kv.states.take_changes(),
             left_rows=self._rows.take_left(),
+            shares_answers=self._shares_answers,
         )
         self._pipeline.push(step, plan, now_s)
         self._rows.send(step.decodes.rows, num_tokens_each)

@@ -64,6 +64,8 @@ class SchedulerConfig:
     kv: KVOptions = field(default_factory=KVOptions)
     max_draft_tokens: int = 0
     """Most drafts of a request in a step; 0: none has any."""
+    shares_answers: bool = False
+    """Whether answers to requests of a key may be guesses of others."""
     max_steps_in_flight: int = MAX_STEPS_IN_FLIGHT
     """1 plans every step on the results of all before it, as simulations of other systems do."""
 
@@ -121,6 +123,7 @@ def make_scheduler_config(
         lengths=lengths,
         accepted_risk=accepted_risk,
         max_draft_tokens=config.drafts_per_row,
+        shares_answers=config.speculation == "suffix",
         kv=KVOptions(
             cache_order=CACHE_ORDERS[config.cache_policy],
             block_size=config.block_size,

@@ -7,7 +7,7 @@ worth is the time in which decodes alone would have made as many tokens as it is
 drafts come and go with the load, by the same measured times as everything else in a step.
 
     worth   (seconds of the decodes alone / decodes) * expected accepted tokens
-    cost    MARGIN * (seconds with the drafts - seconds without)
+    cost    MARGIN * (seconds with the drafts - seconds without) + LEAST_WON_S
 
 The chance that a row's next draft is accepted is learnt from its own last drafts, and where it had
 few, from those of its key: requests of one program are alike.
@@ -15,6 +15,7 @@ few, from those of its key: requests of one program are alike.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.cost.model import StepShape
-from lightserve.messages.common import unpack_int32
+from lightserve.messages.common import MAX_INT32, unpack_int32
+from lightserve.messages.frontend_router import NOTHING_PREDICTED
 from lightserve.messages.router_worker import NO_TOKEN, StepOutput, StepResult
 from lightserve.router.accounts import Computed
 from lightserve.router.output_lengths import MAX_KEYS
@@ -30,19 +32,30 @@ from lightserve.router.request import ENDED, Request
 from lightserve.router.request_table import NO_ROWS, BoolArray, Decodes, FloatArray, RequestTable
 from lightserve.router.request_table import Rows as IntArray
 from lightserve.router.step import PlannedStep
-from lightserve.types import MAX_DRAFTS, RequestClass, RequestOutput, RowId
+from lightserve.router.step_cost import StepCost
+from lightserve.types import (
+    DraftSource,
+    RequestClass,
+    RequestKey,
+    RequestOutput,
+    RowId,
+)
 
 MARGIN = 1.25
 """Drafts are to be worth so much more than they cost: predictions err, and other rows wait. Not in
 rows whose token is late."""
+LEAST_WON_S = 1.5e-4
+"""Drafts are to win so much at least: planning and guessing them takes as long."""
 FIRST_CHANCE = 0.4
 """Chance of a draft of which nothing is known."""
 PRIOR_DRAFTS = 3.0
 """Drafts that what is known of the key counts for, in a row; and FIRST_CHANCE, of a key."""
 ROW_MEMORY, KEY_MEMORY = 0.85, 0.98
 """Weight of what is known after a result with drafts: of the row, of the key."""
-FADING = 0.995
-"""Weight after a step without drafts, in which nothing was learnt: so a row tries again."""
+FADING = 0.98
+"""Weight after a decision for no drafts, from which nothing is learnt: so a row tries again."""
+QUIET_STEPS = 3
+"""Steps with as many decodes that have none either, without looking: planning takes time."""
 
 
 @dataclass(slots=True)
@@ -65,7 +78,7 @@ class Chance:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Drafts of a class since boot."""
+    """Drafts of a class from one source since boot."""
 
     num_drafted: int = 0
     num_accepted: int = 0
@@ -81,11 +94,23 @@ class Drafting:
         self._table = table
         self._occupants = np.full(table.num_rows, -1, dtype=np.int64)
         """Numbers of the requests that the other columns are about."""
-        self._can_draft = np.zeros(table.num_rows, dtype=np.bool_)
+        self._limits = np.zeros(table.num_rows, dtype=np.int64)
+        """Most drafts of each in a step, …"""
+        self._priors = np.zeros(table.num_rows)
+        """… and what was last known of its key."""
+        self._steps = np.arange(1, most + 1)
+        self._quiet = 0, 0
+        """Decodes of steps that have no drafts, and how many more of these."""
         self._accepted = np.zeros(table.num_rows)
         self._tried = np.zeros(table.num_rows)
         self._keys: OrderedDict[Hashable, Chance] = OrderedDict()
-        self.counts = {request_class: DraftCounts() for request_class in RequestClass}
+        self.counts = {
+            (request_class, source): DraftCounts()
+            for request_class in RequestClass
+            for source in DraftSource
+        }
+        self._predicted: dict[RequestKey, tuple[int, int]] = {}
+        """Tokens of predictions that were right and wrong in the last result."""
 
     def take_back_refused(
         self,
@@ -99,13 +124,16 @@ class Drafting:
         `step_back` forgets the last tokens of a request. Yields what accepted drafts have computed.
         """
         decodes, num_planned = planned.decodes, planned.decodes.drafts
+        self._predicted.clear()
         num_tokens = (output.token_ids[: len(decodes)] != NO_TOKEN).sum(axis=1)
         num_drafted = unpack_int32(result.num_drafted)
+        sources = unpack_int32(result.draft_sources) if result.draft_sources else 0 * num_drafted
         # What is not proposed costs nothing where it is not computed.
         num_wasted = int(result.num_verified == num_planned.sum())
         for index in np.flatnonzero(num_planned).tolist():
             request, row = decodes.requests[index], RowId(int(decodes.rows[index]))
-            counts = self.counts[request.request_class]
+            source = DraftSource(int(sources[index]))
+            counts = self.counts[request.request_class, source]
             counts.num_drafted += int(num_drafted[index])
             if request.state is ENDED:  # all that it holds is given back at once
                 continue
@@ -113,16 +141,29 @@ class Drafting:
             count = int(num_tokens[index]) if found is None else len(found.token_ids)
             num_accepted = max(0, count - 1)
             counts.num_accepted += num_accepted
+            if source is DraftSource.PREDICTION:
+                num_refused = int(num_drafted[index]) - num_accepted
+                self._predicted[request.key] = num_accepted, num_refused
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
             self._learn(request, num_tried, num_accepted)
             step_back(request, int(num_planned[index]) - num_accepted)
             yield Computed(request.account, request.budget, 0, num_accepted)
 
+    def predicted(self, request: Request) -> tuple[int, int]:
+        """Return how many tokens of its prediction were right and wrong in the last result."""
+        return self._predicted.pop(request.key, NOTHING_PREDICTED)
+
+    def rests(self, num_decodes: int) -> bool:
+        """Whether a step of so many decodes has no drafts, as one before it had none."""
+        num_quiet, num_steps = self._quiet
+        self._quiet = num_quiet, num_steps - 1
+        return num_quiet == num_decodes and num_steps > 0
+
     def choose(
         self,
         decodes: Decodes,
         shape: StepShape,
-        seconds: Callable[[StepShape], float],
+        cost: StepCost,
         *,
         room: int,
         limit_s: float,
@@ -133,35 +174,40 @@ class Drafting:
         Args:
             decodes: rows of the step that compute one token, at least one.
             shape: of the whole step without drafts.
-            seconds: predicts the time of a step.
+            cost: predicts the time of a step.
             room: most drafts of the step, for want of slots and tokens.
             limit_s: what the step may take, unless it takes longer without drafts.
             is_late: bool [n], whether the token of a row is late.
         """
-        if room <= 0:
+        rows, most = decodes.rows, self._most_of(decodes)
+        if (room := min(room, int(most.sum()))) <= 0:
             return NO_ROWS
-        base_s, alone_s = seconds(shape), seconds(shape.decodes)
-        most, chances = self._most_of(decodes), self._chances(decodes)
-        steps = np.arange(1, self.most + 1)
-        gains = chances[:, None] ** steps * (steps <= most[:, None])
+        gains = self._chances(rows)[:, None] ** self._steps
+        gains *= self._steps <= most[:, None]
         if is_late is not None:
             gains *= np.where(is_late, MARGIN, 1.0)[:, None]
         # Falling along a row, so that no draft comes before its predecessors.
-        order = np.argsort(-gains, axis=None, kind="stable")
-        order = order[: min(room, int(most.sum()))]
-        worth_s = np.cumsum(gains.ravel()[order]) * (alone_s / len(decodes))
-        contexts = self._table.next_position[decodes.rows]
-        pairs = np.cumsum(contexts[order // self.most])
-        best, best_s = 0, 0.0
-        for count in _numbers_up_to(len(order)):
-            time_s = seconds(shape.plus_drafts(count, int(pairs[count - 1])))
-            won_s = float(worth_s[count - 1]) - MARGIN * (time_s - base_s)
-            if won_s > best_s and (time_s <= limit_s or base_s > limit_s):
-                best, best_s = count, won_s
-        if not best:
-            self._fade(decodes.rows)
+        order = np.argsort(-gains, axis=None, kind="stable")[:room]
+        owners = rows[order // self.most]
+        if shape.num_new + room > cost.pivot:
+            # Beyond what reading weights takes anyway, best-effort rows buy none.
+            is_free = np.arange(room) < cost.pivot - shape.num_new
+            is_taken = is_free | self._table.is_rt[owners]
+            order, owners = order[is_taken], owners[is_taken]
+        base_s, alone_s = cost.seconds(shape), cost.seconds(shape.decodes)
+        worth_s = gains.ravel()[order].cumsum() * (alone_s / len(rows))
+        pairs = self._table.next_position[owners].cumsum()
+        times_s = cost.seconds_with_drafts(shape, pairs)
+        # Kinds of steps have corrections of their own: more tokens take no less time.
+        won_s = worth_s - MARGIN * np.maximum(0.0, times_s - base_s)
+        if base_s <= limit_s:
+            won_s[times_s > limit_s] = 0.0
+        if not len(won_s) or won_s[best := int(won_s.argmax())] <= LEAST_WON_S:
+            self._accepted[rows] *= FADING
+            self._tried[rows] *= FADING
+            self._quiet = len(rows), QUIET_STEPS
             return NO_ROWS
-        return np.bincount(order[:best] // self.most, minlength=len(decodes)).astype(np.int64)
+        return np.bincount(order[: best + 1] // self.most, minlength=len(rows)).astype(np.int64)
 
     def _learn(self, request: Request, num_tried: int, num_accepted: int) -> None:
         """Take in how many drafts of a running request were looked at, and accepted."""
@@ -169,31 +215,33 @@ class Drafting:
         assert row is not None
         self._accepted[row] = ROW_MEMORY * self._accepted[row] + num_accepted
         self._tried[row] = ROW_MEMORY * self._tried[row] + tried
-        self._of_key(request).learn(num_accepted, tried, KEY_MEMORY)
+        of_key = self._of_key(request)
+        of_key.learn(num_accepted, tried, KEY_MEMORY)
+        self._priors[row] = of_key.value
 
     def _most_of(self, decodes: Decodes) -> IntArray:
         """Return how many drafts each may have at most: none beyond the last token it can have."""
         table, rows = self._table, decodes.rows
-        if len(new := rows[self._occupants[rows] != table.arrival_number[rows]]):
+        is_new = self._occupants[rows] != table.arrival_number[rows]
+        if is_new.any():
+            new = rows[is_new]
             self._occupants[new] = table.arrival_number[new]
             self._accepted[new] = self._tried[new] = 0.0
-            self._can_draft[new] = [can_draft(request) for request in table.of(new)]
+            requests = table.of(new)
+            self._limits[new] = [self.most * can_draft(request) for request in requests]
+            self._priors[new] = [self._of_key(request).value for request in requests]
         left = table.stop_at[rows] - table.num_output[rows] - table.inflight_samples[rows] - 1
-        return np.where(self._can_draft[rows], np.clip(left, 0, self.most), 0)
+        most: IntArray = np.maximum(0, np.minimum(left, self._limits[rows]))
+        return most
 
-    def _chances(self, decodes: Decodes) -> FloatArray:
-        rows = decodes.rows
-        priors = np.array([self._of_key(request).value for request in decodes.requests])
-        accepted = self._accepted[rows] + PRIOR_DRAFTS * priors
+    def _chances(self, rows: IntArray) -> FloatArray:
+        accepted = self._accepted[rows] + PRIOR_DRAFTS * self._priors[rows]
         chances: FloatArray = accepted / (self._tried[rows] + PRIOR_DRAFTS)
         return chances
 
-    def _fade(self, rows: IntArray) -> None:
-        self._accepted[rows] *= FADING
-        self._tried[rows] *= FADING
-
     def _of_key(self, request: Request) -> Chance:
-        keys, key = self._keys, request.prediction_key
+        # Who says what comes is right more often.
+        keys, key = self._keys, (request.prediction_key, bool(request.parameters.prediction))
         if (chance := keys.get(key)) is None:
             chance = keys[key] = Chance()
             if len(keys) > MAX_KEYS:
@@ -202,16 +250,22 @@ class Drafting:
         return chance
 
 
+def scope_of(request: Request) -> int:
+    """Return the number of the requests whose answers may be guesses of this one's, see
+    `AddSequence`: those of its account, key and prefix salt."""
+    names, account = [request.prefix_salt], request.account
+    while account is not None:
+        names.append(account.name)
+        account = account.parent
+    known = repr((names, request.prediction_key)).encode()
+    return int.from_bytes(hashlib.blake2b(known, digest_size=7).digest()) | 1
+
+
 def can_draft(request: Request) -> bool:
-    """Return whether tokens can be drafted: no grammar has to see each before."""
+    """Return whether tokens can be drafted: no grammar and no budget has to see each before."""
+    thinking = request.parameters.thinking
     return (
         request.output is RequestOutput.TOKENS
         and request.constraint is None
-        and request.parameters.thinking is None
+        and (thinking is None or thinking.budget == MAX_INT32)
     )
-
-
-def _numbers_up_to(most: int) -> list[int]:
-    """Return numbers of drafts to try, up to `most`: the small ones all, then powers of two."""
-    numbers = {*range(1, MAX_DRAFTS), *(1 << power for power in range(3, most.bit_length())), most}
-    return sorted(number for number in numbers if 0 < number <= most)

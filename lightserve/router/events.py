@@ -17,6 +17,7 @@ from lightserve.messages.common import (
     pack_int64,
 )
 from lightserve.messages.frontend_router import (
+    NOTHING_PREDICTED,
     Abort,
     Acknowledge,
     BatchDue,
@@ -26,6 +27,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.router_worker import RowResult
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable, Rows
 from lightserve.types import FinishReason, FrontendId
@@ -108,16 +110,15 @@ class DeltaBatch:
         request: Request,
         token_ids: list[int],
         reason: FinishReason | None,
-        logprobs: list[TokenLogprob],
-        *,
-        vector: bytes = b"",
+        result: RowResult,
+        predicted: tuple[int, int],
     ) -> None:
         """Confirmed tokens that are not among its output yet, perhaps the last ones.
 
-        `logprobs` has one entry for each, or none; those of more tokens are cut off. `vector` comes
-        with the one token of a request for it.
+        `result` may have more tokens than these, and says the rest of them; `predicted` is as in
+        `RequestDelta`.
         """
-        frontend_id, request_id = request.key
+        (frontend_id, request_id), logprobs = request.key, result.logprobs
         if not request.output_token_ids:
             delta = RequestDelta(
                 request_id,
@@ -126,10 +127,12 @@ class DeltaBatch:
                 num_cached_tokens=request.num_cached_tokens or 0,
                 logprobs=logprobs[: len(token_ids)],
                 scheduled_slo=request.scheduled_slo,
-                vector=vector,
+                vector=result.vector,
             )
         elif logprobs:
             delta = RequestDelta(request_id, token_ids, reason, logprobs=logprobs[: len(token_ids)])
+        elif predicted is not NOTHING_PREDICTED:
+            delta = RequestDelta(request_id, token_ids, reason, predicted=predicted)
         else:  # as a rule: this is done for every token of every request
             delta = RequestDelta(request_id, token_ids, reason)
         self._by_frontend[frontend_id].append(delta)

@@ -135,9 +135,10 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
         ProtocolError: something is outside its limits; the text names it.
     """
     sampling, slo, thinking = submit.sampling, submit.slo, submit.thinking
-    prompt = _prompt_of(submit)
+    prompt, prediction = _prompt_of(submit), unpack_int32(submit.prediction)
     ids: dict[str, Sequence[int]] = {
         "prompt": [int(prompt.min()), int(prompt.max())] if len(prompt) else [],
+        "prediction": [int(prediction.min()), int(prediction.max())] if len(prediction) else [],
         "eos_token_ids": submit.eos_token_ids,
         "allowed_token_ids": sampling.allowed_token_ids,
         "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
@@ -249,6 +250,7 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
         and parameters.bad_words == submit.sampling.bad_words
         and parameters.constraint == submit.constraint
         and parameters.thinking == submit.thinking
+        and parameters.prediction == submit.prediction
         and parameters.eos_token_ids == frozenset(submit.eos_token_ids)
     )
 
@@ -258,7 +260,7 @@ def _parameters_of(submit: Submit) -> Parameters:
     eos_token_ids = frozenset(submit.eos_token_ids)
     lists = (
         *(sampling.allowed_token_ids, sampling.logit_bias, sampling.bad_words),
-        *(list(eos_token_ids), submit.constraint, submit.thinking),
+        *(list(eos_token_ids), submit.constraint, submit.thinking, submit.prediction),
     )
     return Parameters(
         sampling.allowed_token_ids,
@@ -267,6 +269,7 @@ def _parameters_of(submit: Submit) -> Parameters:
         eos_token_ids,
         submit.constraint,
         submit.thinking,
+        submit.prediction,
         num_bytes=(
             ID_BYTES * len(sampling.allowed_token_ids)
             + BIAS_BYTES * len(sampling.logit_bias)
@@ -274,6 +277,7 @@ def _parameters_of(submit: Submit) -> Parameters:
             + EOS_BYTES * len(eos_token_ids)
             + _text_bytes(submit.constraint)
             + (CHARACTER_BYTES * len(repr(submit.thinking)) if submit.thinking else 0)
+            + len(submit.prediction)
         ),
         num_plan_bytes=len(_encoder.encode(lists)),
     )

@@ -189,12 +189,13 @@ class RouterMetrics:
                 self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
 
     def _count_drafts(self, core: Scheduler) -> None:
-        for request_class, counts in core.drafting.counts.items():
+        for (request_class, source), counts in core.drafting.counts.items():
             for family, value in (
                 (DRAFT_TOKENS, counts.num_drafted),
                 (ACCEPTED_TOKENS, counts.num_accepted),
             ):
-                self.recorder.counter(family, request_class.value).value = value
+                label = source.name.lower()
+                self.recorder.counter(family, request_class.value, label).value = value
 
     def _count_raised(self, core: Scheduler) -> None:
         for request_class in RequestClass:

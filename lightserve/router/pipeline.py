@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.common import MAX_INT32
+from lightserve.messages.common import MAX_INT32, unpack_int32
 from lightserve.messages.router_worker import (
     OutputKind,
     PlanRow,
@@ -29,7 +29,7 @@ from lightserve.router.policies.step_budget import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep
 from lightserve.router.step_cost import RATIO_MEMORY, CopyCost, StepCost, StepGuard, StepShape
-from lightserve.types import RequestOutput, StepId
+from lightserve.types import DraftSource, RequestOutput, StepId
 
 MAX_STEPS_IN_FLIGHT = 2
 MIN_LEAD_S = 1e-3
@@ -245,6 +245,11 @@ def _read(sent: SentStep, result: StepResult) -> StepOutput:
         raise ProtocolError(f"{result.num_verified} drafts, which are not those of the plan")
     if len(result.num_drafted) != len(sent.plan.decodes.num_drafts):
         raise ProtocolError(f"{len(result.num_drafted)} bytes of num_drafted")
+    if sources := result.draft_sources:
+        if len(sources) != len(sent.plan.decodes.num_drafts):
+            raise ProtocolError(f"{len(sources)} bytes of draft_sources")
+        if not {*unpack_int32(sources).tolist()} <= {*DraftSource}:
+            raise ProtocolError("draft_sources: a source that is none")
     planned, (rows, token_ids, others) = sent.planned, output
     if token_ids.shape[1] > 1:
         most = np.ones(len(token_ids), dtype=np.int64)

@@ -241,14 +241,14 @@ class Planner:
         self, decodes: Decodes, shape: StepShape, step: Step
     ) -> tuple[StepShape, Decodes]:
         """Return a step's shape and decodes with the drafts that pay."""
-        if not self.drafting.most or not len(decodes):
+        if not self.drafting.most or not len(decodes) or self.drafting.rests(len(decodes)):
             return shape, decodes
         budget, cost = step.budget, self._pipeline.cost
         room = step.memory.num_spare - shape.num_new  # the next step needs as many slots
         drafts = self.drafting.choose(
             decodes,
             shape,
-            cost.seconds,
+            cost,
             room=min(room, self._pipeline.max_num_batched_tokens - shape.num_new),
             limit_s=budget.deadline_s / cost.guard,
             is_late=budget.due.of_rows(decodes.rows, budget.due.residuals.due) < 0.0,

@@ -117,6 +117,8 @@ class Parameters:
     eos_token_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     thinking: Thinking | None = None
+    prediction: bytes = b""
+    """See `Submit`."""
     num_bytes: int = 0
     """Memory that it takes."""
     num_plan_bytes: int = 0

@@ -104,7 +104,12 @@ class Scheduler:
         self._planner = Planner(config, self._waiting, self._rows, self._pipeline, self._demand)
         self.drafting = self._planner.drafting
         self._commit = StepCommit(
-            self._waiting, self._rows, self._pipeline, self._waits, config.accepted_risk
+            self._waiting,
+            self._rows,
+            self._pipeline,
+            self._waits,
+            config.accepted_risk,
+            shares_answers=config.shares_answers,
         )
         self._held_by_rt = HeldByRealTime(config.rt_kv_deviations)
         self.counters: Mapping[RequestClass, KVCounters] = self._commit.counters
@@ -280,7 +285,8 @@ class Scheduler:
             num_state_slots=ready.num_state_slots,
             load_is_cheaper=self._pipeline.load_is_cheaper,
         )
-        self.drafting.most = 0 if ready.num_state_slots else self._config.max_draft_tokens
+        if ready.num_state_slots:
+            self.drafting.most = 0
         for request in list(self._waiting):
             request.recurrent.num_slots = ready.num_state_slots
             self._kv.expect(request)
@@ -423,6 +429,7 @@ class Scheduler:
                 self._rows.is_plain[row] = (
                     request.is_prompt_shared
                     and not request.awaits_grammar
+                    and not request.parameters.prediction
                     and bool(request.output_token_ids)
                     and not isinstance(request.deadlines, CompletionLedger)
                 )
@@ -457,7 +464,7 @@ class Scheduler:
                 self._kv.learn_prompt(request)  # all of it has been computed by now
                 self._kv.retain(request, now_s)
             token_ids, reason = until_end(request, result.token_ids)
-            deltas.add_tokens(request, token_ids, reason, result.logprobs, vector=result.vector)
+            deltas.add_tokens(request, token_ids, reason, result, self.drafting.predicted(request))
             request.add_output(token_ids)
             if token_ids:
                 self._rows.on_tokens(request, len(token_ids), now_s)

@@ -16,7 +16,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lightserve.cost.model import StepModel, StepSample, StepShape, fit
+import numpy as np
+
+from lightserve.cost.model import FloatArray, IntArray, StepModel, StepSample, StepShape, fit
 from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 
 # What copying KV between the pool and the host costs, learnt while serving.
@@ -241,6 +243,18 @@ class StepCost:
         time_s, decode_s = means[MIXED] * whole_s, means[DECODE] * decodes_s
         prefill_s = means[PREFILL] * chunks_s
         return max(time_s, decode_s, prefill_s)
+
+    def seconds_with_drafts(self, shape: StepShape, pairs: IntArray) -> FloatArray:
+        """Return `seconds` of a shape with 1 … n drafts, float64 [n]; see `StepModel`."""
+        model, means = self._model, self._means
+        if model is None:
+            return np.zeros(len(pairs))
+        whole_s = model.seconds_with_drafts(shape, pairs)
+        if shape.num_chunks == 0:
+            return means[DRAFT] * whole_s
+        times_s = means[PREFILL] * model.seconds_with_drafts(shape.chunks, pairs)
+        decode_s = means[DECODE] * model.seconds_of_decodes(shape)
+        return np.maximum(np.maximum(means[MIXED] * whole_s, times_s), decode_s)
 
     def work(self, shape: StepShape) -> float:
         """Return the predicted seconds that a shape takes in large steps, whose floor others pay.

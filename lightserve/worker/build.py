@@ -53,6 +53,7 @@ from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.worker.capture import capture_graphs, graph_sizes, make_graphs
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import device_of_rank, make_queue
+from lightserve.worker.drafts import Lookup
 from lightserve.worker.graphs import DecodeTables, estimated_graph_bytes
 from lightserve.worker.host_pool import DirectHostPool, HostPool
 from lightserve.worker.memory import (
@@ -238,6 +239,7 @@ def build_runner(
             incarnation=incarnation,
             constraints=constraints,
             pooling=embedding.kind if embedding and embedding.is_whole else None,
+            proposer=_proposer(config, device),
         )
 
     def measure(pool: KVPool) -> DeviceMemory:
@@ -308,6 +310,14 @@ def _check(
         check_quantized(kernels, shapes, device, has_int4=method.fewest_bits == 4)
     if shapes.pool_dtype is not None:
         check_small_kv(kernels, shapes, device)
+
+
+def _proposer(config: ServeConfig, device: torch.device) -> Lookup | None:
+    """Return what guesses drafts; None: nothing does."""
+    if config.speculation == "off":
+        return None
+    num_rows, has_answers = config.max_num_seqs, config.speculation == "suffix"
+    return Lookup(num_rows, make_queue(device), keeps_answers=has_answers)
 
 
 def _check_options(

@@ -46,7 +46,7 @@ from lightserve.worker.matchers import (
     digest_of,
 )
 from lightserve.worker.sampling.interface import RowMasks
-from lightserve.worker.tables import Upload
+from lightserve.worker.sampling.table import Upload
 
 log = logging.getLogger(__name__)
 

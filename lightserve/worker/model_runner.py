@@ -39,6 +39,7 @@ from lightserve.worker.sampling.sampler import (
     logprob_tensors,
     sample,
 )
+from lightserve.worker.sampling.table import SamplingTable
 from lightserve.worker.step_results import (
     DraftResults,
     Drawn,
@@ -50,7 +51,7 @@ from lightserve.worker.step_results import (
     row_vectors,
     with_logits,
 )
-from lightserve.worker.tables import PromptSpan, SamplingTable, SequenceTable, StepInputs
+from lightserve.worker.tables import PromptSpan, SequenceTable, StepInputs
 
 
 class _Passed(NamedTuple):
@@ -94,7 +95,7 @@ class ModelRunner:
             incarnation: of the worker group, see `StepResult`.
             constraints: enforces those of the sequences; rank 0 alone has it.
             pooling: of an encoder, all of whose rows are whole prompts.
-            proposer: guesses drafts; None: as `SequenceTable` does.
+            proposer: guesses drafts; None: no plan has any.
         """
         self._model = model
         self.pool = pool
@@ -224,7 +225,8 @@ class ModelRunner:
             RuntimeError: it failed on the device.
         """
         pending.marks.end.wait()
-        token_ids, rows, num_drafted = pending.row_results()
+        token_ids, rows = pending.row_results()
+        num_drafted, draft_sources = pending.of_drafts()
         if self._constraints is not None and pending.constrained_rows:
             drawn = pending.drawn
             self._constraints.advance(
@@ -241,6 +243,7 @@ class ModelRunner:
             rows=rows,
             num_drafted=pack_int32(num_drafted),
             num_verified=pending.num_verified,
+            draft_sources=pack_int32(draft_sources),
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
             copy_s=pending.copies.seconds(),
@@ -382,8 +385,10 @@ class ModelRunner:
         fetched = queue.download([token_ids, sampled.is_finite, *(sampled.logprobs or ())])
         drafted = None
         if inputs.draws is not None and accepted is not None:
-            found = queue.download([inputs.draws.drafted.counts, accepted])
-            drafted = DraftResults(inputs.draws.firsts, inputs.draws.drafted.decodes, *found)
+            own = inputs.draws.drafted
+            sources = () if own.sources is None else (own.sources,)
+            found = queue.download([own.counts, accepted, *sources])
+            drafted = DraftResults(inputs.draws.firsts, own.decodes, *found)
         return Drawn(
             rows,
             fetched[0],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -127,7 +128,16 @@ class DraftResults(NamedTuple):
     counts: Tensor
     """int64 [D], drafts of each, …"""
     accepted: Tensor
-    """… and how many of them are accepted."""
+    """… how many of them are accepted, …"""
+    sources: Tensor | None = None
+    """… and where they come from; None: see `Proposal`."""
+
+    def of_decodes(self, values: Tensor | None, num_decodes: int) -> Int32Array:
+        """Return values of these rows as those of a plan's decodes, 0 of the others; None: none."""
+        found = np.zeros(num_decodes if values is not None else 0, dtype=np.int32)
+        if values is not None:
+            found[self.decodes] = values.numpy()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,18 +241,21 @@ class Pending:
             [*plan_columns(plan).rows.tolist(), *(sequence.row for sequence in plan.sequences)]
         )
 
-    def row_results(self) -> tuple[Int32Array, list[RowResult], Int32Array]:
+    def row_results(self) -> tuple[Int32Array, list[RowResult]]:
         """Return the results of a step that is over, as `StepResult` has them.
 
-        Its `token_ids`, the rows that have more to say, and `num_drafted`.
+        Its `token_ids`, and the rows that have more to say.
         """
         drawn, prompts = self.drawn, self.prompts
         draws = drawn.token_ids.numpy().astype(np.int32)
-        firsts, counts, num_drafted = _kept_draws(drawn, self.plan)
+        others = drawn.others()
+        if drawn.drafted is None and not others and not prompts:
+            return draws[:, None], []
+        firsts, counts = _kept_draws(drawn)
         steps = np.arange(counts.max(initial=1))
         places = np.minimum(firsts[:, None] + steps, max(0, len(draws) - 1))
         token_ids = np.where(steps < counts[:, None], draws[places] if len(draws) else 0, NO_TOKEN)
-        others, results = drawn.others(), []
+        results = []
         if others or prompts:
             spans = zip(firsts.tolist(), counts.tolist(), strict=True)
             for index, (first, count) in enumerate(spans):
@@ -257,33 +270,29 @@ class Pending:
                 token_ids[index] = NO_TOKEN
         sampled = set(drawn.rows) if prompts else set()
         results += [_row_result(row, [], own) for row, own in prompts.items() if row not in sampled]
-        return token_ids.astype(np.int32), results, num_drafted
+        return token_ids.astype(np.int32), results
+
+    def of_drafts(self) -> tuple[Int32Array, Int32Array]:
+        """Return `num_drafted` and `draft_sources` of a step that is over, see `StepResult`."""
+        drafted, num_decodes = self.drawn.drafted, len(self.plan.decodes.num_drafts) // 4
+        if drafted is None:
+            return np.zeros(num_decodes, dtype=np.int32), np.empty(0, dtype=np.int32)
+        of_decodes = partial(drafted.of_decodes, num_decodes=num_decodes)
+        return of_decodes(drafted.counts), of_decodes(drafted.sources)
 
 
-class _KeptDraws(NamedTuple):
-    """Draws that count."""
+def _kept_draws(drawn: Drawn) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return which draws count, int64 [rows that sample] both: the first of each row, and how many.
 
-    firsts: npt.NDArray[np.int64]
-    """[rows that sample], the first of each."""
-    counts: npt.NDArray[np.int64]
-    """[rows that sample], how many."""
-    num_drafted: Int32Array
-    """See `StepResult.num_drafted`."""
-
-
-def _kept_draws(drawn: Drawn, plan: StepPlan) -> _KeptDraws:
-    """Return which draws count: one of each row, and one more for each accepted draft."""
+    One of each row, and one more for each accepted draft.
+    """
     drafted = drawn.drafted
     if drafted is None:
         num_rows = len(drawn.rows)
-        ones = np.ones(num_rows, dtype=np.int64)
-        num_drafted = np.zeros(len(plan.decodes.num_drafts) // 4, dtype=np.int32)
-        return _KeptDraws(np.arange(num_rows), ones, num_drafted)
-    num_drafted = np.zeros(len(plan.decodes.rows) // 4, dtype=np.int32)
-    num_drafted[drafted.decodes] = drafted.counts.numpy()
+        return np.arange(num_rows), np.ones(num_rows, dtype=np.int64)
     counts = np.ones(len(drafted.firsts), dtype=np.int64)
     counts[drafted.decodes] += drafted.accepted.numpy()
-    return _KeptDraws(drafted.firsts, counts, num_drafted)
+    return drafted.firsts, counts
 
 
 class _Token(NamedTuple):

@@ -31,6 +31,7 @@ EOS = 2
 def server(run_parent: Path) -> Iterator[LiveServer]:
     """Answers that are compared must not depend on what runs beside them."""
     flags = ("--batch-invariant", "--dtype=float32", "--tool-call-parser=hermes")
+    flags = (*flags, "--speculation=suffix")  # which changes none
     with live_server(run_parent, *flags) as running:
         yield running
 
@@ -70,6 +71,34 @@ def joined(stream: Any, index: int = 0) -> str:
     """Return the text of one choice of a stream."""
     choices = [c for chunk in stream for c in chunk.choices if c.index == index]
     return "".join(c.text if hasattr(c, "text") else c.delta.content or "" for c in choices)
+
+
+def test_a_prediction_changes_no_answer(client: OpenAI, server: LiveServer) -> None:
+    """Right or wrong; and usage tells of what was guessed, in a stream as well."""
+    options: dict[str, Any] = {"model": server.model, "messages": ASK, "max_tokens": 60, "seed": 5}
+    text = text_of(client.chat.completions.create(**options))
+
+    def predicted(content: str, **more: Any) -> Any:
+        return client.chat.completions.create(
+            **options, prediction={"type": "content", "content": content}, **more
+        )
+
+    for _ in range(20):  # what pays is decided by measured times
+        answer = predicted(text)
+        assert text_of(answer) == text
+        right = answer.usage.completion_tokens_details.accepted_prediction_tokens
+        assert 0 <= right <= answer.usage.completion_tokens
+        if right > 0:
+            break
+    assert right > 0
+    answer = predicted(text[: len(text) // 2] + " and no more of that. " * 3)
+    assert text_of(answer) == text
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens >= 0
+    *chunks, last = predicted(text, stream=True, stream_options={"include_usage": True})
+    assert joined(chunks) == text
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        predicted(text, logprobs=True)
 
 
 def test_models(client: OpenAI, server: LiveServer) -> None:

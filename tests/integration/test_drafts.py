@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.drafted import Scripted
 from support.graph_recorders import TapeRecorder
 from support.grids import choose, more_when_long
 from support.late_queue import LateQueue
-from support.lossless import Catalogue, Tally, make_runner, make_schedule
+from support.lossless import MAX_SEQS, Catalogue, Tally, make_runner, make_schedule
 from support.recorded_plans import RecordedStep, record_steps
 from support.recorded_plans import make_runner as make_small_runner
 from support.tensor_kernels import TensorKernels
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, MostTokens
-from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import StepPlan, StepResult, row_results
+from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
+from lightserve.messages.router_worker import (
+    AddSequence,
+    StepPlan,
+    StepResult,
+    pack_decodes,
+    row_results,
+    unpack_decodes,
+)
 from lightserve.router.kv.cache import Preemption
-from lightserve.worker.drafts import Drafted, Drafts, NGrams, Proposer
+from lightserve.types import DraftSource, RowId, SamplingParams, StepId
+from lightserve.worker.device import HostQueue
+from lightserve.worker.drafts import Drafted, Drafts, Lookup, Proposer, RecentAnswers, Rows
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.model_runner import ModelRunner
@@ -43,7 +54,13 @@ def catalogue(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Cat
     return Catalogue(make_runner(tmp_path_factory.mktemp("model")))
 
 
-class SingleTokens(NGrams):
+def drafts_of(runner: ModelRunner) -> Drafts:
+    drafts = runner._table._drafts
+    assert drafts is not None
+    return drafts
+
+
+class SingleTokens(Lookup):
     """Proposes wherever a token has been before."""
 
     SHORTEST = 1
@@ -76,8 +93,8 @@ def test_no_schedule_changes_a_token(catalogue: Catalogue, acceptance: float | N
     `acceptance` None: what n-grams propose, else what the answers will be, so many tokens of them.
     """
     runner, total = catalogue._runner, Tally()
-    execute, drafts = runner.execute, runner._table._drafts
-    counted, drafts._proposer = Counted(runner), SingleTokens()
+    execute, drafts = runner.execute, drafts_of(runner)
+    counted, drafts._proposer = Counted(runner), SingleTokens(MAX_SEQS + 1, HostQueue())
     if acceptance is not None:
         catalogue.script_drafts(acceptance)
     try:
@@ -85,7 +102,7 @@ def test_no_schedule_changes_a_token(catalogue: Catalogue, acceptance: float | N
             schedule = replace(make_schedule(number), max_drafts=(8, 3, 1)[number % 3])
             total.add(catalogue.run(schedule))
     finally:
-        runner.execute, drafts._proposer = execute, NGrams()  # type: ignore[method-assign]
+        runner.execute = execute  # type: ignore[method-assign]
     assert (total.num_different, total.seen.num_variants) == (0, 0)
     assert total.num_pauses > choose(5, 20) and total.lost_tokens > choose(5, 20)
     counts = counted.counts
@@ -140,7 +157,7 @@ def sequences_of(steps: list[RecordedStep]) -> dict[tuple[int, ...], list[int]]:
 
 def with_drafts(proposer: Proposer, seed: int) -> list[RecordedStep]:
     runner = make_small_runner(kernels=TensorKernels())
-    runner._table._drafts._proposer = proposer
+    drafts_of(runner)._proposer = proposer
     return record_steps(runner, seed, preemption=Preemption.CHECKPOINT, max_drafts=8)
 
 
@@ -168,7 +185,7 @@ def test_a_device_that_is_late_says_the_same(seed: int, has_graphs: bool) -> Non
     steps = with_drafts(Scripted(answers, 0.6), seed)
     assert sequences_of(steps) == answers
     runner = make_small_runner(LateQueue(), FromTensors())
-    runner._table._drafts._proposer = Scripted(answers, 0.6)
+    drafts_of(runner)._proposer = Scripted(answers, 0.6)
     if has_graphs:
         tables = runner.tables
         decodes = DecodeGraphs(
@@ -197,20 +214,156 @@ def test_a_device_that_is_late_says_the_same(seed: int, has_graphs: bool) -> Non
     assert num_several > 20
 
 
+class Texts:
+    """Rows with known tokens, looked up as a CPU does it and as a device does."""
+
+    def __init__(self, known: list[list[int]], *, num_prompt: int = 0, **options: Any) -> None:
+        self.table = torch.zeros(len(known) + 1, 200, dtype=torch.int32)
+        for row, tokens in enumerate(known):
+            self.table[row, : len(tokens)] = torch.tensor(tokens)
+        self.lengths = torch.tensor([*map(len, known), 1])
+        self.num_prompt = num_prompt
+        queues = HostQueue(), LateQueue()
+        self.lookups = [Lookup(len(self.table), queue, **options) for queue in queues]
+
+    def begin(self, left: tuple[int, ...] = (), **fields: Any) -> None:
+        """Have every row begin anew with its tokens; `fields` of `AddSequence`."""
+        rows = range(len(self.table) - 1)
+        tokens = [TokenSegment(token_ids=pack_int32(self.known(row))) for row in rows]
+        sequences = [
+            AddSequence(RowId(row), [tokens[row]], PLAIN, self.num_prompt, [], **fields)
+            for row in rows
+        ]
+        self._begin(StepPlan(StepId(0), sequences, [], [], left_rows=left))
+
+    def step(self, row: int, token_ids: list[int], left: tuple[int, ...] = ()) -> None:
+        """Have a row draw tokens."""
+        for token_id in token_ids:
+            length = int(self.lengths[row])
+            decodes = pack_decodes([row], [length - 1], [0])
+            self._begin(StepPlan(StepId(0), [], [], [], decodes, left_rows=left))
+            self.table[row, length], self.lengths[row] = token_id, length + 1
+
+    def _begin(self, plan: StepPlan) -> None:
+        for lookup in self.lookups:
+            lookup.begin(plan, unpack_decodes(plan.decodes), self.table, self.lengths)
+
+    def known(self, row: int) -> list[int]:
+        return self.table[row, : self.lengths[row]].tolist()
+
+    def guesses(self, most: int = 4) -> list[tuple[list[int], int]]:
+        """Return the guesses of each row, and their source."""
+        ids = torch.arange(len(self.table) - 1)
+        rows = Rows(ids.numpy(), ids, self.lengths[:-1], int(self.lengths.max()))
+        both = []
+        for lookup in self.lookups:
+            guesses, counts, sources = lookup.propose(self.table, rows, most)
+            sources = torch.zeros_like(counts) if sources is None else sources
+            own = zip(guesses.tolist(), counts.tolist(), sources.tolist(), strict=True)
+            both.append([(tokens[:count], count and source) for tokens, count, source in own])
+        assert both[0] == both[1]
+        return both[0]
+
+    def learn(self, row: int, source: DraftSource, counts: int, accepted: int) -> None:
+        one = torch.tensor([row])
+        drafted = Drafted(one, one, torch.tensor([counts]), one, np.array([0]), one * 0 + source)
+        for lookup in self.lookups:
+            lookup.learn(drafted, torch.tensor([accepted]))
+
+
+PLAIN = SamplingParams()
+
+
 def test_n_grams() -> None:
-    known = torch.tensor(
+    texts = Texts(
         [
-            [1, 2, 3, 4, 9, 1, 2, 3, 0, 0],  # 4 followed the last three
-            [5, 6, 5, 6, 5, 6, 0, 0, 0, 0],  # goes on in a circle
+            [1, 2, 3, 4, 9, 1, 2, 3],  # 4 followed the last three
+            [5, 6, 5, 6, 5, 6],  # goes on in a circle
             [1, 2, 3, 4, 5, 6, 7, 8, 9, 4],  # one token is too few
-            [3, 4, 7, 9, 3, 4, 8, 3, 4, 0],  # of two places the latest
-            [7, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        ],
-        dtype=torch.int32,
+            [3, 4, 7, 9, 3, 4, 8, 3, 4],  # of two places the latest
+            [7],
+        ]
     )
-    lengths = torch.tensor([8, 6, 10, 9, 1])
-    guesses, counts = NGrams().propose(known, lengths, 4)
-    assert counts.tolist() == [4, 4, 0, 4, 0]
-    assert guesses[0].tolist() == [4, 9, 1, 2]
-    assert guesses[1].tolist() == [5, 6, 5, 6]
-    assert guesses[3].tolist() == [8, 3, 4, 8]
+    found = [tokens for tokens, _ in texts.guesses()]
+    assert found == [[4, 9, 1, 2], [5, 6, 5, 6], [], [8, 3, 4, 8], []]
+
+
+def test_host_and_device_find_the_same() -> None:
+    rng, sources = random.Random(0), set()
+    for seed in range(20):
+        known = [rng.choices(range(3), k=rng.randint(3, 40)) for _ in range(30)]
+        texts = Texts(known, num_prompt=rng.randint(1, 3), keeps_answers=True)
+        prediction = pack_int32(rng.choices(range(3), k=30)) if seed % 2 else b""
+        fields = {"prediction": prediction, "draft_scope": seed % 3}
+        texts.begin(**fields)
+        for row in range(3):
+            texts.step(row, rng.choices(range(3), k=20))
+        texts.begin((0, 1, 2), **fields)
+        sources |= {source for _ in range(3) for tokens, source in texts.guesses() if tokens}
+    assert sources == {*DraftSource}
+
+
+def test_predictions() -> None:
+    """By the last tokens of the output; where these are there twice, near where it was."""
+    prediction = [1, 2, 3, 9, 5, 6, 7, 2, 3, 4, 8]
+    texts = Texts([[7, 8, 2, 3, 1]], num_prompt=4)
+    texts.begin(prediction=pack_int32(prediction))
+    assert texts.guesses() == [([2, 3, 9, 5], DraftSource.PREDICTION)]
+    texts.step(0, [2, 3])
+    assert texts.guesses() == [([9, 5, 6, 7], DraftSource.PREDICTION)]
+    texts.step(0, [0, 5, 6, 7, 2, 3])  # one token was another
+    assert texts.guesses() == [([4, 8], DraftSource.PREDICTION)]
+    texts.step(0, [4, 8])  # its end
+    assert texts.guesses() == [([], 0)]
+    texts.begin()
+    texts.step(0, [1, 2, 3])
+    assert all(source is not DraftSource.PREDICTION for _, source in texts.guesses())
+
+
+def test_recent_answers() -> None:
+    """Those of the row's scope; the prompt's last tokens tell how an answer begins."""
+    answer = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+    texts = Texts([[1, 2, 3, 4], [5, 6, 3, 4]], num_prompt=4, keeps_answers=True)
+    texts.begin(draft_scope=7)
+    texts.step(0, answer)
+    assert texts.guesses() == [([], 0)] * 2
+    texts.begin((0,), draft_scope=7)
+    texts.lengths[:] = 4
+    assert texts.guesses() == [(answer[:4], DraftSource.SUFFIX)] * 2
+    assert texts.guesses(8)[0] == (answer[:8], DraftSource.SUFFIX)
+    texts.begin(draft_scope=8)
+    assert texts.guesses() == [([], 0)] * 2
+
+
+def test_memory_of_recent_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecentAnswers, "TOKENS", 32)
+    monkeypatch.setattr(RecentAnswers, "SCOPES", 3)
+    texts = Texts([[1, 2, 3, 4]], num_prompt=4, keeps_answers=True)
+    for number in range(10):
+        texts.begin((0,), draft_scope=number // 2 + 1)
+        texts.lengths[0] = 4
+        texts.step(0, [100 + number, *range(20 + number, 36 + number)])
+    for lookup in texts.lookups:
+        assert lookup._answers is not None
+        rings = lookup._answers._rings
+        assert list(rings) == [3, 4, 5]
+        assert {len(ring.token_ids) for ring in rings.values()} == {32}
+        # Full: the older answer is overwritten.
+        assert {106, 107} & {*rings[4].token_ids.tolist()} == {107}
+    texts.begin((0,), draft_scope=5)
+    texts.lengths[0] = 4
+    texts.step(0, [109])
+    assert texts.guesses() == [([29, 30, 31, 32], DraftSource.SUFFIX)]
+
+
+def test_the_source_that_was_right_is_taken() -> None:
+    known = [1, 2, 3, 30, 31, 1, 2, 3]
+    texts = Texts([known], num_prompt=1)
+    texts.begin(prediction=pack_int32([2, 3, 40, 41]))
+    assert texts.guesses(2) == [([40, 41], DraftSource.PREDICTION)]
+    for _ in range(5):
+        texts.learn(0, DraftSource.PREDICTION, 2, 0)
+        texts.learn(0, DraftSource.NGRAM, 2, 2)
+    assert texts.guesses(2) == [([30, 31], DraftSource.NGRAM)]
+    texts.begin(prediction=pack_int32([2, 3, 40, 41]))  # another request
+    assert texts.guesses(2) == [([40, 41], DraftSource.PREDICTION)]

@@ -360,7 +360,7 @@ def spoil_order(runner: ModelRunner, steps: list[RecordedStep]) -> list[list[Row
     for step in steps:
         pending = runner.launch(step.plan)
         runner.copy_ahead(step.plan)
-        token_ids, others, _ = pending.row_results()
+        token_ids, others = pending.row_results()
         early = StepResult(
             step.plan.step_id, 0, pack_int32(token_ids.ravel()), exec_s=0.0, idle_s=0.0, rows=others
         )

@@ -27,7 +27,7 @@ from lightserve.types import RowId, SamplingParams
 from lightserve.worker.sampling.device import _adjusted, logprobs_on_device, sample_on_device
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, sequence_state, uniform
 from lightserve.worker.sampling.sampler import adjust, logprob_tensors, sample_on_host
-from lightserve.worker.tables import SamplingTable
+from lightserve.worker.sampling.table import SamplingTable
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -52,6 +52,7 @@ from lightserve.router.kv.cache import Preemption
 from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Mark
+from lightserve.worker.drafts import Lookup
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
@@ -203,6 +204,7 @@ def make_runner(queue: StepQueue, size: Size = SMALL) -> ModelRunner:
         queue=queue,
         max_num_seqs=size.max_seqs,
         constraints=KnownMasks(),  # type: ignore[arg-type]  # what a runner calls
+        proposer=Lookup(size.max_seqs + 1, queue),
     )
     graphs = DecodeGraphs(
         model, pool, runner.tables, sizes=ladder(4), recorder=RerunRecorder(), has_logits=True

@@ -14,7 +14,7 @@ from lightserve.cost.model import StepShape
 from lightserve.router.request_table import Decodes
 from lightserve.router.scheduler import Scheduler
 from lightserve.types import MAX_DRAFTS
-from lightserve.worker.drafts import Proposal
+from lightserve.worker.drafts import Proposal, Rows
 
 
 def force_drafts(core: Scheduler, seed: int, *, most: int = MAX_DRAFTS) -> Scheduler:
@@ -48,11 +48,19 @@ class Scripted:
         self._rng = random.Random(0)
         self.num_proposed = 0
 
-    def propose(self, token_ids: Tensor, lengths: Tensor, most: int) -> Proposal:
-        guesses = torch.zeros(len(token_ids), most, dtype=torch.int64)
-        counts = torch.zeros(len(token_ids), dtype=torch.int64)
-        for index, length in enumerate(lengths.tolist()):
-            known = token_ids[index, :length].tolist()
+    needs_lengths = False
+
+    def begin(self, *_: object) -> None:
+        pass
+
+    def learn(self, *_: object) -> None:
+        pass
+
+    def propose(self, table: Tensor, rows: Rows, most: int) -> Proposal:
+        guesses = torch.zeros(len(rows.ids), most, dtype=torch.int64)
+        counts = torch.zeros(len(rows.ids), dtype=torch.int64)
+        for index, (row, length) in enumerate(zip(rows.ids, rows.lengths.tolist(), strict=True)):
+            known = table[row, :length].tolist()
             whole = next((s for s in self._sequences if s[:length] == known), known)
             own = [
                 token if self._rng.random() < self._acceptance else abs(token - 1)

@@ -85,7 +85,7 @@ def make_runner(
         max_num_seqs=MAX_SEQS,
         max_kv_tokens=NUM_SLOTS,
         host_kv_memory="4MiB",
-        **flags,
+        **({"speculation": "ngram"} | flags),
     )
     runner = build_runner(config)
     assert runner.host_pool.num_slots >= NUM_SLOTS
@@ -278,7 +278,9 @@ class Catalogue:
         ]
         alone = {tuple(prompts[number]): answer[0] for number, answer in self.alone.items()}
         scripted = Scripted(alone, acceptance)
-        self._runner._table._drafts._proposer = scripted
+        drafts = self._runner._table._drafts
+        assert drafts is not None
+        drafts._proposer = scripted
         return scripted
 
     def run(self, schedule: Schedule, *, checks: bool = True, fault: Fault | None = None) -> Tally:

@@ -26,6 +26,7 @@ from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device import DeviceQueue, HostQueue
+from lightserve.worker.drafts import Lookup
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
@@ -104,19 +105,21 @@ def make_runner(
     queue: DeviceQueue | None = None,
     kernels: Kernels | None = None,
     *,
+    keeps_answers: bool = False,
     is_constrained: bool = False,
 ) -> ModelRunner:
     """Return a runner of a small random model on the CPU; all have the same weights."""
-    config = tiny_config()
+    config, queue = tiny_config(), queue or HostQueue()
     pool = KVPool(layout_of(config), NUM_SLOTS, HostQueue.device)
     return ModelRunner(
         random_model(kernels or TorchKernels(), config, context_len=MAX_LEN),
         pool,
         SingleRank(),
         host_pool=DirectHostPool(NUM_SLOTS, pool),
-        queue=queue or HostQueue(),
+        queue=queue,
         max_num_seqs=MAX_SEQS,
         constraints=ThirdsOnly(config.vocab_size) if is_constrained else None,  # type: ignore[arg-type]
+        proposer=Lookup(MAX_SEQS + 1, queue, keeps_answers=keeps_answers),
     )
 
 

@@ -19,7 +19,7 @@ from lightserve.types import PLAIN_SAMPLING, RowId, SamplingParams
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch, Tokens
 from lightserve.worker.sampling.sampler import sample_on_host
-from lightserve.worker.tables import SamplingTable
+from lightserve.worker.sampling.table import SamplingTable
 
 
 @dataclass(frozen=True)

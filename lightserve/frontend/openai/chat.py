@@ -27,7 +27,7 @@ from lightserve.frontend.json_body import (
     show,
 )
 from lightserve.frontend.openai.fields import CHAT_NO_EFFECT, CommonFields
-from lightserve.frontend.openai.messages import CacheMarks, Message
+from lightserve.frontend.openai.messages import CacheMarks, Message, Prediction
 from lightserve.frontend.openai.output_parser import (
     MessageBuffer,
     OutputParser,
@@ -71,7 +71,7 @@ from lightserve.frontend.response import (
     new_request_id,
 )
 from lightserve.frontend.service import AnswerSize, Service
-from lightserve.messages.common import Thinking
+from lightserve.messages.common import MAX_INT32, Thinking, pack_int32
 from lightserve.model_formats import CALL_FORMATS, HARMONY, NONE, REASONING_FORMATS
 from lightserve.tokenization.chat_template import ChatTemplate
 from lightserve.tokenization.conversation import (
@@ -81,7 +81,7 @@ from lightserve.tokenization.conversation import (
     Ending,
     Place,
 )
-from lightserve.types import FinishReason
+from lightserve.types import PLAIN_SAMPLING, SAMPLING_FIELDS, FinishReason
 
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_OPTIONS = 16
@@ -103,6 +103,7 @@ TemplateOptions = Annotated[
 """`chat_template_kwargs`, as vLLM has it: values of variables of the model's chat template."""
 
 
+_NOT_WITH_PREDICTION = ("logprobs", "tools", "max_completion_tokens")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -123,6 +124,7 @@ class ChatRequest(CommonFields):
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
 
     @property
     def limit_param(self) -> str:
@@ -149,6 +151,8 @@ class ChatRequest(CommonFields):
             raise InvalidRequest("parallel_tool_calls needs tools", param="parallel_tool_calls")
         if self.continue_final_message:
             self._check_continued()
+        if self.prediction is not None:
+            self._check_prediction(service)
         if self.cache_marks is not None:
             self.check_retention(service, "cache_control", param="messages")
 
@@ -164,6 +168,25 @@ class ChatRequest(CommonFields):
                 "continue_final_message needs a last message of the assistant with content, and"
                 " without tool_calls",
                 param="continue_final_message",
+            )
+
+    def _check_prediction(self, service: Service) -> None:
+        if service.config.speculation == "off":
+            raise InvalidRequest(
+                f"prediction is not available: this server guesses no tokens"
+                f" ({flag_name('speculation')} off)",
+                param="prediction",
+            )
+        refused = {name: bool(getattr(self, name)) for name in _NOT_WITH_PREDICTION}
+        refused["n"] = self.num_choices > 1
+        # OpenAI's penalties are 0 where they change nothing.
+        for name in [name for name in SAMPLING_FIELDS if "penalty" in name]:
+            if getattr(PLAIN_SAMPLING, name) == 0:
+                refused[name] = (getattr(self, name) or 0) > 0
+        for name in [name for name, is_there in refused.items() if is_there]:
+            raise InvalidRequest(
+                f"prediction cannot be combined with {name}, got {show(getattr(self, name))}",
+                param=name,
             )
 
     @property
@@ -588,9 +611,27 @@ async def _prepare(
     thinking = _thinking(
         service, body, prompt.ending, max_tokens, has_constraint=constraint is not None
     )
+    prediction = b""
+    if body.prediction is not None:
+        is_budgeted = thinking is not None and thinking.budget < MAX_INT32
+        if constraint is not None or is_budgeted:  # of such outputs nothing is guessed
+            raise InvalidRequest(
+                "prediction cannot be combined with structured output or a budget of reasoning",
+                param="prediction",
+            )
+        text, param = body.prediction.text, "prediction.content"
+        tokens = await service.encoder.encode_text(text, param=param, is_output=True)
+        prediction = pack_int32(tokens)
     marks = body.cache_marks
     retained = (0, 0.0) if marks is None else (prompt.num_marked, marks.seconds)
     requests = body.new_requests(
-        service, prompts, sampling, level, constraint, retained=retained, thinking=thinking
+        service,
+        prompts,
+        sampling,
+        level,
+        constraint,
+        retained=retained,
+        thinking=thinking,
+        prediction=prediction,
     )
     return list(requests), prompt

@@ -79,7 +79,6 @@ CHAT_NO_EFFECT: NoEffect = {
     "audio": (),
     "functions": (),
     "function_call": (),
-    "prediction": (),
     "web_search_options": (),
     "add_special_tokens": (False,),  # the template writes them
     "echo": (False,),
@@ -402,6 +401,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
         discards_output: bool = False,
         retained: tuple[int, float] = (0, 0.0),
         thinking: Thinking | None = None,
+        prediction: bytes = b"",
     ) -> Iterator[Prepared]:
         """Yield one request per completion.
 
@@ -416,6 +416,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
             retained: tokens of a prompt that stay longer in the prefix cache, and for how many
                 seconds, unless the body asks for the whole prompt.
             thinking: reasoning with which the output may begin.
+            prediction: tokens that the output is expected to be like, see `Submit`.
 
         Raises:
             InvalidRequest: a token id beyond the vocabulary, min_tokens above the limit, or nothing
@@ -454,6 +455,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
                     needs_acknowledgement=bool(self.stop),
                     constraint=constraint,
                     thinking=thinking,
+                    prediction=prediction,
                 )
                 yield request, options
 

@@ -96,6 +96,27 @@ _Content = str | Annotated[list[TextPart], Field(min_length=1)]
 """Input of `_text_of`."""
 
 
+class PredictionPart(StrictModel):
+    """A part of the text of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(StrictModel):
+    """A text that most of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictionPart], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        """The whole of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class Message(NoEffectModel):
     """One turn; `developer` is another word for `system`."""
 

@@ -237,12 +237,12 @@ def test_reasoning_is_counted_and_told_apart(
             assert texts["reasoning_content"] == "Hm. So"
             assert texts["content"] == (" ab" if fields else "ab")
             assert usage["completion_tokens"] == len(output)
-            assert usage["completion_tokens_details"] == {"reasoning_tokens": len(THOUGHT)}
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == len(THOUGHT)
             response = await setup.post(
                 "/v1/responses", {"model": BUNDLED_MODEL_NAME, "input": "hi"}
             )
             details = response.json()["usage"]["output_tokens_details"]
-            assert details == {"reasoning_tokens": len(THOUGHT)}
+            assert details["reasoning_tokens"] == len(THOUGHT)
 
     run(scenario)
 
@@ -272,7 +272,7 @@ def test_of_a_character_that_a_budget_cuts_nothing_is_shown(
                 message = response.json()["choices"][0]["message"]
                 shown, content = message["reasoning_content"], message["content"]
                 details = response.json()["usage"]["completion_tokens_details"]
-                assert details == {"reasoning_tokens": len(thought)}
+                assert details["reasoning_tokens"] == len(thought)
             assert shown == ("Hm." if num_kept < 4 else "Hm.\N{GRINNING FACE}")
             assert content == "ab"
 
@@ -289,7 +289,7 @@ def test_an_answer_of_a_grammar_that_does_not_think_is_content(
             assert message["content"] == " ab"
             assert "reasoning_content" not in message
             details = response.json()["usage"]["completion_tokens_details"]
-            assert details == {"reasoning_tokens": 0}
+            assert details["reasoning_tokens"] == 0
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,12 +10,36 @@ import numpy as np
 import pytest
 from support.policy_scenes import make_request, running_of
 
-from lightserve.cost.model import StepModel, StepShape
-from lightserve.messages.common import StepCoefficients
-from lightserve.router.drafting import FADING, FIRST_CHANCE, Drafting, can_draft
-from lightserve.router.request import Request
+from lightserve.cost.model import StepShape
+from lightserve.messages.common import (
+    MAX_INT32,
+    NO_SIZES,
+    GraphSizes,
+    StepCoefficients,
+    Thinking,
+    pack_int32,
+)
+from lightserve.messages.router_worker import StepOutput, StepResult
+from lightserve.router.accounts import Account
+from lightserve.router.drafting import (
+    FADING,
+    FIRST_CHANCE,
+    QUIET_STEPS,
+    Drafting,
+    can_draft,
+    scope_of,
+)
+from lightserve.router.request import Parameters, Request
 from lightserve.router.request_table import Decodes
-from lightserve.types import MAX_DRAFTS, RequestOutput, SamplingParams
+from lightserve.router.step_cost import StepCost
+from lightserve.types import (
+    MAX_DRAFTS,
+    DraftSource,
+    RequestClass,
+    RequestOutput,
+    SamplingParams,
+    StepId,
+)
 
 STEP_S = 0.01
 BOUND_BY_WEIGHTS = StepCoefficients(STEP_S, 64.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -27,7 +52,8 @@ class Scene:
         self.table = running_of(requests).table
         self.decodes = Decodes(self.table, self.table.rows).kept()
         self.drafting = Drafting(MAX_DRAFTS, self.table)
-        self.model = StepModel(coefficients)
+        self.cost = StepCost()
+        self.cost.use_profile(coefficients)
         self.choose()
 
     def choose(self, *, chunk: int = 0, **changes: Any) -> list[int]:
@@ -35,7 +61,7 @@ class Scene:
         if chunk:
             shape = shape.plus(0, chunk)
         options = {"room": 1000, "limit_s": 1e9} | changes
-        return self.drafting.choose(self.decodes, shape, self.model.seconds, **options).tolist()
+        return self.drafting.choose(self.decodes, shape, self.cost, **options).tolist()
 
     def learn(self, number: int, accepted: int, times: int = 1) -> None:
         for _ in range(times):
@@ -62,6 +88,29 @@ def test_none_where_a_token_costs_what_it_is_worth() -> None:
     assert scene.choose() == []
 
 
+def test_none_where_reading_the_kv_bounds_the_step() -> None:
+    """Every draft reads its row's context once more, which takes nearly all of the time."""
+    reads = msgspec.structs.replace(
+        BOUND_BY_WEIGHTS, floor_s=STEP_S / 100, per_decode_context_s=1e-3, per_chunk_pair_s=1e-3
+    )
+    scene = Scene([decoding(number) for number in range(4)], reads)
+    assert scene.choose() == []
+    scene.learn(0, MAX_DRAFTS, 50)
+    assert sum(scene.choose()) <= 1
+
+
+def test_best_effort_drafts_where_weights_bound_the_step_alone() -> None:
+    """A token beyond the knee costs next to nothing, which only real-time rows may buy."""
+    costs = msgspec.structs.replace(BOUND_BY_WEIGHTS, knee=8.0, per_new_s=STEP_S / 1e6)
+    of_be = {"request_class": RequestClass.BE}
+    assert Scene([decoding(0)], costs).choose() == [MAX_DRAFTS]
+    assert Scene([decoding(0, **of_be)], costs).choose() == [7]
+    both = Scene([decoding(0), decoding(1, **of_be)], costs)
+    assert both.choose() == [MAX_DRAFTS, 3]  # the likeliest first, six up to the knee
+    assert both.choose(chunk=100) == [MAX_DRAFTS, 0]
+    assert Scene([decoding(0, **of_be)], costs).choose(chunk=100) == []
+
+
 def test_as_many_as_pay_and_to_the_row_that_is_right() -> None:
     """A token costs a fifth of the step of one row."""
     costs = msgspec.structs.replace(BOUND_BY_WEIGHTS, knee=2.0, per_new_s=STEP_S / 5)
@@ -79,7 +128,7 @@ def test_one_that_is_wrong_again_and_again_is_left(is_reading: bool) -> None:
     scene = Scene([decoding(0)], msgspec.structs.replace(BOUND_BY_WEIGHTS, **costs))
     assert scene.choose()
     scene.learn(0, 0, 60)
-    scene.drafting._keys.clear()  # of others of its key it knows nothing
+    scene.drafting._priors[:] = FIRST_CHANCE  # of others of its key it knows nothing
     assert scene.choose() == []
     num_steps = next(number for number in range(10_000) if scene.choose())
     assert 10 < num_steps < 10 / (1 - FADING)
@@ -94,7 +143,9 @@ def test_a_new_request_begins_with_what_its_key_had() -> None:
     scene.table.acquire(newcomer)
     scene.decodes = Decodes(scene.table, scene.table.rows).kept()
     scene.drafting._most_of(scene.decodes)
-    chances = dict(zip(scene.decodes.requests, scene.drafting._chances(scene.decodes), strict=True))
+    chances = dict(
+        zip(scene.decodes.requests, scene.drafting._chances(scene.decodes.rows), strict=True)
+    )
     assert chances[newcomer] < 0.1 < chances[other] == pytest.approx(FIRST_CHANCE)
 
 
@@ -113,6 +164,15 @@ def test_bounds() -> None:
     assert sum(scene.choose(limit_s=0.9 * STEP_S)) == num_all  # late in any case
 
 
+def test_a_step_without_drafts_is_followed_by_some_that_do_not_look() -> None:
+    """Unless there are more or fewer decodes."""
+    scene = Scene([decoding(0), decoding(1)], BOUND_BY_COMPUTE)
+    assert not scene.choose()
+    rests = [scene.drafting.rests(2) for _ in range(QUIET_STEPS + 1)]
+    assert rests == [True] * QUIET_STEPS + [False]
+    assert not scene.choose() and not scene.drafting.rests(1)
+
+
 def test_a_late_row_gets_them_for_what_they_cost() -> None:
     chance = FIRST_CHANCE
     costs = StepCoefficients(STEP_S, 1.0, STEP_S * chance / 1.1, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -129,7 +189,92 @@ def test_a_late_row_gets_them_for_what_they_cost() -> None:
         ({"sampling": SamplingParams(frequency_penalty=0.1, repetition_penalty=1.1)}, True),
         ({"output": RequestOutput.VECTOR}, False),
         ({"constraint": object()}, False),
+        ({"parameters": Parameters(thinking=Thinking((), ("e",), (), (3,), (3,), 100))}, False),
+        (
+            {"parameters": Parameters(thinking=Thinking((), ("e",), (), (3,), (3,), MAX_INT32))},
+            True,
+        ),
     ],
 )
 def test_who_may_have_drafts(changes: dict[str, Any], can: bool) -> None:
     assert can_draft(decoding(0, **changes)) is can
+
+
+def test_a_prediction_has_a_record_of_its_own() -> None:
+    plain, predicted = decoding(0), decoding(1, parameters=Parameters(prediction=b"1234"))
+    scene = Scene([plain, predicted], BOUND_BY_WEIGHTS)
+    scene.learn(0, 0, 60)
+    chances = dict(
+        zip(scene.decodes.requests, scene.drafting._chances(scene.decodes.rows), strict=True)
+    )
+    assert chances[plain] < 0.1 < chances[predicted] == pytest.approx(FIRST_CHANCE)
+
+
+def test_scopes() -> None:
+    """Answers are guesses for the same account, key and salt alone."""
+    root = Account("", None)
+    alice, bob = Account("alice", root), Account("bob", root)
+    kinds = [
+        {},
+        {"prediction_key": "a"},
+        {"account": alice},
+        {"account": bob},
+        {"account": Account("alice", alice)},
+        {"account": alice, "prefix_salt": "s"},
+        {"account": alice, "prediction_key": "a"},
+    ]
+    scopes = [scope_of(decoding(number, **kind)) for number, kind in enumerate(kinds)]
+    assert len({*scopes}) == len(kinds)
+    assert scopes == [scope_of(decoding(9, **kind)) for kind in kinds]
+    assert all(0 < scope < 2**63 for scope in scopes)
+
+
+@pytest.mark.parametrize("source", DraftSource)
+def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
+    """Of two rows one had three of four drafts right, one none of two; predictions by request."""
+    requests = [decoding(0), decoding(1, request_class=RequestClass.BE)]
+    table = running_of(requests).table
+    decodes = Decodes(table, table.rows, table.of(table.rows), np.array([4, 2]))
+    drafting = Drafting(MAX_DRAFTS, table)
+    names = [request.request_class for request in decodes.requests]
+    result = StepResult(
+        StepId(0),
+        0,
+        b"",
+        0.0,
+        0.0,
+        num_drafted=pack_int32([4, 2]),
+        num_verified=6,
+        draft_sources=pack_int32([source, source]) if source else b"",
+    )
+    token_ids = np.array([[5, 6, 7, 8, -1], [5, -1, -1, -1, -1]], dtype=np.int32)
+    output = StepOutput(decodes.rows.astype(np.int32), token_ids, {})
+    taken: list[int] = []
+    planned = SimpleNamespace(decodes=decodes)
+    done = drafting.take_back_refused(planned, result, output, lambda _, n: taken.append(n))  # type: ignore[arg-type]
+    assert [computed.num_output_tokens for computed in done] == [3, 0] and taken == [1, 2]
+    counts = {key: (c.num_drafted, c.num_accepted) for key, c in drafting.counts.items()}
+    assert counts.pop((names[0], source)) == (4, 3) and counts.pop((names[1], source)) == (2, 0)
+    assert {*counts.values()} == {(0, 0)}
+    is_predicted = source is DraftSource.PREDICTION
+    for request, found in zip(decodes.requests, [(3, 1), (0, 2)], strict=True):
+        assert drafting.predicted(request) == (found if is_predicted else (0, 0))
+        assert drafting.predicted(request) == (0, 0), "told once"
+
+
+@pytest.mark.parametrize("sizes", [NO_SIZES, GraphSizes((1, 2, 4, 8), (16, 32, 64, 100))])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_the_time_of_all_numbers_of_drafts_is_that_of_each(sizes: GraphSizes, chunk: int) -> None:
+    cost = StepCost()
+    assert cost.seconds_with_drafts(StepShape(), np.ones(2, dtype=np.int64)).tolist() == [0.0, 0.0]
+    values = (3e-3, 20.0, 1e-4, 2e-5, 3e-4, 1e-7, 2e-7, 3e-8)
+    cost.use_workers(StepCoefficients(*values), sizes)
+    shape = StepShape().plus_decodes(6, 900)
+    shape = shape.plus(40, chunk) if chunk else shape
+    for number, seconds in enumerate((4e-3, 6e-3, 2e-2)):  # of several kinds, so that they differ
+        cost.observe([shape.decodes, shape.plus_drafts(3, 20), shape.plus(0, 9)][number], seconds)
+    pairs = np.cumsum(np.arange(100, 220))
+    found = cost.seconds_with_drafts(shape, pairs).tolist()
+    each = enumerate(pairs.tolist(), 1)
+    expected = [cost.seconds(shape.plus_drafts(count, own)) for count, own in each]
+    assert found == pytest.approx(expected, rel=1e-12)

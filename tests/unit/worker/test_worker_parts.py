@@ -151,7 +151,7 @@ def num_calls(num_rows: int) -> int:
         copies=Waited(0.0),
         launch_s=0.0,
     )
-    token_ids, others, _ = pending.row_results()
+    token_ids, others = pending.row_results()
     result = StepResult(
         StepId(1), 0, pack_int32(token_ids.ravel()), exec_s=0.0, idle_s=0.0, rows=others
     )
