@@ -59,7 +59,10 @@ def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path)
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
-    "name", long_but(["mistral-window", "qwen3", "gemma2", "bloom-6-heads"], ["mistral-window"])
+    ("name",),
+    long_but(
+        [("mistral-window",), ("qwen3",), ("gemma2",), ("bloom-6-heads",)], [("mistral-window",)]
+    ),
 )
 def test_keys_and_values_of_8_bits(name: str, kv_dtype: torch.dtype, tmp_path: Path) -> None:
     """The same numbers as the reference's, from chunks and decodes, with bytes of its pools."""
