@@ -54,6 +54,11 @@ def read_api_key(*, api_key_env: str, api_key_file: str | None) -> str:
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
+def option(*names: str, **keywords: Any) -> Callable[[FunctionT], FunctionT]:
+    """Return `click.option` of a command; help shows the default where there is one."""
+    return click.option(*names, show_default="default" in keywords, **keywords)
+
+
 def preset_option(function: FunctionT) -> FunctionT:
     """Decorate a command with --preset."""
     return click.option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lightserve.cli.options import FiniteRange, FunctionT, config_options, preset_option
+from lightserve.cli.options import FiniteRange, FunctionT, config_options, option, preset_option
 from lightserve.config import ServeConfig
 from lightserve.config.fields import Scope, check_limits, flag_name, names_of, unmet_need
 from lightserve.config.options import split_names
@@ -32,18 +32,14 @@ _RULE_OPTIONS = ("reserve", "samples", "watermark", "overcommit")
 
 def rule_options(function: FunctionT) -> FunctionT:
     """Decorate a command with the options of the admission rules."""
-    for option in (
-        click.option("--risk", type=float, help="risk: accepted chance of running out of memory."),
-        click.option(
-            "--overcommit",
-            type=float,
-            help="conservative: times that the pool is promised.",
-        ),
-        click.option("--watermark", type=float, help="aggressive: share of the pool to fill."),
-        click.option("--samples", type=int, help="past-future: most futures to draw."),
-        click.option("--reserve", type=float, help="past-future: share of the pool kept free."),
+    for decorate in (
+        option("--risk", help="risk: accepted chance of running out of memory.", type=float),
+        option("--overcommit", help="conservative: times that the pool is promised.", type=float),
+        option("--watermark", help="aggressive: share of the pool to fill.", type=float),
+        option("--samples", help="past-future: most futures to draw.", type=int),
+        option("--reserve", help="past-future: share of the pool kept free.", type=float),
     ):
-        function = option(function)
+        function = decorate(function)
     return function
 
 
@@ -70,130 +66,120 @@ _SLO_MS = FiniteRange(0.0)
 _OPTIONS = (
     config_options(ServeConfig, _SERVE_FIELDS),
     preset_option,
-    click.option(
+    option(
         "--decision-log",
-        metavar="FILE",
         help="Write the router's inputs and decisions to this file, for lightserve replay.",
+        metavar="FILE",
     ),
-    click.option(
+    option(
         "--plot",
-        type=click.Path(dir_okay=False, path_type=Path),
         help="With --compare: draw the policies into this file (.png, .svg, .pdf).",
+        type=click.Path(dir_okay=False, path_type=Path),
     ),
-    click.option(
+    option(
         "--compare",
-        metavar="POLICY,...",
         help="Run each of these policies on the same requests, and print one table.",
+        metavar="POLICY,...",
     ),
-    click.option(
+    option(
         "--budget-tokens",
+        help="Most new tokens in one step; the server's --max-num-batched-tokens.",
         default=512,
         type=click.IntRange(1),
-        show_default=True,
-        help="Most new tokens in one step; the server's --max-num-batched-tokens.",
     ),
-    click.option(
+    option(
         "--max-num-seqs",
-        type=click.IntRange(1),
         help="Most sequences that run at once.  [default: 512, or --budget-tokens if that is less]",
+        type=click.IntRange(1),
     ),
-    click.option(
+    option(
         "--hardware",
         help="Hardware to simulate: a file of lightserve profile, h200-llama-8b, or MODEL@GPUxN"
         " (docs/simulate.md).  [default: an A100 with Llama-2-7B]",
     ),
-    click.option(
+    option(
         "--step-noise",
         "noise",
-        type=FiniteRange(0.0, 1.0),
         help="Noise of step times: standard deviation of their logarithm.  [default: the error of"
         " the profile of --hardware, or 0.05]",
+        type=FiniteRange(0.0, 1.0),
     ),
-    click.option(
+    option(
         "--draft-acceptance",
+        help="With --speculation: chance that a guess is right if those before it are.",
         default=0.6,
         type=FiniteRange(0.0, 1.0),
-        show_default=True,
-        help="With --speculation: chance that a guess is right if those before it are.",
     ),
-    click.option(
+    option(
         "--router-time-factor",
-        default=1.0,
-        type=FiniteRange(0.0),
-        show_default=True,
         help="Factor for the virtual time of the router: 0.5 ms for a step, 1.6 us for each decode"
         " and 0.4 ms for each chunk of a prompt in it.",
+        default=1.0,
+        type=FiniteRange(0.0),
     ),
-    click.option(
+    option(
         "--router-times",
-        type=click.Path(dir_okay=False, path_type=Path),
         help="CSV of a router's measured times (columns rows, ms), in place of that formula.",
+        type=click.Path(dir_okay=False, path_type=Path),
     ),
-    click.option(
+    option(
         "--host-kv-tokens",
+        help="Size of the host pool in tokens; -1 takes half of --capacity-tokens.",
         default=-1,
         type=click.IntRange(-1),
-        show_default=True,
-        help="Size of the host pool in tokens; -1 takes half of --capacity-tokens.",
     ),
-    click.option(
+    option(
         "--mtpot-slo-ms",
-        default=200.0,
-        type=_SLO_MS,
-        show_default=True,
         help="Target of real-time requests: largest gap between tokens; 0 takes four times"
         " --tpot-slo-ms, as a server does.",
-    ),
-    click.option(
-        "--tpot-slo-ms",
         default=200.0,
         type=_SLO_MS,
-        show_default=True,
+    ),
+    option(
+        "--tpot-slo-ms",
         help="Target of real-time requests: mean gap between tokens; 0 sets none.",
+        default=200.0,
+        type=_SLO_MS,
     ),
-    click.option(
+    option(
         "--completion-slo-s",
-        type=FiniteRange(0.0, min_open=True),
         help="Target of real-time requests: time to the last token, in place of the other targets.",
+        type=FiniteRange(0.0, min_open=True),
     ),
-    click.option(
+    option(
         "--ttft-slo-ms",
+        help="Target of real-time requests: time to the first token; 0 sets none.",
         default=400.0,
         type=_SLO_MS,
-        show_default=True,
-        help="Target of real-time requests: time to the first token; 0 sets none.",
     ),
-    click.option(
+    option(
         "--margin-s",
+        help="Time at the start and at the end that the statistics leave out.",
         default=30.0,
         type=FiniteRange(0.0),
-        show_default=True,
-        help="Time at the start and at the end that the statistics leave out.",
     ),
-    click.option(
+    option(
         "--duration-s",
+        help="Length of the run in virtual seconds.",
         default=90.0,
         type=FiniteRange(0.0, min_open=True),
-        show_default=True,
-        help="Length of the run in virtual seconds.",
     ),
-    click.option("--be-lengths", help="Lengths of best-effort requests, as in --rt-lengths."),
-    click.option(
+    option("--be-lengths", help="Lengths of best-effort requests, as in --rt-lengths."),
+    option(
         "--be",
         help="Best-effort requests: closed:N, batch:N, poisson:RATE or a trace file, as in --rt.",
     ),
-    click.option(
+    option(
         "--rt-max-tokens",
+        help="Limit of outputs that real-time requests declare; longer outputs end there.",
         default=2048,
         type=click.IntRange(1),
-        show_default=True,
-        help="Limit of outputs that real-time requests declare; longer outputs end there.",
     ),
-    click.option(
+    option(
         "--rt-lengths",
         help="Lengths without a trace: uniform:P1-P2,O1-O2, or the rows of a trace file.",
     ),
-    click.option(
+    option(
         "--rt",
         help="Real-time requests: poisson:RATE (per second), closed:N (N clients without pauses),"
         " batch:N (N requests at once, again and again), or a trace file with times and targets.",
@@ -203,8 +189,8 @@ _OPTIONS = (
 
 def hybrid_options(function: FunctionT) -> FunctionT:
     """Decorate a command with the options of this kind of run."""
-    for option in _OPTIONS:
-        function = option(function)
+    for decorate in _OPTIONS:
+        function = decorate(function)
     return function
 
 
@@ -302,44 +288,42 @@ _SECTIONS = {
 
 def queue_options(function: FunctionT) -> FunctionT:
     """Decorate a command with the options of this kind of run."""
-    for option in (
-        click.option(
+    for decorate in (
+        option(
             "--timeline",
-            type=click.Path(dir_okay=False, path_type=Path),
             help="Draw memory used and forecast, and evictions, into this file (.png, .svg, .pdf).",
+            type=click.Path(dir_okay=False, path_type=Path),
         ),
-        click.option(
+        option(
             "--paper-artifact",
-            is_flag=True,
             help="Use the timing and the start of the Past-Future authors' own simulation.",
-        ),
-        click.option(
-            "--best-effort",
             is_flag=True,
-            help="Make the requests best-effort, so that others may pass them.",
         ),
-        click.option(
+        option(
+            "--best-effort",
+            help="Make the requests best-effort, so that others may pass them.",
+            is_flag=True,
+        ),
+        option(
             "--warm-up-requests",
+            help="Number of earlier rows whose lengths are learnt first.",
             default=0,
             type=click.IntRange(0),
-            show_default=True,
-            help="Number of earlier rows whose lengths are learnt first.",
         ),
-        click.option(
+        option(
             "--arrivals",
-            default="queued",
-            show_default=True,
             help="Arrivals: queued (all at the start), trace (the file's times), poisson:RATE (per"
             " second) or closed:CLIENTS.",
+            default="queued",
         ),
         click.option("--num-requests", default=3000, type=click.IntRange(1), show_default=True),
-        click.option(
+        option(
             "--workload",
             help="Lengths of the requests: dist1, dist2, dist3, uniform:P1-P2:O1-O2 (prompts and"
             " outputs) or a trace file; join several with + for a drift.",
         ),
     ):
-        function = option(function)
+        function = decorate(function)
     return function
 
 
@@ -420,24 +404,20 @@ def _default(name: str) -> str:
 @click.command("simulate")
 @queue_options
 @hybrid_options
-@click.option(
+@option(
     "--capacity-tokens",
-    type=click.IntRange(1),
     help=f"Size of the KV pool.  {_default('capacity_tokens')}",
+    type=click.IntRange(1),
 )
-@click.option(
-    "--policy",
-    metavar="POLICY",
-    help=f"A policy of the server.  {_default('policy')}",
-)
-@click.option(
+@option("--policy", help=f"A policy of the server.  {_default('policy')}", metavar="POLICY")
+@option(
     "--admission",
-    type=click.Choice(RULES),
     help=f"A rule of the server, or oracle, which knows all lengths.  {_default('admission')}",
+    type=click.Choice(RULES),
 )
 @rule_options
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@option("--json", "as_json", help="Print one JSON document.", is_flag=True)
 @click.pass_context
 def command(context: click.Context, /, **values: Any) -> int:
     """Run requests through the router core on virtual hardware.
