@@ -102,14 +102,8 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "MAX_RESERVE_SHARE": {"MAX_RESERVE_SHARE": 1.0},
     # step times
     "GUARD_DEVIATIONS": {"GUARD_DEVIATIONS": 0.0},
-    "OUTLIER_DEVIATIONS, LEAST_OUTLIER": {"OUTLIER_DEVIATIONS": MANY},
-    "LEAST_OUTLIER": {"LEAST_OUTLIER": 0.0},
-    "GUARD_CUT, GUARD_STEP": {"GUARD_CUT": 1.0},
-    "GUARD_STEP": {"GUARD_STEP": 1.0},
-    "GUARD_FLOOR": {"GUARD_FLOOR": 0.0},
-    "MAX_RATIO": {"MAX_RATIO": MANY},
-    "ROUTER_TIME_FACTOR": {"ROUTER_TIME_FACTOR": 1.0},
-    "ERROR_FACTOR": {"ERROR_FACTOR": 0.0},
+    "LEAST_OUTLIER": {"LEAST_OUTLIER": MANY},
+    "LEAD_FACTOR": {"LEAD_FACTOR": 1.0},
     "MIN_LEAD_S": {"MIN_LEAD_S": 0.0},
     # lending
     "MAX_SHARE": {"MAX_SHARE": MANY},
@@ -118,34 +112,28 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
     "SHARE_PER_FREE of 2": {"SHARE_PER_FREE": 2.0},
     "SHARE_PER_FREE of 3": {"SHARE_PER_FREE": 3.0},
     "MUCH_FREE": {"MUCH_FREE": 0.0},
-    "DECODE_STRETCH": {"DECODE_STRETCH": 0.0},
     "NEARLY_FREE": {"NEARLY_FREE": 0.0},
-    "MUCH_FREE, DECODE_STRETCH, NEARLY_FREE": {"MUCH_FREE": 1.0},
+    "MUCH_FREE, NEARLY_FREE": {"MUCH_FREE": 1.0},
     "IDLE_FLOORS": {"IDLE_FLOORS": 1.0},
     "IDLE_LIMIT_S": {"IDLE_LIMIT_S": 0.5},
     "IDLE_SHARE": {"IDLE_SHARE": MANY},
-    "ROOM_SHARE": {"ROOM_SHARE": MANY},
     "MAX_IDLE_LIMIT_S": {"MAX_IDLE_LIMIT_S": MANY},
     "FIXED_SHARE": {"FIXED_SHARE": 1e-9},
     # what arrives
     "MIN_SEEN_S": {"MIN_SEEN_S": 1e-9},
-    "arrivals.NUM_PRIOR": {"arrivals.NUM_PRIOR": 1},
+    "NUM_PRIOR": {"NUM_PRIOR": 1},
     "NEWEST_WEIGHT": {"NEWEST_WEIGHT": 0.0},
     "NEWEST_WEIGHT of 0.01": {"NEWEST_WEIGHT": 0.01},
     "RT_GROWTH": {"RT_GROWTH": 0},
     # who goes first
-    "LATE_POOL_SHARE": {"LATE_POOL_SHARE": 1.0},
     "MIN_CHUNK": {"MIN_CHUNK": 1},
     "ALIKE": {"ALIKE": 0.0},
     "LOOK_AHEAD": {"LOOK_AHEAD": 1},
-    "MIN_IN_FLIGHT_TOKENS": {"MIN_IN_FLIGHT_TOKENS": 1 << 40},
-    "MAX_COMPARED": {"MAX_COMPARED": 1},
     "queue.MAX_CANDIDATES": {"queue.MAX_CANDIDATES": 8},
     # memory
     "WAVES": {"WAVES": 0.0},
     "LEVEL_STEP": {"LEVEL_STEP": 0.0},
     "PRIOR_MOST": {"PRIOR_MOST": MANY},
-    "NUM_PRIOR_LENGTHS": {"NUM_PRIOR_LENGTHS": 1},
     "MOST_NEW": {"MOST_NEW": 1},
     "EVICTION_PORTIONS": {"EVICTION_PORTIONS": 1 << 40},
 }
@@ -156,7 +144,7 @@ NEUTRAL: dict[str, Mapping[str, float]] = {
 def neutral(numbers: Mapping[str, float]) -> Iterator[None]:
     """Give numbers of the router other values wherever they are read. Raises KeyError.
 
-    One that several modules have by the same name says which: `arrivals.NUM_PRIOR`.
+    One that several modules have by the same name says which: `step_cost.NUM_KNEES`.
     """
     with contextlib.ExitStack() as stack:
         for name, value in numbers.items():

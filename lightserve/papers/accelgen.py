@@ -33,8 +33,8 @@ import numpy as np
 from lightserve.config import ServeConfig
 from lightserve.config.options import split_names
 from lightserve.router.policies.base import Step, one_by_one
-from lightserve.router.policies.step_budget import LOOK_AHEAD, MIN_CHUNK
-from lightserve.router.queue import MAX_CANDIDATES
+from lightserve.router.policies.step_budget import LOOK_AHEAD
+from lightserve.router.queue import MAX_CANDIDATES, MIN_CHUNK
 from lightserve.router.request import WAITING, Request
 from lightserve.router.step import Reason
 from lightserve.router.step_cost import StepShape
@@ -95,7 +95,7 @@ def _waiting(step: Step, request_class: RequestClass) -> list[Request]:
     if request_class is RT:
         return list(itertools.islice(waiting, MAX_CANDIDATES))
     oldest = itertools.islice(waiting, 1 if step.limits.turn.is_of_oldest else 0)
-    jobs = itertools.islice(step.waiting.jobs(), LOOK_AHEAD)
+    jobs = itertools.islice(step.waiting.queue.jobs(), LOOK_AHEAD)
     found = dict.fromkeys(itertools.chain(oldest, jobs, waiting))
     return list(itertools.islice(found, MAX_CANDIDATES))
 

@@ -77,8 +77,10 @@ class HeldByRealTime:
 #
 # `Pipeline` tells it of every step that is sent; a policy that owes a least share asks it.
 
-SHARE_MEMORY_S = 10.0
-"""Time constant; what is owed is never more than the share of this."""
+MEMORY_S = 15.0
+"""Time constant of rates and shares; also the window of the tightest target and of the most memory,
+which are those of this time at least, and of twice as much at most. What is owed of a share of time
+is never more than the share of this."""
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class TimeShare:
         if given_s is None:
             self.total_s = self.given_s = 0.0
             return
-        keep = math.exp(-step_s / SHARE_MEMORY_S)
+        keep = math.exp(-step_s / MEMORY_S)
         self.total_s = keep * self.total_s + step_s
         self.given_s = keep * self.given_s + given_s
 
@@ -106,25 +108,18 @@ class TimeShare:
         return max(0.0, min_share * self.total_s - self.given_s)
 
 
-MEMORY_S = 15.0
-"""Time constant of the rate of arrivals."""
 MIN_SEEN_S = 0.5
 """A shorter time says nothing about a rate."""
 NUM_PRIOR = 4
 """Lives that an assumed length stands for: the first to end after a burst are the short ones."""
 NEWEST_WEIGHT = 0.001
 """Least weight of the newest in a mean."""
-WINDOW_S = 30.0
-"""The tightest target, and the most memory, are those of this time at least, and of twice as much
-at most."""
 IDLE_LIMIT_S = 0.1
 """Most time of a step with best-effort requests while no targets are known."""
-IDLE_SHARE = 0.33
-"""Otherwise so much of the tightest time to a first token: it waits for the rest of one such step,
-runs in the next one, and has as much again in reserve."""
-ROOM_SHARE = 0.25
-"""Share likewise where a real-time prompt makes the step long: best-effort requests give way to an
-arrival at once, but a prompt goes on beside it."""
+IDLE_SHARE = 0.3
+"""Otherwise so much of the tightest time to a first token, also where it is a real-time prompt that
+can wait: it waits for the rest of one such step, runs in the next one, and has as much again in
+reserve."""
 TIGHT_SHARE = 0.5
 """Targets are tight where a prompt leaves less than this share of the time to a first token."""
 SLACK_SHARE = 0.1
@@ -160,18 +155,13 @@ class Outlook(NamedTuple):
 
     @property
     def idle_limit_s(self) -> float:
-        """Most time of a step with best-effort requests: an arrival waits for the rest of it."""
-        return self._share_of_ttft(IDLE_SHARE)
+        """Most time of a step with best-effort requests, or with real-time prompts that can wait.
 
-    @property
-    def room_limit_s(self) -> float:
-        """Most time of a step with real-time prompts that can wait."""
-        return self._share_of_ttft(ROOM_SHARE)
-
-    def _share_of_ttft(self, share: float) -> float:
+        An arrival waits for the rest of it.
+        """
         if self.ttft_s == math.inf:
             return IDLE_LIMIT_S
-        limit_s = min(share * self.ttft_s, MAX_IDLE_LIMIT_S)
+        limit_s = min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)
         return min(limit_s, SLACK_SHARE * self.slack_s) if self.is_tight else limit_s
 
 
@@ -304,7 +294,7 @@ class ArrivalStats:
         return max(1.0 / (NUM_PRIOR + self._num_ends), NEWEST_WEIGHT)
 
     def _note_window(self, now_s: float) -> None:
-        window = int(now_s // WINDOW_S)
+        window = int(now_s // MEMORY_S)
         if window != self._window:
             self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
             self._slack_before_s, self._slack_s = self._slack_s, math.inf

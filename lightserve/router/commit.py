@@ -35,13 +35,6 @@ from lightserve.types import RT, RequestClass, RowId
 # From allotments to the message that workers execute.
 
 _NONE, _SAMPLE = OutputKind.NONE, OutputKind.SAMPLE
-_WITH_PROMPT = (OutputKind.PROMPT_LOGPROBS, OutputKind.PROMPT_LOGPROBS | OutputKind.SAMPLE)
-
-
-def _wanted_output(request: Request, samples: int) -> OutputKind:
-    if request.wants_prompt_logprobs(request.next_position):
-        return _WITH_PROMPT[samples > 0]
-    return OutputKind.SAMPLE if samples else OutputKind.NONE
 
 
 def build_plan(
@@ -81,10 +74,9 @@ def build_plan(
         end = offset + num_tokens
         slot_ranges.append(SlotRange(row, start, pack_int32(chunk_slots[offset:end])))
         offset = end
-        if request.sampling.num_prompt_logprobs is None:
-            output = _SAMPLE if num_wanted else _NONE
-        else:
-            output = _wanted_output(request, num_wanted)
+        output = _SAMPLE if num_wanted else _NONE
+        if request.wants_prompt_logprobs(start):
+            output |= OutputKind.PROMPT_LOGPROBS
         plan_rows.append(PlanRow(row, start, num_tokens, output))
     return StepPlan(
         step_id=step.step_id,

@@ -39,9 +39,7 @@ PRIOR_MOST = 1024
 """Longest output that is assumed on average where clients set no larger limit."""
 NUM_PRIOR_LENGTHS = 20
 """Pseudo-lengths that stand beside the finished ones until the window is full; a shorter history
-says nothing about the spread of lengths."""
-SHRINKAGE = 50.0
-"""A key with this many lengths of its own is drawn from half of the time."""
+says nothing about the spread, and a key with as many of its own is drawn from half of the time."""
 MAX_KEYS = 1024
 AVERAGE_WEIGHT = 0.01
 MOST_NEW = 16
@@ -315,7 +313,7 @@ class OutputLengths:
         if row is None:
             row = self._rows[key] = _Row(self._new_row())
         row.version = self.version
-        mixture = _mix(lengths, others, len(lengths) / (len(lengths) + SHRINKAGE))
+        mixture = _mix(lengths, others, len(lengths) / (len(lengths) + NUM_PRIOR_LENGTHS))
         self._lengths[row.index] = mixture
         self._raised[row.index] = mixture + row.index * _ROW_OFFSET
         return row.index

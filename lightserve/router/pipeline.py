@@ -28,14 +28,13 @@ from lightserve.router.arrivals import TimeShare
 from lightserve.router.policies.step_budget import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep
-from lightserve.router.step_cost import RATIO_MEMORY, CopyCost, StepCost, StepGuard, StepShape
+from lightserve.router.step_cost import RATIO_MEMORY, CopyCost, StepCost, StepShape
 from lightserve.types import DraftSource, RequestOutput, StepId
 
 MAX_STEPS_IN_FLIGHT = 2
 MIN_LEAD_S = 1e-3
-ROUTER_TIME_FACTOR = 3.0
-ERROR_FACTOR = 2.0
-"""The lead also covers this many average errors of the prediction."""
+LEAD_FACTOR = 3.0
+"""The lead covers so many times what the router took of late, and the mean error of predictions."""
 
 
 @dataclass(slots=True)
@@ -67,7 +66,6 @@ class Pipeline:
         """Most tokens of a step that the workers are prepared for."""
         self.cost = StepCost()
         self.copy_cost = CopyCost()
-        self.guard = StepGuard()
         self.best_effort_time = TimeShare()
         self.num_steps_in_time = 0
         """Steps sent since one that `PlannedStep.hits_limit`."""
@@ -102,8 +100,8 @@ class Pipeline:
             return None
         running = self._in_flight[0]
         assert running.start_s is not None
-        lead_s = max(MIN_LEAD_S, ROUTER_TIME_FACTOR * self._router_s) + self._launch_s
-        lead_s += ERROR_FACTOR * self.cost.error_s
+        lead_s = max(MIN_LEAD_S, LEAD_FACTOR * self._router_s) + self._launch_s
+        lead_s += LEAD_FACTOR * self.cost.error_s
         return running.start_s + running.planned.predicted_s - lead_s
 
     def next_start_s(self, now_s: float) -> float:
@@ -195,8 +193,6 @@ class Pipeline:
         self._shape = _computed_shape(done, result)
         self.cost.observe(self._shape, result.exec_s - result.copy_s)
         self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_in_the_way)
-        if done.planned.limit_s is not None:
-            self.guard.observe(result.exec_s, done.planned.limit_s)
         self._num_in_the_way = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
         self.busy_s += result.exec_s

@@ -197,9 +197,8 @@ class Planner:
             ),
             best_effort_time=pipeline.best_effort_time,
             average_step_s=pipeline.average_step_s,
-            guard=pipeline.guard,
             outlook=outlook,
-            turn=waiting.turn(),
+            turn=waiting.queue.turn(),
             seats=self._seats,
         )
 

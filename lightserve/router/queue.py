@@ -102,16 +102,11 @@ class Turn:
 
 
 MAX_CANDIDATES = 64
-"""Requests of a class that are compared in one step; real-time ones at the head come as many of
-each account."""
-MAX_COMPARED = 128
-"""Requests that share something of which the nearest in length are taken."""
-MAX_COUNTED = 32
-"""From the head of a class, requests that `mlfq` looks at, and that are told when others overtake
-them."""
-MIN_IN_FLIGHT_TOKENS = 32
-"""A prefix that is being computed is worth waiting for from here on: one step of waiting costs
-about as much as computing so few tokens."""
+"""Requests of a class that are looked at in one step, or told when others overtake them; real-time
+ones at the head come as many of each account."""
+MIN_CHUNK = 16
+"""Under deadlines, fewer tokens of a prompt are not worth a row, unless they end it; nor is a
+prefix that is being computed worth a step of waiting for fewer."""
 
 
 class Backlog(NamedTuple):
@@ -166,10 +161,8 @@ class WaitingQueue:
     def real_time(self, seats: Seats = NO_SEATS) -> Iterator[Request]:
         """Iterate over real-time requests, those first that are owed a seat."""
         if not seats.is_shared:
-            return self._of(RT)
-        return self._in_turns(seats)
-
-    def _in_turns(self, seats: Seats) -> Iterator[Request]:
+            yield from self._of(RT)
+            return
         owed = in_fair_order(seats.owed_of(RT))
         yield from owed
         others = itertools.chain(
@@ -178,7 +171,10 @@ class WaitingQueue:
         yield from (request for request in others if request not in owed)
 
     def late(self) -> Iterator[Request]:
-        """Iterate over the real-time requests that never ran and are late; accounts take turns."""
+        """Iterate over the real-time requests that never ran and are late; accounts take turns.
+
+        `real_time` has them at its end.
+        """
         return in_turn({account: late.values() for account, late in self._late.items()})
 
     def heads(self, request_class: RequestClass) -> list[Request]:
@@ -363,7 +359,7 @@ class WaitingQueue:
         if request.request_class is BE:
             is_oldest = request is self.turn().oldest
             self.num_since_oldest = 0 if is_oldest else self.num_since_oldest + 1
-        for other in itertools.islice(self._of(request.request_class), MAX_COUNTED):
+        for other in itertools.islice(self._of(request.request_class), MAX_CANDIDATES):
             if other is request:
                 break
             other.num_overtaken += 1
@@ -556,7 +552,7 @@ def _sharing(fresh: _Sorted, resident: PrefixTree, context_len: float) -> list[R
     oldest = itertools.islice(fresh, MAX_CANDIDATES)
     for salt in dict.fromkeys(request.prefix_salt for request in oldest):
         sharing = resident.waiting(salt)
-        for num_tokens, request in itertools.islice(sharing, MAX_COMPARED - len(found)):
+        for num_tokens, request in itertools.islice(sharing, MAX_CANDIDATES - len(found)):
             if request.account is account:
                 distance = abs(request.num_prompt_tokens.bit_length() - wanted)
                 found.append((-num_tokens, distance, request))
@@ -582,7 +578,7 @@ def prefix_in_flight(request: Request, start: int, prefilling: Sequence[Request]
         if other.prefix_salt == request.prefix_salt:
             common = common_len(request.prompt_token_ids, other.prompt_token_ids)
             best = max(best, common - start)
-    return best if best >= MIN_IN_FLIGHT_TOKENS else 0
+    return best if best >= MIN_CHUNK else 0
 
 
 def _by_arrival(request: Request) -> tuple[int, int]:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightserve.router.arrivals import NUM_PRIOR
+from lightserve.router.arrivals import MEMORY_S, NEWEST_WEIGHT, NUM_PRIOR
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.output_lengths import expected_output
 from lightserve.router.pipeline import Pipeline
@@ -40,12 +40,8 @@ if TYPE_CHECKING:
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 600.0
-PACE_MEMORY_S = 20.0
-"""Time constant of the average pace."""
 PRIOR_S = 1.0
 """Seconds after which observations count as much as the cost model."""
-AVERAGE_WEIGHT = 0.005
-"""Weight of the newest request in averages, once there are enough."""
 FULL_SHARE = 0.9
 """A step with less of its token budget left over had no room for more of a prompt."""
 
@@ -69,7 +65,7 @@ class _Average:
 
     def add(self, value: float) -> None:
         self.count += 1
-        weight = max(AVERAGE_WEIGHT, 1 / self.count)
+        weight = max(NEWEST_WEIGHT, 1 / self.count)
         off = value - self.mean
         self.mean += weight * off
         self.variance = (1 - weight) * (self.variance + weight * off * off)
@@ -92,7 +88,7 @@ class _OfClass:
         """Whether the last step had room for more prompt tokens although some of it waited."""
 
     def see(self, work: Work, seconds: float) -> None:
-        keep = math.exp(-seconds / PACE_MEMORY_S)
+        keep = math.exp(-seconds / MEMORY_S)
         self.seen_s = keep * self.seen_s + seconds
         self.seen = Work(
             keep * self.seen.num_prompt + work.num_prompt,

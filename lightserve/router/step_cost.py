@@ -28,8 +28,6 @@ from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
 # little about many: seconds per copy mistaken for seconds per token would make every load look
 # dear, and then none would be made that could show otherwise.
 
-FORGETTING = 0.98
-"""Weight of an observation against the one after it."""
 MIN_VARIANCE = 64.0**2
 """Summed variance of observed token counts. With less, time of copies is put down to their number
 rather than to their tokens. The next load corrects a rate that is too low."""
@@ -52,15 +50,17 @@ class CopyCost:
         """
         if num_tokens == 0:
             return
-        kept = FORGETTING * self._weight
+        kept = (1.0 - SPREAD_MEMORY) * self._weight
         self._weight = kept + 1.0
         tokens_off = num_tokens + num_ahead - self._mean_tokens
         seconds_off = seconds - self._mean_s
         self._mean_tokens += tokens_off / self._weight
         self._mean_s += seconds_off / self._weight
         share = kept / self._weight
-        self._variance = FORGETTING * self._variance + share * tokens_off * tokens_off
-        self._covariance = FORGETTING * self._covariance + share * tokens_off * seconds_off
+        self._variance = (1.0 - SPREAD_MEMORY) * self._variance + share * tokens_off * tokens_off
+        self._covariance = (
+            1.0 - SPREAD_MEMORY
+        ) * self._covariance + share * tokens_off * seconds_off
 
     @property
     def mean_rate_s(self) -> float:
@@ -76,25 +76,23 @@ class CopyCost:
         return per_copy_s + per_token_s * num_tokens
 
 
-__all__ = ["StepCost", "StepGuard", "StepKind", "StepShape"]
+__all__ = ["StepCost", "StepKind", "StepShape"]
 
-SAMPLES_PER_SIZE = 48
-"""Steps remembered of each size; sizes are powers of two of new tokens."""
 NUM_KNEES = 8
 REFIT_STEPS = 64
+"""Steps between two fits, and steps remembered of each size, a power of two of new tokens."""
 RATIO_MEMORY = 0.1
 """Weight of the newest observation in the ratio, and in averages of what steps take, so that ten
 steps show a change."""
 SPREAD_MEMORY = 0.03
-"""Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY."""
+"""Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY, and of a
+copy's time in what copies take."""
 GUARD_DEVIATIONS = 2.5
-OUTLIER_DEVIATIONS, LEAST_OUTLIER = 3.0, 0.3
-"""A step that took longer than predicted by more than so many deviations, and by this share at
-least, says no more than that: it was stalled by something else, which no shorter step would have
-avoided. Where steps get longer for good the deviation grows by a third with each."""
-MAX_RATIO = 4.0
-"""The first step of a kind, which knows no deviation, says no more than that."""
-GUARD_CUT, GUARD_STEP, GUARD_FLOOR = 0.5, 0.05, 1 / 16
+"""Deviations that the guard adds. A step that took longer than predicted by more, and by
+LEAST_OUTLIER, says no more than that: it was stalled by something else, which no shorter step would
+have avoided. Where steps get longer for good the deviation grows by a quarter with each."""
+LEAST_OUTLIER = 0.3
+"""Share of the prediction by which any step may be off, the first of its kind too."""
 
 
 class StepKind(StrEnum):
@@ -122,9 +120,7 @@ class _Ratio:
     num_observed: int = 0
 
     def observe(self, ratio: float) -> None:
-        most = MAX_RATIO - 1.0
-        if self.num_observed > 0:
-            most = max(LEAST_OUTLIER, OUTLIER_DEVIATIONS * math.sqrt(self.variance))
+        most = max(LEAST_OUTLIER, GUARD_DEVIATIONS * math.sqrt(self.variance))
         off = min(ratio / self.mean - 1.0, most)
         self.num_observed += 1
         newest = 1.0 / self.num_observed
@@ -133,27 +129,6 @@ class _Ratio:
             is_growing = off * off > self.variance
             memory = RATIO_MEMORY if is_growing and off > 0 else SPREAD_MEMORY
             self.variance += max(memory, newest) * (off * off - self.variance)
-
-
-@dataclass(slots=True)
-class StepGuard:
-    """Outer guard against errors of the model: a share of the time that may be filled.
-
-    A step that took longer than its limit halves the share; every other one adds 5 % of the whole,
-    up to all of it. Unlike the ratios it needs no prediction to be right.
-    """
-
-    share: float = 1.0
-
-    def observe(self, seconds: float, limit_s: float) -> None:
-        """Learn whether a step with a limit kept it."""
-        missed = seconds > limit_s
-        share = self.share * GUARD_CUT if missed else self.share + GUARD_STEP
-        self.share = min(1.0, max(GUARD_FLOOR, share))
-
-    def limit(self, base_s: float, limit_s: float) -> float:
-        """Return up to when prompts should fill a step that takes `base_s` without any."""
-        return base_s + self.share * (limit_s - base_s)
 
 
 @dataclass(slots=True)
@@ -324,7 +299,7 @@ class StepCost:
         if self._is_profiled:
             return
         size = shape.num_new.bit_length()
-        samples = self._samples.setdefault(size, deque(maxlen=SAMPLES_PER_SIZE))
+        samples = self._samples.setdefault(size, deque(maxlen=REFIT_STEPS))
         samples.append(StepSample(shape, seconds))
         self._num_observed += 1
         count = self._num_observed

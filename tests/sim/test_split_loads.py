@@ -241,5 +241,5 @@ def test_an_arrival_that_is_real_time_does_not_wait_for_loads() -> None:
     scene.run(len(scene.sent) + 1)
     first = scene.steps[num_planned]
     assert 9 in {int(request.key.request_id) for request, _ in first.scheduled}
-    assert max(scene.step_times_s) == pytest.approx(STEP_S + 19 * TOKEN_S)
+    assert max(scene.step_times_s) == pytest.approx(STEP_S + 20 * TOKEN_S)
     scene.run_dry()

@@ -16,7 +16,7 @@ from lightserve import sim
 from lightserve.cost.model import StepModel, StepSample, StepShape, fit
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.pipeline import Pipeline
-from lightserve.router.step_cost import StepCost, StepGuard, StepKind, kind_of
+from lightserve.router.step_cost import StepCost, StepKind, kind_of
 from lightserve.sim.hybrid import HybridRun, fitted_profile
 from lightserve.sim.worker import A100_LLAMA2_7B
 from lightserve.types import RequestClass
@@ -53,14 +53,12 @@ def profile(rng: np.random.Generator) -> StepCoefficients:
 def run(seed: int, *, factor: float, is_corrected: bool = True) -> tuple[list[bool], list[int]]:
     """Fill steps to the limit; return which missed it, and how many prompt tokens each took."""
     rng = np.random.default_rng(seed)
-    cost, guard = StepCost(), StepGuard()
+    cost = StepCost()
     cost.use_profile(profile(rng))
     misses, tokens = [], []
     for number in range(NUM_STEPS):
         shape, start = decodes(rng), int(rng.integers(0, 1000))
         within_s = LIMIT_S / (cost.guard_of(StepKind.MIXED) if is_corrected else 1.0)
-        if is_corrected:
-            within_s = guard.limit(cost.seconds(shape), within_s)
         count = cost.tokens_within(shape, within_s, start, 4096)
         if count:
             shape = shape.plus(start, count)
@@ -69,7 +67,6 @@ def run(seed: int, *, factor: float, is_corrected: bool = True) -> tuple[list[bo
         tokens.append(count)
         if is_corrected:
             cost.observe(shape, seconds)
-            guard.observe(seconds, LIMIT_S)
     return misses, tokens
 
 
@@ -95,22 +92,6 @@ def test_misses_are_rare_again_200_steps_after_a_hidden_slow_down() -> None:
 def test_without_correction_they_stay() -> None:
     misses, _ = run(0, factor=1.3, is_corrected=False)
     assert np.mean(misses[RECOVERED:]) > 0.9
-
-
-def test_the_outer_guard_needs_no_model() -> None:
-    guard = StepGuard()
-    assert guard.limit(0.2, 1.0) == 1.0
-    trace = []
-    for seconds in (1.1, 1.1, 0.9, 0.9, 1.1):
-        guard.observe(seconds, 1.0)
-        trace.append(guard.share)
-    assert trace == pytest.approx([0.5, 0.25, 0.3, 0.35, 0.175])
-    for _ in range(20):
-        guard.observe(1.0, 1.0)
-    assert guard.share == 1.0
-    for _ in range(20):
-        guard.observe(2.0, 1.0)
-    assert guard.share == 1 / 16 and guard.limit(0.2, 1.0) == pytest.approx(0.25)
 
 
 def test_each_kind_of_step_has_its_own_correction() -> None:

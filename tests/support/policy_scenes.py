@@ -177,6 +177,7 @@ class Queue:
         """`late` are the last of `requests`."""
         self._requests = requests
         self._late = late
+        self.queue = self
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)

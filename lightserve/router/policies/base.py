@@ -19,11 +19,15 @@ from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.policies.pace import Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
-    MIN_CHUNK,
     StepBudget,
     StepLimits,
 )
-from lightserve.router.queue import MAX_CANDIDATES, Turn, WaitingQueue, prefix_in_flight
+from lightserve.router.queue import (
+    MAX_CANDIDATES,
+    MIN_CHUNK,
+    WaitingQueue,
+    prefix_in_flight,
+)
 from lightserve.router.request import WAITING, FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running, SortedOut
 from lightserve.router.seats import NO_SEATS, Seats, had_of, has_had_less
@@ -65,7 +69,7 @@ class Waiting:
             tree: the cached prefixes, where best-effort requests come by what is cached of them;
                 None: by arrival.
         """
-        self._queue = queue
+        self.queue = queue
         self._running = running
         self._seats = seats
         self._tree = tree
@@ -73,7 +77,7 @@ class Waiting:
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all of them in the order of the queue."""
-        return iter(self._queue)
+        return iter(self.queue)
 
     def of(self, request_class: RequestClass) -> Iterator[Request]:
         """Iterate over those of one class, in the order in which they should start.
@@ -81,26 +85,10 @@ class Waiting:
         Best-effort ones are not all of them: the few that are worth asking.
         """
         if request_class is RT:
-            return self._queue.real_time(self._seats)
+            return self.queue.real_time(self._seats)
         table, rows = self._running.table, self._running.rows
         context_len = float(table.next_position[rows].sum()) / max(1, len(rows))
-        return self._queue.best_effort(self.turn(), self._tree, context_len, self._seats)
-
-    def turn(self) -> Turn:
-        """Return whose turn it is among best-effort requests as the step begins."""
-        return self._queue.turn()
-
-    def jobs(self) -> Iterator[Request]:
-        """Iterate over best-effort requests with a completion time, those to end first before."""
-        return self._queue.jobs()
-
-    def lines(self) -> Iterator[Request]:
-        """Iterate over lines of batches, those that are due first before others."""
-        return self._queue.lines()
-
-    def late(self) -> Iterator[Request]:
-        """Iterate over real-time ones that never ran and are late; `of` has them at its end."""
-        return self._queue.late()
+        return self.queue.best_effort(self.queue.turn(), self._tree, context_len, self._seats)
 
     def is_prefix_in_flight(self, request: Request, start: int) -> bool:
         """Whether it should wait for a prefix that another is just computing.
@@ -544,7 +532,7 @@ def in_turns(
 
 def heads_of_real_time(waiting: Waiting) -> list[Request]:
     """Return the real-time requests that wait and come into question, late ones first."""
-    heads = (waiting.late(), waiting.of(RT))
+    heads = (waiting.queue.late(), waiting.of(RT))
     return list(dict.fromkeys(r for head in heads for r in itertools.islice(head, MAX_CANDIDATES)))
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from lightserve.router.policies.base import Step, in_turns
 from lightserve.router.policies.pace import Pace
-from lightserve.router.queue import MAX_COUNTED
+from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import WAITING, Request
 from lightserve.router.request_table import NO_ROWS
 from lightserve.types import BE, RT, RequestClass
@@ -148,7 +148,7 @@ class MlfqPolicy(_ClassBlind):
         newcomers = [
             request
             for request_class in RequestClass
-            for request in itertools.islice(step.waiting.of(request_class), MAX_COUNTED)
+            for request in itertools.islice(step.waiting.of(request_class), MAX_CANDIDATES)
         ]
         newcomers.sort(key=lambda request: (request.priority, request.arrival_number))
         step.take(

@@ -61,7 +61,7 @@ def promote(step: Step, best_effort: Rows) -> Promoted:
     promoted = Promoted(NO_ROWS, [], {})
     for requests, urgent in (
         (step.running.table.jobs(best_effort), urgent_running),
-        (itertools.islice(step.waiting.jobs(), LOOK_AHEAD), promoted.waiting),
+        (itertools.islice(step.waiting.queue.jobs(), LOOK_AHEAD), promoted.waiting),
     ):
         for request in requests:
             ledger, num_left = request.deadlines, step.found(request).num_left
@@ -100,7 +100,7 @@ def urgent_lines(step: Step, best_effort: Rows) -> UrgentLines:
             work_s[place] += _prompt_s(step, request)
         rows = rows[table.line_due_s[rows] - start_s < PROMOTION_FACTOR * work_s]
     urgent: list[Request] = []
-    for request in itertools.islice(step.waiting.lines(), LOOK_AHEAD):
+    for request in itertools.islice(step.waiting.queue.lines(), LOOK_AHEAD):
         line = request.deadlines
         if not isinstance(line, LineDeadline) or step.found(request).num_left == 0:
             continue

@@ -13,17 +13,13 @@ import numpy as np
 
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
 from lightserve.router.policies.pace import NO_PACE
-from lightserve.router.queue import Turn
+from lightserve.router.queue import MIN_CHUNK, Turn
 from lightserve.router.request import FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, DueTimes, RequestTable, Rows
 from lightserve.router.seats import Seats
 from lightserve.router.step import Loading, Scheduled
-from lightserve.router.step_cost import StepCost, StepGuard, StepShape
+from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.types import BE, RT
-
-MIN_CHUNK = 16
-"""Under deadlines, fewer tokens of a prompt are not worth a row, unless they end it."""
-
 
 NO_LIMIT = 1 << 30
 LOOK_AHEAD = 8
@@ -86,8 +82,6 @@ class StepLimits:
     """The share of time that best-effort requests got while they wanted more."""
     average_step_s: float = 0.0
     """Execution time of recent steps, on average."""
-    guard: StepGuard | None = None
-    """How far steps may be filled up to a deadline, to be read; None: all of it."""
     outlook: Outlook = NO_OUTLOOK
     """Demand of real-time requests."""
     turn: Turn = field(default_factory=Turn)
@@ -346,7 +340,7 @@ class StepBudget:
     def is_urgent(self, request: Request, step_s: float | None = None) -> bool:
         """Whether a prompt can be in time, and no more after a step of `step_s`; None: as this."""
         if step_s is None:
-            step_s = min(self._limit_s, self._limits.outlook.room_limit_s)
+            step_s = min(self._limit_s, self._limits.outlook.idle_limit_s)
         return 0.0 <= self.due.of(request) - self._seconds_to_end(request) <= step_s
 
     def _seconds_with_all_of(self, request: Request, shape: StepShape) -> float:
@@ -374,8 +368,6 @@ class StepBudget:
         )
         self.deadline_s = self._limit_s = surely_s
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
-        if self._limits.guard is not None and math.isfinite(surely_s):
-            self._limit_s = self._limits.guard.limit(base_s, surely_s)
 
     @property
     def decode_rows(self) -> Rows:
@@ -491,7 +483,7 @@ class StepBudget:
         if request.request_class is BE or outlook.ttft_s == math.inf:
             return most
         least_s = cost.seconds(self.shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
-        limit_s = max(outlook.room_limit_s / cost.guard, least_s)
+        limit_s = max(outlook.idle_limit_s / cost.guard, least_s)
         num_tokens = cost.tokens_within(self.shape, limit_s, start, most)
         is_cut = num_tokens < most and not self.is_urgent(request, limit_s * cost.guard)
         return num_tokens if is_cut else most

@@ -37,8 +37,8 @@ from lightserve.router.arrivals import IDLE_SHARE, Outlook
 from lightserve.router.policies.base import MEMORY_REASONS, Step, in_turns, merged
 from lightserve.router.policies.batch_order import BatchOrder, promote, urgent_lines
 from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace
-from lightserve.router.policies.step_budget import LOOK_AHEAD, MIN_CHUNK, StepBudget
-from lightserve.router.queue import MAX_CANDIDATES
+from lightserve.router.policies.step_budget import LOOK_AHEAD, StepBudget
+from lightserve.router.queue import MAX_CANDIDATES, MIN_CHUNK
 from lightserve.router.request import Request
 from lightserve.router.request_table import NO_ROWS, RequestTable, Rows
 from lightserve.router.seats import had_of, has_had_less, in_fair_order
@@ -204,7 +204,7 @@ class _Order:
         step.give_way(displaced)
         if ample > 0 and len(self._best_effort):
             before_s = budget.seconds
-            budget.lend(min(max(until_s, before_s * (1.0 + DECODE_STRETCH * ample)), pace_s))
+            budget.lend(min(max(until_s, before_s * (1.0 + ample)), pace_s))
             step.decode(step.sort_out(self._best_effort).decodes)
             self.best_effort_s += budget.seconds - before_s
             budget.lend(until_s)
@@ -300,11 +300,11 @@ class _Order:
             late_first: whether it is the turn of a late one.
         """
         step, budget, seats = self._step, self._budget, self._limits.seats
-        late = next((r for r in step.waiting.late() if r not in seats.owed), None)
+        late = next((r for r in step.waiting.queue.late() if r not in seats.owed), None)
         newcomers = step.waiting.of(RT)
         if late_first and late is not None:
             newcomers = itertools.chain([late], (r for r in newcomers if r is not late))
-        elif self._num_held >= LATE_POOL_SHARE * self._limits.pool.num_slots:
+        elif self._num_held >= MAX_SHARE * self._limits.pool.num_slots:
             newcomers = itertools.takewhile(lambda r: r is not late, newcomers)
         weighed: list[Request] = []
         owed: list[Request] = []
@@ -320,8 +320,8 @@ class _Order:
             weighed.append(request)
         hopeless = [r for r in weighed if not budget.can_be_in_time(r)]
         in_time = [r for r in weighed if r not in hopeless]
-        num_free = LATE_POOL_SHARE * self._limits.pool.num_slots - self._num_held
-        is_too_much = next(iter(step.waiting.late()), None) is not None
+        num_free = MAX_SHARE * self._limits.pool.num_slots - self._num_held
+        is_too_much = next(iter(step.waiting.queue.late()), None) is not None
         freed_per_s = 0.0  # of slots, by real-time requests, as recent steps were
         if (average_step_s := self._limits.average_step_s) > 0:
             num_decodes = int(self._table.is_rt[budget.decode_rows].sum())
@@ -422,9 +422,6 @@ def _fit_all(
 # waits for ever; but what it takes is goodput. So it is halved until it is the part of the time
 # that it could serve of what is too much.
 
-LATE_POOL_SHARE = 0.8
-"""Late requests start last while real-time ones hold less of the pool."""
-
 
 def is_turn_of_late(
     table: RequestTable, real_time: Rows, min_share: float, load: float, step_number: int
@@ -465,15 +462,15 @@ def is_turn_of_late(
 IDLE_FLOORS = 2.0
 """Beyond the idle limit, so many times the shortest step: on slow machines that may be longer."""
 MAX_SHARE = 0.75
-"""Share of the pool that real-time requests may come to hold where most time is free."""
+"""Share of the pool that real-time requests may come to hold where most time is free, and up to
+which late ones may start."""
 SHARE_PER_FREE = 3.0
 """Where less is, so many times the share of time that is free."""
 TIGHT_PACE = 0.85
 """Where first tokens are tight, share of the tightest mean time of a token that a step may take."""
 MUCH_FREE = 0.25
-"""More than this share of time that is free is ample."""
-DECODE_STRETCH = 2.0
-"""Share of a step by which best-effort decodes may stretch it, per share that is ample."""
+"""More than this share of time that is free is ample: best-effort decodes may stretch a step by the
+share that is."""
 NEARLY_FREE = 0.01
 """Share of a step by which tokens that are all but free may."""
 

@@ -17,7 +17,6 @@ from lightserve.router.arrivals import (
     MAX_IDLE_LIMIT_S,
     MEMORY_S,
     NO_OUTLOOK,
-    WINDOW_S,
     ArrivalStats,
     Outlook,
 )
@@ -124,9 +123,9 @@ def test_most_memory_is_by_littles_law_until_more_was_seen() -> None:
     demand.note_decodes(2, 900, 1.0)
     assert demand.most_held(4 * 40 * 80, 0.05) == 900
     assert demand.most_held(4 * 40 * 80, 0.1) == pytest.approx(1280)
-    demand.note_decodes(0, 0, 1.0 + WINDOW_S)
+    demand.note_decodes(0, 0, 1.0 + MEMORY_S)
     assert demand.most_held(4 * 40 * 80, 0.05) == 900
-    demand.note_decodes(0, 0, 1.0 + 2 * WINDOW_S)
+    demand.note_decodes(0, 0, 1.0 + 2 * MEMORY_S)
     assert demand.most_held(4 * 40 * 80, 0.05) == pytest.approx(640)
 
 
@@ -201,18 +200,17 @@ def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
         return lent_until_s(0.0, 0.001, 0.0, outlook._replace(load=0, kv_per_step_s=0), 60_000)
 
     assert limit_after(0.0, math.inf) == IDLE_LIMIT_S
-    assert limit_after(1.0, 1.2) == pytest.approx(0.396)
-    assert limit_after(2.0, 0.2) == pytest.approx(0.066)
-    assert limit_after(29.0, 1.2) == pytest.approx(0.066)
-    assert limit_after(31.0, 1.2) == pytest.approx(0.066)
-    assert limit_after(65.0, 1.2) == pytest.approx(0.396)
-    assert limit_after(95.0, 60.0) == pytest.approx(0.396)
-    assert limit_after(130.0, 60.0) == MAX_IDLE_LIMIT_S
-    assert Outlook(ttft_s=1.2).room_limit_s == pytest.approx(0.3), "prompts leave more"
+    assert limit_after(1.0, 1.2) == pytest.approx(0.36)
+    assert limit_after(2.0, 0.2) == pytest.approx(0.06)
+    assert limit_after(14.0, 1.2) == pytest.approx(0.06)
+    assert limit_after(16.0, 1.2) == pytest.approx(0.06)
+    assert limit_after(32.0, 1.2) == pytest.approx(0.36)
+    assert limit_after(47.0, 60.0) == pytest.approx(0.36)
+    assert limit_after(62.0, 60.0) == MAX_IDLE_LIMIT_S
 
 
 def test_a_first_token_without_a_target_waits_for_less_than_the_pace() -> None:
-    """Of the last half minute; where no pace is kept, for as long as before."""
+    """Of the last quarter of a minute; where no pace is kept, for as long as before."""
     demand = ArrivalStats()
 
     def limit_after(now_s: float, ttft_s: float, pace_s: float = 0.033) -> float:
@@ -222,11 +220,11 @@ def test_a_first_token_without_a_target_waits_for_less_than_the_pace() -> None:
         return lent_until_s(0.0, 0.001, 0.0, outlook, 60_000, pace_s=pace_s)
 
     assert lent_until_s(0.0, 0.001, 0.0, NO_OUTLOOK, 60_000, pace_s=0.033) == IDLE_LIMIT_S
-    assert limit_after(0.0, 1.2) == pytest.approx(0.396)
+    assert limit_after(0.0, 1.2) == pytest.approx(0.36)
     assert limit_after(1.0, math.inf) == pytest.approx(IDLE_SHARE * 0.066)
-    assert limit_after(2.0, math.inf, pace_s=math.inf) == pytest.approx(0.396)
-    assert limit_after(31.0, 1.2) == pytest.approx(IDLE_SHARE * 0.066)
-    assert limit_after(65.0, 1.2) == pytest.approx(0.396)
+    assert limit_after(2.0, math.inf, pace_s=math.inf) == pytest.approx(0.36)
+    assert limit_after(16.0, 1.2) == pytest.approx(IDLE_SHARE * 0.066)
+    assert limit_after(32.0, 1.2) == pytest.approx(0.36)
 
 
 def test_tight_first_tokens_wait_for_less_and_find_decodes_that_have_time() -> None:
@@ -237,14 +235,14 @@ def test_tight_first_tokens_wait_for_less_and_find_decodes_that_have_time() -> N
         outlook = demand.outlook(_tokens, now_s)._replace(load=0.0, kv_per_step_s=0.0)
         return lent_until_s(base_s, 0.001, 0.0, outlook, 60_000, tpot_s=tpot_s)
 
-    assert lent(0.6, 0.0) == pytest.approx(0.33)
-    assert lent(0.6, 0.0, 0.01, 0.02) == pytest.approx(0.33)  # deadlines alone limit it
+    assert lent(0.6, 0.0) == pytest.approx(0.3)
+    assert lent(0.6, 0.0, 0.01, 0.02) == pytest.approx(0.3)  # deadlines alone limit it
     assert lent(0.4, 1.0) == pytest.approx(0.04)
-    assert lent(0.9, 29.0) == pytest.approx(0.04)
-    assert lent(0.9, 29.0, 0.01, 0.02) == pytest.approx(TIGHT_PACE * 0.02)
-    assert lent(0.9, 29.0, 0.019, 0.02) == 0.019
-    lent(0.9, 65.0)
-    assert lent(0.9, 95.0) == pytest.approx(0.33)
+    assert lent(0.9, 14.0) == pytest.approx(0.04)
+    assert lent(0.9, 14.0, 0.01, 0.02) == pytest.approx(TIGHT_PACE * 0.02)
+    assert lent(0.9, 14.0, 0.019, 0.02) == 0.019
+    lent(0.9, 32.0)
+    assert lent(0.9, 47.0) == pytest.approx(0.3)
 
 
 def test_a_slow_machine_is_not_left_with_one_row_a_step() -> None:

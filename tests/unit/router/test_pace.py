@@ -22,7 +22,7 @@ from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.router.policies import make_policy
 from lightserve.router.policies.base import Step
 from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace, PaceLimits, pace_limits
-from lightserve.router.policies.step_budget import MIN_CHUNK
+from lightserve.router.queue import MIN_CHUNK
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
 from lightserve.router.step import Reason

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import numpy as np
 import pytest
@@ -187,18 +185,6 @@ class TestPipeline:
             pipeline.next_step_id = StepId(step_id + 1)
         earlier = [due_s[29] - due for due in due_s[30:]]
         assert earlier == pytest.approx([0.004, 0.0036, 0.00324], abs=1e-4)
-
-    def test_steps_that_miss_their_limit_shorten_those_that_have_one(self) -> None:
-        pipeline = Pipeline()
-        plan = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=[CHUNK])
-        shares = []
-        for step_id, limit_s in enumerate([0.03, None, 0.01, 0.01, 0.03]):
-            planned = dataclasses.replace(self.step(pipeline, 0.0), limit_s=limit_s)
-            plan = msgspec.structs.replace(plan, step_id=StepId(step_id))
-            pipeline.push(planned, plan, 0.0)
-            pipeline.pop(self.result(step_id, exec_s=0.02), 0.02)
-            shares.append(pipeline.guard.share)
-        assert shares == pytest.approx([1.0, 1.0, 0.5, 0.25, 0.3])
 
     def test_results_out_of_order_are_refused(self) -> None:
         pipeline = Pipeline()

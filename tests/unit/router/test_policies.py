@@ -16,7 +16,7 @@ from lightserve.router.policies.baselines import (
     SjfPolicy,
     queue_of,
 )
-from lightserve.router.queue import MAX_COUNTED
+from lightserve.router.queue import MAX_CANDIDATES
 from lightserve.router.request import Request
 from tests.support.core_scenes import Arrival, events_of, make_core, make_simulation
 from tests.support.policy_scenes import BE, RT, make_request, select
@@ -204,7 +204,7 @@ class TestMlfq:
         assert chosen == [(5, 2000), (4, 100)]
 
     def test_only_the_head_of_a_long_queue_is_looked_at(self) -> None:
-        waiting = [make_request(number, prompt=500) for number in range(MAX_COUNTED)]
+        waiting = [make_request(number, prompt=500) for number in range(MAX_CANDIDATES)]
         late = make_request(900, prompt=3)
         assert select(MlfqPolicy(), [*waiting, late], rows=1) == [(0, 10)]
         assert select(MlfqPolicy(), [*waiting[1:], late], rows=1) == [(900, 3)]

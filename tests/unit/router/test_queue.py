@@ -21,9 +21,8 @@ from lightserve.router.kv.prefix_node import PrefixNode, task_aware
 from lightserve.router.kv.prefix_tree import MAX_VISITS, PrefixTree
 from lightserve.router.policies import POLICIES
 from lightserve.router.queue import (
-    MAX_COMPARED,
-    MAX_COUNTED,
-    MIN_IN_FLIGHT_TOKENS,
+    MAX_CANDIDATES,
+    MIN_CHUNK,
     OLDEST_EVERY,
     Backlog,
     WaitingQueue,
@@ -150,12 +149,12 @@ def test_against_a_sorted_list(steps: list[tuple[str, int, float | None]]) -> No
 def test_few_are_told_that_they_were_overtaken() -> None:
     """However many wait: those whose turn is near."""
     queue = WaitingQueue()
-    requests = [arriving(number, 0, BE) for number in range(3 * MAX_COUNTED)]
+    requests = [arriving(number, 0, BE) for number in range(3 * MAX_CANDIDATES)]
     for request in requests:
         queue.append(request)
     queue.admit(requests[-1])
     overtaken = [request.num_overtaken for request in requests]
-    assert overtaken == [1] * MAX_COUNTED + [0] * (2 * MAX_COUNTED)
+    assert overtaken == [1] * MAX_CANDIDATES + [0] * (2 * MAX_CANDIDATES)
 
 
 def test_reading_changes_nothing() -> None:
@@ -414,7 +413,7 @@ def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch, num_share
     monkeypatch.setattr(prefix_tree, "awaited_residents", looked_at)
     monkeypatch.setattr(prefix_tree, "waiting_from", compared)
     found = scene.candidates(30.0)
-    assert len(visited) <= MAX_VISITS and len(requests) <= MAX_COMPARED
+    assert len(visited) <= MAX_VISITS and len(requests) <= MAX_CANDIDATES
     assert len(found) == 64 and 16 <= found[0].num_prompt_tokens < 32, "near to the context"
 
 
@@ -423,8 +422,8 @@ def test_an_answer_looks_at_few_nodes(monkeypatch: pytest.MonkeyPatch, num_share
     [
         (100, 0, "", 100),
         (100, 60, "", 40),
-        (100, 100 - MIN_IN_FLIGHT_TOKENS + 1, "", 0),
-        (MIN_IN_FLIGHT_TOKENS - 1, 0, "", 0),
+        (100, 100 - MIN_CHUNK + 1, "", 0),
+        (MIN_CHUNK - 1, 0, "", 0),
         (100, 0, "s", 0),
     ],
 )

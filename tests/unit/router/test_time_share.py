@@ -16,7 +16,7 @@ from support.policy_scenes import (
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
-from lightserve.router.arrivals import IDLE_LIMIT_S, SHARE_MEMORY_S, TimeShare
+from lightserve.router.arrivals import IDLE_LIMIT_S, MEMORY_S, TimeShare
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.router.slo import TokenDeadlines
@@ -71,7 +71,7 @@ def test_a_share_is_owed_while_more_is_wanted() -> None:
     assert time.owed_s(0.9) == 0.0, "they had all that they wanted"
     for _ in range(10_000):
         time.observe(0.05, 0.0)
-    assert time.owed_s(SHARE) == pytest.approx(SHARE * SHARE_MEMORY_S, rel=0.01)
+    assert time.owed_s(SHARE) == pytest.approx(SHARE * MEMORY_S, rel=0.01)
 
 
 def test_what_is_owed_is_paid_before_real_time_prompts(cost: StepCost) -> None:
