@@ -149,9 +149,9 @@ def limit_memory(num_bytes: int) -> None:
     _lower(resource.RLIMIT_AS, num_bytes)
 
 
-def limit_cpu() -> None:
-    """Give the process `MAX_CPU_S` more of a processor from now on."""
-    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MAX_CPU_S)
+def limit_cpu(seconds: int = MAX_CPU_S) -> None:
+    """Give the process so many more seconds of a processor from now on."""
+    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
 
 
 def _lower(limit: int, value: int) -> None:

@@ -26,6 +26,7 @@ from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, BatchDue, Finish, Submit
+from lightserve.messages.images import without_pixels
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import (
     FromFrontend,
@@ -224,8 +225,19 @@ def decision_of(step: PlannedStep, plan: StepPlan, committed_at_s: float) -> Dec
         loaded=[Share(*request.key, count) for request, count in step.loaded],
         skipped=[LeftOut(*request.key, reason) for request, reason in step.skipped],
         unseen=dict(step.unseen),
-        plan=new_hash(msgspec.msgpack.encode(plan)).hexdigest(),
+        plan=new_hash(msgspec.msgpack.encode(_without_pixels(plan))).hexdigest(),
     )
+
+
+def _without_pixels(plan: StepPlan) -> StepPlan:
+    """Return a plan with images as a log has them: their digests say the same."""
+    if not any(sequence.images for sequence in plan.sequences):
+        return plan
+    sequences = [
+        msgspec.structs.replace(sequence, images=tuple(map(without_pixels, sequence.images)))
+        for sequence in plan.sequences
+    ]
+    return msgspec.structs.replace(plan, sequences=sequences)
 
 
 def new_hash(data: bytes = b"") -> hashlib.blake2b:
@@ -295,6 +307,9 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
     """Return the line of what the core was told."""
     match event:
         case FromFrontend(frontend_id, message):
+            if isinstance(message, Submit) and message.images:
+                images = tuple(map(without_pixels, message.images))
+                message = msgspec.structs.replace(message, images=images)
             return MessageReceived(now_s=now_s, frontend_id=frontend_id, message=message)
         case FrontendGone(frontend_id):
             return FrontendWasLost(now_s=now_s, frontend_id=frontend_id)

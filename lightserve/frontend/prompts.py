@@ -12,8 +12,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.json_body import Backlog
+from lightserve.messages.images import Image
 from lightserve.tokenization.chat_template import ChatTemplate
 from lightserve.tokenization.conversation import Conversation
 from lightserve.tokenization.tokenizer import Spans, Tokenizer, find_infilling, known_families
@@ -39,6 +42,8 @@ class EncodedChat(NamedTuple):
     """Tokens before the mark, if the conversation has one."""
     ending: str
     """The text of the last few: what the template wrote behind the last special token, if any."""
+    images: tuple[Image, ...] = ()
+    """Images, each of whose tokens is the place-holder."""
 
 
 class PromptEncoder:
@@ -51,7 +56,11 @@ class PromptEncoder:
         *,
         vocab_size: int,
         max_model_len: int,
+        placeholder: int | None = None,
     ) -> None:
+        """`placeholder`: the token that stands for an image; None: the model reads text alone."""
+        self._placeholder = placeholder
+        self._bos = tokenizer.special_tokens.names.get("bos_token", "")
         self._own_texts: dict[str, tuple[int, ...]] = {}
         self._tokenizer = tokenizer
         self._template = template
@@ -240,16 +249,21 @@ class PromptEncoder:
         return self._template
 
     async def encode_chat(
-        self, conversation: Callable[[], Conversation], *, size: int, keep: int | None = None
+        self,
+        conversation: Callable[[], Conversation],
+        *,
+        size: int,
+        keep: int | None = None,
+        images: Sequence[Image] = (),
     ) -> EncodedChat:
         """Return the ids of a conversation, the last `keep` of them.
 
         `conversation` is called in a thread; `size` is that of everything that the template is
-        given, in bytes.
+        given, in bytes; `images` are those of its messages, in order.
 
         Raises:
             InvalidRequest: the model has no chat template, the template refuses, the text is too
-                long, or whatever `conversation` finds.
+                long or names images otherwise, or whatever `conversation` finds.
             RequestFailed: too many texts are waiting.
         """
         template = self.template
@@ -261,16 +275,57 @@ class PromptEncoder:
             template.check(known)
             text = template.render(known)
             self._check_text(text, "messages")
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-            kept = self.check_ids(_last(token_ids, keep), param="messages")
+            # Templates of models that see images leave BOS to the processor.
+            adds_bos = self._placeholder is not None and not text.startswith(self._bos)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=adds_bos)
+            self._check_placeholders(token_ids, len(images))
+            whole, placed = self._with_images(token_ids, images)
+            kept = self.check_ids(_last(whole, keep), param="messages")
             num_marked = 0
             if known.mark is not None:
                 before = text[: template.marked_length(known, text)]
-                marked = self._tokenizer.encode(before, add_special_tokens=False)
-                num_marked = _common_len(marked, token_ids) - (len(token_ids) - len(kept))
-            return EncodedChat(kept, max(0, num_marked), self._ending_text(kept))
+                marked = self._tokenizer.encode(before, add_special_tokens=adds_bos)
+                before_mark, _ = self._with_images(marked, images)
+                num_marked = _common_len(before_mark, whole) - (len(whole) - len(kept))
+            ending = self._ending_text(kept)
+            return EncodedChat(kept, max(0, num_marked), ending, placed)
 
         return await self._in_thread(encode, size)
+
+    def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
+        """Raise InvalidRequest unless a prompt has as many place-holders as images."""
+        num_there = 0 if self._placeholder is None else token_ids.count(self._placeholder)
+        if num_there == num_images:
+            return
+        if num_there < num_images:
+            complaint = "have images that the model's chat template does not show"
+        else:
+            complaint = "must have no text that stands for an image to the model"
+        raise InvalidRequest(
+            f"messages {complaint}: the prompt has {num_there} places for images, the"
+            f" messages have {num_images} images",
+            param="messages",
+            code="chat_template_error",
+        )
+
+    def _with_images(
+        self, token_ids: Sequence[int], images: Sequence[Image]
+    ) -> tuple[Sequence[int], tuple[Image, ...]]:
+        """Return ids with a place-holder for each token of an image, and the images in place.
+
+        `token_ids` has one for each image, or those of the first ones.
+        """
+        if not images:
+            return token_ids, ()
+        ids: list[int] = []
+        placed: list[Image] = []
+        for token_id in token_ids:
+            if token_id == self._placeholder and len(placed) < len(images):
+                placed.append(msgspec.structs.replace(images[len(placed)], start=len(ids)))
+                ids.extend([token_id] * placed[-1].num_tokens)
+            else:
+                ids.append(token_id)
+        return ids, tuple(placed)
 
     def _ending_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of the last few, but of none before the last without a text."""

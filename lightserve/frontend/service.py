@@ -19,6 +19,7 @@ from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.harmony import MARKS
 from lightserve.frontend.json_body import BodyReader, show
 from lightserve.frontend.observation import Observation
+from lightserve.frontend.pictures import PictureReader
 from lightserve.frontend.prompts import PromptEncoder
 from lightserve.frontend.request_options import (
     Prepared,
@@ -120,6 +121,7 @@ class Service:
     bodies: BodyReader
     encoder: PromptEncoder
     constraints: ConstraintChecker
+    pictures: PictureReader
     router: RouterClient
     in_flight: InFlight
     turns: Turns
@@ -144,6 +146,7 @@ class Service:
         self.bodies.close()
         self.encoder.close()
         self.constraints.close()
+        self.pictures.close()
 
     def start(
         self, prepared: Prepared, is_first: bool, *, names: tuple[str, ...] = (), by_token: bool
@@ -325,7 +328,13 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
             else SamplingDefaults()
         ),
     )
-    encoder = PromptEncoder(tokenizer, template, vocab_size=vocab_size, max_model_len=max_model_len)
+    encoder = PromptEncoder(
+        tokenizer,
+        template,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        placeholder=None if model_config.vision is None else model_config.vision.placeholder,
+    )
     observation = Observation()
     has_store = config.batch_store != "none" and not store_problem
     return Service(
@@ -335,6 +344,7 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         bodies=BodyReader(max_depth=config.max_json_depth),
         encoder=encoder,
         constraints=ConstraintChecker(),
+        pictures=PictureReader(model_config.vision, config.model_names[0]),
         router=router,
         in_flight=InFlight(max_bytes=config.max_held_body_bytes),
         turns=Turns(),

@@ -33,6 +33,7 @@ from lightserve.messages.common import (
     unpack_int32,
     unpack_int64,
 )
+from lightserve.messages.images import Image
 from lightserve.types import (
     NO_SLO,
     SLO,
@@ -121,6 +122,8 @@ class Submit(Message, frozen=True):
     """Reasoning with which the output may begin; None: there is none that is known."""
     prediction: bytes = b""
     """int32, see `pack_int32`: output that the client expects; empty: none."""
+    images: tuple[Image, ...] = ()
+    """Images of the prompt, in order; their tokens there are place-holders."""
 
 
 class Progress(NamedTuple):

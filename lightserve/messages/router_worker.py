@@ -41,6 +41,7 @@ from lightserve.messages.common import (
     pack_int32,
     unpack_int32,
 )
+from lightserve.messages.images import Image
 from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 
 
@@ -94,6 +95,9 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     """int32, see `pack_int32`: output that its client expects; empty: none."""
     draft_scope: int = 0
     """Answers of sequences with equal numbers may be guesses of this one's; 0: those of none."""
+    images: tuple[Image, ...] = ()
+    """Images of which the row has yet to compute tokens, in order. In `segments` their tokens have
+    ids of images."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):

@@ -27,6 +27,7 @@ class Architecture(StrEnum):
     MISTRAL = "MistralForCausalLM"
     MINISTRAL3 = "Ministral3ForCausalLM"
     MISTRAL3_WHOLE = "Mistral3ForConditionalGeneration"
+    LLAVA = "LlavaForConditionalGeneration"
     QWEN2 = "Qwen2ForCausalLM"
     QWEN3 = "Qwen3ForCausalLM"
     PHI3 = "Phi3ForCausalLM"

@@ -134,7 +134,7 @@ def kv_layout(
     An encoder keeps none: its tokens take no memory of the pool.
     """
     group = KVGroup(
-        num_layers=0 if config.is_encoder else config.num_layers,
+        num_layers=config.num_layers if config.encoder is None else 0,
         num_kv_heads=max(1, config.num_kv_heads // tp_size),
         head_dim=config.head_dim,
         dtype=dtype,
@@ -165,6 +165,15 @@ def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
+class Replaced(NamedTuple):
+    """Embeddings that stand in place of those of some tokens of a pass."""
+
+    places: Tensor
+    """int64 [n], which of the T tokens, each once."""
+    values: Tensor
+    """[n, embedding_size]."""
+
+
 class Model(Protocol):
     """A loaded model, or one rank's part of it."""
 
@@ -189,11 +198,22 @@ class Model(Protocol):
         """
 
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        kv: KVTensors,
+        logit_rows: Tensor | None,
+        replaced: Replaced | None = None,
     ) -> Tensor:
         """Run the same pass up to the LM head; return its input [L, hidden_size].
 
-        `logit_rows` None stands for all T tokens, in order.
+        `logit_rows` None stands for all T tokens, in order. `replaced`: embeddings of images.
+        """
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return the embeddings of an image's tokens, [n, embedding_size]; every rank takes part.
+
+        `pixels` is uint8 [height, width, 3] on the model's device, as `VisionConfig.takes` them.
         """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import (
@@ -59,6 +58,7 @@ from lightserve.models.rope import (
     parse_rope,
     parse_rotary_dim,
 )
+from lightserve.models.vision_config import VisionConfig, parse_vision, text_part
 from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight_format
 
 CONFIG_FILE = "config.json"
@@ -126,38 +126,6 @@ _PLAIN = {
     Architecture.ROBERTA: parse_roberta,
     Architecture.XLM_ROBERTA: parse_roberta,
     Architecture.NOMIC_BERT: parse_nomic_bert,
-}
-
-
-class _TextPart(NamedTuple):
-    """The part that is served of a model that also sees images."""
-
-    architecture: Architecture
-    model_type: str
-    defaults: dict[str, int | float]
-    """Values that transformers takes where the file is silent."""
-
-
-_TEXT_PARTS = {
-    Architecture.GEMMA3_WHOLE: (
-        _TextPart(
-            Architecture.GEMMA3,
-            "gemma3_text",
-            {
-                "vocab_size": 262_208,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 131_072,
-                "rms_norm_eps": 1e-6,
-            },
-        ),
-    ),
-    Architecture.LLAMA4_WHOLE: (_TextPart(Architecture.LLAMA4, "llama4_text", {}),),
-    Architecture.MISTRAL3_WHOLE: (
-        _TextPart(Architecture.MISTRAL, "mistral", {}),
-        _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
-        _TextPart(Architecture.MISTRAL4, "mistral4", {}),
-    ),
 }
 
 
@@ -254,11 +222,8 @@ class ModelConfig:
     """One of DTYPE_NAMES as stated by the model, None when it states none."""
     weight_format: WeightFormat | None = None
     """Format of weights that are quantised in the files; None: there are none."""
-
-    @property
-    def is_encoder(self) -> bool:
-        """Whether a prompt's tokens see all others."""
-        return self.encoder is not None
+    vision: VisionConfig | None = None
+    """The encoder of images; None: the model reads text alone."""
 
     @property
     def rotary_dim(self) -> int:
@@ -297,8 +262,8 @@ def load_model_config(path: Path) -> ModelConfig:
     if architecture is not Architecture.GPT_OSS or not is_mxfp4(fields):
         weight_format = parse_weight_format(fields)
     is_headless = fields.array("architectures")[0] in HEADLESS or _is_for_vectors(path)
-    if architecture in _TEXT_PARTS:
-        architecture, fields = _text_part(fields, _TEXT_PARTS[architecture])
+    vision = parse_vision(fields, architecture)
+    architecture, fields = text_part(fields, architecture, _dtype(fields))
     if architecture in _PLAIN:
         own = _PLAIN[architecture](fields)
         return ModelConfig(
@@ -365,6 +330,7 @@ def load_model_config(path: Path) -> ModelConfig:
         sliding_windows=sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         weight_format=weight_format,
+        vision=vision,
         **fields_of(fields, architecture, num_layers),
     )
 
@@ -386,21 +352,6 @@ def num_ids(config: ModelConfig) -> int:
     """Return how many ids there are that a prompt may have, see `Encoder.tells_pairs`."""
     tells_pairs = config.encoder is not None and config.encoder.tells_pairs
     return (1 + tells_pairs) * config.vocab_size
-
-
-def _text_part(fields: JsonFields, parts: tuple[_TextPart, ...]) -> tuple[Architecture, JsonFields]:
-    """Return the file's fields of the text part, with the whole model's type of numbers."""
-    text = fields.child("text_config")
-    kind = text.string("model_type", default=parts[0].model_type)
-    part = next((part for part in parts if part.model_type == kind), None)
-    if part is None:
-        known = " or ".join(repr(part.model_type) for part in parts)
-        raise text.error("model_type", f"must be {known}, got {kind!r}")
-    values: dict[str, Any] = {**part.defaults}
-    if (dtype := _dtype(fields)) is not None:
-        values["dtype"] = dtype
-    stated = {key: value for key, value in text.items() if value is not None or key not in values}
-    return part.architecture, JsonFields(fields.path, values | stated, prefix="text_config.")
 
 
 def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:
@@ -460,6 +411,9 @@ def check_tp(config: ModelConfig, tp: int) -> None:
     if moe is not None:
         sizes.append((moe.size_key, moe.intermediate_size))
         sizes.append(("shared_expert_intermediate_size", moe.shared_size))
+    if (vision := config.vision) is not None:
+        sizes.append(("vision_config.num_attention_heads", vision.num_heads))
+        sizes.append(("vision_config.intermediate_size", vision.intermediate_size))
     for key, size in sizes:
         if size % tp:
             raise ModelLoadError(

@@ -20,15 +20,14 @@ from lightserve.kernels.interface import (
     NotRecordableError,
     PassInputs,
 )
-from lightserve.models.base import KVTensors, Part, TensorParallel
+from lightserve.models.base import KVTensors, Part, Replaced, TensorParallel
 from lightserve.models.config import ModelConfig
 from lightserve.models.layers.attention import (
     Attention,
     AttentionInputs,
-    RotaryTable,
     SelfAttention,
-    frequencies,
     in_chunks,
+    rotary_table,
 )
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
@@ -40,7 +39,7 @@ from lightserve.models.layers.linear import (
     VocabEmbedding,
     VocabWeight,
 )
-from lightserve.models.rope import RopeConfig
+from lightserve.models.vision import VisionEncoder
 from lightserve.models.weight_files import (
     EMBEDDING,
     EMBEDDING_NORM,
@@ -216,6 +215,7 @@ class DecoderModel:
         self._passes = Passes(context.kernels, context.tp, self._through_layers)
         bias = head.read_bias(context.reader, LM_HEAD_BIAS) if config.lm_head_bias else None
         self._lm_head = LMHead(head, context.tp, context.method, bias=bias)
+        self._vision = None if config.vision is None else VisionEncoder(context, config.vision)
 
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor
@@ -236,8 +236,18 @@ class DecoderModel:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
+    def encode(self, pixels: Tensor) -> Tensor:
+        """See `Model.encode`."""
+        assert self._vision is not None
+        return self._vision.encode(pixels)
+
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        kv: KVTensors,
+        logit_rows: Tensor | None,
+        replaced: Replaced | None = None,
     ) -> Tensor:
         """See `Model.hidden`.
 
@@ -249,6 +259,8 @@ class DecoderModel:
             x = self._project_in.apply(x)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
+        if replaced is not None:
+            x = x.index_copy(0, replaced.places, replaced.values.to(x.dtype))
         if self._positions is not None:
             x = x + self._positions.index_select(0, batch.positions)
         if self._embedding_norm is not None:
@@ -297,18 +309,6 @@ def _kinds(config: ModelConfig) -> list[int]:
             if window is not None:
                 kinds[layer] = local
     return kinds
-
-
-def rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
-    """Return the rotary embedding of the served context."""
-    config = context.config
-    table = frequencies(
-        rope,
-        head_dim=config.rotary_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        context_len=context.context_len,
-    )
-    return RotaryTable(table, context_len=context.context_len, device=context.reader.device)
 
 
 def _positions(context: ModelContext, offset: int) -> Tensor:

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import KVTensors, Part
-from lightserve.models.decoder import rotary_table
-from lightserve.models.layers.attention import AttentionInputs, SelfAttention
+from lightserve.models.base import KVTensors, Part, Replaced
+from lightserve.models.layers.attention import SelfAttention, rotary_table
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
     ModelContext,
@@ -83,16 +82,16 @@ class EncoderAttention(SelfAttention):
     """Attention of each row's new tokens, which are all that it has, to each other."""
 
     def attend(
-        self, x: Tensor, inputs: AttentionInputs, groups: Sequence[Group], *, is_rotated: bool
+        self, x: Tensor, groups: Sequence[Group], tables: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """x [T, hidden] -> [T, Hq * D]."""
+        """x [T, hidden] -> [T, Hq * D]; `tables` has cos and sin, None: nothing is rotated."""
         num_tokens, sizes = x.shape[0], (self._q_size, self._kv_size, self._kv_size)
         q, k, v = (
             part.reshape(num_tokens, -1, self._head_dim)
             for part in self._qkv(x).split_with_sizes(sizes, dim=-1)
         )
-        if is_rotated:
-            q, k = self._kernels.rotary(q, k, inputs.cos, inputs.sin)
+        if tables is not None:
+            q, k = self._kernels.rotary(q, k, *tables)
         out = q.new_empty(num_tokens + 1, *q.shape[1:])
         for group in groups:
             own_q, own_k, own_v = (part[group.tokens].transpose(1, 2) for part in (q, k, v))
@@ -115,9 +114,9 @@ class EncoderLayer:
             context.norm(f"{prefix}.{name}", size=config.hidden_size) for name in config.layer_norms
         )
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs, groups: Sequence[Group]) -> Tensor:
+    def __call__(self, x: Tensor, groups: Sequence[Group], tables: tuple[Tensor, Tensor]) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        heads = self._attention.attend(x, inputs, groups, is_rotated=self._is_rotated)
+        heads = self._attention.attend(x, groups, tables if self._is_rotated else None)
         x, _ = self._attention_norm.add(self._attention.project(heads), x)
         x, _ = self._mlp_norm.add(self._mlp(x), x)
         return x
@@ -172,8 +171,17 @@ class EncoderModel:
         """Return None: there are none."""
         return None
 
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Raise NotImplementedError: texts alone have vectors."""
+        raise NotImplementedError
+
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor | None
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        kv: KVTensors,
+        logit_rows: Tensor | None,
+        replaced: Replaced | None = None,
     ) -> Tensor:
         """See `Model.hidden`; every row's new tokens are all of its prompt. `kv` is not used."""
         if len(self._types) == 1:
@@ -185,10 +193,10 @@ class EncoderModel:
         if self._positions is not None:
             x = x + self._positions.index_select(0, batch.positions)
         x = self._norm(x)
-        inputs = AttentionInputs(batch, *self._rotary.select(batch.positions))
+        tables = self._rotary.select(batch.positions)
         groups = groups_of(batch, GPU_SHARE if x.is_cuda else 1.0)
         for layer in self._layers:
-            x = layer(x, inputs, groups)
+            x = layer(x, groups, tables)
         return x if logit_rows is None else x.index_select(0, logit_rows)
 
     def scores(self, first: Tensor) -> Tensor:

@@ -191,6 +191,6 @@ FAMILIES: dict[Architecture, Family] = {
 def build_model(context: ModelContext) -> Model:
     """Build this rank's part of a model, and read its weights."""
     config = context.config
-    if config.is_encoder:
+    if config.encoder is not None:
         return EncoderModel(context)
     return DecoderModel(context, FAMILIES.get(config.architecture, PLAIN))

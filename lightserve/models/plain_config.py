@@ -21,6 +21,8 @@ class Activation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    QUICK_GELU = "quick_gelu"
+    """x * sigmoid(1.702 x), in CLIP's encoder of images alone."""
 
 
 _ACTIVATIONS = {

@@ -89,7 +89,7 @@ def load_embedding(path: Path, config: ModelConfig, asked: str) -> Embedding | N
         ModelLoadError: its files ask for an unsupported step; names file and key.
         ConfigError: --pooling does not go with the model, or it needs one.
     """
-    modules, yes_no = path / MODULES_FILE, None
+    modules, yes_no, is_encoder = path / MODULES_FILE, None, config.encoder is not None
     if config.encoder is not None and config.encoder.has_score_head:
         if asked != "auto":
             raise ConfigError(f"pooling must be auto for a cross-encoder, got {asked}")
@@ -100,16 +100,16 @@ def load_embedding(path: Path, config: ModelConfig, asked: str) -> Embedding | N
         kind = Pooling.YES_NO
     elif modules.is_file():
         kind = _pooling_of(path, modules)
-    elif config.is_encoder or config.is_headless:
-        kinds = "cls, mean, last" if config.is_encoder else Pooling.LAST.value
+    elif is_encoder or config.is_headless:
+        kinds = "cls, mean, last" if is_encoder else Pooling.LAST.value
         raise ConfigError(
             f"{modules}: no such file: --pooling has to say how the model makes vectors: {kinds}"
         )
     else:
         return None
-    if (kind is Pooling.YES_NO) if config.is_encoder else (kind not in _OF_DECODERS):
-        known = "cls, mean or last" if config.is_encoder else "last or yes-no"
-        seen = "all others" if config.is_encoder else "those before them alone"
+    if (kind is Pooling.YES_NO) if is_encoder else (kind not in _OF_DECODERS):
+        known = "cls, mean or last" if is_encoder else "last or yes-no"
+        seen = "all others" if is_encoder else "those before them alone"
         raise ConfigError(
             f"pooling must be {known} for {config.architecture.value}, whose tokens see {seen}, got"
             f" {kind.value}" + (f" ({modules})" if asked == "auto" else "")
@@ -118,8 +118,8 @@ def load_embedding(path: Path, config: ModelConfig, asked: str) -> Embedding | N
     return Embedding(
         kind=kind,
         size=config.hidden_size,
-        is_whole=config.is_encoder,
-        embeds_only=config.is_encoder or config.is_headless or yes_no is not None,
+        is_whole=is_encoder,
+        embeds_only=is_encoder or config.is_headless or yes_no is not None,
         max_tokens=_max_tokens(path),
         sizes=_sizes(fields, config.hidden_size),
         yes_no=yes_no,

@@ -24,6 +24,7 @@ from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
+from lightserve.models.vision_config import VisionConfig
 from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -39,6 +40,11 @@ POSITIONS = "model.embed_positions.weight"
 PROJECT_IN, PROJECT_OUT = "model.project_in.weight", "model.project_out.weight"
 TOKEN_TYPES = "model.embed_types.weight"
 SCORE_DENSE, SCORE_OUT = "score.dense", "score.out"
+VISION, VISION_PROJECTOR = "vision.", "projector."
+"""Beginnings of the names of tensors of the encoder of images, and of the products behind it."""
+VISION_CLASS = f"{VISION}embeddings.class_embedding"
+VISION_PATCHES = f"{VISION}embeddings.patch_embedding.weight"
+VISION_POSITIONS = f"{VISION}embeddings.position_embedding.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -59,12 +65,15 @@ class WeightFiles:
     """The one file, if it is of that kind."""
     form: WeightFormat | None = None
     """See `ModelConfig.weight_format`."""
+    vision_names: tuple[tuple[str, str], ...] = ()
+    """Parts of names as in `stored_names`, of the encoder of images and the products behind it."""
     quantised: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Sizes of the weights that are stored in that format, by the names of plain ones."""
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""
-        for ours, theirs in self.stored_names:
+        is_vision = name.startswith((VISION, VISION_PROJECTOR))
+        for ours, theirs in self.vision_names if is_vision else self.stored_names:
             name = name.replace(ours, theirs)
         return name
 
@@ -158,7 +167,33 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (size,)
             if config.layer_norm_bias:
                 shapes[f"{prefix}.{name}.bias"] = (size,)
+    if config.vision is not None:
+        shapes |= _vision_tensors(config.vision, config.embedding_size)
     return shapes
+
+
+def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
+    hidden, inner, patch = vision.hidden_size, vision.intermediate_size, vision.patch_size
+    shapes: dict[str, tuple[int, ...]] = {
+        VISION_CLASS: (hidden,),
+        VISION_PATCHES: (hidden, 3, patch, patch),
+        VISION_POSITIONS: (1 + vision.num_patches, hidden),
+    }
+    linears = {f"{VISION_PROJECTOR}linear_{n}": (size, m) for n, m in ((1, hidden), (2, size))}
+    norms = [f"{VISION}pre_layrnorm"]
+    biased = list(linears) if vision.has_projector_bias else []
+    for layer in range(vision.num_used_layers):
+        prefix = f"{VISION}encoder.layers.{layer}"
+        own = {f"{prefix}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        own[f"{prefix}.mlp.up_proj"] = (inner, hidden)
+        own[f"{prefix}.mlp.down_proj"] = (hidden, inner)
+        norms += [f"{prefix}.layer_norm1", f"{prefix}.layer_norm2"]
+        linears |= own
+        biased += own
+    shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": linears[name][:1] for name in biased}
+    return shapes | {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
 
 
 def _norms(config: ModelConfig) -> dict[str, int]:
@@ -368,6 +403,12 @@ def quantised_as(path: Path, config: ModelConfig) -> str | None:
     return f"GGUF, {', '.join(quantised)}" if quantised else None
 
 
+_VISION_NAMES = (("self_attn.o_", "self_attn.out_"), ("up_proj", "fc1"), ("down_proj", "fc2"))
+_VISION_PREFIXES = tuple(
+    ((VISION, f"{whole}vision_tower.{inner}"), (VISION_PROJECTOR, f"{whole}multi_modal_projector."))
+    for whole in ("", "model.")
+    for inner in ("vision_model.", "")
+)
 _PREFIXES = (
     (("transformer.", ""),),
     (("model.", ""),),
@@ -380,6 +421,11 @@ model beside one for images, by its authors' names and by transformers'."""
 
 def _with_prefix(files: WeightFiles) -> WeightFiles:
     """Return the files with the beginnings of names that they have."""
+    for vision in _VISION_PREFIXES:
+        found = replace(files, vision_names=_VISION_NAMES + vision)
+        if found.has(VISION_CLASS):
+            files = found
+            break
     for own in ((), *_PREFIXES):
         found = replace(files, stored_names=files.stored_names + own)
         if found.has(EMBEDDING):

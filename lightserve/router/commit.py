@@ -118,6 +118,9 @@ def _sequence(request: Request, row: RowId, draft_scope: int) -> AddSequence:
         thinking=thinking,
         prediction=request.parameters.prediction,
         draft_scope=draft_scope,
+        images=tuple(
+            image for image in request.parameters.images if image.end > request.next_position
+        ),
     )
 
 

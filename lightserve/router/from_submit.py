@@ -25,7 +25,9 @@ from lightserve.messages.common import (
     unpack_int32,
 )
 from lightserve.messages.frontend_router import BatchDue, Submit
+from lightserve.messages.images import check_images, with_image_ids, without_pixels
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
+from lightserve.models.vision_config import VisionConfig
 from lightserve.router.output_lengths import prediction_key
 from lightserve.router.queue import Backlog
 from lightserve.router.request import Parameters, Request
@@ -125,11 +127,12 @@ class QueueLimits:
         )
 
 
-def check_submit(submit: Submit, vocab_size: int) -> None:
+def check_submit(submit: Submit, vocab_size: int, vision: VisionConfig | None = None) -> None:
     """Check what the workers rely on, and what decisions are calculated with.
 
     Frontends check requests for their clients, in words for them; this is for frontends that do
-    not: a token id beyond the vocabulary would take the workers along.
+    not: a token id beyond the vocabulary would take the workers along, as would an image that the
+    encoder, `vision`, does not read.
 
     Raises:
         ProtocolError: something is outside its limits; the text names it.
@@ -150,6 +153,9 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
     for name, token_ids in ids.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ProtocolError(f"request {submit.request_id}: {name} beyond the vocabulary")
+    check_images(submit.images, len(prompt))
+    if submit.images and not (vision and all(map(vision.takes, submit.images))):
+        raise ProtocolError(f"request {submit.request_id}: images that the model does not read")
     ranges = {
         "length of the prompt": (len(prompt), 1, MAX_INT32),
         "max_tokens": (submit.max_tokens, 1, 1 if submit.output else MAX_INT32),
@@ -251,6 +257,7 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
         and parameters.constraint == submit.constraint
         and parameters.thinking == submit.thinking
         and parameters.prediction == submit.prediction
+        and parameters.images == submit.images
         and parameters.eos_token_ids == frozenset(submit.eos_token_ids)
     )
 
@@ -261,7 +268,9 @@ def _parameters_of(submit: Submit) -> Parameters:
     lists = (
         *(sampling.allowed_token_ids, sampling.logit_bias, sampling.bad_words),
         *(list(eos_token_ids), submit.constraint, submit.thinking, submit.prediction),
+        *map(without_pixels, submit.images),
     )
+    pixel_bytes = sum(image.num_bytes for image in submit.images)
     return Parameters(
         sampling.allowed_token_ids,
         sampling.logit_bias,
@@ -270,8 +279,10 @@ def _parameters_of(submit: Submit) -> Parameters:
         submit.constraint,
         submit.thinking,
         submit.prediction,
+        submit.images,
         num_bytes=(
-            ID_BYTES * len(sampling.allowed_token_ids)
+            pixel_bytes
+            + ID_BYTES * len(sampling.allowed_token_ids)
             + BIAS_BYTES * len(sampling.logit_bias)
             + sum(WORD_BYTES + ID_BYTES * len(word) for word in sampling.bad_words)
             + EOS_BYTES * len(eos_token_ids)
@@ -279,7 +290,7 @@ def _parameters_of(submit: Submit) -> Parameters:
             + (CHARACTER_BYTES * len(repr(submit.thinking)) if submit.thinking else 0)
             + len(submit.prediction)
         ),
-        num_plan_bytes=len(_encoder.encode(lists)),
+        num_plan_bytes=len(_encoder.encode(lists)) + pixel_bytes,
     )
 
 
@@ -312,7 +323,7 @@ def request_of(
         budget = thinking.budget + len(thinking.closing)
     return Request(
         key=RequestKey(frontend_id, submit.request_id),
-        prompt_token_ids=prompt,
+        prompt_token_ids=with_image_ids(prompt, parameters.images),
         max_tokens=submit.max_tokens,
         eos_token_ids=parameters.eos_token_ids,
         sampling=msgspec.structs.replace(

@@ -64,6 +64,7 @@ from lightserve.metrics.catalogue import LOG_LINES_DROPPED
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.turns import TurnClock
 from lightserve.models.config import load_model_config, num_ids, resolve_context_len
+from lightserve.models.vision_config import VisionConfig
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import (
     FromFrontend,
@@ -160,6 +161,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
         publisher=publisher,
         length_file=length_file,
         vocab_size=num_ids(model),
+        vision=model.vision,
     ).serve()
     return 0
 
@@ -251,9 +253,10 @@ class RouterProcess:
         publisher: KVPublisher | None = None,
         length_file: LengthFile | None = None,
         vocab_size: int = MAX_INT32,
+        vision: VisionConfig | None = None,
     ) -> None:
         """Without a `collector` garbage is collected as Python does by itself."""
-        self._vocab_size = vocab_size
+        self._vocab_size, self._vision = vocab_size, vision
         self._spec = spec
         self._collector = collector
         self.core = core
@@ -469,7 +472,7 @@ class RouterProcess:
     def _is_legal(self, peer: str, frontend_id: FrontendId, submit: Submit) -> bool:
         """Whether a request says nothing that no frontend may say; it is told if not."""
         try:
-            check_submit(submit, self._vocab_size)
+            check_submit(submit, self._vocab_size, self._vision)
         except ProtocolError as error:
             self._num_refused += 1
             log.error("refused a request of %s: %s", peer, error)

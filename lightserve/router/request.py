@@ -35,6 +35,7 @@ import numpy as np
 
 from lightserve.messages.common import NO_INT32, Constraint, Int32Array, Thinking, TokenLogprob
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
+from lightserve.messages.images import Image
 from lightserve.router.accounts import Account, Budget
 from lightserve.router.kv.prefix_node import Hit, Lease, PrefixNode
 from lightserve.router.slo import DeadlineTracker, TokenDeadlines
@@ -119,6 +120,7 @@ class Parameters:
     thinking: Thinking | None = None
     prediction: bytes = b""
     """See `Submit`."""
+    images: tuple[Image, ...] = ()
     num_bytes: int = 0
     """Memory that it takes."""
     num_plan_bytes: int = 0

@@ -247,7 +247,7 @@ def check_model(config: ServeConfig) -> None:
     model = load_model_config(path)
     resolve_context_len(config.max_model_len, model)
     load_embedding(path, model, config.pooling)
-    if model.is_encoder and config.kv_dtype != "auto":
+    if model.encoder is not None and config.kv_dtype != "auto":
         raise ConfigError(f"--kv-dtype {config.kv_dtype}: {model.architecture.value} keeps no KV")
     if config.chat_template:
         read_named_file("--chat-template", Path(config.chat_template))

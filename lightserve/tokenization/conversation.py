@@ -37,8 +37,8 @@ class ChatMessage:
     others: dict[str, Any] = field(default_factory=dict)
     """Further fields for templates: name, tool_calls, tool_call_id, reasoning. Arguments of calls
     are JSON."""
-    parts: tuple[str, ...] = ()
-    """The texts that the content is made of; none: it is one text."""
+    parts: tuple[str | None, ...] = ()
+    """The texts that the content is made of, and None for each image; none: it is one text."""
     is_null: bool = False
     """Whether there is no content, not even an empty one."""
 
@@ -47,6 +47,8 @@ class ChatMessage:
         content = f"{self.content[:num_chars]}{text}{self.content[num_chars:]}"
         parts = list(self.parts)
         for number, part in enumerate(parts):
+            if part is None:
+                continue
             if num_chars <= len(part):
                 parts[number] = f"{part[:num_chars]}{text}{part[num_chars:]}"
                 break
@@ -168,7 +170,7 @@ class Forms:
 
     def _content(self, message: ChatMessage) -> Any:
         texts = self.texts.get(message.role, Texts())
-        if len(message.parts) > 1 and texts.takes_parts:
+        if None in message.parts or (len(message.parts) > 1 and texts.takes_parts):
             return [_part(text) for text in message.parts]
         return message.content if texts.is_plain else [_part(message.content)]
 
@@ -192,8 +194,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
+def _part(text: str | None) -> dict[str, Any]:
+    return {"type": "image"} if text is None else {"type": "text", "text": text}
 
 
 def needs_of(conversation: Conversation) -> Iterator[tuple[Need, str]]:

@@ -144,7 +144,7 @@ def measure_gpu(
     """
     statistics = CudaStatistics(pool.device)
     most = config.max_tokens_of_step(pool.device.type)
-    if model.config.is_encoder:  # a prompt that is longer is a step of its own
+    if model.config.encoder is not None:  # a prompt that is longer is a step of its own
         most = max(most, model.context_len)
     plans = largest_steps(
         max_num_batched_tokens=most,
@@ -177,6 +177,7 @@ def _measure(
     graph_bytes: Callable[[DecodeTables], int],
 ) -> DeviceMemory:
     def run() -> None:
+        runner.encode_any()
         for plan in plans:
             runner.execute(plan)
 
@@ -204,7 +205,7 @@ def build_runner(
     dtype = _dtype(config, model_config, device, is_said=tp.rank == 0)
     backend, invariant = config.attention_backend, config.batch_invariant
     kernels = make_kernels(backend, batch_invariant=invariant, device=device)
-    sizes = graph_sizes(config, kernels, device, has_decodes=not model_config.is_encoder)
+    sizes = graph_sizes(config, kernels, device, has_decodes=model_config.encoder is None)
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     method, stored_as = _method(config, model_config, kernels, torch_dtype)

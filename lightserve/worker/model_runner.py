@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightserve.messages.common import GraphSizes, pack_int32
 from lightserve.messages.router_worker import StepPlan, StepResult, check_states
-from lightserve.models.base import Model, TensorParallel
+from lightserve.models.base import Model, Replaced, TensorParallel
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
@@ -31,6 +31,7 @@ from lightserve.worker.device import DeviceQueue
 from lightserve.worker.drafts import Proposer
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import HostPool
+from lightserve.worker.images import RowImages
 from lightserve.worker.memory import KVPool
 from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.sampling.interface import KnownCounts, LogprobTensors, SamplingBatch
@@ -102,13 +103,16 @@ class ModelRunner:
         self.host_pool = host_pool
         self._tp = tp
         self._queue = queue
+        vision = model.config.vision
         self._table = SequenceTable(
             max_num_seqs,
             model.context_len,
             queue,
             scratch_slot=pool.num_slots,
             proposer=proposer,
+            placeholder=vision.placeholder if vision else 0,
         )
+        self._images = RowImages(model, queue)
         self._sampling = SamplingTable(max_num_seqs)
         self._known_counts: KnownCounts | None = None
         if queue.device.type != "cpu" and tp.rank == 0:
@@ -160,6 +164,13 @@ class ModelRunner:
         """Run steps of decodes alone as `graphs` from now on, others as `mixed`; both captured."""
         self._graphs, self._mixed = graphs, mixed
 
+    @torch.inference_mode()
+    def encode_any(self) -> None:
+        """Encode a black image, for the memory that it takes; no effect without an encoder."""
+        if (vision := self._model.config.vision) is not None:
+            side = vision.image_size
+            self._model.encode(torch.zeros(side, side, 3, dtype=torch.uint8, device=self.device))
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""
         return self.finish(self.launch(plan))
@@ -189,6 +200,7 @@ class ModelRunner:
         copies = self.host_pool.begin(plan)
         inputs = self._table.begin(plan)
         self._begin_vectors(plan)
+        self._images.begin(plan)
         lengths = cache(lambda: inputs.lengths)
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs, lengths)
         passed = self._forward(inputs)
@@ -291,14 +303,16 @@ class ModelRunner:
         if self._pooling is not None:
             return self._encode(inputs, self._pooling)
         graphs = self._graphs
+        images = self._images.embedded(inputs)
         indices: list[int] = []
         if self._vector_rows:  # where none ever came, no step looks for them
             indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
         is_covered = graphs is not None and graphs.covers(len(inputs.rows))
-        if graphs is not None and is_covered and inputs.is_plain_decode and not indices:
+        is_plain = inputs.is_plain_decode and images is None and not indices
+        if graphs is not None and is_covered and is_plain:
             logits = graphs.logits(inputs.rows, inputs.context_lens - 1, inputs.too_far)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
-        hidden = self._hidden(inputs)
+        hidden = self._hidden(inputs, images)
         num_sampled = len(inputs.sampled_rows)
         prompt_hidden = hidden[num_sampled:]
         if not indices:
@@ -321,9 +335,11 @@ class ModelRunner:
             logits = all_rows.index_copy_(0, drawn_rows, logits)
         return _Passed(logits, prompt_hidden, vectors)
 
-    def _hidden(self, inputs: StepInputs) -> Tensor:
+    def _hidden(self, inputs: StepInputs, images: Replaced | None) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
         graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
+        if images is not None:
+            return self._model.hidden(*self._table.unrecorded(inputs), self.pool, wanted, images)
         if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.rows)):
             hidden = graphs.hidden(inputs.rows, inputs.context_lens - 1, inputs.too_far)
             return hidden.index_select(0, wanted)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import Int32Array, unpack_int32
+from lightserve.messages.images import without_image_ids
 from lightserve.messages.router_worker import (
     AddSequence,
     DecodeColumns,
@@ -126,11 +127,14 @@ class SequenceTable:
         *,
         scratch_slot: int = 0,
         proposer: Proposer | None = None,
+        placeholder: int = 0,
     ) -> None:
         """Make the tables.
 
         `scratch_slot` is the padding row's; `proposer` guesses drafts, None: no plan has any.
+        `placeholder` is written for each token of an image.
         """
+        self._placeholder = placeholder
         # One more position than the model has: the last sampled token is stored, never computed.
         self._width = max_model_len + 1
         self.max_num_seqs = max_num_seqs
@@ -293,7 +297,7 @@ class SequenceTable:
         """Note new tokens and slots; return their places and contents, or nothing."""
         if not plan.sequences and not plan.slot_ranges and not len(decodes.rows):
             return []
-        tokens = [_tokens_of(sequence) for sequence in plan.sequences]
+        tokens = [_tokens_of(sequence, self._placeholder) for sequence in plan.sequences]
         for sequence in plan.sequences:
             self._num_prompt[sequence.row] = sequence.num_prompt_tokens
             self._num_top[sequence.row] = sequence.sampling.num_prompt_logprobs or 0
@@ -410,5 +414,6 @@ def _with_drafts(
     return _Draws(rows, positions, logit_rows), owners, np.cumsum(1 + before) - 1 - before
 
 
-def _tokens_of(sequence: AddSequence) -> Int32Array:
-    return np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
+def _tokens_of(sequence: AddSequence, placeholder: int) -> Int32Array:
+    known = np.concatenate([unpack_int32(part.token_ids) for part in sequence.segments])
+    return without_image_ids(known, placeholder)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.messages.common import unpack_int32
+from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
-from lightserve.models.base import Model
+from lightserve.models.base import Model, Replaced
 from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
 
@@ -66,6 +66,8 @@ class WatchedModel:
         self._checks = checks
         self.seen = Seen()
         self._seed_of_row: dict[int, int] = {}
+        self._known_of_row: dict[int, Int32Array] = {}
+        """Tokens that came with a row's sequence."""
         self._resumed: set[int] = set()
         self._hashes: dict[int, list[int]] = {}
         """Of each request's positions, when they were last computed or replaced."""
@@ -85,11 +87,16 @@ class WatchedModel:
         return self._model.logits(hidden, out)
 
     def hidden(
-        self, input_ids: Tensor, batch: AttentionBatch, pool: KVPool, wanted: Tensor
+        self,
+        input_ids: Tensor,
+        batch: AttentionBatch,
+        pool: KVPool,
+        wanted: Tensor,
+        replaced: Replaced | None = None,
     ) -> Tensor:
         if self._checks:
             self._check(batch, pool)
-        hidden = self._model.hidden(input_ids, batch, pool, wanted)
+        hidden = self._model.hidden(input_ids, batch, pool, wanted, replaced)
         self._record(batch, pool)
         return hidden
 
@@ -102,6 +109,8 @@ class WatchedModel:
             seed = sequence.sampling.seed
             assert seed is not None
             self._seed_of_row[sequence.row] = seed
+            known = b"".join(part.token_ids for part in sequence.segments)
+            self._known_of_row[sequence.row] = unpack_int32(known)
             if seed in self._hashes:
                 self._resumed.add(seed)
         for copies, is_ahead in ((plan.saves, False), (plan.ahead_saves, True)):
@@ -184,7 +193,9 @@ class WatchedModel:
                 self._note_write(next(slots), seed)
 
     def _prefix(self, row: int, position: int) -> bytes:
-        return self._table._token_ids[row, : position + 1].numpy().tobytes()
+        known = self._known_of_row[row][: position + 1]  # with ids of images, which the table lacks
+        behind = self._table._token_ids[row, len(known) : position + 1].numpy()
+        return known.tobytes() + behind.tobytes()
 
 
 def _hashes(pool: KVPool, slots: Tensor) -> Hashes:

@@ -70,13 +70,14 @@ Fault = Callable[[ModelRunner, StepPlan], StepPlan]
 def make_runner(
     directory: Path,
     *,
-    model: TinyModel = MODEL,
+    model: TinyModel | None = MODEL,
     dtype: str = "float32",
     invariant: bool = True,
     **flags: Any,
 ) -> ModelRunner:
-    """Return a runner of a small random model, written to `directory`."""
-    write_tiny_model(model, directory)
+    """Return a runner of a small random model, written to `directory`; None: it is there."""
+    if model is not None:
+        write_tiny_model(model, directory)
     config = ServeConfig(
         model=str(directory),
         dtype=dtype,
@@ -250,10 +251,11 @@ class Catalogue:
         number: int = 0,
         *,
         chosen: Iterable[int] = range(NUM_CATALOGUE),
+        requests: list[Submit] | None = None,
     ) -> None:
-        """`chosen`: requests whose answers schedules need."""
+        """`chosen`: requests whose answers schedules need; `requests`: others than the usual."""
         self._runner = runner
-        self.requests = make_requests(number)
+        self.requests = requests or make_requests(number)
         self.alone: dict[int, Answer] = {}
         for index in chosen:
             schedule = Schedule(

@@ -72,6 +72,29 @@ class TextBlock(NoEffectModel):
     cache_control: CacheControl | None = None
 
 
+class Base64Source(StrictModel):
+    """`source` of an image: a file in base64."""
+
+    _is_base64 = only_type("base64")
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(StrictModel):
+    """A picture."""
+
+    type: Literal["image"]
+    source: Base64Source
+    cache_control: CacheControl | None = None
+
+    @property
+    def url(self) -> str:
+        """The picture as a data URL."""
+        return f"data:{self.source.media_type};base64,{self.source.data}"
+
+
 class ThinkingBlock(NoEffectModel):
     """Earlier reasoning of the assistant; its signature is that of this server's answers."""
 
@@ -130,8 +153,10 @@ class ToolResultBlock(NoEffectModel):
 
 _Text = Annotated[TextBlock, Tag(type_tag("text"))]
 UserBlock = Annotated[
-    _Text | Annotated[ToolResultBlock, Tag(type_tag("tool_result"))],
-    by_type(["text", "tool_result"]),
+    _Text
+    | Annotated[ImageBlock, Tag(type_tag("image"))]
+    | Annotated[ToolResultBlock, Tag(type_tag("tool_result"))],
+    by_type(["text", "image", "tool_result"]),
 ]
 AssistantBlock = Annotated[
     _Text
@@ -347,16 +372,24 @@ class CountTokensRequest(StrictModel):
         return messages
 
 
-def _part(text: str, control: CacheControl | None) -> dict[str, Any]:
+def _part(text: str, control: CacheControl | None, *, url: str = "") -> dict[str, Any]:
+    """Return a part of a content: a text, or the picture of a URL."""
     part: dict[str, Any] = {"type": "text", "text": text}
+    if url:
+        part = {"type": "image_url", "image_url": {"url": url}}
     if control is not None:
         part["cache_control"] = control.model_dump()
     return part
 
 
 def _message(role: str, blocks: Sequence[Any], **fields: Any) -> dict[str, Any]:
-    """Return a message that has the text of these blocks."""
-    parts = [_part(block.text, block.cache_control) for block in blocks]
+    """Return a message that has the texts and pictures of these blocks."""
+    parts = [
+        _part("", block.cache_control, url=block.url)
+        if isinstance(block, ImageBlock)
+        else _part(block.text, block.cache_control)
+        for block in blocks
+    ]
     return {"role": role, "content": parts or [_part("", None)], **fields}
 
 
@@ -371,11 +404,11 @@ def _mark(message: dict[str, Any], control: CacheControl | None) -> None:
 
 def _user_messages(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield a message for each result, and one for what is between them."""
-    for is_text, group in itertools.groupby(blocks, key=lambda block: block.type == "text"):
-        if is_text:
-            yield _message("user", list(group))
-        else:
+    for is_result, group in itertools.groupby(blocks, lambda block: block.type == "tool_result"):
+        if is_result:
             yield from map(_result_message, group)
+        else:
+            yield _message("user", list(group))
 
 
 def _result_message(result: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from lightserve.frontend.json_body import (
     show,
 )
 from lightserve.frontend.openai.fields import CHAT_NO_EFFECT, CommonFields
-from lightserve.frontend.openai.messages import CacheMarks, Message, Prediction
+from lightserve.frontend.openai.messages import CacheMarks, Message, Prediction, pictures_of
 from lightserve.frontend.openai.output_parser import (
     MessageBuffer,
     OutputParser,
@@ -493,6 +493,11 @@ async def encode_chat(
     """Render and encode a body of this size. Raises InvalidRequest, RequestFailed."""
     options = body.template_options(service.encoder.template, service.formats.reasoning)
     marks = body.cache_marks
+    images = await service.pictures.read(pictures_of(body.messages))
+    if images and body.truncate_prompt_tokens is not None:
+        raise InvalidRequest(
+            "truncate_prompt_tokens cannot be combined with images", param="truncate_prompt_tokens"
+        )
 
     def conversation() -> Conversation:
         return Conversation(
@@ -504,7 +509,7 @@ async def encode_chat(
         )
 
     keep = service.resolve_truncation(body.truncate_prompt_tokens, max_tokens=body.asked_tokens)
-    return await service.encoder.encode_chat(conversation, size=size, keep=keep)
+    return await service.encoder.encode_chat(conversation, size=size, keep=keep, images=images)
 
 
 def _has_tags(tool_format: str) -> bool:
@@ -625,13 +630,10 @@ async def _prepare(
     marks = body.cache_marks
     retained = (0, 0.0) if marks is None else (prompt.num_marked, marks.seconds)
     requests = body.new_requests(
-        service,
-        prompts,
-        sampling,
-        level,
-        constraint,
+        *(service, prompts, sampling, level, constraint),
         retained=retained,
         thinking=thinking,
         prediction=prediction,
+        images=prompt.images,
     )
     return list(requests), prompt

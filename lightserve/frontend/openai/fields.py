@@ -55,6 +55,7 @@ from lightserve.frontend.structured_output import (
     specs_of_aliases,
 )
 from lightserve.messages.common import Constraint, Thinking, TokenSegment, pack_int32
+from lightserve.messages.images import Image
 from lightserve.types import GivenBy, RequestClass, SamplingParams
 
 NoEffect = Mapping[str, tuple[Any, ...] | None]
@@ -402,6 +403,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
         retained: tuple[int, float] = (0, 0.0),
         thinking: Thinking | None = None,
         prediction: bytes = b"",
+        images: Sequence[Image] = (),
     ) -> Iterator[Prepared]:
         """Yield one request per completion.
 
@@ -417,6 +419,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
                 seconds, unless the body asks for the whole prompt.
             thinking: reasoning with which the output may begin.
             prediction: tokens that the output is expected to be like, see `Submit`.
+            images: of the prompt, where there is one.
 
         Raises:
             InvalidRequest: a token id beyond the vocabulary, min_tokens above the limit, or nothing
@@ -456,6 +459,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
                     constraint=constraint,
                     thinking=thinking,
                     prediction=prediction,
+                    images=tuple(images),
                 )
                 yield request, options
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
@@ -12,11 +12,12 @@ from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.fields import MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import OutputParser
 from lightserve.frontend.openai.tools import ToolCall
+from lightserve.frontend.pictures import Picture
 from lightserve.tokenization.conversation import JOINT, ChatMessage, Place
 
 
 def _text_of(content: Any) -> Any:
-    """Reduce a list of text parts to one string, the parts on lines of their own."""
+    """Reduce a list of parts to one string, its texts on lines of their own."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -24,17 +25,43 @@ def _text_of(content: Any) -> Any:
     if not content:
         raise ValueError("must have at least one part, got 0")
     for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not {"type", "text"} <= set(part) <= _PART_FIELDS:
+        if not isinstance(part, dict) or (kind := part.get("type")) not in _PART_FIELDS:
             raise ValueError(_PART_FORM)
-        if not isinstance(part["text"], str):
+        required, allowed = {"type", kind}, _PART_FIELDS[kind]
+        if not required <= set(part) <= allowed:
             raise ValueError(_PART_FORM)
+        if kind == "text" and not isinstance(part["text"], str):
+            raise ValueError(_PART_FORM)
+        if kind == "image_url":
+            _check_image(part["image_url"])
         _check_cache_control(part.get("cache_control"))
-    return JOINT.join(part["text"] for part in content)
+    return JOINT.join(_texts_in(content))
 
 
-_PART_FIELDS = {"type", "text", "cache_control"}
-_PART_FORM = 'must have only parts of the form {"type": "text", "text": "…"}'
+def _texts_in(parts: list[Any]) -> list[str]:
+    return [part["text"] for part in parts if part["type"] == "text"]
+
+
+def _check_image(value: Any) -> None:
+    is_known = isinstance(value, dict) and {"url"} <= set(value) <= {"url", "detail"}
+    if not is_known or not isinstance(value["url"], str):
+        raise ValueError('must have image_url only as {"url": "data:image/…;base64,…"}')
+    if (detail := value.get("detail")) not in (None, "auto"):
+        raise ValueError(
+            f"must have image_url.detail auto: the model reads images in one size, got"
+            f" {show(detail)}"
+        )
+
+
+_PART_FIELDS = {
+    "text": {"type", "text", "cache_control"},
+    "image_url": {"type", "image_url", "cache_control"},
+}
+"""Fields that a part of a type may have."""
+_PART_FORM = (
+    'must have only parts of the form {"type": "text", "text": "…"} or {"type": "image_url",'
+    ' "image_url": {"url": "…"}}'
+)
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _DEFAULT_TTL = "5m"
 
@@ -73,7 +100,7 @@ def _mark_of(content: Any) -> CacheMark | None:
     if (seconds := [_TTL_S[c.get("ttl") or _DEFAULT_TTL] for c in controls if c is not None]) == []:
         return None
     last = max(number for number, control in enumerate(controls) if control is not None)
-    before = JOINT.join(part["text"] for part in content[: last + 1])
+    before = JOINT.join(_texts_in(content[: last + 1]))
     return CacheMark(len(before), max(seconds))
 
 
@@ -92,7 +119,22 @@ class TextPart(StrictModel):
     cache_control: CacheControl | None = None
 
 
-_Content = str | Annotated[list[TextPart], Field(min_length=1)]
+class ImageFields(StrictModel):
+    """`image_url`."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(StrictModel):
+    """A picture in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageFields
+    cache_control: CacheControl | None = None
+
+
+_Content = str | Annotated[list[TextPart | ImagePart], Field(min_length=1)]
 """Input of `_text_of`."""
 
 
@@ -133,8 +175,10 @@ class Message(NoEffectModel):
     reasoning_content: str | None = None
     """Another name of `reasoning`."""
     _cache_mark: CacheMark | None = None
-    _parts: tuple[str, ...] = ()
-    """The texts of which the content is made, if it was a list."""
+    _parts: tuple[str | None, ...] = ()
+    """The texts of which the content is made, and None for each image, if it was a list."""
+    _images: tuple[tuple[int, str], ...] = ()
+    """Number of the part and URL of each image."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -152,8 +196,20 @@ class Message(NoEffectModel):
         content = body.get("content")
         message._cache_mark = _mark_of(content)
         if isinstance(content, list):
-            message._parts = tuple(part["text"] for part in content)
+            message._parts = tuple(part.get("text") for part in content)
+            message._images = tuple(
+                (number, part["image_url"]["url"])
+                for number, part in enumerate(content)
+                if part["type"] == "image_url"
+            )
+        if message._images and message.role != "user":
+            raise ValueError("may have images only if its role is user")
         return message
+
+    @property
+    def images(self) -> tuple[tuple[int, str], ...]:
+        """Images in its content: the part's number, and the URL."""
+        return self._images
 
     @property
     def cache_mark(self) -> CacheMark | None:
@@ -180,6 +236,15 @@ class Message(NoEffectModel):
         return ChatMessage(
             role, self.content or "", others, self._parts, is_null=self.content is None
         )
+
+
+def pictures_of(messages: Sequence[Message]) -> list[Picture]:
+    """Return the images of all messages, in order."""
+    return [
+        Picture(url, f"messages[{number}].content[{part}].image_url")
+        for number, message in enumerate(messages)
+        for part, url in message.images
+    ]
 
 
 # ----------------------------------------------------------------------

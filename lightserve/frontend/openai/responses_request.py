@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.json import decode, encode
-from pydantic import BeforeValidator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, Tag, TypeAdapter, model_validator
 
 from lightserve.batches.records import RESPONSES
 from lightserve.errors import InvalidRequest
@@ -66,6 +66,15 @@ class InputTextPart(NoEffectModel):
     text: str
 
 
+class InputImagePart(NoEffectModel):
+    """A picture in a message of the user."""
+
+    no_effect: ClassVar[NoEffect] = {"file_id": (), "detail": ("auto",)}
+
+    type: Literal["input_image"]
+    image_url: str
+
+
 class ReasoningPart(StrictModel):
     """A text in an item of reasoning."""
 
@@ -95,6 +104,26 @@ Texts = Annotated[
 ]
 
 
+def _message_parts(content: Any) -> Any:
+    """Return a text as the only part of a list, in which there may be pictures."""
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+MessageParts = Annotated[
+    list[
+        Annotated[
+            Annotated[InputTextPart, Tag(type_tag("input_text"))]
+            | Annotated[InputTextPart, Tag(type_tag("output_text"))]
+            | Annotated[InputImagePart, Tag(type_tag("input_image"))],
+            by_type([*_TEXT_TYPES, "input_image"]),
+        ]
+    ],
+    BeforeValidator(
+        _message_parts, json_schema_input_type=str | list[InputTextPart | InputImagePart]
+    ),
+]
+
+
 class MessageItem(ItemFields):
     """A message."""
 
@@ -102,7 +131,13 @@ class MessageItem(ItemFields):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[Texts, Field(min_length=1)]
+    content: Annotated[MessageParts, Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _has_texts(self) -> MessageItem:
+        if self.role != "user" and any(part.type == "input_image" for part in self.content):
+            raise ValueError("may have input_image only if its role is user")
+        return self
 
 
 class CallItem(ItemFields):
@@ -387,12 +422,30 @@ def _text(parts: Sequence[InputTextPart | ReasoningPart]) -> str:
 def _message(item: Any) -> dict[str, Any]:
     if isinstance(item, OutputItem):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-    return {"role": item.role, "content": _text(item.content)}
+    return {"role": item.role, "content": _content(item.content)}
+
+
+def _content(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """Return a message's content: a text, or a list of its parts where there are pictures."""
+    if not any(isinstance(part, InputImagePart) for part in parts):
+        return _text(parts)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImagePart)
+        else {"type": "text", "text": part.text}
+        for part in parts
+    ]
 
 
 def _assistant_message(items: Sequence[Any]) -> dict[str, Any]:
     """Return the one message of what the assistant thought, said and called."""
-    texts = [part for item in items if isinstance(item, MessageItem) for part in item.content]
+    texts = [
+        part
+        for item in items
+        if isinstance(item, MessageItem)
+        for part in item.content
+        if isinstance(part, InputTextPart)
+    ]
     message: dict[str, Any] = {"role": "assistant", "content": _text(texts)}
     thoughts = [
         part for item in items if isinstance(item, ReasoningItem) for part in item.content or ()

@@ -386,6 +386,18 @@ class RotaryTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
+def rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
+    """Return the rotary embedding of the served context."""
+    config = context.config
+    table = frequencies(
+        rope,
+        head_dim=config.rotary_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        context_len=context.context_len,
+    )
+    return RotaryTable(table, context_len=context.context_len, device=context.reader.device)
+
+
 def _inverse(theta: float, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (theta**exponents)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import Can, sigmoid
+from lightserve.kernels.interface import Can, Kernels, sigmoid
 from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts
 from lightserve.models.base import Part, choice_of, even_part
 from lightserve.models.layers.linear import (
@@ -105,13 +105,19 @@ def _first_linear(
 def plain_mlp(context: ModelContext, prefix: str, activation: Activation) -> MLP:
     """Load a block down(activation(up(x)))."""
     part = even_part(context.config.intermediate_size, context.tp)
+    first = _first_linear(context, [(f"{prefix}.up_proj", part)])
+    return MLP(context, prefix, first, part, activation_of(context.kernels, activation))
+
+
+def activation_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor], Tensor]:
+    """Return an activation as a function of numbers of any shape."""
     activations: dict[Activation, Callable[[Tensor], Tensor]] = {
         Activation.RELU: functional.relu,
-        Activation.GELU: partial(context.kernels.gelu, is_exact=True),
-        Activation.GELU_TANH: context.kernels.gelu,
+        Activation.GELU: partial(kernels.gelu, is_exact=True),
+        Activation.GELU_TANH: kernels.gelu,
+        Activation.QUICK_GELU: lambda x: x * sigmoid(1.702 * x),
     }
-    first = _first_linear(context, [(f"{prefix}.up_proj", part)])
-    return MLP(context, prefix, first, part, activations[activation])
+    return activations[activation]
 
 
 def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:

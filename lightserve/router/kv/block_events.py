@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from lightserve.messages.common import Int32Array
+from lightserve.messages.images import text_tokens
 from lightserve.router.kv.prefix_node import PrefixKey, PrefixNode, path_of
 
 MEDIUM = "GPU"
@@ -112,6 +113,7 @@ class BlockEvents:
         if end // size == first:
             return node.tokens, 0, []
         tokens = np.concatenate([part.tokens for part in path])
+        tokens = tokens[: text_tokens(tokens)]  # gateways do not know the ids of images
         return tokens, first, block_hashes(key, tokens, size)
 
 

@@ -404,7 +404,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.type"),
     (
         {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
         "messages[0].content[0].type",

@@ -1,0 +1,147 @@
+"""A process that decodes pictures for a frontend: `python -m lightserve.picture_process`.
+
+Decoders read what strangers send, so the kernel bounds the memory and the time that one picture may
+take. A process that goes beyond is gone, and with it no more than that picture.
+
+Standard input is a socket. It brings pictures and takes a `Decoded` for each, in order: four bytes
+of length, then msgpack. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from io import BytesIO
+from typing import NoReturn
+
+import msgspec
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from lightserve.grammar_process import (
+    OUT_OF_MEMORY,
+    address_space,
+    begin_process,
+    limit_cpu,
+    limit_memory,
+    read_frame,
+    trim,
+    write_frame,
+)
+from lightserve.models.vision_config import ImageProcessor
+
+COMMAND = (sys.executable, "-P", "-m", "lightserve.picture_process")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_PIXELS = 40_000_000
+"""Pixels of a picture as it is in its file: four bytes each in Pillow, and a few copies."""
+MAX_SIDE = 32_768
+"""Pixels of a side behind resizing: narrow pictures become long ones."""
+MAX_WORK_BYTES = 1024 * 1024 * 1024
+"""Memory for one picture, beside the memory of the process at its start."""
+MAX_CPU_S = 10
+"""Processor time of one picture; the kernel counts whole seconds: it may be one more."""
+
+
+class Given(msgspec.Struct, frozen=True, array_like=True):
+    """A picture's file, and what is to be made of it."""
+
+    data: bytes
+    processor: ImageProcessor
+
+
+class Decoded(msgspec.Struct, frozen=True, array_like=True):
+    """A picture as the encoder reads it."""
+
+    complaint: str = ""
+    """The fault; empty: there is none."""
+    height: int = 0
+    width: int = 0
+    pixels: bytes = b""
+    """uint8 [height, width, 3]."""
+
+
+ENCODER = msgspec.msgpack.Encoder()
+Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is the limit
+
+
+def main() -> NoReturn:
+    """Decode what comes until no more does."""
+    begin_process("pictures")
+    warnings.simplefilter("ignore")
+    Image.preinit()
+    Image.init()
+    source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(0), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders write there what they find
+    limit_memory(address_space() + MAX_WORK_BYTES)
+    decoder = msgspec.msgpack.Decoder(Given)
+    try:
+        while (data := read_frame(source)) is not None:
+            limit_cpu(MAX_CPU_S)
+            given = decoder.decode(data)
+            write_frame(sink, ENCODER.encode(decode(given.data, given.processor)))
+            trim()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    os._exit(0)
+
+
+def decode(data: bytes, processor: ImageProcessor) -> Decoded:
+    """Return a picture as the encoder reads it, or what is wrong with it. Passes MemoryError on."""
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as picture:
+            width, height = picture.size
+            if width * height > MAX_PIXELS:
+                return Decoded(f"must have at most {MAX_PIXELS} pixels, got {width} x {height}")
+            picture.load()
+            return _processed(_in_rgb(ImageOps.exif_transpose(picture)), processor)
+    except UnidentifiedImageError:
+        return Decoded(f"must be a picture of the kind {', '.join(FORMATS)}")
+    except MemoryError:
+        raise
+    except Exception:  # decoders raise anything
+        return Decoded("is broken or cut off")
+
+
+def _in_rgb(picture: Image.Image) -> Image.Image:
+    """Return it in red, green and blue of 8 bits, as transformers converts it."""
+    if picture.mode.startswith("I;16"):  # Pillow would clip its values, not scale them
+        picture = picture.point(lambda value: value / 256).convert("L")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def _processed(picture: Image.Image, processor: ImageProcessor) -> Decoded:
+    if processor.background is not None and picture.width != picture.height:
+        side = max(picture.size)
+        square = Image.new("RGB", (side, side), processor.background)
+        square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+        picture = square
+    height, width = processor.size
+    if (edge := processor.shortest_edge) is not None:
+        shorter, longer = sorted(picture.size)
+        other = int(edge * longer / shorter)
+        if other > MAX_SIDE:
+            return Decoded(
+                f"must be at most {MAX_SIDE // edge} times as long as it is wide, got"
+                f" {picture.width} x {picture.height}"
+            )
+        height, width = (other, edge) if picture.width <= picture.height else (edge, other)
+    picture = picture.resize((width, height), Image.Resampling(processor.resample))
+    if processor.crop is not None:
+        picture = _cropped(picture, *processor.crop)
+    return Decoded("", picture.height, picture.width, picture.tobytes())
+
+
+def _cropped(picture: Image.Image, height: int, width: int) -> Image.Image:
+    """Return the middle of a picture; beyond its edges it is black."""
+    # Where it is too small, transformers' halves are rounded up before it is cut.
+    left, top = _first(picture.width, width), _first(picture.height, height)
+    return picture.crop((left, top, left + width, top + height))
+
+
+def _first(length: int, wanted: int) -> int:
+    """Return where the middle begins; negative: so far before a picture's edge."""
+    return (length - wanted) // 2
+
+
+if __name__ == "__main__":
+    main()

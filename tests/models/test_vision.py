@@ -1,0 +1,343 @@
+"""Models that see images through the real core and worker: as transformers, on any schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+from support.lossless import (
+    MAX_LEN,
+    MAX_SEQS,
+    NUM_CATALOGUE,
+    NUM_SLOTS,
+    Catalogue,
+    Tally,
+    make_runner,
+    make_schedule,
+)
+from support.tiny_vision import (
+    NUM_TOKENS,
+    PLACEHOLDER,
+    Reference,
+    given_image,
+    picture,
+    write_llava,
+)
+
+from lightserve.errors import ModelLoadError, ProtocolError
+from lightserve.kernels.select import missing_core
+from lightserve.messages.common import TokenLogprob, TokenSegment, pack_int32, unpack_int32
+from lightserve.messages.frontend_router import Submit
+from lightserve.messages.images import digest_of
+from lightserve.models.config import load_model_config
+from lightserve.router.admission.baselines import ConservativeAdmission
+from lightserve.router.config import SchedulerConfig
+from lightserve.router.events import FromFrontend
+from lightserve.router.from_submit import QueueLimits
+from lightserve.router.kv.cache import KVOptions, Preemption
+from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.worker.model_runner import ModelRunner
+
+KERNELS = ("reference", "torch", *(() if missing_core() else ("native",)))
+PICTURES = [
+    picture(1),
+    picture(2, 30, 41),
+    picture(3, 28, 28),
+    picture(4, 90, 31),
+    picture(5, 3, 7),
+]
+LOGPROB = 1e-4
+
+
+class Prompt(NamedTuple):
+    """Text, and pictures in it."""
+
+    parts: Sequence[int | Image.Image]
+    """Numbers of random tokens, and pictures."""
+
+
+PROMPTS = [
+    Prompt([5, PICTURES[0], 7]),
+    Prompt([1, PICTURES[1], 2, PICTURES[2], 9]),
+    Prompt([PICTURES[3], 4]),
+    Prompt([2, PICTURES[4], PICTURES[0], 3]),
+    Prompt([12]),
+    Prompt([6, PICTURES[2]]),
+]
+"""One in the middle, two apart, at the beginning, two side by side, none, at the end."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llava")
+    return write_llava(made, max_position_embeddings=MAX_LEN)
+
+
+def request_of(path: Path, number: int, prompt: Prompt, **options: object) -> Submit:
+    rng = random.Random(number)
+    ids: list[int] = []
+    images = []
+    for part in prompt.parts:
+        if isinstance(part, int):
+            ids += [rng.randrange(5, 250) for _ in range(part)]
+        else:
+            images.append(given_image(path, part, len(ids)))
+            ids += [PLACEHOLDER] * NUM_TOKENS
+    fields: dict[str, object] = {
+        "max_tokens": 8,
+        "sampling": SamplingParams(temperature=0.0, num_logprobs=3, seed=number),
+    }
+    return Submit(
+        request_id=RequestId(number),
+        prompt=[TokenSegment(token_ids=pack_int32(ids))],
+        eos_token_ids=[],
+        request_class=RequestClass.RT,
+        age_s=0.0,
+        images=tuple(images),
+        **(fields | options),  # type: ignore[arg-type]
+    )
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    num_cached: int
+
+
+class Worker:
+    """Lets the simulation drive a runner."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute(self, plan: object, *, exec_s: float, idle_s: float) -> object:
+        return self._runner.execute(plan)  # type: ignore[arg-type]
+
+
+def answers_of(
+    runner: ModelRunner, requests: Sequence[Submit], *, budget: int = 512, gap_s: float = 0.0
+) -> list[Answer]:
+    core = Scheduler(
+        SchedulerConfig(
+            max_model_len=MAX_LEN,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=budget,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
+            policy=POLICIES["chunked"](),
+            admission=ConservativeAdmission(),
+            lengths=OutputLengths(max_output_tokens=MAX_LEN),
+            kv=KVOptions(cache_order=task_aware),
+        )
+    )
+    simulation = Simulation(core, Worker(runner), lambda plan: 0.01, num_slots=NUM_SLOTS)  # type: ignore[arg-type]
+    simulation.run(
+        [
+            TimedEvent(gap_s * number, FromFrontend(FrontendId(0), request))
+            for number, request in enumerate(requests)
+        ]
+    )
+    core.check_integrity()
+    found = {key.request_id: outcome for key, outcome in simulation.outcomes.items()}
+    outcomes = [found[request.request_id] for request in requests]
+    return [Answer(o.token_ids, o.logprobs, o.num_cached_tokens) for o in outcomes]
+
+
+def check(
+    reference: Reference, request: Submit, pictures: Sequence[Image.Image], answer: Answer
+) -> float:
+    """Return the largest difference of log-probabilities; each token is transformers' best."""
+    prompt = unpack_int32(request.prompt[0].token_ids).tolist()
+    expected = reference.logprobs([*prompt, *answer.token_ids[:-1]], pictures)[len(prompt) - 1 :]
+    assert answer.token_ids == expected.argmax(-1).tolist()
+    largest = 0.0
+    for row, own in zip(expected, answer.logprobs, strict=True):
+        for token_id, logprob in zip(own.top_token_ids, own.top_logprobs, strict=True):
+            largest = max(largest, abs(float(row[token_id]) - logprob))
+    return largest
+
+
+def pictures_of(prompt: Prompt) -> list[Image.Image]:
+    return [part for part in prompt.parts if isinstance(part, Image.Image)]
+
+
+@pytest.mark.parametrize(("kernels", "budget"), [(k, b) for k in KERNELS for b in (512, 11)])
+def test_answers_are_those_of_transformers(path: Path, kernels: str, budget: int) -> None:
+    backend = "auto" if kernels == "native" else kernels
+    runner = make_runner(path, model=None, invariant=False, attention_backend=backend)
+    requests = [request_of(path, number, prompt) for number, prompt in enumerate(PROMPTS)]
+    answers = answers_of(runner, requests, budget=budget)
+    reference = Reference(path)
+    assert len({tuple(answer.token_ids) for answer in answers}) == len(PROMPTS)
+    for prompt, request, answer in zip(PROMPTS, requests, answers, strict=True):
+        assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
+
+
+def test_another_picture_gives_another_answer(path: Path) -> None:
+    """The comparison has teeth: what was seen matters at every token behind."""
+    request = request_of(path, 0, PROMPTS[0])
+    runner = make_runner(path, model=None)
+    (answer,) = answers_of(runner, [request])
+    with pytest.raises(AssertionError):
+        check(Reference(path), request, [PICTURES[1]], answer)
+
+
+def test_prefixes_are_found_inside_and_behind_images(path: Path) -> None:
+    runner = make_runner(path, model=None)
+    first = Prompt([6, PICTURES[0], 8])
+    whole = request_of(path, 7, first)
+    ids = unpack_int32(whole.prompt[0].token_ids).tolist()
+    behind = [*ids, 33, 34]
+    start = whole.images[0].start
+    other = given_image(path, PICTURES[1], start)
+    requests = [
+        whole,
+        msgspec.structs.replace(
+            whole, request_id=RequestId(8), prompt=[TokenSegment(token_ids=pack_int32(behind))]
+        ),
+        msgspec.structs.replace(whole, request_id=RequestId(9), images=(other,), max_tokens=8),
+        msgspec.structs.replace(whole, request_id=RequestId(10)),
+    ]
+    answers = answers_of(runner, requests, gap_s=5.0)
+    assert [answer.num_cached for answer in answers] == [0, len(ids), start, len(ids) - 1]
+    reference = Reference(path)
+    seen = [PICTURES[0], PICTURES[0], PICTURES[1], PICTURES[0]]
+    for request, image, answer in zip(requests, seen, answers, strict=True):
+        assert check(reference, request, [image], answer) < LOGPROB
+
+
+def test_a_prompt_that_ends_within_a_cached_image(path: Path) -> None:
+    """KV of a part of an image is taken only where enough of its ids are the same."""
+    runner = make_runner(path, model=None)
+    for number in (0, 1):
+        request = request_of(path, 20 + number, Prompt([4, PICTURES[number]]))
+        again = msgspec.structs.replace(request, request_id=RequestId(30 + number))
+        answers = answers_of(runner, [request, again], gap_s=5.0)
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[1].num_cached == 4 + NUM_TOKENS - 1
+
+
+def requests_with_images(path: Path) -> list[Submit]:
+    """Return requests of which some begin alike, with and without images, told by their seeds."""
+    rng = random.Random(5)
+    beginnings = [
+        Prompt([20, PICTURES[0], 6]),
+        Prompt([20, PICTURES[1], 6]),
+        Prompt([3, PICTURES[2], PICTURES[3], 1]),
+        Prompt([25]),
+    ]
+    requests = []
+    for number in range(NUM_CATALOGUE):
+        kind = rng.randrange(len(beginnings))
+        begun = request_of(path, kind, beginnings[kind])
+        own = [rng.randrange(5, 250) for _ in range(rng.choice((1, 6, 20)))]
+        ids = [*unpack_int32(begun.prompt[0].token_ids).tolist(), *own]
+        sampling = SamplingParams(
+            temperature=rng.choice((0.0, 1.0)), seed=number, frequency_penalty=rng.choice((0, 0.8))
+        )
+        requests.append(
+            msgspec.structs.replace(
+                begun,
+                request_id=RequestId(number),
+                prompt=[TokenSegment(token_ids=pack_int32(ids))],
+                sampling=sampling,
+                max_tokens=rng.randrange(4, 40),
+            )
+        )
+    return requests
+
+
+def test_no_schedule_changes_a_token(path: Path) -> None:
+    """Chunked, found as prefixes, paused, computed again, loaded from the host."""
+    runner = make_runner(path, model=None)
+    drawn = [
+        make_schedule(number, preemption=preemption, num_host_slots=600)
+        for number in range(13, 19)
+        for preemption in Preemption
+    ]
+    catalogue = Catalogue(runner, requests=requests_with_images(path))
+    total = Tally()
+    for schedule in drawn:
+        kv = dataclasses.replace(schedule.kv, cache_order=task_aware)
+        total.add(catalogue.run(dataclasses.replace(schedule, num_slots=150, kv=kv)))
+        assert not runner._images._held
+    assert total.num_compared > 90 and total.num_different == 0
+    assert total.num_prefix_hits > 20 and total.num_pauses > 10 and total.lost_tokens > 0
+    assert total.loaded_tokens > 0 and total.seen.num_checked_resumed > 100
+
+
+def test_names_of_the_authors_files(tmp_path: Path) -> None:
+    write_llava(tmp_path, has_old_names=True, max_position_embeddings=MAX_LEN)
+    runner = make_runner(tmp_path, model=None)
+    request = request_of(tmp_path, 0, PROMPTS[0])
+    (answer,) = answers_of(runner, [request])
+    assert len(answer.token_ids) == 8
+
+
+def test_an_image_that_the_encoder_does_not_read(path: Path) -> None:
+    runner = make_runner(path, model=None)
+    request = request_of(path, 0, PROMPTS[0])
+    pixels = bytes(3 * 14 * 14)
+    odd = msgspec.structs.replace(
+        request.images[0], height=14, width=14, pixels=pixels, digest=digest_of(14, 14, pixels)
+    )
+    with pytest.raises(ProtocolError, match="14 x 14"):
+        answers_of(runner, [msgspec.structs.replace(request, images=(odd,))])
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "complaint"),
+    [
+        ("preprocessor_config.json", "do_resize", False, "'do_resize' must be true"),
+        ("preprocessor_config.json", "crop_size", {"height": 14, "width": 14}, "28 x 28"),
+        ("preprocessor_config.json", "image_std", [0, 1, 1], "'image_std' must hold three"),
+        ("preprocessor_config.json", "image_processor_type", "OtherImageProcessor", "must be CLIP"),
+        ("config.json", "vision_feature_select_strategy", "cls", "must be 'default' or 'full'"),
+        ("config.json", "vision_feature_layer", -9, "'vision_feature_layer' must be between -4"),
+        ("config.json", "projector_hidden_act", "tanh", "must be one of quick_gelu"),
+    ],
+)
+def test_files_that_cannot_be_served(
+    tmp_path: Path, file: str, key: str, value: object, complaint: str
+) -> None:
+
+    write_llava(tmp_path)
+    values = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(values | {key: value}))
+    with pytest.raises(ModelLoadError, match=complaint):
+        load_model_config(tmp_path)
+
+
+def test_the_processor_may_be_in_another_file(tmp_path: Path) -> None:
+
+    write_llava(tmp_path)
+    own = tmp_path / "preprocessor_config.json"
+    before = load_model_config(tmp_path).vision
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"image_processor": json.loads(own.read_text())})
+    )
+    own.unlink()
+    assert load_model_config(tmp_path).vision == before
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises(ModelLoadError, match="no such file, which a model that sees"):
+        load_model_config(tmp_path)
