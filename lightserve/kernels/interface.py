@@ -26,6 +26,8 @@ from torch.nn import functional
 from lightserve.kernels.weights import (
     NO_RUNS,
     ClampedGate,
+    DeltaRule,
+    DeltaSizes,
     ExpertBiases,
     ExpertChoice,
     Fp4Weight,
@@ -34,6 +36,7 @@ from lightserve.kernels.weights import (
     Int8Weight,
     PackedExperts,
     PromptRuns,
+    StateBank,
     Weight,
 )
 
@@ -92,6 +95,8 @@ class AttentionBatch:
     most: MostTokens | None = None
     """Bounds of a recorded pass with chunks: `host_q_lens` is unknown, too, and absent rows have no
     new tokens."""
+    state_slots: Tensor | None = None
+    """int32 [max_num_seqs, n], slots of each row's states; None: no layer is recurrent."""
     host_prompt_lens: Sequence[int] = ()
     """Number of each row's new tokens that are its prompt's, the first ones, on the host, for
     `Can.ROUNDED_PROMPTS`; empty: of none."""
@@ -199,6 +204,8 @@ class Can(Flag):
     """`mix_experts` of plain weights."""
     PACKED_EXPERTS = auto()
     """`mix_experts` of packed weights: `pack_fp4` and `stack_experts`."""
+    STATES = auto()
+    """Recurrent layers: `convolve` and `delta_rule`."""
 
 
 class Kernels(Protocol):
@@ -333,6 +340,42 @@ class Kernels(Protocol):
         [T, Hq, V].
         """
 
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x times the sigmoid of `gate`, both [T, K]; may overwrite x."""
+        return x * sigmoid(gate)
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+    ) -> Tensor:
+        """Return SiLU of a causal convolution of each row's tokens, each channel by itself.
+
+        x [T, C], weight [W, C] (the last is that of the token itself), bias [C] -> [T, C]. The
+        states hold the last W - 1 inputs of each row, [W - 1, C] of x's type, and are updated.
+        """
+        raise _missing(self, Can.STATES)
+
+    def delta_rule(
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        gates: Tensor,
+        *,
+        rule: DeltaRule,
+        bank: StateBank,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Return what states say to queries, after each token has changed them; [T, Hv * Dv].
+
+        A state S [Hv, Dk, Dv], float32, becomes a * S + k (b * (v - k a * S))^T, and says q S to
+        the query: Yang et al. 2024, "Gated Delta Networks", equation 10. Queries and keys have
+        length 1, queries are scaled by Dk ** -0.5. Each head's result is normalised as by
+        `rms_norm` and multiplied by SiLU of z. mixed [T, 2 * Hk * Dk + Hv * Dv] has q, k and v, z
+        is [T, Hv * Dv], gates float32 [T, 2 * Hv]: b = sigmoid of the first, a = e to the power of
+        decay times softplus of the others and `rate_bias`. Value head h reads key head
+        h // (Hv / Hk).
+        """
+        raise _missing(self, Can.STATES)
+
     def add_norm_linear(
         self,
         x: Tensor,
@@ -361,7 +404,7 @@ class Kernels(Protocol):
         scores = sigmoid(products) if choice.is_sigmoid else products.softmax(-1)
         ranks = scores if bias is None else scores + bias
         if choice.num_groups > 1:
-            ranks = _within_groups(ranks, choice)
+            ranks = choice.within_groups(ranks)
         chosen = ranks.topk(choice.num_chosen, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if choice.normalises:
@@ -486,15 +529,6 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-x))
 
 
-def _within_groups(ranks: Tensor, choice: ExpertChoice) -> Tensor:
-    """Leave out experts [T, E] of groups that are not chosen."""
-    groups = ranks.view(len(ranks), choice.num_groups, -1)
-    sums = groups.topk(choice.group_best, dim=-1).values.sum(-1)
-    best = sums.topk(choice.num_chosen_groups, dim=-1).indices
-    is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-    return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
-
-
 class UnknownValues(Sequence[int]):
     """Values of the host that change from replay to replay: only their number can be read."""
 
@@ -553,6 +587,7 @@ class KernelShapes:
     """Whether the softmax of attention has a score more."""
     pool_dtype: torch.dtype | None = None
     """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
+    delta: DeltaSizes | None = None
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of a layer's products, by name."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch, Can, Kernels, ScoreMod
+from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch, Can, ScoreMod
+from lightserve.kernels.recurrent import RecurrentOperations
 from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts, Weight
 
 
@@ -89,11 +90,12 @@ def numbers_of_fp4(codes: Tensor, factors: Tensor, group_size: int) -> Tensor:
     return table[(codes & 7).long()] * signs * grid
 
 
-class ReferenceKernels(Kernels):
+class ReferenceKernels(RecurrentOperations):
     """See `Kernels`."""
 
     name = "reference"
-    can = Can.LATENTS | Can.EXPERTS | Can.INT8_KV | Can.FP8_KV
+    can = Can.LATENTS | Can.EXPERTS | Can.INT8_KV | Can.FP8_KV | Can.STATES
+    chunk_size = 1
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`: as it is."""

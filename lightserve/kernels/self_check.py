@@ -9,6 +9,7 @@ weights keep it to milliseconds and some hundred megabytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -35,12 +36,16 @@ from lightserve.kernels.check_products import (
     packed_expert_products,
 )
 from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, KernelShapes, QKNorm, ScoreMod
+from lightserve.kernels.recurrent import read_states, write_states
 from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
 from lightserve.kernels.select import make_kernels
+from lightserve.kernels.weights import DeltaRule, DeltaSizes, StateBank
 from lightserve.logs import one_line
 
 STEPS = 2.0
 """A number of 8 bits may be off by so many of its steps: half of one, and earlier roundings."""
+STATE_SLOTS = 3
+"""Slots of a state tensor that is tried."""
 CHECKED_CAP = 2.0
 """Cap of random scores, which are about 1: a model's own cap would change next to nothing."""
 
@@ -149,6 +154,61 @@ def _comparisons(pair: Pair) -> Iterator[Comparison]:
     yield from expert_choices(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         yield from _heads(pair, case)
+        if pair.shapes.delta is not None:
+            yield from _states(pair, case, pair.shapes.delta)
+
+
+def _states(pair: Pair, case: CheckBatch, sizes: DeltaSizes) -> Iterator[Comparison]:
+    """Results and states of a layer, of rows some of which begin."""
+    heads, random = sizes.num_heads, pair.random
+    channels = 2 * sizes.num_key_heads * sizes.key_dim + heads * sizes.value_dim
+    num_tokens, num_rows = len(case.batch.positions), len(case.batch.host_rows)
+    num_slots = 2 * STATE_SLOTS * num_rows
+    slots = torch.randperm(2 * num_slots, generator=pair.generator, device=pair.device).int()
+    own: dict[str, Any] = {
+        "rows": torch.arange(num_rows, device=pair.device),
+        "state_slots": slots[:num_slots].view(num_rows, -1),
+        "prepared": {},
+    }
+    batch = replace(case.batch, host_rows=range(num_rows), **own)
+    behind = replace(batch, context_lens=batch.context_lens + 1)
+
+    def run(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        wide, weight, norm, gates, rates, kept, matrices = inputs
+        given, states, banks = batch, (kept, matrices.float()), []
+        if case.num_padding and Can.GRAPHS in kernels.can:
+            given = replace(case.recorded(), **own)
+        for number, state in enumerate(states):
+            size = -(-state[0].nbytes // (8 * STATE_SLOTS)) * 4  # a piece, of two parts of a slot
+            pieces = torch.zeros(2, 1, len(slots), size, dtype=torch.uint8, device=pair.device)
+            banks.append(StateBank(pieces, number * STATE_SLOTS, STATE_SLOTS))
+            write_states(banks[-1], batch, state)
+        rule = DeltaRule(
+            *(sizes.num_key_heads, sizes.key_dim, sizes.value_dim),
+            decay=-rates.float().exp(),
+            rate_bias=rates.float(),
+            norm=norm,
+            eps=pair.shapes.rms_norm_eps,
+        )
+        mixed, z = wide[:, :channels], wide[:, channels:]
+        convolved = kernels.convolve(mixed, weight, None, banks[0], given)
+        out = kernels.delta_rule(mixed, z, gates.float(), rule=rule, bank=banks[1], batch=given)
+        after = (
+            read_states(bank, behind, state.shape[1:], state.dtype).flatten(1)
+            for bank, state in zip(banks, states, strict=True)
+        )
+        return convolved, out, *after
+
+    inputs = (
+        random(num_tokens, channels + heads * sizes.value_dim),
+        random(sizes.width, channels),
+        random(sizes.value_dim),
+        random(num_tokens, 2 * heads),
+        random(heads),
+        random(num_rows, sizes.width - 1, channels),
+        random(num_rows, heads, sizes.key_dim, sizes.value_dim),
+    )
+    yield from pair.compare("states", f"{case.name}, {num_rows} rows, {sizes}", run, inputs)
 
 
 def _norms(pair: Pair) -> Iterator[Comparison]:

@@ -1,4 +1,4 @@
-"""Weights as kernels hold them, and the rules of layers with experts."""
+"""Weights as kernels hold them, and the rules of layers with experts or states."""
 
 from __future__ import annotations
 
@@ -138,6 +138,14 @@ class ExpertChoice(NamedTuple):
     group_best: int = 1
     """Number of a group's best scores in its sum."""
 
+    def within_groups(self, ranks: Tensor) -> Tensor:
+        """Leave out experts [T, E] of groups that are not chosen."""
+        groups = ranks.view(len(ranks), self.num_groups, -1)
+        sums = groups.topk(self.group_best, dim=-1).values.sum(-1)
+        best = sums.topk(self.num_chosen_groups, dim=-1).indices
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
+
 
 class ClampedGate(NamedTuple):
     """The gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped before."""
@@ -153,3 +161,41 @@ class ClampedGate(NamedTuple):
         # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
         features = gates / (1.0 + torch.exp(-self.alpha * gates)) * (ups + 1.0)
         return features.to(gate_up.dtype)
+
+
+class StateBank(NamedTuple):
+    """Memory of one state tensor of a recurrent layer, for all rows."""
+
+    pieces: Tensor
+    """uint8 [parts, Hkv, S, bytes]: keys and values of an attention layer. A state is a row's slots
+    of them, in this order of dimensions."""
+    first: int
+    """The first of these slots among those that a row has for states."""
+    num_slots: int
+    """Number of them; their last bytes may hold nothing."""
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a layer that follows the gated delta rule, of one rank."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that its convolution sees."""
+
+
+class DeltaRule(NamedTuple):
+    """The numbers of a layer that follows the gated delta rule, of one rank."""
+
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: Tensor
+    """float32 [Hv], below 0: factor of a token's rate, which gives the logarithm of a decay."""
+    rate_bias: Tensor
+    """float32 [Hv]."""
+    norm: Tensor
+    """[Dv], weight of the norm of each head's result."""
+    eps: float

@@ -46,6 +46,11 @@ class Architecture(StrEnum):
     MIXTRAL = "MixtralForCausalLM"
     QWEN2_MOE = "Qwen2MoeForCausalLM"
     QWEN3_MOE = "Qwen3MoeForCausalLM"
+    QWEN3_NEXT = "Qwen3NextForCausalLM"
+    QWEN3_5 = "Qwen3_5ForCausalLM"
+    QWEN3_5_WHOLE = "Qwen3_5ForConditionalGeneration"
+    QWEN3_5_MOE = "Qwen3_5MoeForCausalLM"
+    QWEN3_5_MOE_WHOLE = "Qwen3_5MoeForConditionalGeneration"
     OLMOE = "OlmoeForCausalLM"
     LLAMA4 = "Llama4ForCausalLM"
     LLAMA4_WHOLE = "Llama4ForConditionalGeneration"
@@ -238,8 +243,10 @@ def _experts_of(fields: JsonFields, architecture: Architecture, num_layers: int)
             size = fields.integer("intermediate_size")
             return {"moe": parse_mixtral(fields, num_layers, size)}
         case Architecture.QWEN2_MOE | Architecture.QWEN3_MOE:
-            is_qwen2 = architecture is Architecture.QWEN2_MOE
-            return {"moe": parse_qwen_moe(fields, num_layers, is_qwen2=is_qwen2)}
+            own: dict[str, Any] = {"experts": (128, 8), "size": 768}
+            if architecture is Architecture.QWEN2_MOE:
+                own = {"experts": (60, 4), "size": 1408, "shared": 5632}
+            return {"moe": parse_qwen_moe(fields, num_layers, **own)}
         case Architecture.OLMOE:
             if fields.has("clip_qkv"):
                 raise fields.error("clip_qkv", "must be null")

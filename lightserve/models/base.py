@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES, AttentionBatch, KernelShapes
-from lightserve.kernels.weights import ClampedGate, ExpertChoice
+from lightserve.kernels.weights import ClampedGate, DeltaSizes, ExpertChoice, StateBank
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
+from lightserve.models.recurrent_config import DeltaConfig
 
 # The sizes of a model's parts as the kernels of one rank see them.
 
@@ -52,8 +53,14 @@ def kernel_shapes(
         expert_gate=None if moe is None or moe.clamp is None else ClampedGate(*moe.clamp),
         has_expert_biases=moe is not None and moe.has_biases,
         has_sinks=config.has_sinks,
+        delta=None if config.recurrent is None else _delta_sizes(config.recurrent, tp),
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
+
+
+def _delta_sizes(delta: DeltaConfig, tp: TensorParallel) -> DeltaSizes:
+    keys, values = even_part(delta.num_key_heads, tp), even_part(delta.num_value_heads, tp)
+    return DeltaSizes(keys.size, values.size, delta.key_dim, delta.value_dim, delta.width)
 
 
 def choice_of(moe: MoeConfig) -> ExpertChoice:
@@ -115,10 +122,57 @@ class KVGroup:
 
 
 @dataclass(frozen=True)
+class StateLayout:
+    """The states of one rank's recurrent layers."""
+
+    num_layers: int
+    tensor_bytes: tuple[int, ...]
+    """Bytes of each state tensor of a layer."""
+
+
+class StatePlace(NamedTuple):
+    """Where a state tensor is: slots of one attention layer's keys and values."""
+
+    kv_layer: int
+    first: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
 class KVLayout:
-    """The KV of one rank; a list of groups; today's models have one."""
+    """The KV of one rank; a list of groups; today's models have one.
+
+    States are slots of the same memory. Recurrent layer number l, of those alone, has slots of
+    attention layer l % A, where there are A; the next A layers have other slots of them.
+    """
 
     groups: tuple[KVGroup, ...]
+    states: StateLayout | None = None
+    """States in slots of the first group; None: the model has none."""
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots that hold the states of one sequence."""
+        places = self.state_places()
+        return max(
+            (place.first + place.num_slots for layer in places for place in layer), default=0
+        )
+
+    def state_places(self) -> list[tuple[StatePlace, ...]]:
+        """Return the places of each recurrent layer's state tensors."""
+        if self.states is None:
+            return []
+        group = self.groups[0]
+        own_bytes = group.bytes_per_token // group.num_layers
+        sizes = [-(-size // own_bytes) for size in self.states.tensor_bytes]
+        places = []
+        for layer in range(self.states.num_layers):
+            turn, kv_layer = divmod(layer, group.num_layers)
+            starts = [turn * sum(sizes) + sum(sizes[:number]) for number in range(len(sizes))]
+            places.append(
+                tuple(StatePlace(kv_layer, *own) for own in zip(starts, sizes, strict=True))
+            )
+        return places
 
     @property
     def bytes_per_token(self) -> int:
@@ -127,21 +181,32 @@ class KVLayout:
 
 
 def kv_layout(
-    config: ModelConfig, *, tp_size: int, dtype: str, is_on_gpu: bool = False
+    config: ModelConfig,
+    *,
+    tp_size: int,
+    dtype: str,
+    model_dtype: str | None = None,
+    is_on_gpu: bool = False,
 ) -> KVLayout:
-    """Return the layout of each rank's KV pool; `dtype` is a key of DTYPE_BYTES.
+    """Return the layout of each rank's KV pool.
 
-    An encoder keeps none: its tokens take no memory of the pool.
+    An encoder keeps none: its tokens take no memory of the pool. `dtype` and `model_dtype` (None:
+    the same) are keys of DTYPE_BYTES.
     """
     group = KVGroup(
-        num_layers=config.num_layers if config.encoder is None else 0,
+        num_layers=len(config.kv_layers) if config.encoder is None else 0,
         num_kv_heads=max(1, config.num_kv_heads // tp_size),
         head_dim=config.head_dim,
         dtype=dtype,
         value_dim=None if config.latent is None else config.latent.rank,
         word=WORD_BYTES if is_on_gpu else 1,
     )
-    return KVLayout(groups=(group,))
+    states = None
+    if config.recurrent is not None:
+        sizes = config.recurrent.state_bytes(DTYPE_BYTES[model_dtype or dtype])
+        own = tuple(size // tp_size for size in sizes)
+        states = StateLayout(len(config.recurrent.layers), own)
+    return KVLayout(groups=(group,), states=states)
 
 
 class KVTensors(Protocol):
@@ -154,6 +219,10 @@ class KVTensors(Protocol):
     @property
     def v(self) -> Sequence[Tensor]:
         """Values, as `k`, or the first numbers of those: [num_slots, num_kv_heads, value_dim]."""
+
+    @property
+    def states(self) -> Sequence[tuple[StateBank, ...]]:
+        """The state tensors of each recurrent layer."""
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -47,6 +47,12 @@ from lightserve.models.plain_config import (
     parse_phi,
     parse_starcoder2,
 )
+from lightserve.models.recurrent_config import (
+    DeltaConfig,
+    parse_qwen3_5,
+    parse_qwen3_5_moe,
+    parse_qwen3_next,
+)
 from lightserve.models.rope import (
     DEFAULT_THETA,
     DynamicRope,
@@ -122,6 +128,9 @@ _PLAIN = {
     Architecture.INTERNLM2: parse_internlm2,
     Architecture.CHATGLM: parse_chatglm,
     Architecture.CHATGLM_WHOLE: parse_chatglm,
+    Architecture.QWEN3_NEXT: parse_qwen3_next,
+    Architecture.QWEN3_5: parse_qwen3_5,
+    Architecture.QWEN3_5_MOE: parse_qwen3_5_moe,
     Architecture.BERT: parse_bert,
     Architecture.ROBERTA: parse_roberta,
     Architecture.XLM_ROBERTA: parse_roberta,
@@ -215,6 +224,10 @@ class ModelConfig:
     logits_divisor: float = 1.0
     moe: MoeConfig | None = None
     """None: no layer has experts."""
+    recurrent: DeltaConfig | None = None
+    """The layers that keep a state in place of keys and values; None: there are none."""
+    has_output_gate: bool = False
+    """Whether attention's results are multiplied by sigmoids, made beside the queries."""
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
     """One per layer; None: the layer sees everything."""
@@ -224,6 +237,12 @@ class ModelConfig:
     """Format of weights that are quantised in the files; None: there are none."""
     vision: VisionConfig | None = None
     """The encoder of images; None: the model reads text alone."""
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Return the layers with keys and values."""
+        states = frozenset() if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in states)
 
     @property
     def rotary_dim(self) -> int:
@@ -414,6 +433,8 @@ def check_tp(config: ModelConfig, tp: int) -> None:
     if (vision := config.vision) is not None:
         sizes.append(("vision_config.num_attention_heads", vision.num_heads))
         sizes.append(("vision_config.intermediate_size", vision.intermediate_size))
+    if config.recurrent is not None:
+        sizes += config.recurrent.divided_sizes().items()
     for key, size in sizes:
         if size % tp:
             raise ModelLoadError(

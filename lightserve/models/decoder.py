@@ -39,6 +39,7 @@ from lightserve.models.layers.linear import (
     VocabEmbedding,
     VocabWeight,
 )
+from lightserve.models.layers.recurrent import DeltaLayer
 from lightserve.models.vision import VisionEncoder
 from lightserve.models.weight_files import (
     EMBEDDING,
@@ -62,7 +63,6 @@ class DecoderLayer:
     def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix = f"model.layers.{layer}"
         hidden_size = context.config.hidden_size
-        self._layer = layer
         self._attention_norm = context.norm(f"{prefix}.input_layernorm", size=hidden_size)
         self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._mlp_norm = context.norm(f"{prefix}.post_attention_layernorm", size=hidden_size)
@@ -82,10 +82,9 @@ class DecoderLayer:
         Returns:
             (heads [T, Hq * D], residual [T, hidden]) for `finish`.
         """
-        pools = kv.k[self._layer], kv.v[self._layer]
         if residual is None:
-            return self._attention.mix(self._attention_norm(x), inputs, *pools), x
-        return self._attention.mix_behind(self._attention_norm, x, residual, inputs, pools)
+            return self._attention.mix(self._attention_norm(x), inputs, kv), x
+        return self._attention.mix_behind(self._attention_norm, x, residual, inputs, kv)
 
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x, residual), each [N, hidden], of any N of the tokens; their sum counts."""
@@ -101,7 +100,6 @@ class OutputNormLayer(DecoderLayer):
 
     def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix, size = f"model.layers.{layer}", context.config.hidden_size
-        self._layer = layer
         self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._mlp = feed_forward(context, layer)
         self._attention_norm, self._attention_output_norm, self._mlp_norm, self._mlp_output_norm = (
@@ -120,7 +118,6 @@ class ParallelLayer(DecoderLayer):
 
     def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix, config = f"model.layers.{layer}", context.config
-        self._layer = layer
         self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._mlp = feed_forward(context, layer)
         norms = [
@@ -144,7 +141,6 @@ class PostNormLayer(DecoderLayer):
         config = context.config
         prefix, size = f"model.layers.{layer}", config.hidden_size
         behind_attention, behind_mlp = config.layer_norms
-        self._layer = layer
         self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._attention_norm = context.norm(f"{prefix}.{behind_attention}", size=size)
         self._mlp = feed_forward(context, layer)
@@ -157,7 +153,7 @@ class PostNormLayer(DecoderLayer):
         """See `DecoderLayer.attend`."""
         if residual is not None:
             x, _ = self._norm_before.add(x, residual)
-        return self._attention.mix(x, inputs, kv.k[self._layer], kv.v[self._layer]), x
+        return self._attention.mix(x, inputs, kv), x
 
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.finish`."""
@@ -200,9 +196,14 @@ class DecoderModel:
         layer_type, attention = family
         if config.is_parallel or config.is_post_norm:
             layer_type = ParallelLayer if config.is_parallel else PostNormLayer
+        with_kv = frozenset(config.kv_layers)
         last = replace(context, method=context.method.exact_inputs)
         self._layers = [
-            layer_type(context if layer < config.num_layers - 1 else last, layer, attention)
+            layer_type(
+                context if layer < config.num_layers - 1 else last,
+                layer,
+                attention if layer in with_kv else DeltaLayer,
+            )
             for layer in range(config.num_layers)
         ]
         self._begin_pass = context.method.begin_pass

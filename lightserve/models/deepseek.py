@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightserve.models.base import Part, even_part
+from lightserve.models.base import KVTensors, Part, even_part
 from lightserve.models.layers.attention import (
     AttentionInputs,
     NeighboursApart,
@@ -48,6 +48,7 @@ class LatentAttention:
         self._kernels, self._latent, self._num_heads = context.kernels, latent, heads.size
         self._scale = config.attention_scale
         self._growth = growth_of_queries(context)
+        self._place = config.kv_layers.index(layer)
 
         def norm(name: str, size: int) -> RMSNorm:
             weight = read_vector(reader, f"{prefix}.{name}.weight", size)
@@ -123,12 +124,13 @@ class LatentAttention:
             )
         return keys.contiguous(), values.transpose(1, 2).contiguous()
 
-    def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
         """Write the kept vectors of the new tokens, and attend.
 
-        x [T, hidden], k_pool [S, 1, rank + rope_dim] (written), v_pool the first `rank` numbers of
-        it -> [T, Hq * value_dim].
+        x [T, hidden], keys [S, 1, rank + rope_dim] (written), values the first `rank` numbers of
+        them -> [T, Hq * value_dim].
         """
+        k_pool, v_pool = kv.k[self._place], kv.v[self._place]
         latent, kernels, num_tokens = self._latent, self._kernels, x.shape[0]
         source = x if self._query_norm is None else self._query_norm(self._query(x))
         q = self._query_heads(source).view(num_tokens, self._num_heads, latent.query_dim)
@@ -156,16 +158,11 @@ class LatentAttention:
         return values.transpose(0, 1).reshape(num_tokens, self._num_heads * latent.value_dim)
 
     def mix_behind(
-        self,
-        norm: Norm,
-        x: Tensor,
-        residual: Tensor,
-        inputs: AttentionInputs,
-        pools: tuple[Tensor, Tensor],
+        self, norm: Norm, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: KVTensors
     ) -> tuple[Tensor, Tensor]:
         """See `Attention.mix_behind`."""
         x, residual = norm.add(x, residual)
-        return self.mix(x, inputs, *pools), residual
+        return self.mix(x, inputs, kv), residual
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * value_dim] -> [N, hidden]."""

@@ -85,10 +85,10 @@ class EncoderAttention(SelfAttention):
         self, x: Tensor, groups: Sequence[Group], tables: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """x [T, hidden] -> [T, Hq * D]; `tables` has cos and sin, None: nothing is rotated."""
-        num_tokens, sizes = x.shape[0], (self._q_size, self._kv_size, self._kv_size)
+        num_tokens = x.shape[0]
         q, k, v = (
             part.reshape(num_tokens, -1, self._head_dim)
-            for part in self._qkv(x).split_with_sizes(sizes, dim=-1)
+            for part in self._qkv(x).split_with_sizes(self._sizes, dim=-1)
         )
         if tables is not None:
             q, k = self._kernels.rotary(q, k, *tables)

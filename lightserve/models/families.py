@@ -146,7 +146,6 @@ class Olmo2Layer(DecoderLayer):
 
     def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
         prefix, size = f"model.layers.{layer}", context.config.hidden_size
-        self._layer = layer
         self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
         self._attention_norm = context.norm(f"{prefix}.post_attention_layernorm", size=size)
         self._mlp_norm = context.norm(f"{prefix}.post_feedforward_layernorm", size=size)
@@ -157,7 +156,7 @@ class Olmo2Layer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.attend`."""
         x = x if residual is None else x + residual
-        return self._attention.mix(x, inputs, kv.k[self._layer], kv.v[self._layer]), x
+        return self._attention.mix(x, inputs, kv), x
 
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecoderLayer.finish`."""
@@ -173,6 +172,9 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.GLM4_MOE: Family(attention=HeadNormAttention),
     Architecture.EXAONE4: Family(layer=Olmo2Layer, attention=HeadNormAttention),
     Architecture.MINIMAX_M2: Family(attention=WholeNormAttention),
+    Architecture.QWEN3_NEXT: Family(attention=HeadNormAttention),
+    Architecture.QWEN3_5: Family(attention=HeadNormAttention),
+    Architecture.QWEN3_5_MOE: Family(attention=HeadNormAttention),
     Architecture.GRANITE: Family(layer=GraniteLayer),
     Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
     Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),

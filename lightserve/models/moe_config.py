@@ -116,10 +116,27 @@ def parse_mixtral(fields: JsonFields, num_layers: int, intermediate_size: int) -
     )
 
 
-def parse_qwen_moe(fields: JsonFields, num_layers: int, *, is_qwen2: bool) -> MoeConfig:
-    """Return the experts of Qwen2-MoE, which has a shared one beside them, or of Qwen3-MoE."""
+def parse_qwen_moe(
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    experts: tuple[int, int],
+    size: int,
+    shared: int = 0,
+    normalises: bool = False,
+) -> MoeConfig:
+    """Return the experts of a Qwen; what is given counts where the file is silent.
+
+    Args:
+        fields: of the file.
+        num_layers: of the model.
+        experts: how many there are, and how many a token has.
+        size: intermediate features of each.
+        shared: intermediate features of the one that every token goes through; 0: there is none.
+        normalises: whether weights are divided by their sum.
+    """
     key = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    num_experts = fields.integer(key, default=60 if is_qwen2 else 128, high=MAX_EXPERTS)
+    num_experts = fields.integer(key, default=experts[0], high=MAX_EXPERTS)
     step = fields.integer("decoder_sparse_step", default=1)
     dense = set()
     if fields.has("mlp_only_layers"):
@@ -130,20 +147,17 @@ def parse_qwen_moe(fields: JsonFields, num_layers: int, *, is_qwen2: bool) -> Mo
     )
     if not layers:
         raise fields.error("decoder_sparse_step", f"{step} leaves no layer with experts")
-    shared = 0
-    if is_qwen2:
-        shared = fields.integer("shared_expert_intermediate_size", default=5632)
+    if shared:
+        shared = fields.integer("shared_expert_intermediate_size", default=shared)
     return MoeConfig(
         layers=layers,
         num_experts=num_experts,
-        num_chosen=num_chosen_of(fields, num_experts, default=4 if is_qwen2 else 8),
-        intermediate_size=fields.integer(
-            "moe_intermediate_size", default=1408 if is_qwen2 else 768
-        ),
-        normalises=fields.boolean("norm_topk_prob", default=False),
+        num_chosen=num_chosen_of(fields, num_experts, default=experts[1]),
+        intermediate_size=fields.integer("moe_intermediate_size", default=size),
+        normalises=fields.boolean("norm_topk_prob", default=normalises),
         shared_size=shared,
         shared_module="shared_expert",
-        has_shared_gate=is_qwen2,
+        has_shared_gate=shared > 0,
     )
 
 

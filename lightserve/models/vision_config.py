@@ -47,6 +47,8 @@ _TEXT_PARTS = {
         ),
     ),
     Architecture.LLAMA4_WHOLE: (_TextPart(Architecture.LLAMA4, "llama4_text", {}),),
+    Architecture.QWEN3_5_WHOLE: (_TextPart(Architecture.QWEN3_5, "qwen3_5_text", {}),),
+    Architecture.QWEN3_5_MOE_WHOLE: (_TextPart(Architecture.QWEN3_5_MOE, "qwen3_5_moe_text", {}),),
     Architecture.MISTRAL3_WHOLE: (
         _TextPart(Architecture.MISTRAL, "mistral", {}),
         _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
@@ -91,6 +93,8 @@ def text_part(
     values: dict[str, Any] = {**part.defaults}
     if dtype is not None:
         values["dtype"] = dtype
+    if fields.has("tie_word_embeddings"):
+        values["tie_word_embeddings"] = fields.boolean("tie_word_embeddings", default=False)
     stated = {key: value for key, value in text.items() if value is not None or key not in values}
     return part.architecture, JsonFields(fields.path, values | stated, prefix="text_config.")
 

@@ -148,10 +148,14 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     hidden = config.hidden_size
     shapes = _shared_tensors(config)
-    norms = _norms(config)
+    norms, with_kv = _norms(config), frozenset(config.kv_layers)
     for layer in range(config.num_layers):
         prefix, moe = f"model.layers.{layer}", config.moe
-        linears = _attention_linears(config)
+        states = None if layer in with_kv else config.recurrent
+        linears = {} if states else _attention_linears(config)
+        if states is not None:
+            own = states.tensors(hidden)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in own.items()}
         if moe is not None and layer in moe.layers:
             for name, shape in _moe_tensors(moe, hidden).items():
                 shapes[f"{prefix}.{moe.module}.{name}"] = shape
@@ -164,6 +168,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.has_sinks:
             shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
         for name, size in norms.items():
+            if states is not None and name.startswith("self_attn."):
+                continue
             shapes[f"{prefix}.{name}.weight"] = (size,)
             if config.layer_norm_bias:
                 shapes[f"{prefix}.{name}.bias"] = (size,)
@@ -249,7 +255,8 @@ def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
     if config.merged & {"qkv", "grouped_qkv"}:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
-        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+        q_outputs = q_size * (2 if config.has_output_gate else 1)
+        for name, size in (("q", q_outputs), ("k", kv_size), ("v", kv_size)):
             linears[f"self_attn.{name}_proj"] = (size, hidden, config.qkv_bias)
     return linears
 

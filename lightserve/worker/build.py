@@ -62,6 +62,7 @@ from lightserve.worker.memory import (
     DeviceMemory,
     KVPool,
     MemoryStatistics,
+    check_recurrent,
     free_memory_bytes,
     measure_step,
     num_device_slots,
@@ -249,12 +250,13 @@ def build_runner(
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     log.info(
-        "%s%s, %s kernels on %s, %d KV slots, %d on the host",
+        "%s%s, %s kernels on %s, %d KV slots%s, %d on the host",
         dtype,
         _unlike_the_model(config, dtype, kv_type),
         kernels.name,
         device,
         pool.num_slots,
+        f" ({pool.num_state_slots} for the state of a sequence)" if pool.num_state_slots else "",
         host_pool.num_slots,
     )
     if tp.rank == 0 and device.type == "cpu" and backend == "auto":
@@ -277,7 +279,13 @@ def _kept_as(
 ) -> tuple[KVLayout, KernelShapes]:
     """Return the layout of keys and values of a type, and shapes that say it to kernels."""
     is_on_gpu = device.type == "cuda"
-    layout = kv_layout(model_config, tp_size=tp_size, dtype=kv_type, is_on_gpu=is_on_gpu)
+    layout = kv_layout(
+        model_config,
+        tp_size=tp_size,
+        dtype=kv_type,
+        model_dtype=str(shapes.dtype).removeprefix("torch."),
+        is_on_gpu=is_on_gpu,
+    )
     pool_dtype = layout.groups[0].pool_dtype
     if pool_dtype is shapes.dtype:
         return layout, shapes
@@ -327,6 +335,7 @@ def _check_options(
     """Refuse options that do not go with the kernels."""
     check_latents(config, model_config, kernels)
     check_chunks(config, model_config, kernels)
+    check_recurrent(config, model_config, kernels)
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     if is_kept_small and model_config.head_dim % FACTOR_BYTES:
         raise ConfigError(

@@ -13,13 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
+from lightserve.kernels.interface import Can, Kernels
+from lightserve.kernels.weights import StateBank
+from lightserve.messages.common import unpack_int32
+from lightserve.messages.router_worker import SlotRange, StateCopies
 from lightserve.models.base import KVLayout
+from lightserve.models.config import ModelConfig
+from lightserve.worker.device import DeviceQueue
 
 # Linux control groups: where the limits of this process's container are, and those of CPU time.
 #
@@ -168,6 +175,16 @@ class KVPool:
             # Values of latent vectors are the first numbers of their keys.
             size = group.head_size if group.value_dim is None else group.value_dim
             self.v.extend(parts[-1].narrow(-1, 0, size).unbind(0))
+        self.num_state_slots = layout.num_state_slots
+        """Slots of each row that hold its states; 0: the model has none."""
+        self.states = [
+            tuple(
+                StateBank(self.tensors[0][:, place.kv_layer].view(torch.uint8), *place[1:])
+                for place in layer
+            )
+            for layer in layout.state_places()
+        ]
+        """The state tensors of each recurrent layer."""
 
     def touch(self, first_slot: int, end_slot: int) -> None:
         """Write into the memory of some slots, which hold nothing that counts, as steps would.
@@ -178,6 +195,15 @@ class KVPool:
         for tensor in self.tensors:
             tensor[:, :, :, first_slot:end_slot, :1].zero_()
 
+    def copy(self, copies: StateCopies, queue: DeviceQueue) -> None:
+        """Copy all bytes of some slots to others."""
+        if not copies.from_slots:
+            return
+        both = (copies.from_slots, copies.to_slots)
+        from_slots, to_slots = queue.upload([unpack_int32(p).astype(np.int64) for p in both])
+        for tensor in self.tensors:
+            tensor.index_copy_(3, to_slots, tensor.index_select(3, from_slots))
+
     def forget(self) -> None:
         """Lose all that was written, and on a CPU give the memory back until it is used."""
         if self.device.type != "cpu":
@@ -186,11 +212,38 @@ class KVPool:
             advise(tensor, MADV_DONTNEED)
 
 
+class StateTable:
+    """The slots of each row's states, on the device."""
+
+    def __init__(self, max_num_seqs: int, pool: KVPool, queue: DeviceQueue) -> None:
+        """The last row is for padding, see `SequenceTable`: all its slots are the scratch slot."""
+        shape = max_num_seqs + 1, pool.num_state_slots
+        self.slots = torch.zeros(shape, dtype=torch.int32, device=queue.device)
+        """int32 [max_num_seqs + 1, pool.num_state_slots]."""
+        self.slots[max_num_seqs].fill_(pool.num_slots)
+        self._queue = queue
+
+    def take_in(self, ranges: Sequence[SlotRange]) -> None:
+        """Take in ranges of negative positions, which `check_states` has seen; no others."""
+        own = [part for part in ranges if part.start_position < 0]
+        if not own:
+            return
+        width = self.slots.shape[1]
+        slots = [unpack_int32(part.slots) for part in own]
+        places = [
+            (part.row + 1) * width + part.start_position + np.arange(len(these))
+            for part, these in zip(own, slots, strict=True)
+        ]
+        both = self._queue.upload([np.concatenate(places), np.concatenate(slots)])
+        self.slots.view(-1).index_copy_(0, *both)
+
+
 AUTO_LIMIT_BYTES = 4 * 2**30
 AUTO_LOCKED_BYTES = 16 * 2**30
 """Most host memory that is locked for a GPU unless asked for: it takes seconds, and the system can
 do nothing else with it."""
 MIN_SLOTS = 16
+"""Fewest tokens that a pool holds beside the state of a sequence."""
 SLOTS_WITHOUT_KV = 65_536
 """Slots for a model that keeps no keys and values: tokens of prompts that may be under way."""
 
@@ -236,12 +289,49 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
     num_slots = _slots_within(budget, layout)
     if config.max_kv_tokens:
         num_slots = min(num_slots, config.max_kv_tokens)
-    if num_slots < MIN_SLOTS:
+    if num_slots < min_slots(layout):
         raise StartupError(
             f"the KV pool would hold {num_slots} tokens of {layout.bytes_per_token} bytes, at least"
-            f" {MIN_SLOTS} are needed: raise --kv-memory or --max-kv-tokens"
+            f" {min_slots(layout)} are needed{_with_states(layout)}: raise --kv-memory or"
+            " --max-kv-tokens"
         )
     return num_slots
+
+
+def check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
+    """Check that a model with recurrent layers is served as it can be.
+
+    Raises:
+        ConfigError: these kernels, or guesses, do not go with it.
+    """
+    if model_config.recurrent is None:
+        return
+    name = model_config.architecture
+    if config.speculation != "off":
+        raise ConfigError(
+            f"--speculation {config.speculation} does not go with {name}: its recurrent layers"
+            " cannot take back a guess"
+        )
+    if config.block_owner == "exclusive":
+        raise ConfigError(
+            f"--block-owner exclusive does not go with {name}: the state of its recurrent layers"
+            " takes more slots than a block has, and prefixes keep some"
+        )
+    if Can.STATES not in kernels.can:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not go with {name}, which has recurrent layers:"
+            " --device cpu serves it"
+        )
+
+
+def min_slots(layout: KVLayout) -> int:
+    """Return the fewest slots of a pool."""
+    return MIN_SLOTS + layout.num_state_slots
+
+
+def _with_states(layout: KVLayout) -> str:
+    num_states = layout.num_state_slots
+    return f" ({num_states} of them for the state of one sequence)" if num_states else ""
 
 
 def _slots_within(budget: int, layout: KVLayout) -> int:
@@ -398,12 +488,12 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
             f" {_gib(memory.total - limit)} that are kept free, leave"
             f" {_gib(max(0, limit - memory.taken))}, and the pool would take {_gib(needed)}"
         )
-    if num_slots < MIN_SLOTS:
+    if num_slots < min_slots(layout):
         raise StartupError(
             f"no room for a KV pool: {memory} leave {_gib(max(0, budget))} of the {_gib(limit)}"
             f" that {asked} allows of {_gib(memory.total)}, {max(0, num_slots)} tokens where"
-            f" {MIN_SLOTS} are needed. Lower --max-num-batched-tokens or --max-num-seqs, use more"
-            " ranks (--tp), or free the GPU"
+            f" {min_slots(layout)} are needed{_with_states(layout)}. Lower --max-num-batched-tokens"
+            " or --max-num-seqs, use more ranks (--tp), or free the GPU"
         )
     return num_slots
 

@@ -32,7 +32,7 @@ from lightserve.worker.drafts import Proposer
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.images import RowImages
-from lightserve.worker.memory import KVPool
+from lightserve.worker.memory import KVPool, StateTable
 from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.sampling.interface import KnownCounts, LogprobTensors, SamplingBatch
 from lightserve.worker.sampling.sampler import (
@@ -103,12 +103,14 @@ class ModelRunner:
         self.host_pool = host_pool
         self._tp = tp
         self._queue = queue
+        self._states = StateTable(max_num_seqs, pool, queue)
         vision = model.config.vision
         self._table = SequenceTable(
             max_num_seqs,
             model.context_len,
             queue,
             scratch_slot=pool.num_slots,
+            state_slots=self._states.slots if pool.num_state_slots else None,
             proposer=proposer,
             placeholder=vision.placeholder if vision else 0,
         )
@@ -189,13 +191,13 @@ class ModelRunner:
                 see `Pending.must_precede`.
 
         Raises:
-            ProtocolError: the plan's copies cannot be made, or it names states, which no model here
-                has; nothing was done.
+            ProtocolError: the plan's copies cannot be made, or the model has no such states;
+                nothing was done.
             RuntimeError: the device is out of memory, or an earlier step failed on it.
         """
         begun_s = time.perf_counter()
         idle_since, start = self._free_since, self._queue.mark()
-        check_states(plan, 0)
+        check_states(plan, self.pool.num_state_slots)
         self.host_pool.check(plan)
         copies = self.host_pool.begin(plan)
         inputs = self._table.begin(plan)
@@ -203,7 +205,10 @@ class ModelRunner:
         self._images.begin(plan)
         lengths = cache(lambda: inputs.lengths)
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs, lengths)
+        self._states.take_in(plan.slot_ranges)
+        self.pool.copy(plan.state_loads, self._queue)
         passed = self._forward(inputs)
+        self.pool.copy(plan.state_saves, self._queue)
         self._begin_sampling(plan)  # while the device has work
         if before_sampling is not None:
             waits_since_s = time.perf_counter()

@@ -160,16 +160,22 @@ class StepTimer:
     def prepare(self, rows: list[Row]) -> None:
         """Put sequences into the tables; one row of them is run, as a plan needs a row."""
         sequences, ranges, first_slot = [], [], 0
-        num_slots = self._touched_slots(sum(start + count + 1 for start, count in rows))
+        num_states = self._runner.pool.num_state_slots
+        num_slots = self._touched_slots(
+            sum(num_states + start + count + 1 for start, count in rows)
+        )
         self._slots = []
         for row, (start, count) in enumerate(rows):
             tokens = TokenSegment(token_ids=pack_int32([0] * (start + count)))
             num_prompt = start + count if count > 1 else start
             sequences.append(AddSequence(RowId(row), [tokens], SamplingParams(), num_prompt, []))
-            slots = (first_slot + np.arange(start + count + 1)) % num_slots
-            self._slots.append(slots.astype(np.int32))
+            slots = first_slot + np.arange(num_states + start + count + 1)
+            own = (slots % num_slots).astype(np.int32)
+            self._slots.append(own[num_states:])
             ranges.append(SlotRange(RowId(row), 0, pack_int32(self._slots[-1])))
-            first_slot += start + count + 1
+            if num_states:
+                ranges.append(SlotRange(RowId(row), -num_states, pack_int32(own[:num_states])))
+            first_slot += len(slots)
         self._runner.execute(
             StepPlan(
                 step_id=StepId(0),

@@ -126,16 +126,17 @@ class SequenceTable:
         queue: DeviceQueue,
         *,
         scratch_slot: int = 0,
+        state_slots: Tensor | None = None,
         proposer: Proposer | None = None,
         placeholder: int = 0,
     ) -> None:
         """Make the tables.
 
-        `scratch_slot` is the padding row's; `proposer` guesses drafts, None: no plan has any.
-        `placeholder` is written for each token of an image.
+        `scratch_slot` is the padding row's; `state_slots`: see `AttentionBatch`; `proposer`
+        guesses drafts, None: no plan has any. `placeholder` is written for each token of an image.
         """
         self._placeholder = placeholder
-        # One more position than the model has: the last sampled token is stored, never computed.
+        # One more position: the last sampled token is stored, never computed.
         self._width = max_model_len + 1
         self.max_num_seqs = max_num_seqs
         shape = (max_num_seqs + 1, self._width)
@@ -144,6 +145,7 @@ class SequenceTable:
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
+        self._state_slots = state_slots
         self._drafts = None if proposer is None else Drafts(self._token_ids, queue, proposer)
         self._indices = torch.arange(max_num_seqs, device=queue.device)
         """The logits that a step of decodes alone wants."""
@@ -271,6 +273,7 @@ class SequenceTable:
             host_rows=rows.tolist(),
             host_q_lens=counts.tolist(),
             host_context_lens=ends.tolist(),
+            state_slots=self._state_slots,
             host_prompt_lens=(self._num_prompt[rows] - ends + counts).clip(0, counts).tolist(),
         )
         return self._flat_tokens.index_select(0, places).long(), batch
@@ -301,7 +304,8 @@ class SequenceTable:
         for sequence in plan.sequences:
             self._num_prompt[sequence.row] = sequence.num_prompt_tokens
             self._num_top[sequence.row] = sequence.sampling.num_prompt_logprobs or 0
-        slots = [part.slots for part in plan.slot_ranges]
+        ranges = [part for part in plan.slot_ranges if part.start_position >= 0]
+        slots = [part.slots for part in ranges]
         own_places = decodes.rows.astype(np.int64) * self._width + decodes.start_positions
         if len(decodes.num_drafts):
             own_places = self._places(decodes.rows, decodes.start_positions, decodes.num_tokens)
@@ -316,8 +320,8 @@ class SequenceTable:
                 [
                     own_places,
                     self._places(
-                        [part.row for part in plan.slot_ranges],
-                        [part.start_position for part in plan.slot_ranges],
+                        [part.row for part in ranges],
+                        [part.start_position for part in ranges],
                         [len(part) // _NO_TOKENS.itemsize for part in slots],
                     ),
                 ]

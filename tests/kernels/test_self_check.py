@@ -25,6 +25,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.weights import DeltaSizes
 from lightserve.worker import build
 
 CPU = torch.device("cpu")
@@ -41,6 +42,7 @@ SHAPES = replace(
     soft_cap=50.0,
     context_len=2048,
     num_experts=0,
+    delta=DeltaSizes(2, 4, 16, 12, 4),
 )
 IMPLEMENTATIONS = [
     ReferenceKernels,
@@ -49,6 +51,9 @@ IMPLEMENTATIONS = [
     InvariantKernels,
 ]
 OPERATIONS = {
+    "decay lost": "states of",
+    "an old state": "states of",
+    "other inputs of a convolution": "states of",
     "KV beside its slot": "write_kv",
     "KV to another slot": "write_kv",
     "rotary backwards": "rotary",
@@ -79,7 +84,9 @@ def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtyp
 
 def test_triton_kernels() -> None:
     """In the interpreter, where long contexts take seconds: short ones."""
-    shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,))
+    shapes = replace(
+        SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,), delta=None
+    )
     check_kernels(TritonKernels(), shapes, CPU)
 
 
@@ -92,6 +99,7 @@ def test_triton_kernels() -> None:
         {"context_len": 3, "sliding_windows": (None,)},
         {"sliding_windows": (100_000,)},
         {"qk_norm": False, "qkv_bias": False},
+        {"delta": DeltaSizes(1, 3, 8, 20, 2)},
     ],
 )
 def test_other_shapes(changes: dict[str, object]) -> None:
@@ -125,7 +133,7 @@ class TritonWindow(TritonKernels):
 
 
 def test_a_wrong_triton_kernel_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = replace(SHAPES, sliding_windows=(24,), context_len=40)
+    shapes = replace(SHAPES, sliding_windows=(24,), context_len=40, delta=None)
     with pytest.raises(StartupError, match=r"attention of .* window of 24 .*backend torch does$"):
         check_kernels(TritonWindow(), shapes, CPU)
     monkeypatch.delenv("TRITON_INTERPRET")  # so that Triton is no way out here

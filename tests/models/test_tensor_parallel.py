@@ -61,6 +61,8 @@ FLOAT32_MODELS = (
     "gpt-bigcode",
     "gemma2",
     "olmo3",
+    "qwen3-next",
+    "qwen3.5",
     "qwen1",  # a merged tensor by its authors' formula, as the others
     "baichuan-7b",
     "baichuan-13b",

@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
+from lightserve.kernels.weights import DeltaRule
 
 
 class _WindowOffByOne(TorchKernels):
@@ -173,6 +174,24 @@ class _ReadsTheHost(TorchKernels):
     can = TorchKernels.can | Can.GRAPHS
 
 
+class _DecayLost(TorchKernels):
+    def delta_rule(self, *args: Any, rule: DeltaRule, **options: Any) -> Tensor:
+        return super().delta_rule(*args, rule=rule._replace(decay=0 * rule.decay), **options)
+
+
+class _OldState(TorchKernels):
+    """Rows that begin find what their slots hold."""
+
+    def delta_rule(self, *args: Any, batch: AttentionBatch, **options: Any) -> Tensor:
+        older = replace(batch, context_lens=batch.context_lens + 1)
+        return super().delta_rule(*args, batch=older, **options)
+
+
+class _OtherInputs(TorchKernels):
+    def convolve(self, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        return super().convolve(x, weight.flip(0), *args)
+
+
 FAULTS: dict[str, type[TorchKernels]] = {
     "window off by one": _WindowOffByOne,
     "wrong scale": _WrongScale,
@@ -182,6 +201,9 @@ FAULTS: dict[str, type[TorchKernels]] = {
     "heads in turn": _HeadsInTurn,
     "last rows unwritten": _LastRowUnwritten,
     "padding seen": _PaddingSeen,
+    "decay lost": _DecayLost,
+    "an old state": _OldState,
+    "other inputs of a convolution": _OtherInputs,
     "KV beside its slot": _KVBesideItsSlot,
     "KV to another slot": _KVToTheFirstSlot,
     "rotary backwards": _BackwardRotary,

@@ -120,8 +120,8 @@ class WatchedModel:
                 continue
             self.seen.num_saved += len(slots)
             for slot, host_slot in zip(slots.tolist(), host_slots.tolist(), strict=True):
-                self._unwritten[slot] = self._writers[slot]
-                self._origins[host_slot] = (self._writers[slot], slot)
+                owner = self._writers.get(slot, -1)  # -1: a state, which no token is
+                self._unwritten[slot], self._origins[host_slot] = owner, (owner, slot)
         self._note_loads(plan.loads)
         self._note_loads(plan.ahead_loads)
         self.seen.num_loaded_ahead += len(plan.ahead_loads.slots) // 4

@@ -43,6 +43,8 @@ from support.kv_watch import Seen, WatchedModel
 from support.tiny_models import TinyModel, write_tiny_model
 
 NUM_SLOTS, MAX_LEN, MAX_SEQS = 600, 128, 6
+STATES = 3
+"""States that a pool holds beside the tokens of a schedule, in models with recurrent layers."""
 NUM_CATALOGUE = 40
 STEP_S = 0.01
 MODEL = TinyModel("lossless", "Qwen3", {"head_dim": 16, "max_position_embeddings": MAX_LEN})
@@ -306,7 +308,8 @@ class Catalogue:
             core,
             worker,
             lambda plan: STEP_S,
-            num_slots=schedule.num_slots,
+            num_slots=schedule.num_slots + STATES * self._runner.pool.num_state_slots,
+            num_state_slots=self._runner.pool.num_state_slots,
             num_host_slots=schedule.num_host_slots,
             step_cost=schedule.step_cost,
             overlaps_copies=schedule.overlaps_copies,

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch
-from lightserve.models.base import Model
+from lightserve.kernels.weights import StateBank
+from lightserve.models.base import Model, kv_layout
+from lightserve.worker.memory import KVPool
 
 FP32_TIE = 1e-4
 FP32_LOGPROB = 1e-4
@@ -180,6 +182,7 @@ class ScatteredPool:
         size = model.config.head_dim + (FACTOR_BYTES if is_small else 0)
         shape = (num_slots, num_kv_heads, size)
         latent = model.config.latent
+        self.states: list[tuple[StateBank, ...]] = []
         # As a factor of 8-bit numbers, bytes of -1 are no number either.
         self.k, self.v = (
             [
@@ -213,19 +216,32 @@ class DirectDriver:
         `num_generated`: tokens at the end of each sequence that are no prompt's; None: all are.
         """
         self._prompt_lens = [0 if num_generated is None else n - num_generated for n in lengths]
-        num_slots = sum(lengths) + 8
+        layout = kv_layout(
+            model.config,
+            tp_size=model.config.num_kv_heads // num_kv_heads,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        num_states = layout.num_state_slots
+        num_slots = sum(lengths) + num_states * len(lengths) + 8
         slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))
         self._model = model
         self._device = device
-        self.pool = ScatteredPool(
-            model, num_kv_heads=num_kv_heads, num_slots=num_slots, dtype=dtype, device=device
-        )
+        self.pool: ScatteredPool | KVPool
+        if num_states:
+            self.pool = KVPool(layout, num_slots, device)
+            self.pool.tensors[0].fill_(torch.nan)
+        else:
+            self.pool = ScatteredPool(
+                model, num_kv_heads=num_kv_heads, num_slots=num_slots, dtype=dtype, device=device
+            )
         self.req_to_slot = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
         start = 0
         for row, length in enumerate(lengths):
             self.req_to_slot[row, :length] = slots[start : start + length]
             start += length
         self._table = self.req_to_slot.to(device)
+        of_rows = slots[start : start + num_states * len(lengths)].view(len(lengths), -1)
+        self._states = of_rows.int().to(device) if num_states else None
 
     @torch.inference_mode()
     def run_pass(self, tokens: Sequence[Tensor], chunks: Sequence[Chunk]) -> list[Tensor] | None:
@@ -258,6 +274,7 @@ class DirectDriver:
             host_rows=tuple(rows),
             host_q_lens=tuple(q_lens),
             host_context_lens=tuple(context_lens),
+            state_slots=self._states,
             host_prompt_lens=tuple(
                 max(0, min(c.num_tokens, self._prompt_lens[c.row] - c.start)) for c in chunks
             ),

@@ -82,6 +82,13 @@ LATENT: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+QWEN_DELTA: Mapping[str, Any] = {
+    **rope("default", partial_rotary_factor=0.25, theta=1000.0),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
 YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
 DEEPSEEK_YARN_ROPE = rope(
     "yarn",
@@ -563,6 +570,50 @@ TINY_MODELS = (
     TinyModel("gpt-bigcode", "GPTBigCode", {"n_inner": 80, "num_hidden_layers": 3}),
     TinyModel("gpt-bigcode-tied", "GPTBigCode", {"tie_word_embeddings": True}, sharded=True),
     TinyModel(
+        "qwen3-next",
+        "Qwen3Next",
+        {
+            **QWEN_DELTA,
+            "head_dim": 24,
+            "num_hidden_layers": 5,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 28,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [2],
+        },
+        sharded=True,
+    ),
+    TinyModel("qwen3.5", "Qwen3_5", {**QWEN_DELTA, "head_dim": 32, "num_hidden_layers": 4}),
+    TinyModel(
+        "qwen3.5-tied",
+        "Qwen3_5",
+        {
+            **QWEN_DELTA,
+            "head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "linear_value_head_dim": 24,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    TinyModel(
+        "qwen3.5-moe",
+        "Qwen3_5Moe",
+        {
+            **QWEN_DELTA,
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    TinyModel(
         "gemma2",
         "Gemma2",
         {
@@ -764,6 +815,9 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
                 scaled -= 1.0  # which the model adds
             elif "embed_tokens" in name and not reference.config.tie_word_embeddings:
                 scaled /= math.sqrt(noise.shape[1])  # by which it multiplies
+        elif reference.config.model_type.startswith(("qwen3_5", "qwen3_next")):
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                scaled -= 1.0
         elif "attention.dense" in name or "attn.dense" in name or "attn.out_proj" in name:
             scaled *= 4.0  # blocks side by side: what comes from other tokens must show
         parameter.copy_(scaled)

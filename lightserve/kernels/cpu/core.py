@@ -60,6 +60,7 @@ class Element(IntEnum):
     RELU = 4
     GELU = 5
     GELU_TANH = 6
+    GATE = 7
 
 
 class CoreMissingError(Exception):
@@ -131,6 +132,11 @@ class Operations:
             self.choose_experts = noted("choose_experts", "pnpllllliifppt")
         self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
+        states = "pllllllplllpn"
+        self.convolve = noted("convolve", f"plppll{states}pit")
+        self.convolve.restype = _INT  # type: ignore[attr-defined]
+        self.delta_rule = noted("delta_rule", f"plplplpppfllll{states}pit")
+        self.delta_rule.restype = _INT  # type: ignore[attr-defined]
         self.attention = noted("attention", "plpplliplpnllllffppipit")
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.kernels.cpu.plan import AttentionPlan, DecodeGroup, PrefillRow, attention_plan
-from lightserve.kernels.interface import AttentionBatch, Can, Kernels, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
+from lightserve.kernels.recurrent import RecurrentOperations
 from lightserve.kernels.reference import modified, weights_of
 from lightserve.kernels.weights import Weight
 
@@ -87,11 +88,11 @@ QUERY_STEP, KEY_STEP = 32, 64
 """Numbers of queries and keys are padded to multiples of these."""
 
 
-class TorchKernels(Kernels):
+class TorchKernels(RecurrentOperations):
     """See `Kernels`."""
 
     name = "torch"
-    can = Can.LATENTS
+    can = Can.LATENTS | Can.STATES
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""

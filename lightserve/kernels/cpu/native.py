@@ -31,9 +31,11 @@ from lightserve.kernels.interface import (
     Summing,
 )
 from lightserve.kernels.weights import (
+    DeltaRule,
     ExpertChoice,
     GroupedWeight,
     Int8Weight,
+    StateBank,
     Weight,
 )
 
@@ -44,7 +46,7 @@ class NativeKernels(TorchKernels):
     """See `Kernels`."""
 
     name = "native"
-    can = Can.LATENTS | Can.INT8_KV | Can.RECORD | Can.INTEGERS | Can.WIDE_SUMS
+    can = TorchKernels.can | Can.INT8_KV | Can.RECORD | Can.INTEGERS | Can.WIDE_SUMS
     types = frozenset({torch.float32, torch.bfloat16})
     _is_invariant = False
     """Whether a token's results may depend on nothing that stands beside it."""
@@ -305,6 +307,71 @@ class NativeKernels(TorchKernels):
             )
         return out
 
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gated`."""
+        operations = self._operations.get(x.dtype)
+        if operations is None or x.stride(1) != 1 or gate.stride(1) != 1:
+            self._fall_back()
+            return super().gated(x, gate)
+        out = x.new_empty(x.shape)
+        if len(x):
+            operations.elements(
+                *(Element.GATE, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0)),
+                *(0.0, *x.shape, out.data_ptr(), x.shape[1]),
+                *(self._level, torch.get_num_threads()),
+            )
+        return out
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+    ) -> Tensor:
+        """See `Kernels.convolve`."""
+        operations = self._native(x, weight)
+        if operations is None:
+            self._fall_back()
+            return super().convolve(x, weight, bias, bank, batch)
+        out = x.new_empty(x.shape)
+        if len(x):
+            are_slots_good = operations.convolve(
+                *(x.data_ptr(), x.stride(0), weight.data_ptr()),
+                *(None if bias is None else bias.data_ptr(), *weight.shape),
+                *_numbers_of(bank, batch),
+                *(out.data_ptr(), self._level, torch.get_num_threads()),
+            )
+            if not are_slots_good:
+                raise IndexError("a slot of a state is none of the pool")
+        return out
+
+    def delta_rule(
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        gates: Tensor,
+        *,
+        rule: DeltaRule,
+        bank: StateBank,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """See `Kernels.delta_rule`: one token after the other."""
+        operations = self._native(mixed, rule.norm)
+        if operations is None:
+            self._fall_back()
+            return super().delta_rule(mixed, z, gates, rule=rule, bank=bank, batch=batch)
+        num_heads = len(rule.decay)
+        out = mixed.new_empty(len(mixed), num_heads * rule.value_dim)
+        if len(mixed):
+            are_slots_good = operations.delta_rule(
+                *(mixed.data_ptr(), mixed.stride(0), z.data_ptr(), z.stride(0)),
+                *(gates.data_ptr(), gates.stride(0)),
+                *(part.data_ptr() for part in (rule.decay, rule.rate_bias, rule.norm)),
+                *(rule.eps, rule.num_key_heads, num_heads, rule.key_dim, rule.value_dim),
+                *_numbers_of(bank, batch),
+                *(out.data_ptr(), self._level, torch.get_num_threads()),
+            )
+            if not are_slots_good:
+                raise IndexError("a slot of a state is none of the pool")
+        return out
+
     def rotate_and_write(
         self,
         q: Tensor,
@@ -442,6 +509,19 @@ class NativeKernels(TorchKernels):
                 torch.get_num_threads(),
             )
         return out
+
+
+def _numbers_of(bank: StateBank, batch: AttentionBatch) -> tuple[int, ...]:
+    """Return where states are as the core reads it, and whose they are."""
+    table, rows, pieces = batch.state_slots, row_numbers(batch), bank.pieces
+    assert table is not None and pieces.stride(3) == 1
+    part_stride, head_stride, slot_stride, _ = pieces.stride()
+    return (
+        *(pieces.data_ptr(), part_stride, head_stride, slot_stride),
+        *(pieces.shape[1], pieces.shape[3], pieces.shape[2]),
+        *(table.data_ptr(), table.stride(0), bank.first, bank.num_slots),
+        *(rows.address, rows.num_rows),
+    )
 
 
 class InvariantNativeKernels(NativeKernels):

@@ -360,6 +360,8 @@ def _input_tensors(inputs: PassInputs) -> Iterator[Tensor]:
     yield from inputs.tables
     yield from (batch.positions, batch.slot_mapping, batch.req_to_slot)
     yield from (batch.rows, batch.cu_seqlens_q, batch.context_lens)
+    if batch.state_slots is not None:
+        yield batch.state_slots
 
 
 def input_addresses(inputs: PassInputs) -> list[int]:
@@ -397,6 +399,7 @@ def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
             host_rows=[0] * num_rows,
             host_q_lens=[1] * (num_rows - 1) + [last],
             host_context_lens=[last] * num_rows,
+            state_slots=None if batch.state_slots is None else torch.empty_like(batch.state_slots),
         ),
         tuple(table.new_zeros(num_tokens, table.shape[1]) for table in like.tables),
         None if like.logit_rows is None else like.logit_rows.new_zeros(num_chosen),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
-from lightserve.models.base import Part, even_part, kv_head_part
+from lightserve.models.base import KVTensors, Part, even_part, kv_head_part
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     ModelContext,
@@ -81,16 +81,11 @@ class Attention(Protocol):
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         """Load its weights."""
 
-    def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
         """Write the new tokens' KV and attend; x [T, hidden] -> [T, features of all heads]."""
 
     def mix_behind(
-        self,
-        norm: Norm,
-        x: Tensor,
-        residual: Tensor,
-        inputs: AttentionInputs,
-        pools: tuple[Tensor, Tensor],
+        self, norm: Norm, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: KVTensors
     ) -> tuple[Tensor, Tensor]:
         """Return (`mix` of norm(x + residual), x + residual); may overwrite `residual`."""
 
@@ -111,6 +106,7 @@ class SelfAttention:
         q_part = even_part(config.num_heads, tp)
         kv_part = kv_head_part(config.num_kv_heads, tp)
         self._kernels = context.kernels
+        self._place = config.kv_layers.index(layer)
         self._num_heads, self._num_kv_heads, self._head_dim = q_part.size, kv_part.size, head_dim
         self._scale = config.attention_scale or head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
@@ -131,6 +127,15 @@ class SelfAttention:
         if "grouped_qkv" in config.merged:
             group = config.num_heads // config.num_kv_heads
             parts = _grouped_parts(f"{prefix}.qkv_proj", q_part, kv_part, group, head_dim)
+        if has_gate := config.has_output_gate:
+            queries, gates = (
+                [
+                    (f"{prefix}.q_proj", Part(2 * q_rows.start + place, head_dim))
+                    for place in range(first, 2 * q_rows.size, 2 * head_dim)
+                ]
+                for first in (0, head_dim)
+            )
+            parts = [*queries, *parts[1:], *gates]
         reader = context.reader
         if config.rotates_neighbours:
             rotated = frozenset((name, rows.start) for name, rows in parts[:2])
@@ -151,7 +156,7 @@ class SelfAttention:
             out_size=config.hidden_size,
             has_bias=config.attention_output_bias,
         )
-        self._q_size, self._kv_size = q_rows.size, kv_rows.size
+        self._sizes = [q_rows.size, kv_rows.size, kv_rows.size, *[q_rows.size] * has_gate]
         self._qk_norm = self.qk_norm(context, prefix)
 
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
@@ -166,29 +171,21 @@ class SelfAttention:
         """Return queries [T, Hq, D] as they are at their positions [T]; here they do not change."""
         return q
 
-    def mix(self, x: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Write the new tokens' KV and attend.
-
-        x [T, hidden], pools [S, Hkv, D] (written at the batch's slots) -> [T, Hq * D].
-        """
-        return self._mix(self._qkv(x), inputs, k_pool, v_pool)
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
+        """Write the new tokens' KV and attend; x [T, hidden] -> [T, Hq * D]."""
+        return self._mix(self._qkv(x), inputs, kv)
 
     def mix_behind(
-        self,
-        norm: Norm,
-        x: Tensor,
-        residual: Tensor,
-        inputs: AttentionInputs,
-        pools: tuple[Tensor, Tensor],
+        self, norm: Norm, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: KVTensors
     ) -> tuple[Tensor, Tensor]:
         """See `Attention.mix_behind`."""
         qkv, residual = self._qkv.behind(norm, x, residual)
-        return self._mix(qkv, inputs, *pools), residual
+        return self._mix(qkv, inputs, kv), residual
 
-    def _mix(self, qkv: Tensor, inputs: AttentionInputs, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    def _mix(self, qkv: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
         kernels, head_dim = self._kernels, self._head_dim
-        q_size, kv_size = self._q_size, self._kv_size
-        q, k, v = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=-1)
+        k_pool, v_pool = kv.k[self._place], kv.v[self._place]
+        q, k, v, *gates = qkv.split_with_sizes(self._sizes, dim=-1)
         q, k = self.normalised(q, k)
         num_tokens = qkv.shape[0]
         q = q.view(num_tokens, self._num_heads, head_dim)
@@ -215,7 +212,8 @@ class SelfAttention:
             sliding_window=self._sliding_window,
             score_mod=self._score_mod,
         )
-        return heads.reshape(num_tokens, q_size)
+        heads = heads.reshape(num_tokens, self._sizes[0])
+        return kernels.gated(heads, gates[0]) if gates else heads
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * D] -> [N, hidden]."""

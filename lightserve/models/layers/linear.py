@@ -421,6 +421,10 @@ class ColumnParallelLinear:
         """Return this rank's outputs; x [T, in] -> [T, sum of part sizes], gated: half of it."""
         return self._linear.apply(x)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs in float32."""
+        return self._linear.apply(x, dtype=torch.float32)
+
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs of norm(x + residual), x + residual); may overwrite `residual`."""
         if self._plain is None or not isinstance(norm, RMSNorm):

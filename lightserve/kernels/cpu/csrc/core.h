@@ -228,6 +228,7 @@ enum Element : int32_t {
   RELU = 4,
   GELU = 5,       // of a, times b if there is one
   GELU_TANH = 6,  // … by its approximation with tanh
+  GATE = 7,       // a * sigmoid(b)
 };
 
 template <typename T>
@@ -278,6 +279,54 @@ struct Rotation {
   const T* q_weight;  // null: no norms
   const T* k_weight;
   float eps;
+};
+
+// ---- recurrent layers ----
+//
+// States are pieces of a KV pool: a state's bytes are those of some slots of a row, [parts][heads]
+// [slots][piece]. A row of `rows` is as in `Attention`; its state begins, with zeros, where all of its
+// context is new.
+struct States {
+  char* pieces;
+  int64_t part_stride, head_stride, slot_stride;  // in bytes
+  int64_t num_heads, piece_bytes, pool_slots;
+  const int32_t* table;  // slots of each row
+  int64_t table_stride, first, num_slots;  // … of which a state has these
+  const int64_t* rows;
+  int64_t num_rows;
+
+  // Copies some bytes of a row's state to a buffer, or from it.
+  void copy(int64_t table_row, int64_t first_byte, int64_t num_bytes, char* buffer,
+            bool is_stored) const;
+  bool are_good() const;
+};
+
+template <typename T>
+struct Convolution {
+  const T* x;
+  int64_t x_stride;
+  const T* weight;  // [width][channels]
+  const T* bias;    // or null
+  int64_t width, channels;
+  States states;  // [width - 1][channels]
+  T* out;         // [tokens, channels], contiguous
+};
+
+template <typename T>
+struct DeltaRule {
+  const T* mixed;
+  int64_t mixed_stride;
+  const T* z;
+  int64_t z_stride;
+  const float* gates;  // b of all heads, then a
+  int64_t gate_stride;
+  const float* decay;  // of each head
+  const float* rate_bias;
+  const T* norm;
+  float eps;
+  int64_t num_key_heads, num_heads, key_dim, value_dim;
+  States states;  // float32 [num_heads][key_dim][value_dim]
+  T* out;         // [tokens, num_heads, value_dim], contiguous
 };
 
 // ---- attention ----

@@ -9,5 +9,6 @@
 #include "vectors.h"
 #include "vectors_attention.h"
 #include "vectors_elements.h"
+#include "vectors_recurrent.h"
 #include "vectors_rounded.h"
 #include "vectors_sampling.h"

@@ -30,6 +30,7 @@ TARGET INLINE F element_of(F a, F b, float factor) {
   if constexpr (E == RELU) return a < 0.0f ? F{} : a;
   if constexpr (E == GELU) return gelu_of(a);
   if constexpr (E == GELU_TANH) return gelu_tanh_of(a);
+  if constexpr (E == GATE) return a / (exp_of(-b) + 1.0f);
 }
 
 template <Element E, typename T>
@@ -52,7 +53,7 @@ void elements(Element element, const Elements<T>& task, int num_threads) {
   static void (*const functions[])(const Elements<T>&, int64_t) = {
       elements_of_row<COPY, T>,   elements_of_row<SUM, T>,  elements_of_row<PRODUCT, T>,
       elements_of_row<SCALED, T>, elements_of_row<RELU, T>, elements_of_row<GELU, T>,
-      elements_of_row<GELU_TANH, T>};
+      elements_of_row<GELU_TANH, T>, elements_of_row<GATE, T>};
   const int64_t chunk = larger(1, 16384 / larger(1, task.size));
   parallel(num_threads, divide_up(task.num_rows, chunk), [&](Cursor& cursor) {
     for (int64_t i; (i = cursor.take()) < cursor.total;)

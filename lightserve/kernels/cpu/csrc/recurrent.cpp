@@ -1,0 +1,79 @@
+// Recurrent layers: a short convolution, and the gated delta rule; see `Kernels`.
+#include "core.h"
+
+namespace avx2 {
+template <typename T> void convolve(const Convolution<T>&, int);
+template <typename T> void delta_rule(const DeltaRule<T>&, int);
+}  // namespace avx2
+namespace avx512 {
+template <typename T> void convolve(const Convolution<T>&, int);
+template <typename T> void delta_rule(const DeltaRule<T>&, int);
+}  // namespace avx512
+
+void States::copy(int64_t row, int64_t first_byte, int64_t num_bytes, char* buffer,
+                  bool is_stored) const {
+  const int32_t* slots = table + row * table_stride + first;
+  int64_t place = first_byte / piece_bytes, within = first_byte % piece_bytes;
+  int64_t slot = place % num_slots, head = place / num_slots % num_heads;
+  char* base = pieces + place / num_slots / num_heads * part_stride;
+  while (num_bytes > 0) {
+    const int64_t count = smaller(num_bytes, piece_bytes - within);
+    char* piece = base + head * head_stride + slots[slot] * slot_stride + within;
+    if (is_stored)
+      std::memcpy(piece, buffer, count);
+    else
+      std::memcpy(buffer, piece, count);
+    buffer += count;
+    num_bytes -= count;
+    within = 0;
+    if (++slot < num_slots) continue;
+    slot = 0;
+    if (++head < num_heads) continue;
+    head = 0;
+    base += part_stride;
+  }
+}
+
+bool States::are_good() const {
+  for (int64_t i = 0; i < num_rows; i++)
+    for (int64_t slot = 0; slot < num_slots; slot++) {
+      const int32_t number = table[rows[4 * i] * table_stride + first + slot];
+      if (number < 0 || number >= pool_slots) return false;
+    }
+  return true;
+}
+
+#define STATES                                                                                  \
+  char *pieces, int64_t part_stride, int64_t head_stride, int64_t slot_stride,                  \
+      int64_t num_heads_of_slot, int64_t piece_bytes, int64_t pool_slots, const int32_t *table,   \
+      int64_t table_stride, int64_t first, int64_t num_slots, const int64_t *rows, int64_t num_rows
+#define STATES_OF                                                                               \
+  {pieces,     part_stride, head_stride,  slot_stride, num_heads_of_slot, piece_bytes,            \
+   pool_slots, table,       table_stride, first,       num_slots,       rows, num_rows}
+
+// Both return 0, and do nothing, if a slot of a state is none of the pool.
+#define OPERATIONS(T, name)                                                                     \
+  EXPORT int32_t core_convolve_##name(const T* x, int64_t x_stride, const T* weight,            \
+                                      const T* bias, int64_t width, int64_t channels, STATES,   \
+                                      T* out, int32_t level, int32_t num_threads) {             \
+    const Convolution<T> task{x, x_stride, weight, bias, width, channels, STATES_OF, out};      \
+    if (!task.states.are_good()) return 0;                                                      \
+    (level >= AVX512 ? avx512::convolve<T> : avx2::convolve<T>)(task, num_threads);             \
+    return 1;                                                                                   \
+  }                                                                                             \
+  BY_WORDS(core_convolve_##name)                                                                \
+  EXPORT int32_t core_delta_rule_##name(                                                        \
+      const T* mixed, int64_t mixed_stride, const T* z, int64_t z_stride, const float* gates,   \
+      int64_t gate_stride, const float* decay, const float* rate_bias, const T* norm, float eps, \
+      int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, STATES,     \
+      T* out, int32_t level, int32_t num_threads) {                                             \
+    const DeltaRule<T> task{mixed,     mixed_stride, z,   z_stride,      gates,                 \
+                            gate_stride, decay,      rate_bias, norm, eps, num_key_heads,       \
+                            num_heads, key_dim,      value_dim, STATES_OF, out};                \
+    if (!task.states.are_good()) return 0;                                                      \
+    (level >= AVX512 ? avx512::delta_rule<T> : avx2::delta_rule<T>)(task, num_threads);         \
+    return 1;                                                                                   \
+  }                                                                                             \
+  BY_WORDS(core_delta_rule_##name)
+OPERATIONS(float, f32)
+OPERATIONS(bf16, bf16)
