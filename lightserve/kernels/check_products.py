@@ -18,7 +18,7 @@ from lightserve.kernels.check_pair import (
     Pair,
     Poison,
 )
-from lightserve.kernels.interface import Can, Kernels, KernelShapes
+from lightserve.kernels.interface import Can, Kernels, KernelShapes, linears_of
 from lightserve.kernels.reference import (
     ReferenceKernels,
     numbers_of_fp4,
@@ -34,7 +34,7 @@ CHOICE_ROWS = 7
 
 def linears(pair: Pair) -> Iterator[Comparison]:
     """Compare the plain products of a layer."""
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+    for name, (num_rows_of_weight, num_inputs) in linears_of(pair.shapes).items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs) // 2 * 2)
         weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
         bias = pair.random(num_outputs) if name == "qkv" and pair.shapes.qkv_bias else None
@@ -76,7 +76,7 @@ def _norm_products(
 
 def int8_linears(pair: Pair) -> Iterator[Comparison]:
     """Compare products by integers of 8 bits, and of integers by integers."""
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+    for name, (num_rows_of_weight, num_inputs) in linears_of(pair.shapes).items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         weight = pair.random(num_outputs, num_inputs, scale=num_inputs**-0.5)
         packed, rounded = pair.kernels.quantize(weight), rounded_to_int8(weight)
@@ -99,7 +99,7 @@ def int8_linears(pair: Pair) -> Iterator[Comparison]:
 
 def int4_linears(pair: Pair) -> Iterator[Comparison]:
     """Compare products by integers of 4 bits in groups."""
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+    for name, (num_rows_of_weight, num_inputs) in linears_of(pair.shapes).items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         sizes = (num_outputs, -(-num_inputs // CHECKED_GROUP))
         drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
@@ -121,7 +121,7 @@ def int4_linears(pair: Pair) -> Iterator[Comparison]:
 
 def fp8_linears(pair: Pair) -> Iterator[Comparison]:
     """Compare products by floating point of 8 bits."""
-    for name, (num_rows_of_weight, num_inputs) in pair.shapes.linears().items():
+    for name, (num_rows_of_weight, num_inputs) in linears_of(pair.shapes).items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         values = pair.random(num_outputs, num_inputs).to(torch.float8_e4m3fn)
         sizes = (num_outputs, -(-num_inputs // CHECKED_FP8_GROUP))

@@ -589,12 +589,13 @@ class KernelShapes:
     """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
     delta: DeltaSizes | None = None
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of a layer's products, by name."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "qkv": (q_size + 2 * kv_size, self.hidden_size),
-            "out": (self.hidden_size, q_size),
-            "gate_up": (2 * self.intermediate_size, self.hidden_size),
-            "down": (self.hidden_size, self.intermediate_size),
-        }
+
+def linears_of(shapes: KernelShapes) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of a layer's products, by name."""
+    q_size, kv_size = shapes.num_heads * shapes.head_dim, shapes.num_kv_heads * shapes.head_dim
+    return {
+        "qkv": (q_size + 2 * kv_size, shapes.hidden_size),
+        "out": (shapes.hidden_size, q_size),
+        "gate_up": (2 * shapes.intermediate_size, shapes.hidden_size),
+        "down": (shapes.hidden_size, shapes.intermediate_size),
+    }

@@ -263,8 +263,7 @@ def build_runner(
         _tell_of_slower_kernels(kernels, torch_dtype)
     runner = make_runner(pool, host_pool)
     # In this order: a capture begins by giving back the memory that steps have got ready.
-    is_limited = config.cuda_graph_max_tokens > 0
-    capture_graphs(runner, model, pool, sizes, tp=tp, is_limited=is_limited)
+    capture_graphs(runner, model, pool, sizes, tp=tp, is_limited=config.cuda_graph_max_tokens > 0)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
 

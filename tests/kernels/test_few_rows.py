@@ -14,6 +14,7 @@ from support.random_model import random_model, tiny_config
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from lightserve.kernels.interface import linears_of
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import disagreement
 from lightserve.kernels.triton import elementwise, products
@@ -126,7 +127,7 @@ def test_who_multiplies() -> None:
 def few_rows_kernels(config: ProductConfig) -> TritonKernels:
     """Return kernels that have this configuration for every product of a model."""
     shapes = SMALL_SHAPES
-    sizes = {num_inputs for _, num_inputs in shapes.linears().values()}
+    sizes = {num_inputs for _, num_inputs in linears_of(shapes).values()}
     choices = {
         ProductKey(num_inputs, num_rows, has_norm, is_gated): ProductChoice(config, 1 << 20)
         for num_inputs in sizes | {32, 48, 64, 96}

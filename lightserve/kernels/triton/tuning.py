@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from lightserve import __version__
 from lightserve.cost.profile import cache_dir, write_whole
-from lightserve.kernels.interface import WORD_BYTES, AttentionBatch, KernelShapes
+from lightserve.kernels.interface import WORD_BYTES, AttentionBatch, KernelShapes, linears_of
 from lightserve.kernels.reference import kv_in_8_bits
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import (
@@ -509,7 +509,7 @@ def product_works(shapes: KernelShapes) -> list[ProductWork]:
             num_outputs,
             shapes.dtype,
         )
-        for name, (num_outputs, num_inputs) in shapes.linears().items()
+        for name, (num_outputs, num_inputs) in linears_of(shapes).items()
         if num_outputs and num_inputs and name not in left_out
         for num_rows in PRODUCT_ROWS
     ]
