@@ -43,7 +43,7 @@ POSTGRES = postgres.missing()
 
 RULES = (
     Rule(r"(^|\s)docker (compose|build|run)\b", OPTIONS, "a container engine"),
-    Rule(r'"prediction"', OPTIONS, "needs --speculation; test_openai_client asks such a server"),
+    Rule(r'"prediction"', NOT_RUN, "needs --speculation; test_openai_client asks such a server"),
     Rule(r"^kubectl ", OPTIONS, "a cluster; the files are held to Kubernetes' schemas as well"),
     Rule(r"^make serve TORCH=|^PIP_EXTRA_INDEX_URL=", OPTIONS, "installs from a package index"),
     Rule(r"^pip install\b", OPTIONS, "installs from a package index"),
