@@ -330,7 +330,7 @@ class RandomReader:
 
 
 class Fp8Reader(RandomReader):
-    """The same of a checkpoint whose products' weights are FP8, in blocks of 128."""
+    """Random weights of a checkpoint whose products' weights are FP8, in blocks of 128."""
 
     def read_stored(
         self, name: str, *, rows: Part | None = None, columns: Part | None = None

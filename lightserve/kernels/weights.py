@@ -76,8 +76,8 @@ class Fp8Weight(NamedTuple):
     is_gated: bool = False
     """See `Int8Weight`."""
     rounds_rows: bool = False
-    """Whether kernels of `Can.FP8_PRODUCTS` round rows x to float8_e4m3fn as well, by the largest
-    number of each row, or of each of its groups."""
+    """The rows that are multiplied by this weight are rounded to float8_e4m3fn as well, by the
+    largest number of each row, or of each of its groups; needs `Can.FP8_PRODUCTS`."""
 
 
 class Fp4Weight(NamedTuple):

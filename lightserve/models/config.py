@@ -188,8 +188,8 @@ class ModelConfig:
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names here, and the file's parts in their places, one after the other."""
     layer_norm_bias: bool | None = None
-    """Whether norms are LayerNorm with biases, or without any; None: they are RMS norms.
-    `rms_norm_eps` is theirs, too."""
+    """Norms are LayerNorm with biases (true) or without (false), or RMS norms (None); either kind
+    adds `rms_norm_eps`."""
     has_embedding_norm: bool = False
     """Whether embeddings are normalised before the first layer."""
     activation: Activation | None = None
@@ -227,7 +227,7 @@ class ModelConfig:
     recurrent: DeltaConfig | None = None
     """The layers that keep a state in place of keys and values; None: there are none."""
     has_output_gate: bool = False
-    """Whether attention's results are multiplied by sigmoids, made beside the queries."""
+    """Results of attention are multiplied by sigmoids that are made beside the queries."""
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
     """One per layer; None: the layer sees everything."""

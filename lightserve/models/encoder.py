@@ -172,8 +172,8 @@ class EncoderModel:
         return None
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Raise NotImplementedError: texts alone have vectors."""
-        raise NotImplementedError
+        """Raise RuntimeError: an encoder of texts sees no images, and no plan brings it any."""
+        raise RuntimeError("an encoder of texts sees no images")
 
     def hidden(
         self,

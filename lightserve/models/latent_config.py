@@ -38,8 +38,8 @@ class LatentConfig:
     value_dim: int
     """Size of a value head."""
     is_split: bool = False
-    """Whether the file has two tensors: one that makes keys, transposed, and one that makes
-    values."""
+    """Keys and values are made by a tensor each in the file, that of the keys transposed, in place
+    of one for both."""
 
     @property
     def query_dim(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -81,7 +81,7 @@ class MoeConfig:
     scale: float = 1.0
     """Factor of the sum of the chosen experts."""
     scales_inputs: bool = False
-    """Whether a weight is the factor of its expert's inputs, not of the results."""
+    """The weight of a chosen expert multiplies the expert's inputs in place of its results."""
     shared_size: int = 0
     """Size of a block that every token goes through; 0: none."""
     shared_module: str = ""
@@ -101,13 +101,18 @@ class MoeConfig:
     """None: each expert has tensors of its own."""
 
 
-def parse_mixtral(fields: JsonFields, num_layers: int, intermediate_size: int) -> MoeConfig:
-    """Return Mixtral's experts: every layer has them."""
-    num_experts = fields.integer("num_local_experts", default=8, high=MAX_EXPERTS)
+def parse_mixtral(
+    fields: JsonFields, num_layers: int, intermediate_size: int, experts: tuple[int, int] = (8, 2)
+) -> MoeConfig:
+    """Return Mixtral's experts, which every layer has.
+
+    `experts` and chosen ones where the file is silent.
+    """
+    num_experts = fields.integer("num_local_experts", default=experts[0], high=MAX_EXPERTS)
     return MoeConfig(
         layers=frozenset(range(num_layers)),
         num_experts=num_experts,
-        num_chosen=num_chosen_of(fields, num_experts, default=2),
+        num_chosen=num_chosen_of(fields, num_experts, default=experts[1]),
         intermediate_size=intermediate_size,
         size_key="intermediate_size",
         normalises=True,
@@ -180,19 +185,8 @@ def parse_minimax(fields: JsonFields, num_layers: int, intermediate_size: int) -
         raise fields.error("scoring_func", f"must be sigmoid, got {scoring!r}")
     if fields.integer("shared_intermediate_size", default=0, low=0):
         raise fields.error("shared_intermediate_size", "must be 0")
-    num_experts = fields.integer("num_local_experts", default=256, high=MAX_EXPERTS)
-    return MoeConfig(
-        layers=frozenset(range(num_layers)),
-        num_experts=num_experts,
-        num_chosen=num_chosen_of(fields, num_experts, default=8),
-        intermediate_size=intermediate_size,
-        size_key="intermediate_size",
-        normalises=True,
-        scoring=Scoring.SIGMOID,
-        has_choice_bias=True,
-        module="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-    )
+    plain = parse_mixtral(fields, num_layers, intermediate_size, (256, 8))
+    return replace(plain, scoring=Scoring.SIGMOID, has_choice_bias=True)
 
 
 def parse_glm_moe(fields: JsonFields, num_layers: int) -> MoeConfig:
