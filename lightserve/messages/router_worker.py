@@ -299,13 +299,11 @@ class StepResult(Message, frozen=True):
     launch_s: float = 0.0
     """Seconds of the host to launch it, where the device works meanwhile: on a GPU. A plan must
     come so much earlier for the device to go on without a pause."""
-    num_drafted: bytes = b""
-    """int32 [n of the plan's `decodes`]: tokens that were proposed for each, of the drafts that it
-    may have; empty: none has any."""
+    drafted: bytes = b""
+    """int32 [2, n of the plan's `decodes`]: tokens that were proposed for each, of the drafts that
+    it may have, and their `DraftSource`; empty: none may have any."""
     num_verified: int = 0
     """Tokens that the step computed for drafts, proposed or not."""
-    draft_sources: bytes = b""
-    """int32 [n of the plan's `decodes`]: `DraftSource` of each; empty: the first."""
 
 
 class StepTimesMeasured(Message, frozen=True):

@@ -20,7 +20,7 @@ from lightserve.messages.router_worker import (
     pack_decodes,
 )
 from lightserve.router.admission.risk import AcceptedRisk
-from lightserve.router.drafting import scope_of
+from lightserve.router.drafting import Drafting, scope_of
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.kv.states import NO_STATE_CHANGES, StateChanges, States
@@ -192,6 +192,7 @@ class StepCommit:
         waits: QueueDelay,
         risk: AcceptedRisk,
         *,
+        drafting: Drafting,
         shares_answers: bool,
     ) -> None:
         self._waiting = waiting
@@ -199,6 +200,7 @@ class StepCommit:
         self._pipeline = pipeline
         self._waits = waits
         self._risk = risk
+        self._drafting = drafting
         self._shares_answers = shares_answers
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
@@ -219,6 +221,8 @@ class StepCommit:
             request.state = RUNNING
         for request, num_tokens in step.loaded:
             self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
+        if self._drafting.most and len(step.decodes):
+            self._drafting.note(step.decodes)
         num_tokens_each = step.decodes.num_tokens
         if len(step.decodes.drafts):
             each = zip(step.decodes.requests, num_tokens_each.tolist(), strict=True)
@@ -266,6 +270,8 @@ class StepCommit:
             kv.forget(request)
         self._waits.note_started(request, found.start)
         self._rows.acquire(request)
+        if self._drafting.most:
+            self._drafting.begin(request)
         computed_anew = max(0, request.num_kept_tokens - found.start)
         self.counters[request.request_class].lost_tokens += computed_anew
         kv.start(request, found)

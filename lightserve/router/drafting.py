@@ -92,15 +92,13 @@ class Drafting:
         self.most = most
         """Drafts that a row may have; 0: none has any."""
         self._table = table
-        self._occupants = np.full(table.num_rows, -1, dtype=np.int64)
-        """Numbers of the requests that the other columns are about."""
         self._limits = np.zeros(table.num_rows, dtype=np.int64)
         """Most drafts of each in a step, …"""
         self._priors = np.zeros(table.num_rows)
         """… and what was last known of its key."""
         self._steps = np.arange(1, most + 1)
         self._quiet = 0, 0
-        """Decodes of steps that have no drafts, and how many more of these."""
+        """Decodes of steps that have no drafts, and how many more of these are to have none."""
         self._accepted = np.zeros(table.num_rows)
         self._tried = np.zeros(table.num_rows)
         self._keys: OrderedDict[Hashable, Chance] = OrderedDict()
@@ -126,8 +124,7 @@ class Drafting:
         decodes, num_planned = planned.decodes, planned.decodes.drafts
         self._predicted.clear()
         num_tokens = (output.token_ids[: len(decodes)] != NO_TOKEN).sum(axis=1)
-        num_drafted = unpack_int32(result.num_drafted)
-        sources = unpack_int32(result.draft_sources) if result.draft_sources else 0 * num_drafted
+        num_drafted, sources = unpack_int32(result.drafted).reshape(2, -1)
         # What is not proposed costs nothing where it is not computed.
         num_wasted = int(result.num_verified == num_planned.sum())
         for index in np.flatnonzero(num_planned).tolist():
@@ -153,11 +150,29 @@ class Drafting:
         """Return how many tokens of its prediction were right and wrong in the last result."""
         return self._predicted.pop(request.key, NOTHING_PREDICTED)
 
+    def begin(self, request: Request) -> None:
+        """Take in a request that has got a row."""
+        row = request.row
+        assert row is not None
+        self._accepted[row] = self._tried[row] = 0.0
+        self._limits[row] = self.most * can_draft(request)
+        self._priors[row] = self._of_key(request).value
+
     def rests(self, num_decodes: int) -> bool:
-        """Whether a step of so many decodes has no drafts, as one before it had none."""
-        num_quiet, num_steps = self._quiet
-        self._quiet = num_quiet, num_steps - 1
-        return num_quiet == num_decodes and num_steps > 0
+        """Whether a step of so many decodes has no drafts, as those before it had none."""
+        return self._quiet[0] == num_decodes and self._quiet[1] > 0
+
+    def note(self, decodes: Decodes) -> None:
+        """Take in the decodes of a step that is sent."""
+        num_decodes, num_quiet = len(decodes), self._quiet[1]
+        if len(decodes.drafts):
+            self._quiet = 0, 0
+        elif self.rests(num_decodes):
+            self._quiet = num_decodes, num_quiet - 1
+        else:
+            self._accepted[decodes.rows] *= FADING
+            self._tried[decodes.rows] *= FADING
+            self._quiet = num_decodes, QUIET_STEPS
 
     def choose(
         self,
@@ -203,9 +218,6 @@ class Drafting:
         if base_s <= limit_s:
             won_s[times_s > limit_s] = 0.0
         if not len(won_s) or won_s[best := int(won_s.argmax())] <= LEAST_WON_S:
-            self._accepted[rows] *= FADING
-            self._tried[rows] *= FADING
-            self._quiet = len(rows), QUIET_STEPS
             return NO_ROWS
         return np.bincount(order[: best + 1] // self.most, minlength=len(rows)).astype(np.int64)
 
@@ -222,14 +234,6 @@ class Drafting:
     def _most_of(self, decodes: Decodes) -> IntArray:
         """Return how many drafts each may have at most: none beyond the last token it can have."""
         table, rows = self._table, decodes.rows
-        is_new = self._occupants[rows] != table.arrival_number[rows]
-        if is_new.any():
-            new = rows[is_new]
-            self._occupants[new] = table.arrival_number[new]
-            self._accepted[new] = self._tried[new] = 0.0
-            requests = table.of(new)
-            self._limits[new] = [self.most * can_draft(request) for request in requests]
-            self._priors[new] = [self._of_key(request).value for request in requests]
         left = table.stop_at[rows] - table.num_output[rows] - table.inflight_samples[rows] - 1
         most: IntArray = np.maximum(0, np.minimum(left, self._limits[rows]))
         return most

@@ -239,13 +239,11 @@ def _read(sent: SentStep, result: StepResult) -> StepOutput:
     output = read_result(sent.plan, result)
     if not 0 <= result.num_verified <= int(sent.planned.decodes.drafts.sum()):
         raise ProtocolError(f"{result.num_verified} drafts, which are not those of the plan")
-    if len(result.num_drafted) != len(sent.plan.decodes.num_drafts):
-        raise ProtocolError(f"{len(result.num_drafted)} bytes of num_drafted")
-    if sources := result.draft_sources:
-        if len(sources) != len(sent.plan.decodes.num_drafts):
-            raise ProtocolError(f"{len(sources)} bytes of draft_sources")
-        if not {*unpack_int32(sources).tolist()} <= {*DraftSource}:
-            raise ProtocolError("draft_sources: a source that is none")
+    if len(result.drafted) != 2 * len(sent.plan.decodes.num_drafts):
+        raise ProtocolError(f"{len(result.drafted)} bytes of drafted")
+    sources = unpack_int32(result.drafted).reshape(2, -1)[1] if result.drafted else ()
+    if not {*map(int, sources)} <= {*DraftSource}:
+        raise ProtocolError("drafted: a source that is none")
     planned, (rows, token_ids, others) = sent.planned, output
     if token_ids.shape[1] > 1:
         most = np.ones(len(token_ids), dtype=np.int64)

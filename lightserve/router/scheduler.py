@@ -109,6 +109,7 @@ class Scheduler:
             self._pipeline,
             self._waits,
             config.accepted_risk,
+            drafting=self.drafting,
             shares_answers=config.shares_answers,
         )
         self._held_by_rt = HeldByRealTime(config.rt_kv_deviations)
@@ -285,8 +286,6 @@ class Scheduler:
             num_state_slots=ready.num_state_slots,
             load_is_cheaper=self._pipeline.load_is_cheaper,
         )
-        if ready.num_state_slots:
-            self.drafting.most = 0
         for request in list(self._waiting):
             request.recurrent.num_slots = ready.num_state_slots
             self._kv.expect(request)

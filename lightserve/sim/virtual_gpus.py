@@ -32,6 +32,7 @@ from statistics import NormalDist
 from typing import NamedTuple, Self
 
 from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
 from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.cost.profile import read_profile, tokens_of_step
@@ -146,6 +147,7 @@ class ProfiledHardware:
     server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
     graph_sizes: GraphSizes = NO_SIZES
     num_state_slots: int = 0
+    name: str = "of a profile"
 
     @classmethod
     def read(cls, path: Path, *, flag: str = "--hardware") -> Self:
@@ -248,4 +250,20 @@ def read_hardware(spec: str, *, flag: str = "--hardware") -> Hardware:
         )
     if num_slots(MODELS[name], GPUS[gpu], num_ranks) <= 0:
         raise ConfigError(f"{flag} {spec}: the weights do not fit")
-    return virtual_gpus(MODELS[name], GPUS[gpu], num_ranks)
+    return dataclasses.replace(virtual_gpus(MODELS[name], GPUS[gpu], num_ranks), name=spec)
+
+
+def check_states(serve: ServeConfig, num_state_slots: int, whose: str) -> None:
+    """Check that a server with these options would start with a model of so many state slots.
+
+    `whose` says where the model comes from.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    for name, only in (("speculation", "off"), ("block_owner", "two-ended")):
+        if num_state_slots and (found := getattr(serve, name)) != only:
+            raise ConfigError(
+                f"{flag_name(name)} must be {only} with {whose}, whose model has recurrent layers,"
+                f" got {found}"
+            )

@@ -48,6 +48,7 @@ from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.logged_hardware import LoggedHardware, LoggedStep
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.sim.virtual_gpus import check_states
 from lightserve.sim.worker import EOS_TOKEN_ID, Hardware, LengthWorker, VirtualWorker
 from lightserve.types import (
     FinishReason,
@@ -200,8 +201,12 @@ class Recording:
             speed=settings.speed,
             clock=lambda: simulation.now_s,
         )
+        serve = self._serve_config(settings)
+        own = settings.hardware
+        num_state_slots = (own or self.workers).num_state_slots
+        check_states(serve, num_state_slots, f"--hardware {own.name}" if own else "the log")
         core_config = make_scheduler_config(
-            self._serve_config(settings),
+            serve,
             max_model_len=self.max_model_len,
             seed=self.seed,
             remembered=self.remembered,
@@ -224,7 +229,7 @@ class Recording:
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
-            num_state_slots=(settings.hardware or self.workers).num_state_slots,
+            num_state_slots=num_state_slots,
             step_cost=known_cost,
             overlaps_copies=hardware.overlaps_copies,
             graph_sizes=hardware.graph_sizes,

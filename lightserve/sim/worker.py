@@ -135,7 +135,7 @@ class SimulatedWorker:
             exec_s=exec_s,
             idle_s=idle_s,
             rows=others,
-            num_drafted=plan.decodes.num_drafts,
+            drafted=plan.decodes.num_drafts + bytes(len(plan.decodes.num_drafts)),
             num_verified=int(decodes.num_drafts.sum()),
         )
 
@@ -540,7 +540,7 @@ class LengthWorker:
             tokens_per_row=len(steps),
             exec_s=exec_s,
             idle_s=idle_s,
-            num_drafted=plan.decodes.num_drafts,
+            drafted=plan.decodes.num_drafts + bytes(len(plan.decodes.num_drafts)),
             num_verified=int(decodes.num_drafts.sum()),
         )
 
@@ -576,6 +576,10 @@ class Hardware(Protocol):
     @property
     def num_state_slots(self) -> int:
         """Slots of KV that the state of a sequence takes."""
+
+    @property
+    def name(self) -> str:
+        """Name that --hardware gave it; empty: none."""
 
     @property
     def server_budget(self) -> int:
@@ -633,6 +637,8 @@ class VirtualHardware:
     """Seconds of a copy on the device, into one piece or out of it; 0: it is part of the copy."""
     state_bytes: int = 0
     """Bytes of a sequence's state in recurrent layers."""
+    name: str = ""
+    """Name that --hardware gave it; empty: none."""
 
     step_cost = None
     graph_sizes = NO_SIZES

@@ -59,8 +59,8 @@ class Proposal(NamedTuple):
     """int64 [rows, most]."""
     counts: Tensor
     """int64 [rows], how many of them are guesses."""
-    sources: Tensor | None = None
-    """int64 [rows], the `DraftSource` of each; None: all are of the first."""
+    sources: Tensor
+    """int64 [rows], the `DraftSource` of each."""
 
 
 class Proposer(Protocol):
@@ -156,7 +156,7 @@ class Lookup:
         token_ids = torch.stack([guess.token_ids for guess in guesses])
         counts = (token_ids >= 0).cumprod(2).sum(2)
         if not texts:
-            return Proposal(token_ids[0], counts[0])
+            return Proposal(token_ids[0], counts[0], torch.zeros_like(counts[0]))
         sources = torch.tensor([DraftSource.NGRAM, *texts], device=table.device)
         records = self._records.index_select(0, rows.ids).index_select(1, sources)
         first = self.PRIOR_DRAFTS * self._first_chances.index_select(0, sources)
@@ -168,9 +168,7 @@ class Lookup:
 
     def learn(self, drafted: Drafted, accepted: Tensor) -> None:
         """See `Proposer.learn`."""
-        if (sources := drafted.sources) is None:
-            return
-        tried = torch.minimum(accepted + 1, drafted.counts)
+        sources, tried = drafted.sources, torch.minimum(accepted + 1, drafted.counts)
         news = torch.stack([accepted, tried], dim=1).float()
         self._records[drafted.rows, sources] = (
             self.MEMORY * self._records[drafted.rows, sources] + news
@@ -385,8 +383,8 @@ class Drafted:
     """int64 [D, K], where drafts are in the token table; meaningless behind the last of a row."""
     decodes: _Int64Array
     """[D], which of the plan's decodes they are."""
-    sources: Tensor | None = None
-    """See `Proposal`."""
+    sources: Tensor
+    """int64 [D], see `Proposal`."""
 
 
 class Begun(NamedTuple):

@@ -243,7 +243,6 @@ class ModelRunner:
         """
         pending.marks.end.wait()
         token_ids, rows = pending.row_results()
-        num_drafted, draft_sources = pending.of_drafts()
         if self._constraints is not None and pending.constrained_rows:
             drawn = pending.drawn
             self._constraints.advance(
@@ -258,9 +257,8 @@ class ModelRunner:
             token_ids=pack_int32(token_ids.reshape(-1)),
             tokens_per_row=token_ids.shape[1],
             rows=rows,
-            num_drafted=pack_int32(num_drafted),
+            drafted=pack_int32(pending.drafted().reshape(-1)),
             num_verified=pending.num_verified,
-            draft_sources=pack_int32(draft_sources),
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
             copy_s=pending.copies.seconds(),
@@ -407,8 +405,7 @@ class ModelRunner:
         drafted = None
         if inputs.draws is not None and accepted is not None:
             own = inputs.draws.drafted
-            sources = () if own.sources is None else (own.sources,)
-            found = queue.download([own.counts, accepted, *sources])
+            found = queue.download([own.counts, accepted, own.sources])
             drafted = DraftResults(inputs.draws.firsts, own.decodes, *found)
         return Drawn(
             rows,

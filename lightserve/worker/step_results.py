@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -129,15 +128,8 @@ class DraftResults(NamedTuple):
     """int64 [D], drafts of each, …"""
     accepted: Tensor
     """… how many of them are accepted, …"""
-    sources: Tensor | None = None
-    """… and where they come from; None: see `Proposal`."""
-
-    def of_decodes(self, values: Tensor | None, num_decodes: int) -> Int32Array:
-        """Return values of these rows as those of a plan's decodes, 0 of the others; None: none."""
-        found = np.zeros(num_decodes if values is not None else 0, dtype=np.int32)
-        if values is not None:
-            found[self.decodes] = values.numpy()
-        return found
+    sources: Tensor
+    """… and where they come from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,13 +264,12 @@ class Pending:
         results += [_row_result(row, [], own) for row, own in prompts.items() if row not in sampled]
         return token_ids.astype(np.int32), results
 
-    def of_drafts(self) -> tuple[Int32Array, Int32Array]:
-        """Return `num_drafted` and `draft_sources` of a step that is over, see `StepResult`."""
-        drafted, num_decodes = self.drawn.drafted, len(self.plan.decodes.num_drafts) // 4
-        if drafted is None:
-            return np.zeros(num_decodes, dtype=np.int32), np.empty(0, dtype=np.int32)
-        of_decodes = partial(drafted.of_decodes, num_decodes=num_decodes)
-        return of_decodes(drafted.counts), of_decodes(drafted.sources)
+    def drafted(self) -> Int32Array:
+        """Return `StepResult.drafted` of a step that is over, int32 [2, n]."""
+        found = np.zeros((2, len(self.plan.decodes.num_drafts) // 4), dtype=np.int32)
+        if (drafted := self.drawn.drafted) is not None:
+            found[:, drafted.decodes] = drafted.counts.numpy(), drafted.sources.numpy()
+        return found
 
 
 def _kept_draws(drawn: Drawn) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -76,11 +76,11 @@ class Counted:
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = self._execute(plan)
-        if result.num_drafted:
+        if result.drafted:
             decodes = len(plan.decodes.rows) // 4
             own = unpack_int32(result.token_ids).reshape(-1, result.tokens_per_row)[:decodes]
             self.counts["verified"] += result.num_verified
-            self.counts["drafted"] += int(unpack_int32(result.num_drafted).sum())
+            self.counts["drafted"] += int(unpack_int32(result.drafted)[:decodes].sum())
             self.counts["accepted"] += int((own >= 0).sum(axis=1).clip(1).sum()) - decodes
         return result
 
@@ -208,7 +208,7 @@ def test_a_device_that_is_late_says_the_same(seed: int, has_graphs: bool) -> Non
     for step, result in zip(steps, found, strict=True):
         own, wanted = (row_results(step.plan, r) for r in (result, step.result))
         assert [row.token_ids for row in own] == [row.token_ids for row in wanted]
-        assert result.num_drafted == step.result.num_drafted
+        assert result.drafted == step.result.drafted
         assert result.num_verified >= step.result.num_verified
         num_several += sum(len(row.token_ids) > 1 for row in own)
     assert num_several > 20
@@ -258,7 +258,6 @@ class Texts:
         both = []
         for lookup in self.lookups:
             guesses, counts, sources = lookup.propose(self.table, rows, most)
-            sources = torch.zeros_like(counts) if sources is None else sources
             own = zip(guesses.tolist(), counts.tolist(), sources.tolist(), strict=True)
             both.append([(tokens[:count], count and source) for tokens, count, source in own])
         assert both[0] == both[1]

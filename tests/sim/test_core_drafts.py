@@ -12,6 +12,8 @@ from support.grids import choose, every_value
 
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
+from lightserve.router.step import PlannedStep, WaitUntil
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.worker import SimulatedWorker
 
@@ -89,3 +91,22 @@ def test_many_streams_lose_nothing(num_streams: int, acceptance: float) -> None:
     rt = f"closed:{num_streams}"
     plain = tokens_per_s(rt, None)
     assert tokens_per_s(rt, acceptance) > 0.98 * plain
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6])
+def test_a_step_may_be_planned_twice(acceptance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same drafts; nothing that planning knows of them changes before it is sent."""
+    plan, num_drafts = Scheduler.plan, []
+
+    def plan_twice(self: Scheduler, now_s: float) -> PlannedStep | WaitUntil:
+        first, second = plan(self, now_s), plan(self, now_s)
+        if isinstance(first, PlannedStep):
+            assert isinstance(second, PlannedStep)
+            drafts = first.decodes.drafts.tolist()
+            assert second.decodes.drafts.tolist() == drafts
+            num_drafts.append(sum(drafts))
+        return second
+
+    monkeypatch.setattr(Scheduler, "plan", plan_twice)
+    tokens_per_s("closed:3", acceptance, duration_s=10.0, margin_s=2.0)
+    assert any(num_drafts) and not all(num_drafts)

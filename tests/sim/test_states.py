@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.sim.hybrid import HybridConfig, HybridRun
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.sim.virtual_gpus import GPUS, MODELS, virtual_gpus
+from lightserve.sim.virtual_gpus import GPUS, MODELS, read_hardware, virtual_gpus
 from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
@@ -371,3 +372,20 @@ def test_the_next_turn_goes_on_from_the_end_of_the_last_one(num_state_slots: int
         prompt = [*prompt, *outcome.token_ids, *[8 + turn] * 10]
     assert found == [0, 30 + 12 - 1, 42 + 10 + 12 - 1]  # of the last token there is no KV
     core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"speculation": "suffix"}, "--speculation must be off"),
+        (
+            {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"},
+            "--block-owner must be two-ended",
+        ),
+    ],
+)
+def test_a_server_that_would_not_start_is_not_simulated(options: dict[str, Any], flag: str) -> None:
+    said = f"{flag} with --hardware qwen3.5-0.8b@a100-80g, whose model has recurrent layers, got"
+    hardware = read_hardware("qwen3.5-0.8b@a100-80g")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        HybridRun(small(hardware=hardware, serve_options=options))

@@ -216,6 +216,8 @@ def test_another_machine(path: Path) -> None:
     assert first_ms[0] < document["recorded"]["rt"]["ttft_ms_p50"] < first_ms[1]
     with pytest.raises(ConfigError, match="--speed cannot be combined with --hardware"):
         _asked(path, "--hardware", "h200-llama-8b", "--speed", "2")
+    with pytest.raises(ConfigError, match="--speculation must be off with --hardware qwen"):
+        _asked(path, "--hardware", "qwen3.5-0.8b@a100-80g", "--set", "speculation=ngram")
     with pytest.raises(ConfigError, match="--hardware must be a profile, h200-llama-8b"):
         _asked(path, "--hardware", "gpt@h200")
 

@@ -69,4 +69,4 @@ class Scripted:
             guesses[index, : len(own)] = torch.tensor(own, dtype=torch.int64)
             counts[index] = len(own)
             self.num_proposed += len(own)
-        return Proposal(guesses, counts)
+        return Proposal(guesses, counts, torch.zeros_like(counts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,8 @@ class Scene:
         self.drafting = Drafting(MAX_DRAFTS, self.table)
         self.cost = StepCost()
         self.cost.use_profile(coefficients)
-        self.choose()
+        for request in self.decodes.requests:
+            self.drafting.begin(request)
 
     def choose(self, *, chunk: int = 0, **changes: Any) -> list[int]:
         shape = StepShape().plus_decodes(len(self.decodes), self.decodes.num_context_tokens)
@@ -62,6 +64,13 @@ class Scene:
             shape = shape.plus(0, chunk)
         options = {"room": 1000, "limit_s": 1e9} | changes
         return self.drafting.choose(self.decodes, shape, self.cost, **options).tolist()
+
+    def send(self) -> list[int]:
+        """Choose for a step, and send it."""
+        drafts = self.choose()
+        chosen = np.array(drafts, dtype=np.int64)
+        self.drafting.note(replace(self.decodes, drafts=chosen))
+        return drafts
 
     def learn(self, number: int, accepted: int, times: int = 1) -> None:
         for _ in range(times):
@@ -121,6 +130,14 @@ def test_as_many_as_pay_and_to_the_row_that_is_right() -> None:
     assert right > 2 and wrong == 0
 
 
+def look_and_send(scene: Scene) -> list[int]:
+    """Send a step that looks for drafts, and those that rest behind it."""
+    drafts = scene.send()
+    while scene.drafting.rests(len(scene.decodes)):
+        scene.drafting.note(scene.decodes)
+    return drafts
+
+
 @pytest.mark.parametrize("is_reading", [False, True])
 def test_one_that_is_wrong_again_and_again_is_left(is_reading: bool) -> None:
     """And tries again after a while; where contexts are long to read, or tokens to compute."""
@@ -130,7 +147,7 @@ def test_one_that_is_wrong_again_and_again_is_left(is_reading: bool) -> None:
     scene.learn(0, 0, 60)
     scene.drafting._priors[:] = FIRST_CHANCE  # of others of its key it knows nothing
     assert scene.choose() == []
-    num_steps = next(number for number in range(10_000) if scene.choose())
+    num_steps = next(number for number in range(10_000) if look_and_send(scene))
     assert 10 < num_steps < 10 / (1 - FADING)
 
 
@@ -141,8 +158,8 @@ def test_a_new_request_begins_with_what_its_key_had() -> None:
     scene.table.release(first)
     newcomer = decoding(2, prediction_key="a")
     scene.table.acquire(newcomer)
+    scene.drafting.begin(newcomer)
     scene.decodes = Decodes(scene.table, scene.table.rows).kept()
-    scene.drafting._most_of(scene.decodes)
     chances = dict(
         zip(scene.decodes.requests, scene.drafting._chances(scene.decodes.rows), strict=True)
     )
@@ -167,10 +184,31 @@ def test_bounds() -> None:
 def test_a_step_without_drafts_is_followed_by_some_that_do_not_look() -> None:
     """Unless there are more or fewer decodes."""
     scene = Scene([decoding(0), decoding(1)], BOUND_BY_COMPUTE)
-    assert not scene.choose()
-    rests = [scene.drafting.rests(2) for _ in range(QUIET_STEPS + 1)]
-    assert rests == [True] * QUIET_STEPS + [False]
-    assert not scene.choose() and not scene.drafting.rests(1)
+    assert not scene.send()
+    for _ in range(QUIET_STEPS):
+        assert scene.drafting.rests(2) and not scene.drafting.rests(1)
+        scene.drafting.note(scene.decodes)
+    assert not scene.drafting.rests(2)
+    assert not scene.send() and scene.drafting.rests(2)
+
+
+@pytest.mark.parametrize("costs", [BOUND_BY_WEIGHTS, BOUND_BY_COMPUTE])
+def test_planning_changes_nothing(costs: StepCoefficients) -> None:
+    """A step may be planned again and again until it is sent."""
+    scene = Scene([decoding(0), decoding(1)], costs)
+    scene.learn(0, 2, 5)
+
+    def known() -> list[object]:
+        drafting = scene.drafting
+        columns = (drafting._accepted, drafting._tried, drafting._priors, drafting._limits)
+        return [drafting._quiet, *[column.tolist() for column in columns]]
+
+    before = known()
+    assert scene.choose() == scene.choose()
+    assert not scene.drafting.rests(2)
+    assert known() == before
+    scene.send()
+    assert (known() == before) == (costs is BOUND_BY_WEIGHTS)
 
 
 def test_a_late_row_gets_them_for_what_they_cost() -> None:
@@ -236,6 +274,8 @@ def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
     table = running_of(requests).table
     decodes = Decodes(table, table.rows, table.of(table.rows), np.array([4, 2]))
     drafting = Drafting(MAX_DRAFTS, table)
+    for request in requests:
+        drafting.begin(request)
     names = [request.request_class for request in decodes.requests]
     result = StepResult(
         StepId(0),
@@ -243,9 +283,8 @@ def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
         b"",
         0.0,
         0.0,
-        num_drafted=pack_int32([4, 2]),
+        drafted=pack_int32([4, 2, source, source]),
         num_verified=6,
-        draft_sources=pack_int32([source, source]) if source else b"",
     )
     token_ids = np.array([[5, 6, 7, 8, -1], [5, -1, -1, -1, -1]], dtype=np.int32)
     output = StepOutput(decodes.rows.astype(np.int32), token_ids, {})
