@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from lightserve.kernels.interface import (
     ScoreMod,
     UnknownValues,
 )
-from lightserve.kernels.triton import elementwise, experts, quantized
+from lightserve.kernels.triton import elementwise, experts, quantized, recurrent
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import GPUS, KV_KINDS, AttentionConfigs, gpu_of
 from lightserve.kernels.triton.copies import TritonCopies
@@ -38,11 +38,13 @@ from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, Product
 from lightserve.kernels.triton.products import multiply as multiply_rows
 from lightserve.kernels.weights import (
     ClampedGate,
+    DeltaRule,
     ExpertBiases,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
     PackedExperts,
+    StateBank,
 )
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
@@ -388,6 +390,26 @@ PACKED_KINDS = (
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 
 
+def delta(num_key_heads: int, num_heads: int, size: int, rows: str) -> None:
+    """Update the states of a layer of the gated delta rule, heads of `size` numbers."""
+    batch = replace(attention_batch(rows), state_slots=meta(257, 1590, dtype=torch.int32))
+    channels, num_tokens = (2 * num_key_heads + num_heads) * size, len(batch.positions)
+    pieces = meta(2, 2, 100_000, 512, dtype=torch.uint8)
+    wide = meta(num_tokens, channels + num_heads * size)
+    heads = meta(num_heads, dtype=torch.float32)
+    mixed = recurrent.convolve(
+        wide[:, :channels], meta(4, channels), None, StateBank(pieces, 0, 18), batch
+    )
+    recurrent.delta_rule(
+        mixed,
+        wide[:, channels:],
+        meta(num_tokens, 2 * num_heads, dtype=torch.float32),
+        rule=DeltaRule(num_key_heads, size, size, heads, heads, meta(size), 1e-6),
+        bank=StateBank(pieces, 18, 512),
+        batch=batch,
+    )
+
+
 def copy_slots(num_layers: int, num_kv_heads: int, head_dim: int) -> None:
     """Move 1,000 slots to staging memory, to the host and back."""
     kernels, ids = TritonCopies(), meta(1000, dtype=torch.int32)
@@ -527,6 +549,15 @@ CASES: list[Case] = [
         )
         for kind, sizes in PACKED_MIXTURES.items()
         for num_tokens in (8, 4096)
+    ),
+    *(
+        Case(
+            f"delta rule of {heads} heads, {rows}",
+            partial(delta, heads // groups, heads, 128, rows),
+            wide_loads="$^",  # numbers of a state lie where its slots are
+        )
+        for heads, groups in ((16, 1), (32, 2))
+        for rows in ("mixed", "recorded", "decodes alone")
     ),
     *(
         Case(f"copies of slots, {heads[1]} KV heads of {heads[2]}", partial(copy_slots, *heads))

@@ -204,8 +204,6 @@ class Can(Flag):
     """`mix_experts` of plain weights."""
     PACKED_EXPERTS = auto()
     """`mix_experts` of packed weights: `pack_fp4` and `stack_experts`."""
-    STATES = auto()
-    """Recurrent layers: `convolve` and `delta_rule`."""
 
 
 class Kernels(Protocol):
@@ -352,7 +350,6 @@ class Kernels(Protocol):
         x [T, C], weight [W, C] (the last is that of the token itself), bias [C] -> [T, C]. The
         states hold the last W - 1 inputs of each row, [W - 1, C] of x's type, and are updated.
         """
-        raise _missing(self, Can.STATES)
 
     def delta_rule(
         self,
@@ -374,7 +371,6 @@ class Kernels(Protocol):
         decay times softplus of the others and `rate_bias`. Value head h reads key head
         h // (Hv / Hk).
         """
-        raise _missing(self, Can.STATES)
 
     def add_norm_linear(
         self,

@@ -334,7 +334,7 @@ def _check_options(
     """Refuse options that do not go with the kernels."""
     check_latents(config, model_config, kernels)
     check_chunks(config, model_config, kernels)
-    check_recurrent(config, model_config, kernels)
+    check_recurrent(config, model_config)
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     if is_kept_small and model_config.head_dim % FACTOR_BYTES:
         raise ConfigError(

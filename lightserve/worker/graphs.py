@@ -253,6 +253,29 @@ class DecodeTables(NamedTuple):
     """int32 [max_num_seqs + 1, max_model_len + 1], tokens by position."""
     req_to_slot: Tensor
     """int32, the same shape: slots by position, those of the last row all the scratch slot."""
+    state_slots: Tensor | None = None
+    """See `AttentionBatch.state_slots`."""
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of each row's states."""
+        return 0 if self.state_slots is None else self.state_slots.shape[1]
+
+    @contextmanager
+    def with_rows(self, tokens: Tensor) -> Iterator[None]:
+        """Have tokens [N, width] in the first rows meanwhile, and slots of their own."""
+        num_rows, width = tokens.shape
+        own = [(self.token_ids, tokens)]
+        slots = torch.arange(num_rows * (width + self.num_state_slots))
+        own.append((self.req_to_slot, slots[: tokens.numel()].view(tokens.shape)))
+        if self.state_slots is not None:
+            own.append((self.state_slots, slots[tokens.numel() :].view(num_rows, -1)))
+        before = [table[:num_rows, : part.shape[1]].clone() for table, part in own]
+        for table, part in own:
+            table[:num_rows, : part.shape[1]].copy_(part)
+        yield
+        for (table, part), old in zip(own, before, strict=True):
+            table[:num_rows, : part.shape[1]].copy_(old)
 
 
 class DecodeGraphs:
@@ -324,20 +347,17 @@ class DecodeGraphs:
         tables, generator = self._tables, torch.Generator().manual_seed(0)
         vocab_size = self._model.config.vocab_size
         for size in self._sizes:
-            num_rows = max(1, min(size, self._padding_row, (len(self._pool.k[0]) - 1) // 2))
+            most = (len(self._pool.k[0]) - 1) // (2 + tables.num_state_slots)
+            num_rows = max(1, min(size, self._padding_row, most))
             tokens = torch.randint(vocab_size, (num_rows, 2), generator=generator)
-            before = [table[:num_rows, :2].clone() for table in tables]
-            tables.token_ids[:num_rows, :2].copy_(tokens)
-            tables.req_to_slot[:num_rows, :2].copy_(torch.arange(2 * num_rows).view(-1, 2))
-            positions = range(min(2, self._model.context_len))
-            replayed = [self._replayed(num_rows, position, size) for position in positions]
-            for position, found in enumerate(replayed):
-                self._set(range(num_rows), [position] * num_rows)
-                self._run(size)
-                if found is not None and self._logits is not None:
-                    _compare(found, self._logits[:num_rows], limit, size)
-            for table, old in zip(tables, before, strict=True):
-                table[:num_rows, :2].copy_(old)
+            with tables.with_rows(tokens):
+                positions = range(min(2, self._model.context_len))
+                replayed = [self._replayed(num_rows, position, size) for position in positions]
+                for position, found in enumerate(replayed):
+                    self._set(range(num_rows), [position] * num_rows)
+                    self._run(size)
+                    if found is not None and self._logits is not None:
+                        _compare(found, self._logits[:num_rows], limit, size)
 
     def _replayed(self, num_rows: int, position: int, size: int) -> Tensor | None:
         """Return what the graph of `size` gives for one position of the first rows."""
@@ -416,6 +436,7 @@ class DecodeGraphs:
             host_rows=UnknownValues("host_rows", size),
             host_q_lens=(1,) * size,
             host_context_lens=UnknownValues("host_context_lens", size),
+            state_slots=tables.state_slots,
         )
         input_ids = tables.token_ids[rows, positions].long()
         hidden = self._model.hidden(input_ids, batch, self._pool, None)

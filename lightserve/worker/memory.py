@@ -20,7 +20,6 @@ from torch import Tensor
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
 from lightserve.errors import ConfigError, StartupError
-from lightserve.kernels.interface import Can, Kernels
 from lightserve.kernels.weights import StateBank
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.router_worker import SlotRange, StateCopies
@@ -298,11 +297,11 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
     return num_slots
 
 
-def check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
+def check_recurrent(config: ServeConfig, model_config: ModelConfig) -> None:
     """Check that a model with recurrent layers is served as it can be.
 
     Raises:
-        ConfigError: these kernels, or guesses, do not go with it.
+        ConfigError: guesses, or blocks of one request, do not go with it.
     """
     if model_config.recurrent is None:
         return
@@ -316,11 +315,6 @@ def check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Ker
         raise ConfigError(
             f"--block-owner exclusive does not go with {name}: the state of its recurrent layers"
             " takes more slots than a block has, and prefixes keep some"
-        )
-    if Can.STATES not in kernels.can:
-        raise ConfigError(
-            f"the {kernels.name} kernels do not go with {name}, which has recurrent layers:"
-            " --device cpu serves it"
         )
 
 

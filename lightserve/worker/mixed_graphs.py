@@ -18,7 +18,7 @@ launched one by one while the graph runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -198,31 +198,31 @@ class MixedGraphs:
         """
         tables, generator = self._tables, torch.Generator().manual_seed(0)
         for size in self._sizes:
-            steps = _check_steps(
-                size, self._max_rows, tables.token_ids.shape[1] - 1, len(self._pool.k[0]) - 1
-            )
-            num_rows, width = len(steps[0]), max(end for step in steps for _, end in step)
-            if not num_rows:
+            num_rows = min(self._max_rows, max(1, size // 24), 16)
+            num_slots = (len(self._pool.k[0]) - 1) // num_rows - tables.num_state_slots
+            steps = _check_steps(size, num_rows, min(tables.token_ids.shape[1] - 1, num_slots))
+            if not steps:
                 continue
+            width = max(end for step in steps for _, end in step)
             tokens = torch.randint(
                 self._model.config.vocab_size, (num_rows, width), generator=generator
             )
-            before = [table[:num_rows, :width].clone() for table in tables]
-            tables.token_ids[:num_rows, :width].copy_(tokens)
-            slots = torch.arange(num_rows * width).view(num_rows, width)
-            tables.req_to_slot[:num_rows, :width].copy_(slots)
-            for step in steps:
-                rows = range(num_rows)
-                q_lens, ends = zip(*step, strict=True)
-                count = sum(q_lens)
-                replayed = self.hidden(size, rows, q_lens, ends)[:count].clone()
-                if not torch.equal(replayed, self.unrecorded(size, rows, q_lens, ends)[:count]):
+            with tables.with_rows(tokens):
+                replayed = [found.clone() for found in self._each(self.hidden, size, steps)]
+                one_by_one = self._each(self.unrecorded, size, steps)
+                if not all(map(torch.equal, replayed, one_by_one)):
                     raise StartupError(
                         f"the CUDA graph of {size} new tokens replays other numbers than its"
                         " kernels give one by one; --cuda-graph-max-tokens 0 serves without"
                     )
-            for table, old in zip(tables, before, strict=True):
-                table[:num_rows, :width].copy_(old)
+
+    def _each(
+        self, run: Callable[..., Tensor], size: int, steps: Sequence[Sequence[tuple[int, int]]]
+    ) -> Iterator[Tensor]:
+        """Run steps of rows (new tokens, length with them) one after the other."""
+        for step in steps:
+            q_lens, ends = zip(*step, strict=True)
+            yield run(size, range(len(step)), q_lens, ends)[: sum(q_lens)]
 
     @torch.inference_mode()
     def times(self, wait: Callable[[], None]) -> tuple[dict[int, float], dict[int, float]]:
@@ -295,21 +295,18 @@ class MixedGraphs:
             host_rows=UnknownValues("host_rows", num_rows),
             host_q_lens=UnknownValues("host_q_lens", num_rows),
             host_context_lens=UnknownValues("host_context_lens", num_rows),
+            state_slots=tables.state_slots,
             most=MostTokens(size, min(size, max(MAX_FEW_TOKENS, self._max_rows))),
         )
         input_ids = tables.token_ids.view(-1).index_select(0, places).long()
         return self._model.hidden(input_ids, batch, self._pool, None)
 
 
-def _check_steps(
-    size: int, max_rows: int, context_len: int, num_slots: int
-) -> list[list[tuple[int, int]]]:
+def _check_steps(size: int, num_rows: int, longest: int) -> list[list[tuple[int, int]]]:
     """Return steps of (new tokens, context) of each row, which begin empty: see `check`.
 
-    Steps have as many tokens as `size` has room for, and contexts as the pool has.
+    Steps have as many tokens as `size` has room for; `longest` is the longest context.
     """
-    num_rows = min(max_rows, max(1, size // 24), 16)
-    longest = min(context_len, num_slots // num_rows)
     ends, steps = [0] * num_rows, []
     for number in range(3):
         budget, step = size, []

@@ -132,7 +132,8 @@ class ModelRunner:
     @property
     def tables(self) -> DecodeTables:
         """The state of all rows on the device, for `DecodeGraphs`."""
-        return DecodeTables(self._table.token_ids, self._table.req_to_slot)
+        table = self._table
+        return DecodeTables(table.token_ids, table.req_to_slot, table.state_slots)
 
     @property
     def device(self) -> torch.device:

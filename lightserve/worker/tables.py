@@ -145,7 +145,7 @@ class SequenceTable:
         self._req_to_slot = torch.zeros(shape, dtype=torch.int32, device=queue.device)
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
-        self._state_slots = state_slots
+        self.state_slots = state_slots
         self._drafts = None if proposer is None else Drafts(self._token_ids, queue, proposer)
         self._indices = torch.arange(max_num_seqs, device=queue.device)
         """The logits that a step of decodes alone wants."""
@@ -273,7 +273,7 @@ class SequenceTable:
             host_rows=rows.tolist(),
             host_q_lens=counts.tolist(),
             host_context_lens=ends.tolist(),
-            state_slots=self._state_slots,
+            state_slots=self.state_slots,
             host_prompt_lens=(self._num_prompt[rows] - ends + counts).clip(0, counts).tolist(),
         )
         return self._flat_tokens.index_select(0, places).long(), batch

@@ -84,9 +84,7 @@ def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtyp
 
 def test_triton_kernels() -> None:
     """In the interpreter, where long contexts take seconds: short ones."""
-    shapes = replace(
-        SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,), delta=None
-    )
+    shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,))
     check_kernels(TritonKernels(), shapes, CPU)
 
 

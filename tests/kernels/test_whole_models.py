@@ -25,6 +25,7 @@ from lightserve.kernels.cpu.native import InvariantNativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
+from lightserve.models.recurrent_config import DeltaConfig
 
 NUM_SEQUENCES = choose(2, 3)
 CASES = [
@@ -36,6 +37,8 @@ CASES = [
     ("bloom-6-heads", torch.bfloat16),
     ("deepseek-v2", torch.float32),
     ("deepseek-v3", torch.float32),
+    ("qwen3.5", torch.float32),
+    ("qwen3-next", torch.bfloat16),
 ]
 
 
@@ -114,6 +117,45 @@ def test_padded_decodes_give_the_logits_of_plain_ones() -> None:
         logits = graphs.logits(rows, positions)
         assert logits is not None
         torch.testing.assert_close(logits, reference.eager(rows, positions), rtol=1e-4, atol=1e-4)
+
+
+DELTA = DeltaConfig(
+    layers=frozenset({0}), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=12, width=3,
+    is_grouped=False,
+)  # fmt: skip
+"""Of a model of two layers."""
+
+
+@torch.inference_mode()
+def test_recorded_passes_move_states_on_as_plain_ones_do() -> None:
+    """Decodes alone, and chunks beside them, padded; rows that begin, and that go on."""
+    ours = scene(make_kernels("triton", batch_invariant=False), recurrent=DELTA)
+    reference = scene(make_kernels("torch", batch_invariant=False), recurrent=DELTA)
+    recorder = RerunRecorder()
+    decodes, mixed = ours.graphs(recorder, sizes=(1, 4)), ours.mixed(recorder, sizes=(16, 40))
+    mixed.capture()
+    decodes.capture()
+    lens = [(20, 20), (1, 1), (0, 3), (3, 3)]
+    for number in range(4):
+        rows = torch.tensor([3, 7, 1, 5])
+        found = mixed.hidden(40, rows.tolist(), *zip(*lens, strict=True))
+        wanted = reference.hidden(rows.tolist(), lens)
+        torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
+        ends = torch.tensor([end for _, end in lens])
+        logits = decodes.logits(rows, ends)
+        assert logits is not None
+        torch.testing.assert_close(logits, reference.eager(rows, ends), rtol=1e-4, atol=1e-4)
+        counts = (1, 2, 1, 0) if number % 2 else (0, 1, 4, 1)
+        lens = [(new, end + 1 + new) for new, (_, end) in zip(counts, lens, strict=True)]
+    before = ours.tables.state_slots
+    assert before is not None
+    before[3] = before[7].clone()  # another row's state is other numbers
+    at = torch.tensor([3]), torch.tensor([30])
+    logits = decodes.logits(*at)
+    assert logits is not None
+    assert (logits - reference.eager(*at)).abs().max() > 0.1
+    mixed.check()
+    decodes.check(1e-3)
 
 
 # Batch invariance of whole models: logits are bit-equal over batches, chunks and slots.

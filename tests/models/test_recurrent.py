@@ -256,14 +256,13 @@ def test_bad_choices_are_told_at_the_start(tmp_path: Path) -> None:
     complaint = f"would hold {num_states + 15} tokens of {own} bytes, at least {num_states + 16}"
     with pytest.raises(StartupError, match=rf"{complaint} are needed \({num_states} of them"):
         num_kv_slots(served, layout, free_bytes=2**30)
-    kernels = make_kernels("torch", batch_invariant=False)
     guessing = ServeConfig(model=str(path), speculation="ngram")
     with pytest.raises(ConfigError, match="recurrent layers cannot take back a guess"):
-        check_recurrent(guessing, config, kernels)
+        check_recurrent(guessing, config)
     options = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
     alone = ServeConfig(model=str(path), **options)
     with pytest.raises(ConfigError, match="--block-owner exclusive does not go with"):
-        check_recurrent(alone, config, kernels)
+        check_recurrent(alone, config)
 
 
 def test_a_runner_is_built(tmp_path: Path) -> None:

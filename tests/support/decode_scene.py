@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.models.decoder import DecoderModel
+from lightserve.models.recurrent_config import DeltaConfig
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables, GraphRecorder
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs
 from support.random_model import layout_of, random_model, tiny_config
 from support.tensor_kernels import TensorKernels
 
@@ -40,6 +42,7 @@ class Scene(NamedTuple):
             host_rows=tuple(rows.tolist()),
             host_q_lens=(1,) * num_rows,
             host_context_lens=tuple((positions + 1).tolist()),
+            state_slots=self.tables.state_slots,
         )
         input_ids = self.tables.token_ids[where].long()
         logits = self.model.forward(input_ids, batch, self.pool, torch.arange(num_rows))
@@ -63,6 +66,7 @@ class Scene(NamedTuple):
             host_rows=rows,
             host_q_lens=[new for new, _ in lens],
             host_context_lens=[end for _, end in lens],
+            state_slots=self.tables.state_slots,
         )
         return self.model.hidden(self.tables.token_ids[where].long(), batch, self.pool, None)
 
@@ -74,20 +78,27 @@ class Scene(NamedTuple):
             **{"sizes": SIZES, "recorder": recorder, "has_logits": True, **changes},
         )
 
+    def mixed(self, recorder: GraphRecorder, sizes: tuple[int, ...]) -> MixedGraphs:
+        return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=recorder)
 
-def scene(kernels: Kernels | None = None) -> Scene:
+
+def scene(kernels: Kernels | None = None, recurrent: DeltaConfig | None = None) -> Scene:
     """Return the same scene every time; `kernels` are the model's."""
     generator = torch.Generator().manual_seed(1)
-    config = tiny_config(sliding_windows=(None, 7))
-    pool = KVPool(layout_of(config), NUM_SLOTS, torch.device("cpu"))
+    config = tiny_config(sliding_windows=(None, 7), recurrent=recurrent)
+    layout = layout_of(config)
+    num_states = layout.num_state_slots
+    pool = KVPool(layout, NUM_SLOTS + MAX_SEQS * num_states, torch.device("cpu"))
     for tensor in pool.tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     token_ids = torch.randint(200, (MAX_SEQS + 1, WIDTH), generator=generator, dtype=torch.int32)
-    slots = torch.full((MAX_SEQS + 1, WIDTH), NUM_SLOTS, dtype=torch.int32)
+    slots = torch.full((MAX_SEQS + 1, WIDTH), pool.num_slots, dtype=torch.int32)
     order = torch.randperm(NUM_SLOTS, generator=generator).int()
     slots[:MAX_SEQS, : WIDTH - 1] = order.view(MAX_SEQS, WIDTH - 1)
     model = random_model(kernels or TensorKernels(), config, context_len=WIDTH - 1)
-    return Scene(model, pool, DecodeTables(token_ids, slots))
+    states = torch.arange(NUM_SLOTS, pool.num_slots + num_states, dtype=torch.int32)
+    states = states.view(MAX_SEQS + 1, -1).clamp(max=pool.num_slots)
+    return Scene(model, pool, DecodeTables(token_ids, slots, states if num_states else None))
 
 
 def places(rng: np.random.Generator, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class RandomReader:
 
 def _noise(seed: int, shape: tuple[int, ...], rows: Part | None, columns: Part | None) -> Tensor:
     """Return numbers of deviation 1 that are functions of the seed and their place."""
-    starts = [0 if part is None else part.start for part in (rows, columns)]
+    starts = [0 if part is None else part.start for part in (rows, columns)] + [0] * len(shape)
     places = torch.zeros(shape, dtype=torch.float64)
     for dim, size in enumerate(shape):
         index = torch.arange(starts[dim], starts[dim] + size, dtype=torch.float64)
