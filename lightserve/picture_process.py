@@ -28,7 +28,7 @@ from lightserve.grammar_process import (
     trim,
     write_frame,
 )
-from lightserve.models.vision_config import ImageProcessor
+from lightserve.models.image_processor import MAX_RATIO, ImageProcessor
 
 COMMAND = (sys.executable, "-P", "-m", "lightserve.picture_process")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -116,6 +116,13 @@ def _processed(picture: Image.Image, processor: ImageProcessor) -> Decoded:
         square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
         picture = square
     height, width = processor.size
+    if processor.any_size is not None:
+        if (sides := processor.any_size.of(picture.height, picture.width)) is None:
+            return Decoded(
+                f"must be at most {MAX_RATIO} times as long as it is wide, got"
+                f" {picture.width} x {picture.height}"
+            )
+        height, width = sides
     if (edge := processor.shortest_edge) is not None:
         shorter, longer = sorted(picture.size)
         other = int(edge * longer / shorter)

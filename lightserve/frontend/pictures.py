@@ -119,7 +119,8 @@ class PictureReader:
             raise _refusal(picture, decoded.complaint)
         height, width, pixels = decoded.height, decoded.width, decoded.pixels
         digest = digest_of(height, width, pixels)
-        return Image(0, vision.num_tokens, height, width, pixels, digest)
+        num_tokens = vision.num_tokens(height, width)
+        return Image(0, num_tokens, height, width, pixels, digest)
 
 
 def _data_of(picture: Picture) -> bytes:

@@ -100,6 +100,8 @@ class AttentionBatch:
     host_prompt_lens: Sequence[int] = ()
     """Number of each row's new tokens that are its prompt's, the first ones, on the host, for
     `Can.ROUNDED_PROMPTS`; empty: of none."""
+    turned: Tensor | None = None
+    """int64 [T] or [3, T], positions by which queries and keys are turned; None: `positions`."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """Values that kernels work out from the fields above in the first layer and reuse in the
     others."""

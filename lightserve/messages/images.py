@@ -1,19 +1,14 @@
 """Images of prompts, and the ids by which the router knows their tokens.
 
 Frontends and workers write a place-holder of the vocabulary for each token of an image. The router
-writes ids beyond the vocabulary in their place, made of a digest of the image's content, so that
-all that goes by tokens tells images apart: prefixes, pauses, replays.
-
-    bits of an id    30   29 … 27                       26 … 0
-                     1    1 … HEAD_TOKENS, behind: 0    hash
-
-The first HEAD_TOKENS ids have 135 bits of the digest. Fewer of them prove nothing: two images may
-have the same first ids, so no KV is shared up to a place between them (`whole_images`).
+writes an id beyond the vocabulary in its place, a number that it gives to each content once, so
+that all that goes by tokens tells images apart: prefixes, pauses, replays.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
@@ -22,8 +17,6 @@ import numpy as np
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array
 
-HEAD_TOKENS = 5
-"""First tokens of an image by which it is told from all others; no image has fewer."""
 IMAGE_ID = 1 << 30
 """Least id of an image's tokens."""
 MAX_IMAGES = 64
@@ -31,8 +24,8 @@ MAX_IMAGES = 64
 MAX_PIXEL_BYTES = 12 * 1024 * 1024
 """Bytes of all images of a request, as the encoder reads them: a message has to hold them."""
 DIGEST_BYTES = 32
-_PLACE_BIT = 27
-_HASH_MASK = (1 << _PLACE_BIT) - 1
+MAX_KNOWN = 65_536
+"""Contents whose numbers are remembered; an older one that comes again gets a new number."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +34,6 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     start: int
     """Position of its first token."""
     num_tokens: int
-    """At least HEAD_TOKENS."""
     height: int
     width: int
     pixels: bytes
@@ -82,23 +74,52 @@ def check_images(images: Sequence[Image], num_prompt_tokens: int) -> None:
     end = 0
     for image in images:
         is_placed = end <= image.start and image.end <= num_prompt_tokens
-        is_sized = image.height > 0 and image.width > 0 and image.num_tokens >= HEAD_TOKENS
+        is_sized = image.height > 0 and image.width > 0 and image.num_tokens > 0
         is_whole = len(image.pixels) == image.num_bytes
         if not (is_placed and is_sized and is_whole and len(image.digest) == DIGEST_BYTES):
             raise ProtocolError("an image that is none")
         end = image.end
 
 
-def with_image_ids(token_ids: Int32Array, images: Sequence[Image]) -> Int32Array:
-    """Return a prompt's ids with those of its images in place of place-holders, int32 [n]."""
+class ImageNumbers:
+    """A number for each content of images, by its digest.
+
+    All 256 bits of a digest are compared, however few tokens an image has. A number is not given
+    again before 2**30 others: no prefix cache holds as many tokens.
+    """
+
+    def __init__(self, max_known: int = MAX_KNOWN) -> None:
+        self._max_known = max_known
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._num_given = 0
+
+    def of(self, images: Sequence[Image]) -> list[int]:
+        """Return the number of each image's content."""
+        return [self._number(image.digest) for image in images]
+
+    def _number(self, digest: bytes) -> int:
+        if (number := self._numbers.get(digest)) is None:
+            number = self._numbers[digest] = self._num_given % IMAGE_ID
+            self._num_given += 1
+            if len(self._numbers) > self._max_known:
+                self._numbers.popitem(last=False)
+        else:
+            self._numbers.move_to_end(digest)
+        return number
+
+
+def with_image_ids(
+    token_ids: Int32Array, images: Sequence[Image], numbers: Sequence[int]
+) -> Int32Array:
+    """Return a prompt's ids with those of its images in place of place-holders, int32 [n].
+
+    `numbers`: see `ImageNumbers`.
+    """
     if not images:
         return token_ids
     ids = token_ids.copy()
-    for image in images:
-        stream = hashlib.shake_256(image.digest).digest(4 * image.num_tokens)
-        own = IMAGE_ID | (np.frombuffer(stream, dtype="<u4") & _HASH_MASK).astype(np.int32)
-        own[:HEAD_TOKENS] |= np.arange(1, HEAD_TOKENS + 1, dtype=np.int32) << _PLACE_BIT
-        ids[image.start : image.end] = own
+    for image, number in zip(images, numbers, strict=True):
+        ids[image.start : image.end] = IMAGE_ID | number
     return ids
 
 
@@ -106,17 +127,6 @@ def without_image_ids(token_ids: Int32Array, placeholder: int) -> Int32Array:
     """Return ids with a place-holder for each token of an image, int32 [n]."""
     is_image = token_ids >= IMAGE_ID
     return np.where(is_image, np.int32(placeholder), token_ids) if is_image.any() else token_ids
-
-
-def whole_images(token_ids: Int32Array, length: int) -> int:
-    """Return the number of the first `length` ids that are known to be the same in two prompts.
-
-    That is `length`, or the place before an image of which fewer than HEAD_TOKENS are among them.
-    """
-    if not length or (last := int(token_ids[length - 1])) < IMAGE_ID:
-        return length
-    place = (last - IMAGE_ID) >> _PLACE_BIT
-    return max(0, length - place) if 0 < place < HEAD_TOKENS else length
 
 
 def text_tokens(token_ids: Int32Array) -> int:

@@ -96,8 +96,8 @@ class AddSequence(msgspec.Struct, frozen=True, array_like=True):
     draft_scope: int = 0
     """Answers of sequences with equal numbers may be guesses of this one's; 0: those of none."""
     images: tuple[Image, ...] = ()
-    """Images of which the row has yet to compute tokens, in order. In `segments` their tokens have
-    ids of images."""
+    """Images in order, without pixels where the row has computed all tokens. In `segments` their
+    tokens have ids of images."""
 
 
 class SlotRange(msgspec.Struct, frozen=True, array_like=True):

@@ -240,7 +240,8 @@ class Replaced(NamedTuple):
     places: Tensor
     """int64 [n], which of the T tokens, each once."""
     values: Tensor
-    """[n, embedding_size]."""
+    """[n, (1 + deep) * embedding_size]: embeddings, then what is added behind each of the first
+    layers, see `Projector.deep_layers`."""
 
 
 class Model(Protocol):
@@ -279,10 +280,12 @@ class Model(Protocol):
         `logit_rows` None stands for all T tokens, in order. `replaced`: embeddings of images.
         """
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Return the embeddings of an image's tokens, [n, embedding_size]; every rank takes part.
+    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
+        """Return the embeddings of an image's tokens, see `Replaced.values`; every rank takes part.
 
-        `pixels` is uint8 [height, width, 3] on the model's device, as `VisionConfig.takes` them.
+        Args:
+            pixels: uint8 [height, width, 3] on the model's device, as `VisionConfig.takes` them.
+            num_layers: of the encoder, whose results mean nothing then; None: all.
         """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:

@@ -6,7 +6,7 @@ Architectures differ by their configuration, and a few by their `Family`; see `f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -237,10 +237,10 @@ class DecoderModel:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def encode(self, pixels: Tensor) -> Tensor:
+    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
         """See `Model.encode`."""
         assert self._vision is not None
-        return self._vision.encode(pixels)
+        return self._vision.encode(pixels, num_layers)
 
     def hidden(
         self,
@@ -260,26 +260,45 @@ class DecoderModel:
             x = self._project_in.apply(x)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
+        deep: list[Tensor] = []
         if replaced is not None:
-            x = x.index_copy(0, replaced.places, replaced.values.to(x.dtype))
+            values = replaced.values.to(x.dtype)
+            sizes = [x.shape[1]] * (values.shape[1] // x.shape[1])
+            own, *deep = values.split_with_sizes(sizes, dim=1)
+            x = x.index_copy(0, replaced.places, own)
         if self._positions is not None:
             x = x + self._positions.index_select(0, batch.positions)
         if self._embedding_norm is not None:
             x = self._embedding_norm(x)
-        tables = self._tables(batch.positions)
-        return self._passes.run(PassInputs(x, batch, tables, logit_rows), kv)
+        turned = batch.positions if batch.turned is None else batch.turned
+        inputs = PassInputs(x, batch, self._tables(turned), logit_rows)
+        if replaced is not None and deep:  # recorded passes add nothing
+            return self._through_layers(inputs, kv, replaced.places, deep)
+        return self._passes.run(inputs, kv)
 
-    def _through_layers(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
-        """Compute `hidden`; inputs are its x, and cos and sin of each kind of layers."""
+    def _through_layers(
+        self,
+        inputs: PassInputs,
+        kv: KVTensors,
+        places: Tensor | None = None,
+        deep: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Compute `hidden`; inputs are its x, and cos and sin of each kind of layers.
+
+        Each of `deep` is added to the tokens at `places` behind one of the first layers.
+        """
         x, batch, tables, logit_rows = inputs
         self._begin_pass(batch)
         kinds = [AttentionInputs(batch, tables[i], tables[i + 1]) for i in range(0, len(tables), 2)]
         if self._chunk is not None:
             kinds[0] = kinds[0]._replace(batch=in_chunks(batch, self._chunk))
         residual: Tensor | None = None
-        for layer, kind in zip(self._layers[:-1], self._kinds, strict=False):
+        for number, kind in enumerate(self._kinds[:-1]):
+            layer = self._layers[number]
             heads, residual = layer.attend(x, residual, kinds[kind], kv)
             x, residual = layer.finish(heads, residual)
+            if number < len(deep) and places is not None:
+                x = x.index_add(0, places, deep[number])
         last = self._layers[-1]
         heads, residual = last.attend(x, residual, kinds[self._kinds[-1]], kv)
         if logit_rows is not None:

@@ -171,7 +171,7 @@ class EncoderModel:
         """Return None: there are none."""
         return None
 
-    def encode(self, pixels: Tensor) -> Tensor:
+    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
         """Raise RuntimeError: an encoder of texts sees no images, and no plan brings it any."""
         raise RuntimeError("an encoder of texts sees no images")
 

@@ -107,7 +107,7 @@ def parse_rope(
     if is_phi and kind in ("su", "yarn"):
         kind = "longrope"
     match kind:
-        case "default":
+        case "default" | "mrope":  # by three positions, which are one for text
             return DefaultRope(theta=theta)
         case "linear":
             return LinearRope(theta=theta, factor=_factor(fields))
@@ -272,6 +272,28 @@ def parse_rotary_dim(fields: JsonFields, head_dim: int, *, share: float) -> int:
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise holder.error(key, f"must leave an even part of head_dim {head_dim}, got {rotary_dim}")
     return rotary_dim
+
+
+def parse_axes(fields: JsonFields, *, is_interleaved: bool) -> tuple[int, ...]:
+    """Return for each frequency which of a token's three positions turns it: time, row, column.
+
+    Qwen2-VL (Wang et al., 2024, section 2.1) has `mrope_section` one after the other; later models
+    have them interleaved. Raises ModelLoadError naming the key.
+    """
+    key, holder = "mrope_section", _rope_object(fields) or fields
+    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", default=128 if is_interleaved else hidden // num_heads)
+    size = parse_rotary_dim(fields, head_dim, share=1.0) // 2
+    sections = [24, 20, 20] if is_interleaved else [16, 24, 24]
+    sections = holder.array(key) if holder.has(key) else sections
+    is_count = [type(count) is int and count > 0 for count in sections]
+    if len(sections) != 3 or not all(is_count) or sum(sections) != size:
+        raise holder.error(
+            key, f"must be three numbers with the sum {size}, got {sections!r}"[:200]
+        )
+    if not holder.boolean("mrope_interleaved", default=is_interleaved):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(place % 3 if place < 3 * sections[place % 3] else 0 for place in range(size))
 
 
 # Rotary embeddings of GGUF files, in the words of config.json.

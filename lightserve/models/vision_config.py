@@ -1,26 +1,34 @@
-"""Models that see images: their text part, the encoder, and how pictures are prepared. Torch-free.
+"""Models that see images: their text part and the encoder, as `config.json` says. Torch-free.
 
-LLaVA-1.5 (Liu et al., "Improved Baselines with Visual Instruction Tuning", 2023): the encoder of
-CLIP, and two products behind it.
+LLaVA-1.5 (Liu et al., "Improved Baselines with Visual Instruction Tuning", 2023) has the encoder of
+CLIP, and two products behind it. Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL take images
+of any size, rotate by a patch's row and column, and make one embedding of four patches.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
-
-from lightserve.errors import ModelLoadError
-from lightserve.messages.images import HEAD_TOKENS, Image
+from lightserve.messages.images import Image
 from lightserve.models.architectures import Architecture
-from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.image_processor import ImageProcessor, load_image_processor
+from lightserve.models.json_fields import JsonFields
 from lightserve.models.plain_config import MAX_LAYERS, Activation
-
-PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+from lightserve.models.rope import parse_axes
 
 # The text part.
+
+
+def _text_fields(fields: JsonFields) -> JsonFields:
+    """Return the keys of the text part, which stood beside the others in Qwen's first files."""
+    if fields.has("text_config"):
+        return fields.child("text_config")
+    own = {key: value for key, value in fields.items() if key != "model_type"}
+    return (
+        JsonFields(fields.path, own) if fields.has("hidden_size") else fields.child("text_config")
+    )
 
 
 class _TextPart(NamedTuple):
@@ -32,6 +40,11 @@ class _TextPart(NamedTuple):
     """Values that transformers takes where the file is silent."""
 
 
+_QWEN2_VL: dict[str, Any] = {
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+}
 _TEXT_PARTS = {
     Architecture.GEMMA3_WHOLE: (
         _TextPart(
@@ -53,6 +66,15 @@ _TEXT_PARTS = {
         _TextPart(Architecture.MISTRAL, "mistral", {}),
         _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
         _TextPart(Architecture.MISTRAL4, "mistral4", {}),
+    ),
+    Architecture.QWEN2_VL: (_TextPart(Architecture.QWEN2, "qwen2_vl_text", _QWEN2_VL),),
+    Architecture.QWEN2_5_VL: (_TextPart(Architecture.QWEN2, "qwen2_5_vl_text", _QWEN2_VL),),
+    Architecture.QWEN3_VL: (
+        _TextPart(
+            Architecture.QWEN3,
+            "qwen3_vl_text",
+            {"rope_theta": 500_000.0, "max_position_embeddings": 128_000, "rms_norm_eps": 1e-6},
+        ),
     ),
     Architecture.LLAVA: (
         _TextPart(
@@ -84,7 +106,7 @@ def text_part(
     parts = _TEXT_PARTS.get(architecture)
     if parts is None:
         return architecture, fields
-    text = fields.child("text_config")
+    text = _text_fields(fields)
     kind = text.string("model_type", default=parts[0].model_type)
     part = next((part for part in parts if part.model_type == kind), None)
     if part is None:
@@ -102,46 +124,91 @@ def text_part(
 # The encoder.
 
 
-class VisionConfig(NamedTuple):
-    """The encoder of images, and the two products that make embeddings of its results."""
+@dataclass(frozen=True, kw_only=True)
+class EncoderLayers:
+    """The layers of an encoder of images."""
+
+    count: int
+    """Layers that are computed: embeddings are made of the result of the last of these."""
+    num_heads: int
+    intermediate_size: int
+    norm_eps: float
+    activation: Activation | None
+    """Activation of feed-forward blocks; None: they have gates, by SiLU."""
+    is_rms: bool = False
+    """Norms are RMS norms, not LayerNorm with biases."""
+    has_merged_qkv: bool = False
+    """Whether the file has queries, keys and values as one tensor."""
+    window: int | None = None
+    """Embeddings along the side of a square within which layers attend; None: they see all."""
+    full: frozenset[int] = frozenset()
+    """Layers that see all in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projector:
+    """The two products that make embeddings of an encoder's results."""
+
+    has_norm: bool = False
+    """Whether patches are normalised before they become an embedding."""
+    inner_size: int | None = None
+    """Numbers between the products; None: as many as an embedding has."""
+    activation: Activation
+    has_bias: bool
+    deep_layers: tuple[int, ...] = ()
+    """Layers whose results are made embeddings, too: they are added behind the first layers of the
+    language model, in this order (DeepStack, Meng et al., 2024)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The encoder of images, and the products that make embeddings of its results."""
 
     placeholder: int
     """Id of the token that stands for an image in templates."""
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    """Layers in the files."""
-    num_used_layers: int
-    """Layers that are computed: embeddings are made of the result of the last of these."""
-    num_heads: int
-    image_size: int
-    """Height and width of every image, in pixels."""
-    patch_size: int
-    norm_eps: float
-    activation: Activation
-    drops_class: bool
-    """Whether the result of the token that stands for the whole image is left out."""
-    projector_activation: Activation
-    has_projector_bias: bool
     processor: ImageProcessor
+    names: tuple[tuple[str, str], ...]
+    """Parts of tensors' names here, and the file's parts in their places, one after the other."""
+    prefixes: tuple[tuple[tuple[str, str], ...], ...]
+    """Beginnings of names, in the same way: one of these is that of the file."""
+    hidden_size: int
+    layers: EncoderLayers
+    projector: Projector
+    patch_size: int
+    merge: int = 1
+    """Patches along the side of the square of which an embedding is made."""
+    num_frames: int | None = None
+    """Equal images that a patch's weights are for; None: they are for one, without this size."""
+    has_patch_bias: bool = False
+    has_class: bool = False
+    """Whether a token that stands for the whole image goes before the patches, …"""
+    drops_class: bool = False
+    """… and its result is left out."""
+    num_positions: int = 0
+    """Learned positions, with that of the class; where sizes differ the square is stretched."""
+    has_first_norm: bool = False
+    """Whether there is a norm before the layers."""
+    rope_theta: float | None = None
+    """Base of rotary embeddings by row and column; None: there are none."""
+    axes: tuple[int, ...] = ()
+    """For each frequency of the language model's rotary embedding, which of a token's three
+    positions it turns by: time, row or column; empty: positions are places in the sequence."""
 
     @property
-    def num_patches(self) -> int:
-        """Patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
+    def factor(self) -> int:
+        """Pixels along the side of an embedding's square."""
+        return self.patch_size * self.merge
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return the tokens of an image in a prompt."""
+        own = self.has_class and not self.drops_class
+        return (height // self.factor) * (width // self.factor) + own
 
     def takes(self, image: Image) -> bool:
         """Whether an image is as the encoder reads it."""
-        return (image.height, image.width, image.num_tokens) == (
-            self.image_size,
-            self.image_size,
-            self.num_tokens,
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of an image in a prompt."""
-        return self.num_patches + (not self.drops_class)
+        height, width = image.height, image.width
+        makes = self.processor.makes(height, width)
+        return makes and image.num_tokens == self.num_tokens(height, width)
 
 
 _ACTIVATIONS = {
@@ -150,7 +217,6 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-_VISION_KIND = "clip_vision_model"
 
 
 def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig | None:
@@ -158,19 +224,18 @@ def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig
 
     `fields` are those of the whole file. Raises ModelLoadError naming the key.
     """
-    if architecture is not Architecture.LLAVA:
-        return None
-    own = fields.child("vision_config")
-    if (kind := own.string("model_type", default=_VISION_KIND)) != _VISION_KIND:
-        raise own.error("model_type", f"must be {_VISION_KIND!r}, got {kind!r}")
-    if (channels := own.integer("num_channels", default=3)) != 3:
-        raise own.error("num_channels", f"must be 3, got {channels}")
-    hidden, heads = (
-        own.integer("hidden_size", default=1024),
-        own.integer("num_attention_heads", default=16),
-    )
-    if hidden % heads:
-        raise own.error("hidden_size", f"must divide by num_attention_heads {heads}, got {hidden}")
+    match architecture:
+        case Architecture.LLAVA:
+            return _parse_llava(fields)
+        case Architecture.QWEN2_VL | Architecture.QWEN2_5_VL | Architecture.QWEN3_VL:
+            return _parse_qwen(fields, architecture)
+        case _:
+            return None
+
+
+def _parse_llava(fields: JsonFields) -> VisionConfig:
+    own = _vision_fields(fields, "clip_vision_model")
+    hidden, heads = _heads(own, "hidden_size", 1024, "num_attention_heads")
     num_layers = own.integer("num_hidden_layers", default=24, high=MAX_LAYERS)
     strategy = fields.string("vision_feature_select_strategy", default="default")
     if strategy not in ("default", "full"):
@@ -178,31 +243,200 @@ def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig
             "vision_feature_select_strategy", f"must be 'default' or 'full', got {strategy!r}"
         )
     image_size = own.integer("image_size", default=336, high=4096)
-    config = VisionConfig(
-        placeholder=fields.integer(
-            "image_token_id" if fields.has("image_token_id") else "image_token_index",
-            default=32_000,
-            low=0,
-        ),
+    patch_size = own.integer("patch_size", default=14, high=4096)
+    if not (num_patches := (image_size // patch_size) ** 2):
+        raise own.error("image_size", f"must be at least patch_size {patch_size}, got {image_size}")
+    return VisionConfig(
+        placeholder=_placeholder(fields, 32_000),
+        processor=load_image_processor(fields.path.parent, image_size=image_size),
+        names=_LLAVA_NAMES,
+        prefixes=_LLAVA_PREFIXES,
         hidden_size=hidden,
-        intermediate_size=own.integer("intermediate_size", default=4096),
-        num_layers=num_layers,
-        num_used_layers=_num_used_layers(fields, num_layers),
-        num_heads=heads,
-        image_size=image_size,
-        patch_size=own.integer("patch_size", default=14, high=4096),
-        norm_eps=own.number("layer_norm_eps", default=1e-5),
-        activation=_activation(own, "hidden_act", "quick_gelu"),
+        layers=EncoderLayers(
+            count=_num_used_layers(fields, num_layers),
+            num_heads=heads,
+            intermediate_size=own.integer("intermediate_size", default=4096),
+            norm_eps=own.number("layer_norm_eps", default=1e-5),
+            activation=_activation(own, "hidden_act", "quick_gelu"),
+        ),
+        projector=Projector(
+            activation=_activation(fields, "projector_hidden_act", "gelu"),
+            has_bias=fields.boolean("multimodal_projector_bias", default=True),
+        ),
+        patch_size=patch_size,
+        has_class=True,
         drops_class=strategy == "default",
-        projector_activation=_activation(fields, "projector_hidden_act", "gelu"),
-        has_projector_bias=fields.boolean("multimodal_projector_bias", default=True),
-        processor=load_image_processor(fields.path.parent, image_size),
+        num_positions=1 + num_patches,
+        has_first_norm=True,
     )
-    if config.num_tokens < HEAD_TOKENS:
+
+
+_LLAVA_NAMES = (
+    ("vision.projector.inner", "vision.projector.linear_1"),
+    ("vision.projector.outer", "vision.projector.linear_2"),
+    ("vision.class", "vision.embeddings.class_embedding"),
+    ("vision.patches", "vision.embeddings.patch_embedding"),
+    ("vision.positions", "vision.embeddings.position_embedding"),
+    ("vision.first_norm", "vision.pre_layrnorm"),
+    ("vision.layers", "vision.encoder.layers"),
+    (".norm", ".layer_norm"),
+    ("self_attn.o_", "self_attn.out_"),
+    ("up_proj", "fc1"),
+    ("down_proj", "fc2"),
+)
+_LLAVA_PREFIXES = tuple(
+    (
+        ("vision.projector.", f"{whole}multi_modal_projector."),
+        ("vision.", f"{whole}vision_tower.{inner}"),
+    )
+    for whole in ("", "model.")
+    for inner in ("vision_model.", "")
+)
+
+
+def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
+    """Return the encoder of a Qwen-VL, which takes images of any size; its sizes are the file's."""
+    kind = _QWEN_KINDS[architecture]
+    own, text = (
+        _vision_fields(fields, kind, kind.removesuffix("_vision")),
+        _text_fields(fields),
+    )
+    is_first, is_third = (
+        architecture is Architecture.QWEN2_VL,
+        architecture is Architecture.QWEN3_VL,
+    )
+    size_key, size = ("embed_dim", 1280) if is_first else ("hidden_size", None)
+    hidden, heads = _heads(own, size_key, size, "num_heads")
+    if hidden // heads % 4:
+        raise own.error("num_heads", f"must make heads of a multiple of 4, got {heads} of {hidden}")
+    num_layers = own.integer("depth", default=27 if is_third else 32, high=MAX_LAYERS)
+    merge = own.integer("spatial_merge_size", default=2, high=16)
+    patch_size = own.integer("patch_size", default=16 if is_third else 14, high=4096)
+    factor = patch_size * merge
+    activation: Activation | None = None
+    inner, windows = 0, {}
+    if architecture is Architecture.QWEN2_5_VL:
+        windows = _windows(own, num_layers, factor)
+    else:
+        name = "gelu_pytorch_tanh" if is_third else "quick_gelu"
+        activation = _activation(own, "hidden_act", name)
+    if is_first:
+        inner = int(hidden * own.number("mlp_ratio", default=4))
+    return VisionConfig(
+        placeholder=_placeholder(fields, 151_655),
+        processor=load_image_processor(fields.path.parent, image_size=None, factor=factor),
+        names=_QWEN2_NAMES if is_first else _QWEN3_NAMES if is_third else _QWEN_NAMES,
+        prefixes=((("vision.", "visual."),), (("vision.", "model.visual."),)),
+        hidden_size=hidden,
+        layers=EncoderLayers(
+            count=num_layers,
+            num_heads=heads,
+            intermediate_size=inner or own.integer("intermediate_size"),
+            norm_eps=1e-6,
+            activation=activation,
+            has_merged_qkv=True,
+            **windows,
+        ),
+        projector=Projector(
+            has_norm=True,
+            inner_size=hidden * merge**2,
+            activation=Activation.GELU,
+            has_bias=True,
+            deep_layers=_deep_layers(own, num_layers, text) if is_third else (),
+        ),
+        patch_size=patch_size,
+        merge=merge,
+        num_frames=own.integer("temporal_patch_size", default=2, high=16),
+        has_patch_bias=is_third,
+        num_positions=_num_positions(own) if is_third else 0,
+        rope_theta=10_000.0,
+        axes=parse_axes(text, is_interleaved=is_third),
+    )
+
+
+def _windows(own: JsonFields, num_layers: int, factor: int) -> dict[str, Any]:
+    """Return fields of Qwen2.5-VL's layers, most of which see windows."""
+    if (activation := own.string("hidden_act", default="silu")) != "silu":
+        raise own.error("hidden_act", f"must be 'silu', got {activation!r}")
+    key, window = "fullatt_block_indexes", own.integer("window_size", default=112)
+    if window < factor:
+        raise own.error("window_size", f"must be at least {factor}, got {window}")
+    layers = _layers(own, key, num_layers) if own.has(key) else (7, 15, 23, 31)
+    return {"is_rms": True, "window": window // factor, "full": frozenset(layers)}
+
+
+def _deep_layers(own: JsonFields, num_layers: int, text: JsonFields) -> tuple[int, ...]:
+    key = "deepstack_visual_indexes"
+    layers = _layers(own, key, num_layers) if own.has(key) else (8, 16, 24)
+    if len(layers) >= (most := text.integer("num_hidden_layers")):
+        raise own.error(key, f"must be fewer than the {most} layers of the language model")
+    return layers
+
+
+def _num_positions(own: JsonFields) -> int:
+    num_positions = own.integer("num_position_embeddings", default=2304)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise own.error("num_position_embeddings", f"must be a square number, got {num_positions}")
+    return num_positions
+
+
+_QWEN_KINDS = {
+    Architecture.QWEN2_VL: "qwen2_vl_vision",
+    Architecture.QWEN2_5_VL: "qwen2_5_vl_vision",
+    Architecture.QWEN3_VL: "qwen3_vl_vision",
+}
+_QWEN_NAMES = (
+    ("vision.projector.norm", "vision.merger.ln_q"),
+    ("vision.projector.inner", "vision.merger.mlp.0"),
+    ("vision.projector.outer", "vision.merger.mlp.2"),
+    ("vision.patches", "vision.patch_embed.proj"),
+    ("vision.layers", "vision.blocks"),
+    ("self_attn.qkv_proj", "attn.qkv"),
+    ("self_attn.o_proj", "attn.proj"),
+)
+_QWEN2_NAMES = (*_QWEN_NAMES, ("up_proj", "fc1"), ("down_proj", "fc2"))
+_QWEN3_NAMES = (
+    ("vision.projector.deep", "vision.deepstack_merger_list"),
+    ("vision.projector.", "vision.merger."),
+    (".inner", ".linear_fc1"),
+    (".outer", ".linear_fc2"),
+    ("vision.positions", "vision.pos_embed"),
+    *_QWEN_NAMES[3:],
+    ("up_proj", "linear_fc1"),
+    ("down_proj", "linear_fc2"),
+)
+
+
+def _vision_fields(fields: JsonFields, *kinds: str) -> JsonFields:
+    own = fields.child("vision_config")
+    if (kind := own.string("model_type", default=kinds[0])) not in kinds:
+        raise own.error("model_type", f"must be {kinds[0]!r}, got {kind!r}")
+    for key in ("num_channels", "in_channels", "in_chans"):
+        if (channels := own.integer(key, default=3)) != 3:
+            raise own.error(key, f"must be 3, got {channels}")
+    return own
+
+
+def _placeholder(fields: JsonFields, default: int) -> int:
+    key = "image_token_id" if fields.has("image_token_id") else "image_token_index"
+    return fields.integer(key, default=default, low=0)
+
+
+def _heads(own: JsonFields, size_key: str, default: int | None, heads_key: str) -> tuple[int, int]:
+    """Return the numbers of a patch and the heads."""
+    hidden, heads = own.integer(size_key, default=default), own.integer(heads_key, default=16)
+    if hidden % heads:
+        raise own.error(size_key, f"must divide by {heads_key} {heads}, got {hidden}")
+    return hidden, heads
+
+
+def _layers(own: JsonFields, key: str, num_layers: int) -> tuple[int, ...]:
+    layers = own.array(key)
+    if not all(isinstance(n, int) and 0 <= n < num_layers for n in layers):
         raise own.error(
-            "image_size", f"must make at least {HEAD_TOKENS} patches, got {config.num_patches}"
+            key, f"must hold numbers of layers below {num_layers}, got {layers!r}"[:200]
         )
-    return config
+    return tuple(layers)
 
 
 def _num_used_layers(fields: JsonFields, num_layers: int) -> int:
@@ -217,110 +451,3 @@ def _activation(fields: JsonFields, key: str, default: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise fields.error(key, f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
     return _ACTIVATIONS[name]
-
-
-# How a picture becomes what the encoder reads.
-
-_PROCESSORS = ("CLIPImageProcessor", "LlavaImageProcessor")
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_MAX_FILTER = 5
-_BICUBIC = 3
-
-
-class ImageProcessor(msgspec.Struct, frozen=True):
-    """Steps that make an encoder's pixels of a picture, in this order."""
-
-    background: tuple[int, int, int] | None
-    """Colour with which it is made a square; None: it is not."""
-    shortest_edge: int | None
-    """Length of its shorter side behind resizing; None: `size` says both."""
-    size: tuple[int, int]
-    """Height and width behind resizing, or 0 and 0."""
-    resample: int
-    """Pillow's number of the filter."""
-    crop: tuple[int, int] | None
-    """Height and width of the part in the middle that is taken; None: all of it."""
-    scale: float
-    """Factor of the pixels' values."""
-    mean: tuple[float, float, float]
-    """Numbers that are taken off red, green and blue."""
-    std: tuple[float, float, float]
-    """Numbers by which red, green and blue are divided then."""
-
-
-def load_image_processor(path: Path, image_size: int) -> ImageProcessor:
-    """Read preprocessor_config.json or processor_config.json of the model in directory `path`.
-
-    Raises:
-        ModelLoadError: neither is there, or one names what is not supported; names file and key.
-    """
-    fields = _processor_fields(path)
-    kind = fields.string("image_processor_type", default=_PROCESSORS[0])
-    base = kind.removesuffix("Fast").removesuffix("Pil")
-    if base not in _PROCESSORS:
-        raise fields.error("image_processor_type", f"must be {' or '.join(_PROCESSORS)}")
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        if not fields.boolean(key, default=True):
-            raise fields.error(key, "must be true")
-    size = _size(fields, "size", shortest_edge=224)
-    crop = None
-    if fields.boolean("do_center_crop", default=True):
-        crop = _size(fields, "crop_size", shortest_edge=None)
-    mean, std = (
-        _colours(fields, key, default)
-        for key, default in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD))
-    )
-    pads = base == _PROCESSORS[1] and fields.boolean("do_pad", default=False)
-    processor = ImageProcessor(
-        background=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)) if pads else None,
-        shortest_edge=size if isinstance(size, int) else None,
-        size=(0, 0) if isinstance(size, int) else size,
-        resample=fields.integer("resample", default=_BICUBIC, low=0, high=_MAX_FILTER),
-        crop=(crop, crop) if isinstance(crop, int) else crop,
-        scale=fields.number("rescale_factor", default=1 / 255),
-        mean=mean,
-        std=std,
-    )
-    whole = (image_size, image_size)
-    made = processor.crop or processor.size
-    if made != whole:
-        key = "crop_size" if processor.crop else "size"
-        raise fields.error(key, f"must be the encoder's {whole[0]} x {whole[1]}")
-    return processor
-
-
-def _processor_fields(path: Path) -> JsonFields:
-    file = path / PREPROCESSOR_FILE
-    if file.is_file():
-        return JsonFields(file, read_json_object(file))
-    both = path / PROCESSOR_FILE
-    if both.is_file():
-        fields = JsonFields(both, read_json_object(both))
-        if fields.has("image_processor"):
-            return fields.child("image_processor")
-    raise ModelLoadError(f"{file}: no such file, which a model that sees images needs")
-
-
-def _size(fields: JsonFields, key: str, *, shortest_edge: int | None) -> int | tuple[int, int]:
-    """Return a length, or height and width; `shortest_edge`: the default, if there is one."""
-    if not fields.has(key) and shortest_edge is not None:
-        return shortest_edge
-    if isinstance(dict(fields.items()).get(key), int):  # of old files
-        return fields.integer(key, high=4096)
-    own = fields.child(key)
-    if own.has("shortest_edge"):
-        return own.integer("shortest_edge", high=4096)
-    return own.integer("height", high=4096), own.integer("width", high=4096)
-
-
-def _colours(
-    fields: JsonFields, key: str, default: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    if not fields.has(key):
-        return default
-    values = fields.array(key)
-    is_number = [isinstance(v, int | float) and math.isfinite(v) for v in values]
-    if len(values) != 3 or not all(is_number) or (key == "image_std" and min(values) <= 0):
-        raise fields.error(key, f"must hold three numbers, got {values!r}"[:200])
-    return float(values[0]), float(values[1]), float(values[2])

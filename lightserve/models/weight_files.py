@@ -40,11 +40,11 @@ POSITIONS = "model.embed_positions.weight"
 PROJECT_IN, PROJECT_OUT = "model.project_in.weight", "model.project_out.weight"
 TOKEN_TYPES = "model.embed_types.weight"
 SCORE_DENSE, SCORE_OUT = "score.dense", "score.out"
-VISION, VISION_PROJECTOR = "vision.", "projector."
-"""Beginnings of the names of tensors of the encoder of images, and of the products behind it."""
-VISION_CLASS = f"{VISION}embeddings.class_embedding"
-VISION_PATCHES = f"{VISION}embeddings.patch_embedding.weight"
-VISION_POSITIONS = f"{VISION}embeddings.position_embedding.weight"
+VISION = "vision."
+"""Beginning of the names of tensors of the encoder of images, and of the products behind it."""
+VISION_CLASS, VISION_PATCHES = f"{VISION}class", f"{VISION}patches"
+VISION_POSITIONS, VISION_NORM = f"{VISION}positions.weight", f"{VISION}first_norm"
+VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -72,8 +72,8 @@ class WeightFiles:
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""
-        is_vision = name.startswith((VISION, VISION_PROJECTOR))
-        for ours, theirs in self.vision_names if is_vision else self.stored_names:
+        names = self.vision_names if name.startswith(VISION) else self.stored_names
+        for ours, theirs in names:
             name = name.replace(ours, theirs)
         return name
 
@@ -180,26 +180,56 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
-    hidden, inner, patch = vision.hidden_size, vision.intermediate_size, vision.patch_size
+    hidden, inner, patch = vision.hidden_size, vision.layers.intermediate_size, vision.patch_size
+    frames = () if vision.num_frames is None else (vision.num_frames,)
     shapes: dict[str, tuple[int, ...]] = {
-        VISION_CLASS: (hidden,),
-        VISION_PATCHES: (hidden, 3, patch, patch),
-        VISION_POSITIONS: (1 + vision.num_patches, hidden),
+        f"{VISION_PATCHES}.weight": (hidden, 3, *frames, patch, patch)
     }
-    linears = {f"{VISION_PROJECTOR}linear_{n}": (size, m) for n, m in ((1, hidden), (2, size))}
-    norms = [f"{VISION}pre_layrnorm"]
-    biased = list(linears) if vision.has_projector_bias else []
-    for layer in range(vision.num_used_layers):
-        prefix = f"{VISION}encoder.layers.{layer}"
+    if vision.has_patch_bias:
+        shapes[f"{VISION_PATCHES}.bias"] = (hidden,)
+    if vision.has_class:
+        shapes[VISION_CLASS] = (hidden,)
+    if vision.num_positions:
+        shapes[VISION_POSITIONS] = (vision.num_positions, hidden)
+    linears: dict[str, tuple[int, int]] = {}
+    biased: list[str] = []
+    norms: dict[str, int] = {}
+    if vision.has_first_norm:
+        norms[VISION_NORM] = hidden
+    group = hidden * vision.merge**2
+    middle = vision.projector.inner_size or size
+    for name, norm in projectors(vision):
+        own = {f"{name}.inner": (middle, group), f"{name}.outer": (size, middle)}
+        linears |= own
+        biased += own if vision.projector.has_bias else ()
+        if vision.projector.has_norm:
+            norms[f"{name}.norm"] = norm
+    for layer in range(vision.layers.count):
+        prefix = f"{VISION_LAYERS}.{layer}"
         own = {f"{prefix}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
-        own[f"{prefix}.mlp.up_proj"] = (inner, hidden)
+        if vision.layers.has_merged_qkv:
+            own = {f"{prefix}.self_attn.qkv_proj": (3 * hidden, hidden)}
+            own[f"{prefix}.self_attn.o_proj"] = (hidden, hidden)
+        for name in ("up",) if vision.layers.activation else ("gate", "up"):
+            own[f"{prefix}.mlp.{name}_proj"] = (inner, hidden)
         own[f"{prefix}.mlp.down_proj"] = (hidden, inner)
-        norms += [f"{prefix}.layer_norm1", f"{prefix}.layer_norm2"]
+        norms |= {f"{prefix}.norm{n}": hidden for n in (1, 2)}
         linears |= own
         biased += own
     shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
     shapes |= {f"{name}.bias": linears[name][:1] for name in biased}
-    return shapes | {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
+    parts = ("weight",) if vision.layers.is_rms else ("weight", "bias")
+    return shapes | {f"{name}.{part}": (n,) for name, n in norms.items() for part in parts}
+
+
+def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
+    """Return names of the products behind the encoder, with the numbers that are normalised.
+
+    First those of the last layer, then those of `Projector.deep_layers`.
+    """
+    deep = [f"{VISION_PROJECTOR}.deep.{n}" for n in range(len(vision.projector.deep_layers))]
+    group = vision.hidden_size * vision.merge**2
+    return [(VISION_PROJECTOR, vision.hidden_size), *((name, group) for name in deep)]
 
 
 def _norms(config: ModelConfig) -> dict[str, int]:
@@ -372,7 +402,7 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     files = find_weights(path)
     if files.gguf is None:
         own = replace(files, stored_names=config.stored_names, form=config.weight_format)
-        files = _with_prefix(own)
+        files = _with_prefix(own, config.vision)
     else:
         config = as_stored(config, files.gguf)
     in_file: dict[Path, dict[str, StoredTensor]] = {}
@@ -410,12 +440,6 @@ def quantised_as(path: Path, config: ModelConfig) -> str | None:
     return f"GGUF, {', '.join(quantised)}" if quantised else None
 
 
-_VISION_NAMES = (("self_attn.o_", "self_attn.out_"), ("up_proj", "fc1"), ("down_proj", "fc2"))
-_VISION_PREFIXES = tuple(
-    ((VISION, f"{whole}vision_tower.{inner}"), (VISION_PROJECTOR, f"{whole}multi_modal_projector."))
-    for whole in ("", "model.")
-    for inner in ("vision_model.", "")
-)
 _PREFIXES = (
     (("transformer.", ""),),
     (("model.", ""),),
@@ -426,11 +450,12 @@ _PREFIXES = (
 model beside one for images, by its authors' names and by transformers'."""
 
 
-def _with_prefix(files: WeightFiles) -> WeightFiles:
+def _with_prefix(files: WeightFiles, vision: VisionConfig | None) -> WeightFiles:
     """Return the files with the beginnings of names that they have."""
-    for vision in _VISION_PREFIXES:
-        found = replace(files, vision_names=_VISION_NAMES + vision)
-        if found.has(VISION_CLASS):
+    names = () if vision is None else [vision.names + own for own in vision.prefixes]
+    for own in names:
+        found = replace(files, vision_names=own)
+        if found.has(f"{VISION_PATCHES}.weight"):
             files = found
             break
     for own in ((), *_PREFIXES):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightserve.messages.common import MAX_INT32, Int32Array, TokenSegment, pack_int32
+from lightserve.messages.images import without_pixels
 from lightserve.messages.router_worker import (
     NO_DECODES,
     AddSequence,
@@ -119,7 +120,8 @@ def _sequence(request: Request, row: RowId, draft_scope: int) -> AddSequence:
         prediction=request.parameters.prediction,
         draft_scope=draft_scope,
         images=tuple(
-            image for image in request.parameters.images if image.end > request.next_position
+            image if image.end > request.next_position else without_pixels(image)
+            for image in request.parameters.images
         ),
     )
 

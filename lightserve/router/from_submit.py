@@ -309,8 +309,11 @@ def request_of(
     now_s: float,
     arrival_number: int,
     admission_limit: int | None,
+    image_numbers: Sequence[int] = (),
 ) -> Request:
     """Return what the router keeps of a message; `parameters` are equal to its own.
+
+    `image_numbers`: of each of its images, see `ImageNumbers`.
 
     Raises:
         ProtocolError: it has no prompt or nothing to generate.
@@ -323,7 +326,7 @@ def request_of(
         budget = thinking.budget + len(thinking.closing)
     return Request(
         key=RequestKey(frontend_id, submit.request_id),
-        prompt_token_ids=with_image_ids(prompt, parameters.images),
+        prompt_token_ids=with_image_ids(prompt, parameters.images, image_numbers),
         max_tokens=submit.max_tokens,
         eos_token_ids=parameters.eos_token_ids,
         sampling=msgspec.structs.replace(

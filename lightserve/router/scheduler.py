@@ -32,6 +32,7 @@ from lightserve.messages.frontend_router import (
     RouterStatus,
     Submit,
 )
+from lightserve.messages.images import ImageNumbers
 from lightserve.messages.router_worker import (
     NO_TOKEN,
     RowResult,
@@ -97,6 +98,7 @@ class Scheduler:
         self._waits = QueueDelay(config, self._waiting, self._rows, self._pipeline)
         self._targets = SchedulingTargets(config, self._pipeline, self._waits)
         self._parameters = HeldParameters(config.max_parameter_bytes)
+        self._image_numbers = ImageNumbers()
         self._accounts = Accounts()
         self._unfinished: dict[RequestKey, Request] = {}
         """Requests whose last token was sent, but whose frontend still looks for a stop string."""
@@ -167,6 +169,7 @@ class Scheduler:
             now_s=now_s,
             arrival_number=self._num_arrivals,
             admission_limit=self._config.admission_limit,
+            image_numbers=self._image_numbers.of(submit.images),
         )
         self._num_arrivals += 1
         if self._kv is not None:

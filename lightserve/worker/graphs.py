@@ -255,6 +255,8 @@ class DecodeTables(NamedTuple):
     """int32, the same shape: slots by position, those of the last row all the scratch slot."""
     state_slots: Tensor | None = None
     """See `AttentionBatch.state_slots`."""
+    shifts: npt.NDArray[np.int64] | None = None
+    """See `RowImages.shifts`; on the host."""
 
     @property
     def num_state_slots(self) -> int:
@@ -307,9 +309,10 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
         device, largest = tables.token_ids.device, self._sizes[-1]
         self._padding_row = padding_row = tables.token_ids.shape[0] - 1
-        self._inputs = torch.zeros(2, largest, dtype=torch.int64, device=device)
-        """Rows and positions."""
-        self._rows, self._positions = self._inputs
+        num_inputs = 2 if tables.shifts is None else 3
+        self._inputs = torch.zeros(num_inputs, largest, dtype=torch.int64, device=device)
+        """Rows, positions, and where they are others those by which queries and keys are turned."""
+        self._rows, self._positions, *_ = self._inputs
         self._rows.fill_(padding_row)
         self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
         hidden_size, dtype = model.config.hidden_size, pool.k[0].dtype
@@ -410,7 +413,7 @@ class DecodeGraphs:
     def _replay(self, rows: HostIntegers, positions: HostIntegers, too_far: Tensor | None) -> None:
         self._set(rows, positions)
         if too_far is not None:
-            self._positions[: len(rows)].sub_(too_far)
+            self._inputs[1:, : len(rows)].sub_(too_far)
         size = size_within(self._sizes, len(rows))
         assert size is not None, "`covers` says which steps have a graph"
         self._replays[size]()
@@ -419,7 +422,9 @@ class DecodeGraphs:
         """Put a step's rows where passes read them, and padding behind."""
         inputs = np.zeros(self._inputs.shape, dtype=np.int64)
         inputs[0] = self._padding_row
-        inputs[:, : len(rows)] = rows, positions
+        inputs[:2, : len(rows)] = rows, positions
+        if self._tables.shifts is not None:
+            inputs[2, : len(rows)] = inputs[1, : len(rows)] - self._tables.shifts[np.asarray(rows)]
         put(inputs, self._inputs)
 
     def _run(self, size: int) -> None:
@@ -437,6 +442,7 @@ class DecodeGraphs:
             host_q_lens=(1,) * size,
             host_context_lens=UnknownValues("host_context_lens", size),
             state_slots=tables.state_slots,
+            turned=None if tables.shifts is None else self._inputs[2, :size],
         )
         input_ids = tables.token_ids[rows, positions].long()
         hidden = self._model.hidden(input_ids, batch, self._pool, None)

@@ -2,10 +2,19 @@
 
 An image is encoded in the first step that computes one of its tokens. Its embeddings stay until the
 last of them has been computed, or the row is left: a prompt may be computed in several steps.
+
+Some models turn queries and keys of an image's tokens by row and column (`VisionConfig.axes`), and
+go on behind it from the larger of both:
+
+    place in the row    0 1 2 3 4 5 6 7 8 9        an image of 2 rows and 3 columns at 2 … 7
+    time                0 1 2 2 2 2 2 2 5 6
+    row                 0 1 2 2 2 3 3 3 5 6
+    column              0 1 2 3 4 2 3 4 5 6        shift of 8, 9 and all that follow: 3
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +27,7 @@ from lightserve.messages.router_worker import StepPlan
 from lightserve.models.base import Model, Replaced
 from lightserve.types import RowId
 from lightserve.worker.device import DeviceQueue
-from lightserve.worker.tables import StepInputs
+from lightserve.worker.tables import Int64Array, StepInputs, ranges
 
 
 @dataclass
@@ -33,9 +42,17 @@ class _Held:
 class RowImages:
     """The images of one rank's rows."""
 
-    def __init__(self, model: Model, queue: DeviceQueue) -> None:
+    def __init__(self, model: Model, queue: DeviceQueue, max_num_seqs: int) -> None:
         self._model, self._queue = model, queue
         self._held: dict[int, list[_Held]] = {}
+        vision = model.config.vision
+        self._turned: dict[int, Int64Array] = {}
+        """Positions [3, n] of a row's tokens up to the end of its last image."""
+        self.shifts: Int64Array | None = None
+        """[max_num_seqs + 1], by how much positions behind each row's images are less than places;
+        None: they never are."""
+        if vision is not None and vision.axes:
+            self.shifts = np.zeros(max_num_seqs + 1, dtype=np.int64)
 
     def begin(self, plan: StepPlan) -> None:
         """Take in a plan's new sequences, and forget rows that are left.
@@ -45,14 +62,54 @@ class RowImages:
         """
         for row in plan.left_rows:
             self._held.pop(row, None)
+            self._turned.pop(row, None)
         vision = self._model.config.vision
         for sequence in plan.sequences:
             self._held.pop(sequence.row, None)
             for image in sequence.images:
                 if vision is None or not vision.takes(image):
                     raise ProtocolError(f"an image of {image.width} x {image.height} pixels")
-            if sequence.images:
-                self._held[sequence.row] = [_Held(image) for image in sequence.images]
+            if needed := [_Held(image) for image in sequence.images if image.pixels]:
+                self._held[sequence.row] = needed
+            if self.shifts is not None and vision is not None:
+                self._turn(sequence.row, sequence.images, vision.factor)
+
+    def _turn(self, row: RowId, images: Sequence[Image], factor: int) -> None:
+        """Take in the positions of a row's tokens; `factor`: pixels of a token along a side."""
+        assert self.shifts is not None
+        self._turned.pop(row, None)
+        parts: list[Int64Array] = []
+        place = position = 0
+        for image in images:
+            text = image.start - place
+            parts.append(np.tile(np.arange(position, position + text), (3, 1)))
+            rows, columns = image.height // factor, image.width // factor
+            parts.append(position + text + np.indices((1, rows, columns)).reshape(3, -1))
+            place, position = image.end, position + text + max(rows, columns)
+        if parts:
+            self._turned[row] = np.concatenate(parts, axis=1)
+        self.shifts[row] = place - position
+
+    def turned(self, inputs: StepInputs) -> Int64Array | None:
+        """Return the positions by which a step's tokens are turned; None: they are their places.
+
+        [T] where each has one, [3, T] where tokens of images, or before an image, are among them.
+        """
+        if self.shifts is None or not self._turned:
+            return None
+        rows, counts, ends = inputs.rows, inputs.q_lens, inputs.context_lens
+        starts, offsets = ends - counts, np.cumsum(counts) - counts
+        positions = ranges(rows, starts, counts).positions - np.repeat(self.shifts[rows], counts)
+        columns = (part.tolist() for part in (rows, starts, counts, offsets))
+        for row, start, count, offset in zip(*columns, strict=True):
+            own = self._turned.get(row)
+            if own is None or start >= own.shape[1] or not count:
+                continue
+            if positions.ndim == 1:
+                positions = np.tile(positions, (3, 1))
+            part = own[:, start : start + count]
+            positions[:, offset : offset + part.shape[1]] = part
+        return positions
 
     def embedded(self, inputs: StepInputs) -> Replaced | None:
         """Return embeddings of the images' tokens among a step's; None: there are none.

@@ -109,8 +109,8 @@ class MixedGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
         self._max_rows = tables.token_ids.shape[0] - 1
         device = tables.token_ids.device
-        self._step = torch.zeros(3, self._max_rows + 1, dtype=torch.int32, device=device)
-        """Rows, ends and contexts; the last entry stands for padding."""
+        self._step = torch.zeros(4, self._max_rows + 1, dtype=torch.int32, device=device)
+        """Rows, ends, contexts and `DecodeTables.shifts`; the last entry stands for padding."""
         self._step[0].fill_(self._max_rows)
         self._tokens = torch.arange(self._sizes[-1], dtype=torch.int32, device=device)
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
@@ -266,6 +266,9 @@ class MixedGraphs:
         step[1, num_rows:] = step[1, num_rows - 1]
         step[2, :num_rows] = context_lens
         step[2, num_rows:] = 1
+        step[3] = 0
+        if self._tables.shifts is not None:
+            step[3, :num_rows] = self._tables.shifts[np.asarray(rows)]
         put(step, self._step)
 
     def _run(self, size: int) -> None:
@@ -278,7 +281,7 @@ class MixedGraphs:
     def _pass(self, size: int) -> Tensor:
         """Run the pass of `size` tokens, of the rows that are set and padding."""
         tables, num_rows = self._tables, min(self._max_rows, size)
-        rows, ends, contexts = self._step
+        rows, ends, contexts, shifts = self._step
         tokens = self._tokens[:size]
         # Behind the last row's end all tokens are the last entry's, which has no end.
         owners = torch.searchsorted(ends[:-1], tokens, right=True)
@@ -297,6 +300,7 @@ class MixedGraphs:
             host_context_lens=UnknownValues("host_context_lens", num_rows),
             state_slots=tables.state_slots,
             most=MostTokens(size, min(size, max(MAX_FEW_TOKENS, self._max_rows))),
+            turned=None if tables.shifts is None else positions - shifts.index_select(0, owners),
         )
         input_ids = tables.token_ids.view(-1).index_select(0, places).long()
         return self._model.hidden(input_ids, batch, self._pool, None)

@@ -114,7 +114,7 @@ class ModelRunner:
             proposer=proposer,
             placeholder=vision.placeholder if vision else 0,
         )
-        self._images = RowImages(model, queue)
+        self._images = RowImages(model, queue, max_num_seqs)
         self._sampling = SamplingTable(max_num_seqs)
         self._known_counts: KnownCounts | None = None
         if queue.device.type != "cpu" and tp.rank == 0:
@@ -133,7 +133,9 @@ class ModelRunner:
     def tables(self) -> DecodeTables:
         """The state of all rows on the device, for `DecodeGraphs`."""
         table = self._table
-        return DecodeTables(table.token_ids, table.req_to_slot, table.state_slots)
+        return DecodeTables(
+            table.token_ids, table.req_to_slot, table.state_slots, self._images.shifts
+        )
 
     @property
     def device(self) -> torch.device:
@@ -169,10 +171,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode_any(self) -> None:
-        """Encode a black image, for the memory that it takes; no effect without an encoder."""
+        """Encode a black image by two layers, for the memory that all take; no effect without an
+        encoder."""
         if (vision := self._model.config.vision) is not None:
-            side = vision.image_size
-            self._model.encode(torch.zeros(side, side, 3, dtype=torch.uint8, device=self.device))
+            most = self.context_len * vision.factor**2
+            height, width = vision.processor.largest(most)
+            black = torch.zeros(height, width, 3, dtype=torch.uint8, device=self.device)
+            self._model.encode(black, num_layers=2)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""
@@ -342,8 +347,10 @@ class ModelRunner:
     def _hidden(self, inputs: StepInputs, images: Replaced | None) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
         graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
-        if images is not None:
-            return self._model.hidden(*self._table.unrecorded(inputs), self.pool, wanted, images)
+        turned = self._images.turned(inputs)
+        if images is not None or (turned is not None and turned.ndim > 1):
+            tensors = self._table.unrecorded(inputs, turned)
+            return self._model.hidden(*tensors, self.pool, wanted, images)
         if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.rows)):
             hidden = graphs.hidden(inputs.rows, inputs.context_lens - 1, inputs.too_far)
             return hidden.index_select(0, wanted)
@@ -351,7 +358,7 @@ class ModelRunner:
         if mixed is not None and size is not None:
             rows = inputs.rows, inputs.q_lens, inputs.context_lens, inputs.too_far
             return mixed.hidden(size, *rows).index_select(0, wanted)
-        return self._model.hidden(*self._table.unrecorded(inputs), self.pool, wanted)
+        return self._model.hidden(*self._table.unrecorded(inputs, turned), self.pool, wanted)
 
     def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
         """Run an encoder, each of whose rows is a prompt as a whole."""

@@ -38,8 +38,8 @@ from lightserve.types import RowId
 from lightserve.worker.device import Array, DeviceQueue
 from lightserve.worker.drafts import Begun, Drafted, Drafts, Proposer
 
-_Int64Array = npt.NDArray[np.int64]
-_NO_PLACES: _Int64Array = np.empty(0, dtype=np.int64)
+Int64Array = npt.NDArray[np.int64]
+_NO_PLACES: Int64Array = np.empty(0, dtype=np.int64)
 _NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
 
@@ -75,11 +75,11 @@ class StepInputs:
     """Spans of the rows that want log-probabilities of their prompt, in the plan's order."""
     sampled_rows: list[RowId]
     """Row of each of the first L of `logit_rows`."""
-    rows: _Int64Array
+    rows: Int64Array
     """[R], the plan's rows, …"""
-    q_lens: _Int64Array
+    q_lens: Int64Array
     """… the new tokens of each, …"""
-    context_lens: _Int64Array
+    context_lens: Int64Array
     """… and its length with them, or more: see `too_far`."""
     too_far: Tensor | None = None
     """int64 [R] on the device, by how much `context_lens` are more than that; None: by nothing."""
@@ -110,7 +110,7 @@ class Draws(NamedTuple):
     """Where the draws of rows are in a step some of whose rows have drafts."""
 
     drafted: Drafted
-    firsts: _Int64Array
+    firsts: Int64Array
     """[rows that sample], the first draw of each; the others follow it."""
     of_drafted: Tensor
     """int64 [D], the same of those with drafts, on the device."""
@@ -208,7 +208,7 @@ class SequenceTable:
         return inputs if begun is None else self._with_begun(inputs, begun, *more)
 
     def _with_begun(
-        self, inputs: StepInputs, begun: Begun, owners: _Int64Array, firsts: _Int64Array
+        self, inputs: StepInputs, begun: Begun, owners: Int64Array, firsts: Int64Array
     ) -> StepInputs:
         """Return inputs with what is known of drafts and positions on the device alone.
 
@@ -243,18 +243,24 @@ class SequenceTable:
         sampled_rows = cast("list[RowId]", rows.tolist())
         return StepInputs(tensors, [], sampled_rows, rows, np.ones_like(rows), ends)
 
-    def unrecorded(self, inputs: StepInputs) -> tuple[Tensor, AttentionBatch]:
+    def unrecorded(
+        self, inputs: StepInputs, turned: Int64Array | None = None
+    ) -> tuple[Tensor, AttentionBatch]:
         """Return a step's new tokens, int64 [T], and attention's inputs, for a pass launched
-        kernel by kernel."""
+        kernel by kernel.
+
+        `turned`: positions, see `RowImages.turned`.
+        """
         rows, counts, ends = inputs.rows, inputs.q_lens, inputs.context_lens
-        token_rows, positions = _ranges(rows, ends - counts, counts)
-        row_ids, own_positions, places, offsets, context_lens = self._queue.upload(
+        token_rows, positions = ranges(rows, ends - counts, counts)
+        row_ids, own_positions, places, offsets, context_lens, *turns = self._queue.upload(
             [
                 rows,
                 positions,
                 token_rows * self._width + positions,
                 np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
                 ends.astype(np.int32),
+                *(() if turned is None else turned.reshape(-1, len(positions))),
             ]
         )
         if inputs.too_far is not None:
@@ -263,6 +269,7 @@ class SequenceTable:
                 self._queue.upload([counts])[0], output_size=int(counts.sum())
             )
             own_positions, places = own_positions - by_token, places - by_token
+            turns = [own - by_token for own in turns]
         batch = AttentionBatch(
             positions=own_positions,
             slot_mapping=self._flat_slots.index_select(0, places).long(),
@@ -274,6 +281,7 @@ class SequenceTable:
             host_q_lens=counts.tolist(),
             host_context_lens=ends.tolist(),
             state_slots=self.state_slots,
+            turned=turns[0] if len(turns) == 1 else torch.stack(turns) if turns else None,
             host_prompt_lens=(self._num_prompt[rows] - ends + counts).clip(0, counts).tolist(),
         )
         return self._flat_tokens.index_select(0, places).long(), batch
@@ -335,9 +343,9 @@ class SequenceTable:
         rows: Sequence[int] | Int32Array,
         starts: Sequence[int] | Int32Array,
         counts: Sequence[int] | Int32Array,
-    ) -> _Int64Array:
+    ) -> Int64Array:
         """Return the places of ranges of positions, int64 [sum of counts]."""
-        index = _ranges(*(np.array(part, dtype=np.int64) for part in (rows, starts, counts)))
+        index = ranges(*(np.array(part, dtype=np.int64) for part in (rows, starts, counts)))
         return index.rows * self._width + index.positions
 
     def _prompt_spans(self, rows: Sequence[tuple[PlanRow, int]]) -> _Spans:
@@ -373,18 +381,18 @@ class _Spans(NamedTuple):
 
     rows: list[tuple[RowId, int]]
     """And their numbers of tokens."""
-    indices: _Int64Array
+    indices: Int64Array
     """Indices of all their tokens among the step's."""
-    next_places: _Int64Array
+    next_places: Int64Array
     """Places of the tokens after them."""
 
 
 class _Index(NamedTuple):
-    rows: _Int64Array
-    positions: _Int64Array
+    rows: Int64Array
+    positions: Int64Array
 
 
-def _ranges(rows: _Int64Array, starts: _Int64Array, counts: _Int64Array) -> _Index:
+def ranges(rows: Int64Array, starts: Int64Array, counts: Int64Array) -> _Index:
     """Return row and position of every token of ranges start … start+count-1, int64 [T] both."""
     if counts.size == counts.sum() and counts.all():  # one token each: decodes
         return _Index(rows, starts)
@@ -396,24 +404,24 @@ def _ranges(rows: _Int64Array, starts: _Int64Array, counts: _Int64Array) -> _Ind
 class _Draws(NamedTuple):
     """The draws of a step, [L] each."""
 
-    rows: _Int64Array
-    positions: _Int64Array
+    rows: Int64Array
+    positions: Int64Array
     """Positions of the tokens that are drawn."""
-    logit_rows: _Int64Array
+    logit_rows: Int64Array
     """Tokens behind which they are drawn, among the step's."""
 
 
 def _with_drafts(
     draws: _Draws, wants: npt.NDArray[np.bool_], begun: Begun
-) -> tuple[_Draws, _Int64Array, _Int64Array]:
+) -> tuple[_Draws, Int64Array, Int64Array]:
     """Return all draws of rows that sample, given the last of each; `wants` [rows of the plan].
 
     And for each of them which row of the plan it is of; and the first of each row that samples.
     """
     before = np.zeros_like(draws.rows)
     before[: len(begun.num_drafts)] = begun.num_drafts
-    rows, positions = _ranges(draws.rows, draws.positions - before, 1 + before)
-    logit_rows = _ranges(draws.rows, draws.logit_rows - before, 1 + before).positions
+    rows, positions = ranges(draws.rows, draws.positions - before, 1 + before)
+    logit_rows = ranges(draws.rows, draws.logit_rows - before, 1 + before).positions
     owners = np.repeat(np.flatnonzero(wants), 1 + before)
     return _Draws(rows, positions, logit_rows), owners, np.cumsum(1 + before) - 1 - before
 

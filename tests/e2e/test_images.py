@@ -18,7 +18,15 @@ from openai import OpenAI
 from PIL import Image
 from support.live_server import LiveServer, live_server
 from support.processes import wait_for
-from support.tiny_vision import NUM_TOKENS, Reference, data_url, file_of, picture, write_llava
+from support.tiny_vision import (
+    NUM_TOKENS,
+    Reference,
+    data_url,
+    file_of,
+    picture,
+    write_llava,
+    write_vision_model,
+)
 
 from lightserve.cli.decision_logs import replay as replay_command
 from lightserve.decisions.records import MessageReceived
@@ -97,6 +105,22 @@ def test_answers(client: OpenAI, reference: Reference) -> None:
     check(reference, text, [])
     turns = [*asking(FIRST), {"role": "assistant", "content": "A"}, *asking(SECOND)]
     check(reference, whole(client, turns), [FIRST, SECOND])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_of_any_size(run_parent: Path, tmp_path: Path, family: str) -> None:
+    model = write_vision_model(tmp_path, family)
+    flags = ("--model", str(model), "--served-model-name=llava", "--dtype=float32", "--tp=2")
+    reference = Reference(model)
+    with (
+        live_server(run_parent, *flags) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for images in ([FIRST], [SECOND, FIRST], [picture(3, 5, 9)], [FIRST, picture(4)]):
+            check(reference, whole(client, asking(*images)), images)
+        thin = asking(picture(5, 201, 1))
+        with pytest.raises(openai.BadRequestError, match="at most 200 times as long"):
+            whole(client, thin)
 
 
 def test_a_photo_is_told_of_as_it_is_read(client: OpenAI) -> None:

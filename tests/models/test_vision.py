@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from PIL import Image
+from support.graph_recorders import TapeRecorder
 from support.lossless import (
     MAX_LEN,
     MAX_SEQS,
@@ -23,13 +24,15 @@ from support.lossless import (
     make_runner,
     make_schedule,
 )
+from support.tensor_kernels import TensorKernels
 from support.tiny_vision import (
-    NUM_TOKENS,
+    FAMILIES,
     PLACEHOLDER,
     Reference,
     given_image,
     picture,
     write_llava,
+    write_vision_model,
 )
 
 from lightserve.errors import ModelLoadError, ProtocolError
@@ -37,7 +40,9 @@ from lightserve.kernels.select import missing_core
 from lightserve.messages.common import TokenLogprob, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.images import digest_of
+from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import load_model_config
+from lightserve.models.loader import load_model
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
@@ -49,6 +54,11 @@ from lightserve.router.policies import POLICIES
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.worker.device import HostQueue
+from lightserve.worker.graphs import DecodeGraphs
+from lightserve.worker.host_pool import DirectHostPool
+from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.model_runner import ModelRunner
 
 KERNELS = ("reference", "torch", *(() if missing_core() else ("native",)))
@@ -73,11 +83,11 @@ PROMPTS = [
     Prompt([5, PICTURES[0], 7]),
     Prompt([1, PICTURES[1], 2, PICTURES[2], 9]),
     Prompt([PICTURES[3], 4]),
-    Prompt([2, PICTURES[4], PICTURES[0], 3]),
+    Prompt([2, PICTURES[4], 1, PICTURES[0], 3]),
     Prompt([12]),
     Prompt([6, PICTURES[2]]),
 ]
-"""One in the middle, two apart, at the beginning, two side by side, none, at the end."""
+"""One in the middle, two apart, at the beginning, two nearly side by side, none, at the end."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,10 +98,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("llava")
-    return write_llava(made, max_position_embeddings=MAX_LEN)
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    return write_vision_model(made, request.param, max_position_embeddings=MAX_LEN)
 
 
 def request_of(path: Path, number: int, prompt: Prompt, **options: object) -> Submit:
@@ -103,7 +113,7 @@ def request_of(path: Path, number: int, prompt: Prompt, **options: object) -> Su
             ids += [rng.randrange(5, 250) for _ in range(part)]
         else:
             images.append(given_image(path, part, len(ids)))
-            ids += [PLACEHOLDER] * NUM_TOKENS
+            ids += [PLACEHOLDER] * images[-1].num_tokens
     fields: dict[str, object] = {
         "max_tokens": 8,
         "sampling": SamplingParams(temperature=0.0, num_logprobs=3, seed=number),
@@ -193,6 +203,43 @@ def test_answers_are_those_of_transformers(path: Path, kernels: str, budget: int
         assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_recorded_passes_turn_by_the_same_positions(tmp_path: Path, family: str) -> None:
+    """Decodes and chunks of text behind an image run as graphs, by positions of their own."""
+    write_vision_model(tmp_path, family, max_position_embeddings=MAX_LEN)
+    config = load_model_config(tmp_path)
+    kernels = TensorKernels()
+    model = load_model(
+        tmp_path, config, dtype=torch.float32, kernels=kernels, tp=SingleRank(), context_len=MAX_LEN
+    )
+    pool = KVPool(kv_layout(config, tp_size=1, dtype="float32"), NUM_SLOTS, torch.device("cpu"))
+    runner = ModelRunner(
+        model,
+        pool,
+        SingleRank(),
+        host_pool=DirectHostPool(0, pool),
+        queue=HostQueue(),
+        max_num_seqs=MAX_SEQS,
+    )
+    recorder = TapeRecorder()
+    graphs = DecodeGraphs(
+        model, pool, runner.tables, sizes=(1, 2, 4, 8), recorder=recorder, has_logits=True
+    )
+    graphs.capture()
+    graphs.check(1e-5)
+    mixed = MixedGraphs(model, pool, runner.tables, sizes=(16, 32), recorder=recorder)
+    mixed.capture()
+    mixed.check()
+    runner.use_graphs(graphs, mixed)
+    prompts = [PROMPTS[0], Prompt([3, PICTURES[3], 30]), PROMPTS[4]]
+    requests = [request_of(tmp_path, number, prompt) for number, prompt in enumerate(prompts)]
+    reference = Reference(tmp_path)
+    for prompt, request, answer in zip(
+        prompts, requests, answers_of(runner, requests, budget=11), strict=True
+    ):
+        assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
+
+
 def test_another_picture_gives_another_answer(path: Path) -> None:
     """The comparison has teeth: what was seen matters at every token behind."""
     request = request_of(path, 0, PROMPTS[0])
@@ -234,7 +281,7 @@ def test_a_prompt_that_ends_within_a_cached_image(path: Path) -> None:
         again = msgspec.structs.replace(request, request_id=RequestId(30 + number))
         answers = answers_of(runner, [request, again], gap_s=5.0)
         assert answers[0].token_ids == answers[1].token_ids
-        assert answers[1].num_cached == 4 + NUM_TOKENS - 1
+        assert answers[1].num_cached == 3 + request.images[0].num_tokens
 
 
 def requests_with_images(path: Path) -> list[Submit]:
@@ -286,8 +333,9 @@ def test_no_schedule_changes_a_token(path: Path) -> None:
     assert total.loaded_tokens > 0 and total.seen.num_checked_resumed > 100
 
 
-def test_names_of_the_authors_files(tmp_path: Path) -> None:
-    write_llava(tmp_path, has_old_names=True, max_position_embeddings=MAX_LEN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_the_authors_files(tmp_path: Path, family: str) -> None:
+    write_vision_model(tmp_path, family, has_old_names=True, max_position_embeddings=MAX_LEN)
     runner = make_runner(tmp_path, model=None)
     request = request_of(tmp_path, 0, PROMPTS[0])
     (answer,) = answers_of(runner, [request])
@@ -297,11 +345,11 @@ def test_names_of_the_authors_files(tmp_path: Path) -> None:
 def test_an_image_that_the_encoder_does_not_read(path: Path) -> None:
     runner = make_runner(path, model=None)
     request = request_of(path, 0, PROMPTS[0])
-    pixels = bytes(3 * 14 * 14)
+    pixels = bytes(3 * 15 * 14)
     odd = msgspec.structs.replace(
-        request.images[0], height=14, width=14, pixels=pixels, digest=digest_of(14, 14, pixels)
+        request.images[0], height=15, width=14, pixels=pixels, digest=digest_of(15, 14, pixels)
     )
-    with pytest.raises(ProtocolError, match="14 x 14"):
+    with pytest.raises(ProtocolError, match="14 x 15"):
         answers_of(runner, [msgspec.structs.replace(request, images=(odd,))])
 
 
@@ -326,6 +374,59 @@ def test_files_that_cannot_be_served(
     (tmp_path / file).write_text(json.dumps(values | {key: value}))
     with pytest.raises(ModelLoadError, match=complaint):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "complaint"),
+    [
+        ("qwen2_vl", {"patch_size": 0}, "'vision_config.patch_size' must be between"),
+        ("qwen2_vl", {"patch_size": 9}, "'patch_size' times merge_size must be 18, got 14"),
+        ("qwen2_vl", {"model_type": "clip"}, "must be 'qwen2_vl_vision', got 'clip'"),
+        ("qwen2_vl", {"in_channels": 4}, "'vision_config.in_channels' must be 3"),
+        ("qwen2_vl", {"embed_dim": 36, "num_heads": 6}, "must make heads of a multiple of 4"),
+        ("qwen2_5_vl", {"window_size": 13}, "'vision_config.window_size' must be at least 14"),
+        ("qwen2_5_vl", {"hidden_act": "gelu"}, "'vision_config.hidden_act' must be 'silu'"),
+        ("qwen2_5_vl", {"fullatt_block_indexes": [3]}, "must hold numbers of layers below 3"),
+        ("qwen3_vl", {"num_position_embeddings": 24}, "must be a square number, got 24"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0, 1, 2]}, "must be fewer than the 3 layers"),
+    ],
+)
+def test_encoders_that_cannot_be_served(
+    tmp_path: Path, family: str, changes: dict[str, object], complaint: str
+) -> None:
+    write_vision_model(tmp_path, family)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    values["vision_config"] |= changes
+    file.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match=complaint):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("sections", [[2, 3], [2, 3, 4], [2, 6, 0], "2"])
+def test_positions_that_do_not_fit_the_heads(tmp_path: Path, sections: object) -> None:
+    write_vision_model(tmp_path, "qwen2_vl")
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    values["text_config"]["rope_parameters"]["mrope_section"] = sections
+    file.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match="mrope_section' must be"):
+        load_model_config(tmp_path)
+
+
+def test_the_first_files_have_all_keys_side_by_side(tmp_path: Path) -> None:
+    """With `type: mrope`, and the text's keys beside `vision_config`."""
+    write_vision_model(tmp_path, "qwen2_5_vl", tie_word_embeddings=True)
+    expected = load_model_config(tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "model_type": "qwen2_5_vl"}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    values["vision_config"] |= {"model_type": "qwen2_5_vl", "in_chans": 3}
+    file.write_text(json.dumps({**text, **values}))
+    assert load_model_config(tmp_path) == expected
 
 
 def test_the_processor_may_be_in_another_file(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
 from lightserve.messages.images import Image as Given
@@ -76,6 +77,7 @@ def write_llava(
     )
     reference = transformers.LlavaForConditionalGeneration(config)
     randomise(reference, torch.Generator().manual_seed(3))
+    reference.lm_head.weight.data[PLACEHOLDER] = 0  # never the best: it would stand for an image
     reference.to(dtype).save_pretrained(path)
     if has_old_names:
         file = path / "model.safetensors"
@@ -85,15 +87,91 @@ def write_llava(
             for name, tensor in tensors.items()
         }
         save_file(renamed, file, metadata={"format": "pt"})
+    _write_tokenizer(path, TEMPLATE)
+    write_config(path, "preprocessor_config.json", PROCESSOR)
+    return path
+
+
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SIZES: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 14 * 14,
+    "max_pixels": 14 * 14 * 20,
+    "patch_size": 7,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.3, 0.2, 0.5],
+}
+"""Images of 1 to 20 tokens, each of 14 x 14 pixels."""
+QWEN_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'].upper() + ': ' }}{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
+    "{{ '[<image>]' }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def write_vision_model(
+    path: Path, family: str, *, has_old_names: bool = False, **changes: Any
+) -> Path:
+    """Write a random model of one of FAMILIES; `has_old_names`: as its authors' files."""
+    if family == "llava":
+        return write_llava(path, has_old_names=has_old_names, **changes)
+    transformers_logging.disable_progress_bar()
+    vision: dict[str, Any] = {
+        "depth": 3,
+        "num_heads": 2,
+        "patch_size": 7,
+        "hidden_size": 32,
+        "out_hidden_size": BASE_CONFIG["hidden_size"],
+        "intermediate_size": 48,
+    }
+    text = {**BASE_CONFIG, "vocab_size": VOCAB_SIZE, **changes}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    match family:
+        case "qwen2_vl":
+            kind = transformers.Qwen2VLForConditionalGeneration
+            vision |= {"embed_dim": 32, "hidden_size": BASE_CONFIG["hidden_size"]}
+        case "qwen2_5_vl":
+            kind = transformers.Qwen2_5_VLForConditionalGeneration
+            vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        case _:
+            kind = transformers.Qwen3VLForConditionalGeneration
+            vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}
+            text |= {"head_dim": 16, "num_hidden_layers": 3}
+            rope |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    config = kind.config_class(
+        vision_config=vision,
+        text_config=text | {"rope_parameters": rope},
+        image_token_id=PLACEHOLDER,
+        video_token_id=VOCAB_SIZE - 1,
+        vision_start_token_id=0,
+    )
+    reference = kind(config)
+    randomise(reference, torch.Generator().manual_seed(3))
+    reference.lm_head.weight.data[PLACEHOLDER] = 0  # never the best: it would stand for an image
+    reference.save_pretrained(path)
+    if has_old_names:
+        file = path / "model.safetensors"
+        renamed = {
+            name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): own
+            for name, own in load_file(file).items()
+        }
+        save_file(renamed, file, metadata={"format": "pt"})
+    _write_tokenizer(path, QWEN_TEMPLATE)
+    write_config(path, "preprocessor_config.json", SIZES)
+    return path
+
+
+def _write_tokenizer(path: Path, template: str) -> None:
     write_byte_level(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
     assert tokenizer.token_to_id("<image>") == PLACEHOLDER
     tokenizer.save(str(path / "tokenizer.json"))
-    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     write_config(path, "tokenizer_config.json", tokenizer_config)
-    write_config(path, "preprocessor_config.json", PROCESSOR)
-    return path
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
@@ -122,18 +200,27 @@ def given_image(path: Path, image: Image.Image, start: int) -> Given:
     made = decode(file_of(image), vision.processor)
     assert not made.complaint
     digest = digest_of(made.height, made.width, made.pixels)
-    return Given(start, vision.num_tokens, made.height, made.width, made.pixels, digest)
+    return Given(
+        start,
+        vision.num_tokens(made.height, made.width),
+        made.height,
+        made.width,
+        made.pixels,
+        digest,
+    )
 
 
 class Reference:
     """Transformers' model and its processor of pictures that uses Pillow."""
 
     def __init__(self, path: Path) -> None:
-        self._model = transformers.LlavaForConditionalGeneration.from_pretrained(
-            path, dtype=torch.float32
-        ).eval()
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = getattr(transformers, config.architectures[0])
+        self._model = kind.from_pretrained(path, dtype=torch.float32).eval()
         own = json.loads((path / "preprocessor_config.json").read_text())
-        self._processor = CLIPImageProcessorPil(**own)
+        is_llava = own["image_processor_type"] == PROCESSOR["image_processor_type"]
+        made = CLIPImageProcessorPil if is_llava else Qwen2VLImageProcessorPil
+        self._processor = made(**own)
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
@@ -141,8 +228,9 @@ class Reference:
 
         `token_ids` has a place-holder for each token of an image.
         """
-        pixels = None
-        if images:
-            pixels = self._processor(list(images), return_tensors="pt")["pixel_values"]
-        output = self._model(input_ids=torch.tensor([list(token_ids)]), pixel_values=pixels)
+        ids = torch.tensor([list(token_ids)])
+        inputs = self._processor(list(images), return_tensors="pt") if images else {}
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+        output = self._model(input_ids=ids, **inputs)
         return output.logits[0].float().log_softmax(-1)

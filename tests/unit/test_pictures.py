@@ -15,10 +15,11 @@ from PIL import Image
 from support.tiny_vision import PROCESSOR, data_url, file_of, picture
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.pictures import Picture, _data_of, _Process
-from lightserve.models.vision_config import ImageProcessor
+from lightserve.models.image_processor import AnySize, ImageProcessor
 from lightserve.picture_process import MAX_PIXELS, Given, decode
 
 MEAN, STD = tuple(PROCESSOR["image_mean"]), tuple(PROCESSOR["image_std"])
@@ -70,6 +71,38 @@ def test_squares_are_those_of_transformers(size: tuple[int, int]) -> None:
     processor = clip(28, background=grey)
     made = values(decode(file_of(image), processor), processor)
     assert np.abs(made - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("factor", "limits"), [(28, (56 * 56, 28 * 28 * 20)), (32, (65_536, 300_000)), (14, (1, 999))]
+)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_any_size_is_that_of_transformers(
+    size: tuple[int, int], factor: int, limits: tuple[int, int]
+) -> None:
+    image = picture(size[0], *size)
+    own = {"min_pixels": limits[0], "max_pixels": limits[1], "patch_size": factor // 2}
+    expected = Qwen2VLImageProcessorPil(image_mean=list(MEAN), image_std=list(STD), **own)(image)
+    _, rows, columns = np.array(expected["image_grid_thw"])[0].tolist()
+    processor = clip(28, shortest_edge=None, crop=None, any_size=AnySize(factor, *limits))
+    made = values(decode(file_of(image), processor), processor)
+    assert made.shape == (3, rows * factor // 2, columns * factor // 2)
+    assert processor.makes(*made.shape[1:])
+    patch = factor // 2
+    shape = (rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)
+    frames = np.array(expected["pixel_values"]).reshape(shape).transpose(5, 4, 0, 2, 6, 1, 3, 7)
+    for frame in frames.reshape(2, *made.shape):
+        assert np.abs(made - frame).max() < 1e-6
+
+
+def test_largest_images() -> None:
+    processor = clip(28, shortest_edge=None, crop=None, any_size=AnySize(28, 784, 28 * 28 * 30))
+    assert processor.largest(10**9) == (140, 140)
+    assert processor.largest(28 * 28 * 5) == (56, 56)
+    assert processor.largest(1) == (28, 28)
+    assert clip(336).largest(1) == (336, 336)
+    assert not processor.makes(28, 30) and not processor.makes(0, 28)
+    assert not processor.makes(2800, 2800) and processor.makes(28, 56)
 
 
 def test_a_size_of_both_sides() -> None:
@@ -126,6 +159,13 @@ def png_of(width: int, height: int) -> bytes:
         data += struct.pack(">I", len(body)) + kind + body
         data += struct.pack(">I", zlib.crc32(kind + body))
     return data
+
+
+def test_narrow_pictures_of_any_size() -> None:
+    processor = clip(28, shortest_edge=None, crop=None, any_size=AnySize(28, 784, 10**6))
+    complaint = decode(file_of(picture(1, 2, 401)), processor).complaint
+    assert complaint == "must be at most 200 times as long as it is wide, got 2 x 401"
+    assert not decode(file_of(picture(1, 2, 400)), processor).complaint
 
 
 @pytest.mark.parametrize(

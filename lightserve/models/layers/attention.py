@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -373,14 +374,26 @@ def frequencies(
 class RotaryTable:
     """cos and sin of every position of the served context."""
 
-    def __init__(self, table: Frequencies, *, context_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: Frequencies,
+        *,
+        context_len: int,
+        device: torch.device,
+        axes: Sequence[int] = (),
+    ) -> None:
+        """`axes`: see `VisionConfig.axes`."""
+        self._axes = torch.tensor(axes, dtype=torch.int64, device=device)
         positions = torch.arange(context_len, dtype=torch.float32)
         angles = positions[:, None] * table.inverse
         self._cos = (angles.cos() * table.scale).to(device)
         self._sin = (angles.sin() * table.scale).to(device)
 
     def select(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 cos and sin [T, head_dim / 2] at int64 positions [T]."""
+        """Return float32 cos and sin [T, head_dim / 2] at int64 positions [T] or [3, T]."""
+        if positions.dim() == 2:
+            places = positions.index_select(0, self._axes).T
+            return self._cos.gather(0, places), self._sin.gather(0, places)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
@@ -393,7 +406,9 @@ def rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
         max_position_embeddings=config.max_position_embeddings,
         context_len=context.context_len,
     )
-    return RotaryTable(table, context_len=context.context_len, device=context.reader.device)
+    axes = () if config.vision is None else config.vision.axes
+    device = context.reader.device
+    return RotaryTable(table, context_len=context.context_len, device=device, axes=axes)
 
 
 def _inverse(theta: float, head_dim: int) -> Tensor:

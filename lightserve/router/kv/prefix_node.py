@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightserve.messages.common import Int32Array
-from lightserve.messages.images import whole_images
 
 PrefixKey = str
 """Salt that two requests must have in common, besides tokens, to share KV."""
@@ -202,11 +201,6 @@ def common_len(first: Int32Array, second: Int32Array) -> int:
             return start + at
         start = end
     return length
-
-
-def shared_len(first: Int32Array, second: Int32Array) -> int:
-    """Return how many leading tokens mean the same: equal ids of an image may be a coincidence."""
-    return whole_images(first, common_len(first, second))
 
 
 def num_unread(node: PrefixNode) -> int:

@@ -46,7 +46,6 @@ from lightserve.router.kv.prefix_node import (
     num_unread,
     part_of,
     path_of,
-    shared_len,
     task_aware,
     waiting_from,
 )
@@ -118,8 +117,8 @@ class PrefixTree:
                 node = path.pop()
                 common = min(len(node.tokens), len(tokens) - num_matched)
             elif node := node.residents.get(int(tokens[num_matched])):
-                common = shared_len(node.tokens, tokens[num_matched:])
-            if node is None or node.slots is None or common == 0:
+                common = common_len(node.tokens, tokens[num_matched:])
+            if node is None or node.slots is None:
                 break
             depth += 1
             if common < len(node.tokens) and not self._can_split(node, depth):
@@ -515,9 +514,7 @@ class PrefixTree:
         return node
 
     def _child_for(self, parent: PrefixNode, tokens: Int32Array, depth: int) -> PrefixNode | None:
-        """Return a child whose tokens begin `tokens`, made for that.
-
-        None: it would lie too deep, or another image's tokens begin with the same id.
+        """Return a child whose tokens begin `tokens`, made for that; None: it would lie too deep.
 
         `depth` is that of the child, 1 below the root.
         """
@@ -526,9 +523,7 @@ class PrefixTree:
         child = parent.children.get(int(tokens[0]))
         if child is None:
             return self._add_child(parent, tokens)
-        common = shared_len(child.tokens, tokens)
-        if common == 0:
-            return None
+        common = common_len(child.tokens, tokens)
         if common < len(child.tokens) and not self._can_split(child, depth):
             return None
         return self._split(child, common)

@@ -1,4 +1,4 @@
-"""Ids of images: they tell contents apart, and a few equal ones prove nothing."""
+"""Ids of images: they tell contents apart, however few tokens an image has."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.images import (
-    HEAD_TOKENS,
     IMAGE_ID,
     Image,
+    ImageNumbers,
     check_images,
     digest_of,
     text_tokens,
-    whole_images,
     with_image_ids,
     without_image_ids,
 )
+from lightserve.models.image_processor import ImageProcessor
 from lightserve.models.plain_config import Activation
-from lightserve.models.vision_config import ImageProcessor, VisionConfig
+from lightserve.models.vision_config import EncoderLayers, Projector, VisionConfig
 from lightserve.router.from_submit import check_submit
 from lightserve.router.kv.block_events import BlockEvents, BlockStored
 from lightserve.router.kv.prefix_node import task_aware
@@ -34,8 +34,12 @@ def image(start: int, colour: int = 0, num_tokens: int = 9) -> Image:
     return Image(start, num_tokens, 2, 2, pixels, digest_of(2, 2, pixels))
 
 
+NUMBERS = ImageNumbers()
+
+
 def prompt(*images: Image, length: int = 40) -> Int32Array:
-    return with_image_ids(np.arange(100, 100 + length, dtype=np.int32), images)
+    text = np.arange(100, 100 + length, dtype=np.int32)
+    return with_image_ids(text, images, NUMBERS.of(images))
 
 
 def test_ids_are_of_content_alone() -> None:
@@ -43,69 +47,36 @@ def test_ids_are_of_content_alone() -> None:
     assert (first[3:12] == again[5:14]).all() and (first[3:12] >= IMAGE_ID).all()
     assert (prompt(image(3, 1))[3:12] != first[3:12]).all()
     assert (np.delete(first, np.s_[3:12]) == np.delete(prompt(), np.s_[3:12])).all()
-    assert len(set(first[3:12].tolist())) == 9
     assert digest_of(1, 4, bytes(12)) != digest_of(2, 2, bytes(12))
     assert (without_image_ids(first, 7)[3:12] == 7).all()
     assert without_image_ids(prompt(), 7).tolist() == prompt().tolist()
     assert text_tokens(first) == 3 and text_tokens(prompt()) == 40
 
 
-def test_a_head_is_whole_or_not_there() -> None:
-    ids = prompt(image(3), image(12))
-    for start in (3, 12):
-        for place in range(1, HEAD_TOKENS):
-            assert whole_images(ids, start + place) == start
-        for length in (start, start + HEAD_TOKENS, start + HEAD_TOKENS + 2):
-            assert whole_images(ids, length) == length
-    assert whole_images(ids, 0) == 0
-    assert whole_images(ids[6:], 1) == 0  # the head began before these
+def test_numbers_are_given_once() -> None:
+    numbers = ImageNumbers(max_known=3)
+    known = [image(0, colour) for colour in range(5)]
+    assert numbers.of(known[:3]) == [0, 1, 2] and numbers.of([known[0], known[0]]) == [0, 0]
+    assert numbers.of([known[3]]) == [3]  # the second is forgotten: it was named last of all
+    assert numbers.of([known[0], known[2], known[3]]) == [0, 2, 3]
+    assert numbers.of([known[1], known[0], known[4]]) == [4, 5, 6]  # not 1 again
+    assert len(numbers._numbers) == 3
 
 
-def collide(ids: Int32Array, other: Int32Array, start: int, count: int) -> Int32Array:
-    """Return the other's ids, but for the first of an image, which are equal by chance."""
-    made = other.copy()
-    made[start : start + count] = ids[start : start + count]
-    return made
-
-
-@pytest.mark.parametrize("count", [1, 2, HEAD_TOKENS - 1])
-@pytest.mark.parametrize("start", [0, 6])
-def test_two_pictures_whose_first_ids_are_equal_share_nothing(start: int, count: int) -> None:
-    ids = prompt(image(start))
-    other = collide(ids, prompt(image(start, 1)), start, count)
+def test_numbers_are_those_of_whole_digests() -> None:
+    """Two pictures whose digests begin or end alike share nothing, however short they are."""
+    base = image(6, num_tokens=1)
+    others = [base.digest[:-1] + b"x", b"x" + base.digest[1:], base.digest[:16] + bytes(16)]
     tree = PrefixTree(task_aware)
+    ids = prompt(base)
     lease, found = tree.acquire("", ids[:0], is_real_time=True)
     assert not len(found)
     assert not len(tree.extend(lease, ids, np.arange(40, dtype=np.int32)))
     assert tree.look_up("", ids).num_tokens == 40
-    assert tree.look_up("", other).num_tokens == start
-    expected = tree.expect("", other)  # a waiting prompt, of which as much is known
-    mine, found = tree.acquire("", other[:start], is_real_time=True)
-    assert found.tolist() == list(range(start))
-    own = np.arange(100, 140 - start, dtype=np.int32)
-    left = tree.extend(mine, other[start:], own)
-    assert left.tolist() == own.tolist() and mine.num_tokens == start  # it stays its own
-    assert tree.look_up("", other).num_tokens == start
-    assert tree.look_up("", ids).num_tokens == 40
-    tree.forget(expected)
-    for each in (lease, mine):
-        tree.release(each)
-    assert len(tree.evict(40)) == 40 and not list(tree.nodes())
-
-
-def test_a_part_that_eviction_left_is_not_taken_for_the_whole() -> None:
-    ids = prompt(image(6))
-    tree = PrefixTree(task_aware)
-    lease, _ = tree.acquire("", ids[:0], is_real_time=True)
-    tree.extend(lease, ids, np.arange(40, dtype=np.int32))
-    tree.release(lease)
-    assert len(tree.evict(31)) == 31  # up to within the head
-    assert tree.look_up("", ids).num_tokens == 6
-    again, found = tree.acquire("", ids[:6], is_real_time=True)
-    left = tree.extend(again, ids[6:], np.arange(50, 84, dtype=np.int32))
-    assert len(found) == 6 and len(left) == 34
-    tree.release(again)
-    assert len(tree.evict(9)) == 9 and not list(tree.nodes())
+    for digest in others:
+        other = prompt(msgspec.structs.replace(base, digest=digest))
+        assert (np.flatnonzero(other != ids) == [6]).all()
+        assert tree.look_up("", other).num_tokens == 6
 
 
 def test_gateways_hear_of_text_alone() -> None:
@@ -127,7 +98,7 @@ def test_gateways_hear_of_text_alone() -> None:
     [
         {"start": -1},
         {"start": 35},
-        {"num_tokens": 4},
+        {"num_tokens": 0},
         {"height": 0, "pixels": b""},
         {"pixels": bytes(11)},
         {"digest": b""},
@@ -146,19 +117,15 @@ def test_images_that_are_none(changes: dict[str, object]) -> None:
 def test_routers_refuse_images_that_the_model_does_not_read() -> None:
     vision = VisionConfig(
         placeholder=7,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_used_layers=1,
-        num_heads=1,
-        image_size=6,
-        patch_size=2,
-        norm_eps=1e-5,
-        activation=Activation.GELU,
-        drops_class=True,
-        projector_activation=Activation.GELU,
-        has_projector_bias=True,
         processor=ImageProcessor(None, 6, (0, 0), 3, (6, 6), 1.0, (0.0,) * 3, (1.0,) * 3),
+        names=(),
+        prefixes=(),
+        hidden_size=8,
+        layers=EncoderLayers(
+            count=1, num_heads=1, intermediate_size=8, norm_eps=1e-5, activation=Activation.GELU
+        ),
+        projector=Projector(activation=Activation.GELU, has_bias=True),
+        patch_size=2,
     )
     pixels = bytes(3 * 36)
     read = Image(2, 9, 6, 6, pixels, digest_of(6, 6, pixels))
@@ -178,7 +145,7 @@ def test_routers_refuse_images_that_the_model_does_not_read() -> None:
     other = msgspec.structs.replace(submit, images=(image(2),))
     with pytest.raises(ProtocolError, match="does not read"):
         check_submit(other, 50, vision)
-    ids = with_image_ids(np.full(20, 7, dtype=np.int32), [read])
+    ids = with_image_ids(np.full(20, 7, dtype=np.int32), [read], [0])
     content = [TokenSegment(token_ids=pack_int32(ids))]
     with pytest.raises(ProtocolError, match="prompt beyond the vocabulary"):
         check_submit(msgspec.structs.replace(submit, prompt=content), 50, vision)

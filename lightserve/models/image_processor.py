@@ -1,0 +1,200 @@
+"""How a picture becomes what an encoder of images reads, by a model's own files. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from lightserve.errors import ModelLoadError
+from lightserve.messages.images import MAX_PIXEL_BYTES
+from lightserve.models.json_fields import JsonFields, read_json_object
+
+PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+MAX_PIXELS = MAX_PIXEL_BYTES // 3
+"""Most pixels of an image that the encoder reads: a message has to hold them."""
+MAX_RATIO = 200
+"""By so much a picture may be longer than wide where its size may be any."""
+_CLIP, _LLAVA, _QWEN = "CLIPImageProcessor", "LlavaImageProcessor", "Qwen2VLImageProcessor"
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_MAX_FILTER = 5
+_BICUBIC = 3
+_MAX_SIDE = 4096
+
+
+class AnySize(msgspec.Struct, frozen=True):
+    """Sizes of images that keep the proportions of their pictures (Qwen2-VL, section 2.1)."""
+
+    factor: int
+    """Pixels of which both sides are multiples."""
+    min_pixels: int
+    max_pixels: int
+    """At most MAX_PIXELS."""
+
+    def of(self, height: int, width: int) -> tuple[int, int] | None:
+        """Return height and width for those of a picture; None: it is too narrow."""
+        if max(height, width) > MAX_RATIO * min(height, width):
+            return None
+        factor = self.factor
+        sides = [round(side / factor) * factor for side in (height, width)]
+        if sides[0] * sides[1] > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            sides = [
+                max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)
+            ]
+        elif sides[0] * sides[1] < self.min_pixels:
+            growth = math.sqrt(self.min_pixels / (height * width))
+            sides = [math.ceil(side * growth / factor) * factor for side in (height, width)]
+        return sides[0], sides[1]
+
+
+class ImageProcessor(msgspec.Struct, frozen=True):
+    """Steps that make an encoder's pixels of a picture, in this order."""
+
+    background: tuple[int, int, int] | None
+    """Colour with which it is made a square; None: it is not."""
+    shortest_edge: int | None
+    """Length of its shorter side behind resizing; None: `size` says both."""
+    size: tuple[int, int]
+    """Height and width behind resizing, or 0 and 0."""
+    resample: int
+    """Pillow's number of the filter."""
+    crop: tuple[int, int] | None
+    """Height and width of the part in the middle that is taken; None: all of it."""
+    scale: float
+    """Factor of the pixels' values."""
+    mean: tuple[float, float, float]
+    """Numbers that are taken off red, green and blue."""
+    std: tuple[float, float, float]
+    """Numbers by which red, green and blue are divided then."""
+    any_size: AnySize | None = None
+    """Its size behind resizing, in place of `shortest_edge` and `size`; None: these say it."""
+
+    def makes(self, height: int, width: int) -> bool:
+        """Whether an image may have this size."""
+        if self.any_size is None:
+            return (height, width) == (self.crop or self.size)
+        factor = self.any_size.factor
+        is_whole = height % factor == width % factor == 0
+        return is_whole and height > 0 < width and height * width <= MAX_PIXELS
+
+    def largest(self, max_pixels: int) -> tuple[int, int]:
+        """Return height and width of the largest image of at most so many pixels, if any is."""
+        if self.any_size is None:
+            return self.crop or self.size
+        factor = self.any_size.factor
+        side = math.isqrt(min(max_pixels, self.any_size.max_pixels)) // factor * factor
+        return max(side, factor), max(side, factor)
+
+
+def load_image_processor(path: Path, *, image_size: int | None, factor: int = 1) -> ImageProcessor:
+    """Read preprocessor_config.json or processor_config.json of the model in directory `path`.
+
+    `image_size`: height and width that the encoder reads; None: any multiple of `factor`.
+
+    Raises:
+        ModelLoadError: neither is there, or one names what is not supported; names file and key.
+    """
+    fields = _processor_fields(path)
+    known = (_QWEN,) if image_size is None else (_CLIP, _LLAVA)
+    kind = fields.string("image_processor_type", default=known[0])
+    base = kind.removesuffix("Fast").removesuffix("Pil")
+    if base not in known:
+        raise fields.error("image_processor_type", f"must be {' or '.join(known)}, got {kind!r}")
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not fields.boolean(key, default=True):
+            raise fields.error(key, "must be true")
+    mean, std = (
+        _colours(fields, key, default)
+        for key, default in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD))
+    )
+    pads = base == _LLAVA and fields.boolean("do_pad", default=False)
+    processor = ImageProcessor(
+        background=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)) if pads else None,
+        shortest_edge=None,
+        size=(0, 0),
+        resample=fields.integer("resample", default=_BICUBIC, low=0, high=_MAX_FILTER),
+        crop=None,
+        scale=fields.number("rescale_factor", default=1 / 255),
+        mean=mean,
+        std=std,
+    )
+    if image_size is None:
+        return msgspec.structs.replace(processor, any_size=_any_size(fields, factor))
+    return _of_one_size(fields, processor, image_size)
+
+
+def _of_one_size(fields: JsonFields, processor: ImageProcessor, image_size: int) -> ImageProcessor:
+    """Return the processor with the steps that make images of one size."""
+    size = _size(fields, "size", shortest_edge=224)
+    crop = None
+    if fields.boolean("do_center_crop", default=True):
+        crop = _size(fields, "crop_size", shortest_edge=None)
+    processor = msgspec.structs.replace(
+        processor,
+        shortest_edge=size if isinstance(size, int) else None,
+        size=(0, 0) if isinstance(size, int) else size,
+        crop=(crop, crop) if isinstance(crop, int) else crop,
+    )
+    if not processor.makes(image_size, image_size):
+        key = "crop_size" if processor.crop else "size"
+        raise fields.error(key, f"must be the encoder's {image_size} x {image_size}")
+    return processor
+
+
+def _any_size(fields: JsonFields, factor: int) -> AnySize:
+    """Return the sizes that Qwen's processor makes; old files have other keys."""
+    limits = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+    for (key, default), edge in zip(
+        list(limits.items()), ("shortest_edge", "longest_edge"), strict=True
+    ):
+        holder, name = fields, key
+        if not fields.has(key) and fields.has("size"):
+            holder, name = fields.child("size"), edge
+        limits[key] = holder.integer(name, default=default)
+    merge = fields.integer("merge_size", default=2)
+    if (found := fields.integer("patch_size", default=14) * merge) != factor:
+        raise fields.error("patch_size", f"times merge_size must be {factor}, got {found}")
+    if limits["min_pixels"] > limits["max_pixels"]:
+        raise fields.error("min_pixels", f"must be at most max_pixels, got {limits['min_pixels']}")
+    return AnySize(
+        factor, min(limits["min_pixels"], MAX_PIXELS), min(limits["max_pixels"], MAX_PIXELS)
+    )
+
+
+def _processor_fields(path: Path) -> JsonFields:
+    file = path / PREPROCESSOR_FILE
+    if file.is_file():
+        return JsonFields(file, read_json_object(file))
+    both = path / PROCESSOR_FILE
+    if both.is_file():
+        fields = JsonFields(both, read_json_object(both))
+        if fields.has("image_processor"):
+            return fields.child("image_processor")
+    raise ModelLoadError(f"{file}: no such file, which a model that sees images needs")
+
+
+def _size(fields: JsonFields, key: str, *, shortest_edge: int | None) -> int | tuple[int, int]:
+    """Return a length, or height and width; `shortest_edge`: the default, if there is one."""
+    if not fields.has(key) and shortest_edge is not None:
+        return shortest_edge
+    if isinstance(dict(fields.items()).get(key), int):  # of old files
+        return fields.integer(key, high=_MAX_SIDE)
+    own = fields.child(key)
+    if own.has("shortest_edge"):
+        return own.integer("shortest_edge", high=_MAX_SIDE)
+    return own.integer("height", high=_MAX_SIDE), own.integer("width", high=_MAX_SIDE)
+
+
+def _colours(
+    fields: JsonFields, key: str, default: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    if not fields.has(key):
+        return default
+    values = fields.array(key)
+    is_number = [isinstance(v, int | float) and math.isfinite(v) for v in values]
+    if len(values) != 3 or not all(is_number) or (key == "image_std" and min(values) <= 0):
+        raise fields.error(key, f"must hold three numbers, got {values!r}"[:200])
+    return float(values[0]), float(values[1]), float(values[2])
