@@ -81,6 +81,8 @@ class DraftSource(IntEnum):
     """The output as the request predicts it."""
     SUFFIX = 2
     """Recent answers to requests of the same key."""
+    MTP = 3
+    """A layer of the model that is made for it."""
 
 
 MTPOT_FACTOR = 4.0

@@ -256,11 +256,13 @@ class SchedulingOptions:
     speculation: str = option(
         "off",
         "Guesses of the next tokens of a request, several of which one step verifies: off, ngram"
-        " (what followed its last tokens where these stood before in its prompt or output), or"
-        " suffix (there, and in recent answers to requests of its key). Guesses change no answer.",
-        choices=("off", "ngram", "suffix"),
+        " (what followed its last tokens where these stood before in its prompt or output), suffix"
+        " (there, and in recent answers to requests of its key), or mtp (the layer of the model"
+        " that is made for it, on CPUs). Guesses change no answer.",
+        choices=("off", "ngram", "suffix", "mtp"),
         section="Speculation",
         scope=Scope.SIMULATE,
+        needs=(Need("block_owner", ("two-ended",)),),
     )
     max_draft_tokens: int = option(
         MAX_DRAFTS,
@@ -268,13 +270,18 @@ class SchedulingOptions:
         low=1,
         high=MAX_DRAFTS,
         scope=Scope.SIMULATE,
-        needs=(Need("speculation", ("ngram", "suffix")),),
+        needs=(Need("speculation", ("ngram", "suffix", "mtp")),),
     )
 
     @property
     def drafts_per_row(self) -> int:
         """Most drafts of a request in a step; 0: none has any."""
         return 0 if self.speculation == "off" else self.max_draft_tokens
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether a layer of the model guesses tokens."""
+        return self.speculation == "mtp"
 
     def be_by_sharing(self) -> bool:
         """Whether best-effort requests start by what is cached of them."""

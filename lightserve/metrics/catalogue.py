@@ -297,7 +297,7 @@ DRAFT_TOKENS = counter(
     "spec_decode_num_draft_tokens_total",
     Origin.ROUTER,
     "Tokens that were guessed (--speculation) and verified, by proposer: ngram (the request's own"
-    " tokens), prediction, suffix (recent answers).",
+    " tokens), prediction, suffix (recent answers), mtp (a layer of the model).",
     (*CLASS, "proposer"),
 )
 ACCEPTED_TOKENS = counter(

@@ -244,12 +244,43 @@ class Replaced(NamedTuple):
     layers, see `Projector.deep_layers`."""
 
 
+class DraftHead(Protocol):
+    """Guesses the token behind the next one; of tensor parallelism as the model is."""
+
+    dtype: torch.dtype
+
+    def states(
+        self,
+        input_ids: Tensor,
+        before: Tensor,
+        batch: AttentionBatch,
+        kv: KVTensors,
+        *,
+        writes_only: bool = False,
+    ) -> Tensor:
+        """Write the new tokens' KV, and return states whose `Model.logits` are of the next tokens.
+
+        Args:
+            input_ids: int64 [T].
+            before: [T, hidden_size], the state of the token before each: `Model.hidden`, or, for
+                a token that is itself a guess, what this returned for that one.
+            batch: of rows without their first token, before which there is none.
+            kv: this rank's pool.
+            writes_only: whether nothing else is wanted.
+
+        Returns:
+            [T, hidden_size]; with `writes_only` [0, hidden_size].
+        """
+
+
 class Model(Protocol):
     """A loaded model, or one rank's part of it."""
 
     config: ModelConfig
     context_len: int
     """Longest sequence it was loaded for: positions must be below."""
+    draft_head: DraftHead | None
+    """Guesses tokens, see `ModelConfig.has_draft_head`; None: the model has no such part."""
 
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor

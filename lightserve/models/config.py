@@ -6,7 +6,7 @@ Imported by the supervisor, the router and the frontends as well as by the worke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightserve.errors import ConfigError, ModelLoadError
@@ -106,6 +106,8 @@ _HEADS_OF_128 = (
     *_GLM,
 )
 _PARTLY_ROTATED = (*_GLM, Architecture.GLM4_MOE, Architecture.PHI3, Architecture.MINIMAX_M2)
+_WITH_DRAFT_HEADS = (Architecture.DEEPSEEK_V3, Architecture.GLM4_MOE, Architecture.GLM4_MOE_LITE)
+"""Families whose files may have a layer that guesses tokens."""
 _PLAIN = {
     Architecture.GPT_NEOX: parse_gpt_neox,
     Architecture.PHI: parse_phi,
@@ -237,6 +239,9 @@ class ModelConfig:
     """Format of weights that are quantised in the files; None: there are none."""
     vision: VisionConfig | None = None
     """The encoder of images; None: the model reads text alone."""
+    has_draft_head: bool = False
+    """Whether the last of the layers is none of the model's own, but guesses the token behind the
+    next one."""
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -272,10 +277,37 @@ class ModelConfig:
         return max(self.max_position_embeddings, stretched)
 
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Read and check `path/config.json`. Raises ModelLoadError naming file and key."""
+def load_model_config(path: Path, *, has_draft_head: bool = False) -> ModelConfig:
+    """Read and check `path/config.json`; with the layer that guesses tokens, if that is asked for.
+
+    Raises:
+        ModelLoadError: names file and key.
+    """
     file = path / CONFIG_FILE
     fields = JsonFields(file, read_json_object(file))
+    config = _model_config(path, fields)
+    return _with_draft_head(config, fields) if has_draft_head else config
+
+
+def _with_draft_head(config: ModelConfig, fields: JsonFields) -> ModelConfig:
+    """Return a model with the first of the layers behind its last that guess tokens."""
+    if config.architecture not in _WITH_DRAFT_HEADS:
+        known = ", ".join(_WITH_DRAFT_HEADS)
+        complaint = f"with --speculation mtp must be one of {known}, got {config.architecture}"
+        raise fields.error("architectures", complaint)
+    if not fields.integer(key := "num_nextn_predict_layers", default=0, low=0):
+        raise fields.error(key, "must be at least 1 with --speculation mtp, got 0")
+    layer, moe = config.num_layers, config.moe
+    return replace(
+        config,
+        num_layers=layer + 1,
+        sliding_windows=(*config.sliding_windows, None),
+        moe=None if moe is None else replace(moe, layers=moe.layers | {layer}),
+        has_draft_head=True,
+    )
+
+
+def _model_config(path: Path, fields: JsonFields) -> ModelConfig:
     architecture = _architecture(fields)
     weight_format = None
     if architecture is not Architecture.GPT_OSS or not is_mxfp4(fields):

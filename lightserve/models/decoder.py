@@ -20,7 +20,7 @@ from lightserve.kernels.interface import (
     NotRecordableError,
     PassInputs,
 )
-from lightserve.models.base import KVTensors, Part, Replaced, TensorParallel
+from lightserve.models.base import DraftHead, KVTensors, Part, Replaced, TensorParallel
 from lightserve.models.config import ModelConfig
 from lightserve.models.layers.attention import (
     Attention,
@@ -42,6 +42,8 @@ from lightserve.models.layers.linear import (
 from lightserve.models.layers.recurrent import DeltaLayer
 from lightserve.models.vision import VisionEncoder
 from lightserve.models.weight_files import (
+    DRAFT_JOIN,
+    DRAFT_NORMS,
     EMBEDDING,
     EMBEDDING_NORM,
     LM_HEAD,
@@ -171,6 +173,68 @@ class Family(NamedTuple):
 PLAIN = Family()
 
 
+class NextTokenHead:
+    """The layer behind a model's last that guesses the token behind the next one.
+
+    Of token t at position i, and the model's state h of position i - 1 behind its last norm,
+
+        x_i = join([norm(embedding(t_i)); norm(h_{i-1})]),  a layer over x_1 … x_i,  a norm
+
+    makes a state whose logits, by the model's own head, are of the token at position i + 1. What it
+    keeps of position i depends on tokens up to i alone, as in every other layer. Embedding and
+    output layer are the model's.
+
+    Source: DeepSeek-V3 Technical Report (DeepSeek-AI 2024), section 2.2, with depth 1.
+    """
+
+    def __init__(
+        self,
+        context: ModelContext,
+        layer: DecoderLayer,
+        embed: Callable[[Tensor], Tensor],
+        tables: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> None:
+        """`layer` is the last of the files; `embed` and `tables`: see `DecoderModel`."""
+        size = context.config.hidden_size
+        prefix = f"model.layers.{context.config.num_layers - 1}"
+        self.dtype = context.reader.dtype
+        self._layer, self._embed, self._tables = layer, embed, tables
+        self._word_norm, self._state_norm, self._norm = (
+            context.norm(f"{prefix}.{name}", size=size) for name in DRAFT_NORMS
+        )
+        whole = ModuleShard(
+            name=f"{prefix}.{DRAFT_JOIN}",
+            rows=Part(0, size),
+            columns=Part(0, 2 * size),
+            has_bias=False,
+        )
+        self._join = context.method.exact_inputs.create(context.reader, [whole])
+        self._passes = Passes(context.kernels, context.tp, self._through_layer)
+
+    def states(
+        self,
+        input_ids: Tensor,
+        before: Tensor,
+        batch: AttentionBatch,
+        kv: KVTensors,
+        *,
+        writes_only: bool = False,
+    ) -> Tensor:
+        """See `DraftHead.states`."""
+        words = self._word_norm(self._embed(input_ids))
+        x = self._join.apply(torch.cat([words, self._state_norm(before)], dim=-1))
+        wanted = batch.rows[:0] if writes_only else None
+        return self._passes.run(PassInputs(x, batch, self._tables(batch.positions), wanted), kv)
+
+    def _through_layer(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
+        x, batch, (cos, sin, *_), wanted = inputs
+        heads, residual = self._layer.attend(x, None, AttentionInputs(batch, cos, sin), kv)
+        if wanted is not None:
+            return x[:0]
+        hidden, _ = self._norm.add(*self._layer.finish(heads, residual))
+        return hidden
+
+
 class DecoderModel:
     """Embedding, layers, norm and LM head."""
 
@@ -197,17 +261,22 @@ class DecoderModel:
         if config.is_parallel or config.is_post_norm:
             layer_type = ParallelLayer if config.is_parallel else PostNormLayer
         with_kv = frozenset(config.kv_layers)
+        last_layer = config.num_layers - 1 - config.has_draft_head
         last = replace(context, method=context.method.exact_inputs)
         self._layers = [
             layer_type(
-                context if layer < config.num_layers - 1 else last,
+                context if layer < last_layer else last,
                 layer,
                 attention if layer in with_kv else DeltaLayer,
             )
             for layer in range(config.num_layers)
         ]
+        self.draft_head: DraftHead | None = None
+        if config.has_draft_head:
+            own = self._layers.pop()
+            self.draft_head = NextTokenHead(context, own, self._embedding, self._tables)
         self._begin_pass = context.method.begin_pass
-        self._kinds = _kinds(config)
+        self._kinds = _kinds(config)[: len(self._layers)]
         self._chunk: int | None = None
         """Size of the chunks within which layers of the first kind attend."""
         if (config.attention_chunk or context.context_len) < context.context_len:

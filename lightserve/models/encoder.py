@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import KVTensors, Part, Replaced
+from lightserve.models.base import DraftHead, KVTensors, Part, Replaced
 from lightserve.models.layers.attention import SelfAttention, rotary_table
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
@@ -130,6 +130,7 @@ class EncoderModel:
         assert config.encoder is not None
         self.config = config
         self.context_len = context.context_len
+        self.draft_head: DraftHead | None = None
         self._rotary = rotary_table(context, config.rope)
         words = VocabWeight(
             reader,

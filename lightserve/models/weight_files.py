@@ -36,6 +36,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD, LM_HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 EMBEDDING_NORM = "model.embed_norm"
+DRAFT_NORMS, DRAFT_JOIN = ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
+"""Norms of a draft head's token, of the state before it and of its result, and the product of token
+and state, by their names in the layer."""
 POSITIONS = "model.embed_positions.weight"
 PROJECT_IN, PROJECT_OUT = "model.project_in.weight", "model.project_out.weight"
 TOKEN_TYPES = "model.embed_types.weight"
@@ -272,6 +275,10 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {PROJECT_IN: (hidden, size), PROJECT_OUT: (size, hidden)}
     if config.lm_head_bias:
         shapes[LM_HEAD_BIAS] = (config.vocab_size,)
+    if config.has_draft_head:
+        prefix = f"model.layers.{config.num_layers - 1}"
+        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in DRAFT_NORMS}
+        shapes[f"{prefix}.{DRAFT_JOIN}.weight"] = (hidden, 2 * hidden)
     return shapes
 
 

@@ -28,7 +28,7 @@ from lightserve.messages.frontend_router import NOTHING_PREDICTED
 from lightserve.messages.router_worker import NO_TOKEN, StepOutput, StepResult
 from lightserve.router.accounts import Computed
 from lightserve.router.output_lengths import MAX_KEYS
-from lightserve.router.request import ENDED, Request
+from lightserve.router.request import ENDED, Request, until_end
 from lightserve.router.request_table import NO_ROWS, BoolArray, Decodes, FloatArray, RequestTable
 from lightserve.router.request_table import Rows as IntArray
 from lightserve.router.step import PlannedStep
@@ -55,7 +55,7 @@ ROW_MEMORY, KEY_MEMORY = 0.85, 0.98
 FADING = 0.98
 """Weight after a decision for no drafts, from which nothing is learnt: so a row tries again."""
 QUIET_STEPS = 3
-"""Steps with as many decodes that have none either, without looking: planning takes time."""
+"""Steps behind one without drafts that have none either, without looking: planning takes time."""
 
 
 @dataclass(slots=True)
@@ -97,11 +97,13 @@ class Drafting:
         self._priors = np.zeros(table.num_rows)
         """… and what was last known of its key."""
         self._steps = np.arange(1, most + 1)
-        self._quiet = 0, 0
-        """Decodes of steps that have no drafts, and how many more of these are to have none."""
+        self._num_quiet = 0
+        """Next steps that are to have no drafts."""
         self._accepted = np.zeros(table.num_rows)
         self._tried = np.zeros(table.num_rows)
         self._keys: OrderedDict[Hashable, Chance] = OrderedDict()
+        self.of_all = Chance()
+        """Drafts of all rows since boot."""
         self.counts = {
             (request_class, source): DraftCounts()
             for request_class in RequestClass
@@ -135,16 +137,21 @@ class Drafting:
             if request.state is ENDED:  # all that it holds is given back at once
                 continue
             found = output.others.get(row)
-            count = int(num_tokens[index]) if found is None else len(found.token_ids)
-            num_accepted = max(0, count - 1)
-            counts.num_accepted += num_accepted
+            if found is None:
+                token_ids = output.token_ids[index, : num_tokens[index]].tolist()
+            else:
+                token_ids = found.token_ids
+            num_accepted = max(0, len(token_ids) - 1)
+            # What stands behind its end is none of the request's output.
+            num_right = max(0, len(until_end(request, token_ids)[0]) - 1)
+            counts.num_accepted += num_right
             if source is DraftSource.PREDICTION:
-                num_refused = int(num_drafted[index]) - num_accepted
-                self._predicted[request.key] = num_accepted, num_refused
+                num_refused = int(num_drafted[index]) - num_right
+                self._predicted[request.key] = num_right, num_refused
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
             self._learn(request, num_tried, num_accepted)
             step_back(request, int(num_planned[index]) - num_accepted)
-            yield Computed(request.account, request.budget, 0, num_accepted)
+            yield Computed(request.account, request.budget, 0, num_right)
 
     def predicted(self, request: Request) -> tuple[int, int]:
         """Return how many tokens of its prediction were right and wrong in the last result."""
@@ -158,21 +165,19 @@ class Drafting:
         self._limits[row] = self.most * can_draft(request)
         self._priors[row] = self._of_key(request).value
 
-    def rests(self, num_decodes: int) -> bool:
-        """Whether a step of so many decodes has no drafts, as those before it had none."""
-        return self._quiet[0] == num_decodes and self._quiet[1] > 0
+    @property
+    def rests(self) -> bool:
+        """Whether the next step has no drafts, as one shortly before it had none."""
+        return self._num_quiet > 0
 
     def note(self, decodes: Decodes) -> None:
         """Take in the decodes of a step that is sent."""
-        num_decodes, num_quiet = len(decodes), self._quiet[1]
-        if len(decodes.drafts):
-            self._quiet = 0, 0
-        elif self.rests(num_decodes):
-            self._quiet = num_decodes, num_quiet - 1
-        else:
+        if self._num_quiet:
+            self._num_quiet -= 1
+        elif not len(decodes.drafts):
             self._accepted[decodes.rows] *= FADING
             self._tried[decodes.rows] *= FADING
-            self._quiet = num_decodes, QUIET_STEPS
+            self._num_quiet = QUIET_STEPS
 
     def choose(
         self,
@@ -197,19 +202,21 @@ class Drafting:
         rows, most = decodes.rows, self._most_of(decodes)
         if (room := min(room, int(most.sum()))) <= 0:
             return NO_ROWS
-        gains = self._chances(rows)[:, None] ** self._steps
+        gains = self._chances(rows)[:, None].repeat(self.most, axis=1).cumprod(axis=1)
         gains *= self._steps <= most[:, None]
-        if is_late is not None:
-            gains *= np.where(is_late, MARGIN, 1.0)[:, None]
+        if is_late is not None and is_late.any():
+            gains[is_late] *= MARGIN
+        base_s, alone_s = cost.seconds(shape), cost.seconds(shape.decodes)
+        if gains.sum() * alone_s <= LEAST_WON_S * len(rows):
+            return NO_ROWS
         # Falling along a row, so that no draft comes before its predecessors.
-        order = np.argsort(-gains, axis=None, kind="stable")[:room]
+        order = (-gains).ravel().argsort(kind="stable")[:room]
         owners = rows[order // self.most]
         if shape.num_new + room > cost.pivot:
             # Beyond what reading weights takes anyway, best-effort rows buy none.
             is_free = np.arange(room) < cost.pivot - shape.num_new
             is_taken = is_free | self._table.is_rt[owners]
             order, owners = order[is_taken], owners[is_taken]
-        base_s, alone_s = cost.seconds(shape), cost.seconds(shape.decodes)
         worth_s = gains.ravel()[order].cumsum() * (alone_s / len(rows))
         pairs = self._table.next_position[owners].cumsum()
         times_s = cost.seconds_with_drafts(shape, pairs)
@@ -227,6 +234,7 @@ class Drafting:
         assert row is not None
         self._accepted[row] = ROW_MEMORY * self._accepted[row] + num_accepted
         self._tried[row] = ROW_MEMORY * self._tried[row] + tried
+        self.of_all.learn(num_accepted, tried, 1.0)
         of_key = self._of_key(request)
         of_key.learn(num_accepted, tried, KEY_MEMORY)
         self._priors[row] = of_key.value

@@ -240,7 +240,7 @@ class Planner:
         self, decodes: Decodes, shape: StepShape, step: Step
     ) -> tuple[StepShape, Decodes]:
         """Return a step's shape and decodes with the drafts that pay."""
-        if not self.drafting.most or not len(decodes) or self.drafting.rests(len(decodes)):
+        if not self.drafting.most or not len(decodes) or self.drafting.rests:
             return shape, decodes
         budget, cost = step.budget, self._pipeline.cost
         room = step.memory.num_spare - shape.num_new  # the next step needs as many slots

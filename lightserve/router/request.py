@@ -502,7 +502,7 @@ MAX_REPLAYS = 1
 def until_end(request: Request, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
     """Return those of a request's next tokens that count, and why it ends with the last of them.
 
-    Workers give one token at a time, simulated ones may give many.
+    Workers give several at a time where drafts were right.
     """
     num_left = request.max_tokens - len(request.output_token_ids)
     if num_left < len(token_ids):

@@ -40,7 +40,7 @@ from lightserve.sim.simulation import (
     router_seconds,
 )
 from lightserve.sim.traffic import Job, Traffic, parse_traffic
-from lightserve.sim.virtual_gpus import check_states
+from lightserve.sim.virtual_gpus import check_hardware
 from lightserve.sim.worker import (
     A100_LLAMA2_7B,
     Hardware,
@@ -399,7 +399,7 @@ def make_core_config_of(
             f" got {config.capacity_tokens}"
         )
     serve = _serve_config(config)
-    check_states(serve, config.hardware.num_state_slots, f"--hardware {config.hardware.name}")
+    check_hardware(serve, config.hardware)
     core_config = make_scheduler_config(serve, max_model_len=longest, seed=config.seed)
     if config.admission != "oracle":
         return core_config

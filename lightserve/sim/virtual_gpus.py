@@ -253,6 +253,20 @@ def read_hardware(spec: str, *, flag: str = "--hardware") -> Hardware:
     return dataclasses.replace(virtual_gpus(MODELS[name], GPUS[gpu], num_ranks), name=spec)
 
 
+def check_hardware(serve: ServeConfig, hardware: Hardware) -> None:
+    """Check that a server with these options would start with the model of virtual hardware.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    if serve.has_draft_head:
+        raise ConfigError(
+            "--speculation must not be mtp with virtual hardware, which has no such layer: ngram is"
+            " planned alike"
+        )
+    check_states(serve, hardware.num_state_slots, f"--hardware {hardware.name}")
+
+
 def check_states(serve: ServeConfig, num_state_slots: int, whose: str) -> None:
     """Check that a server with these options would start with a model of so many state slots.
 

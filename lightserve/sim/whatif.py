@@ -48,7 +48,7 @@ from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.logged_hardware import LoggedHardware, LoggedStep
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.sim.virtual_gpus import check_states
+from lightserve.sim.virtual_gpus import check_hardware, check_states
 from lightserve.sim.worker import EOS_TOKEN_ID, Hardware, LengthWorker, VirtualWorker
 from lightserve.types import (
     FinishReason,
@@ -149,6 +149,8 @@ class Recording:
     """Fitted to the steps."""
     known_cost: StepCoefficients
     """Step times that the router was told, or, where it was told none, the fitted ones."""
+    acceptance: float
+    """Chance that a guess was right whose predecessors were."""
     steps: list[LoggedStep]
     start_s: float
     end_s: float
@@ -202,9 +204,10 @@ class Recording:
             clock=lambda: simulation.now_s,
         )
         serve = self._serve_config(settings)
-        own = settings.hardware
-        num_state_slots = (own or self.workers).num_state_slots
-        check_states(serve, num_state_slots, f"--hardware {own.name}" if own else "the log")
+        if settings.hardware is not None:
+            check_hardware(serve, settings.hardware)
+        else:
+            check_states(serve, self.workers.num_state_slots, "the log")
         core_config = make_scheduler_config(
             serve,
             max_model_len=self.max_model_len,
@@ -213,7 +216,9 @@ class Recording:
         )
         num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
         lengths = LengthWorker(
-            max_num_seqs=core_config.max_num_seqs, max_model_len=core_config.max_model_len
+            max_num_seqs=core_config.max_num_seqs,
+            max_model_len=core_config.max_model_len,
+            acceptance=self.acceptance,
         )
         noise_rng, profile_rng = np.random.default_rng(0).spawn(2)
         worker = VirtualWorker(hardware, lengths, noise=hardware.spread, rng=noise_rng)
@@ -229,7 +234,7 @@ class Recording:
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
-            num_state_slots=num_state_slots,
+            num_state_slots=(settings.hardware or self.workers).num_state_slots,
             step_cost=known_cost,
             overlaps_copies=hardware.overlaps_copies,
             graph_sizes=hardware.graph_sizes,
@@ -459,6 +464,12 @@ class _Taker:
         self._shapes: dict[StepId, tuple[StepShape, float]] = {}
         self._last_result_s = float("-inf")
 
+    @property
+    def acceptance(self) -> float:
+        """Chance that a guess is right whose predecessors are; a guess itself if the log has
+        none."""
+        return self._core.drafting.of_all.value
+
     def decide(self, record: Decision) -> bool:
         """Let the core decide; False: it would wait."""
         step = self._core.plan(record.planned_at_s)
@@ -564,6 +575,7 @@ def read_recording(reader: DecisionLogReader) -> Recording:
         workers=taker.workers,
         step_cost=fitted,
         known_cost=taker.step_cost or fitted,
+        acceptance=taker.acceptance,
         steps=taker.steps,
         start_s=taker.start_s,
         end_s=end_s,

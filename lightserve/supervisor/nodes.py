@@ -49,7 +49,8 @@ def terms_of(config: ServeConfig) -> dict[str, str]:
     """
     path = Path(config.model)
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    files = check_weights(path, load_model_config(path))
+    model = load_model_config(path, has_draft_head=config.has_draft_head)
+    files = check_weights(path, model)
     for file in sorted(set(files.file_of.values())):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
     return {**config.of_ranks, _MODEL: digest.hexdigest()[:16]}

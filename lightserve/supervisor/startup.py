@@ -244,9 +244,12 @@ def check_model(config: ServeConfig) -> None:
             --profile cannot be read.
     """
     path = Path(config.model)
-    model = load_model_config(path)
+    model = load_model_config(path, has_draft_head=config.has_draft_head)
     resolve_context_len(config.max_model_len, model)
-    load_embedding(path, model, config.pooling)
+    embedding = load_embedding(path, model, config.pooling)
+    if config.speculation != "off" and embedding is not None and embedding.embeds_only:
+        name = model.architecture.value
+        raise ConfigError(f"--speculation {config.speculation}: {name} writes no tokens")
     if model.encoder is not None and config.kv_dtype != "auto":
         raise ConfigError(f"--kv-dtype {config.kv_dtype}: {model.architecture.value} keeps no KV")
     if config.chat_template:

@@ -201,7 +201,7 @@ def build_runner(
         ModelLoadError, ConfigError, StartupError: one line for the operator.
     """
     tp, path = tp or SingleRank(), Path(config.model)
-    model_config = load_model_config(path)
+    model_config = load_model_config(path, has_draft_head=config.has_draft_head)
     device = _device(config, tp.rank)
     dtype = _dtype(config, model_config, device, is_said=tp.rank == 0)
     backend, invariant = config.attention_backend, config.batch_invariant
@@ -321,8 +321,8 @@ def _check(
 
 
 def _proposer(config: ServeConfig, device: torch.device) -> Lookup | None:
-    """Return what guesses drafts; None: nothing does."""
-    if config.speculation == "off":
+    """Return what guesses drafts from texts; None: nothing does."""
+    if config.speculation in ("off", "mtp"):
         return None
     num_rows, has_answers = config.max_num_seqs, config.speculation == "suffix"
     return Lookup(num_rows, make_queue(device), keeps_answers=has_answers)
@@ -341,6 +341,8 @@ def _check_options(
             f"--kv-dtype {config.kv_dtype} on a GPU needs heads of a multiple of {FACTOR_BYTES}"
             f" numbers, got {model_config.head_dim}"
         )
+    if config.has_draft_head and device.type != "cpu":
+        raise ConfigError("--speculation mtp needs --device cpu: ngram and suffix guess on GPUs")
     if config.speculation != "off" and device.type != "cpu" and Can.GRAPHS not in kernels.can:
         raise ConfigError(
             f"--speculation {config.speculation} needs kernels that read on the device where rows"

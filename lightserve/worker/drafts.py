@@ -50,6 +50,11 @@ class Rows(NamedTuple):
     """int64 [D], known tokens of each, at least 1, …"""
     width: int
     """… and at most."""
+    most: _Int64Array
+    """[D], guesses that each may have, at least 1."""
+    slots: Tensor
+    """int32 [rows of the table, positions], where the KV of each position is, see `SequenceTable`;
+    each has slots for its last known token and all guesses but the last."""
 
 
 class Proposal(NamedTuple):
@@ -68,6 +73,8 @@ class Proposer(Protocol):
 
     needs_lengths: bool
     """Whether `begin` reads lengths."""
+    needs_slots: bool
+    """Whether `propose` writes KV."""
 
     def begin(self, plan: StepPlan, decodes: DecodeColumns, table: Tensor, lengths: Tensor) -> None:
         """Take in a plan, before anything of it is in the token table, int32.
@@ -75,8 +82,8 @@ class Proposer(Protocol):
         `lengths`, int64 [rows of the table]: known tokens of each row.
         """
 
-    def propose(self, table: Tensor, rows: Rows, most: int) -> Proposal:
-        """Guess up to `most` tokens, at least one, of each row of the token table."""
+    def propose(self, table: Tensor, rows: Rows) -> Proposal:
+        """Guess tokens of rows of the token table."""
 
     def learn(self, drafted: Drafted, accepted: Tensor) -> None:
         """Take in how many drafts of each row are accepted, int64 [D]."""
@@ -93,6 +100,7 @@ class Lookup:
     right most often of late in this row, weighted by how much agrees.
     """
 
+    needs_slots = False
     LONGEST, SHORTEST = 4, 2
     MOST_SEARCHED = 1 << 21
     """Tokens that are looked at together, which bounds the memory."""
@@ -141,8 +149,9 @@ class Lookup:
             self._records.index_fill_(0, ids, 0.0)
             self._offsets.index_copy_(0, ids, own)
 
-    def propose(self, table: Tensor, rows: Rows, most: int) -> Proposal:
+    def propose(self, table: Tensor, rows: Rows) -> Proposal:
         """See `Proposer.propose`."""
+        most = int(rows.most.max())
         texts: dict[DraftSource, _Texts] = {}
         if self._predictions:
             own = [self._predictions.get(row) for row in rows.numbers.tolist()]
@@ -168,6 +177,8 @@ class Lookup:
 
     def learn(self, drafted: Drafted, accepted: Tensor) -> None:
         """See `Proposer.learn`."""
+        if self._answers is None and not self._predictions:
+            return  # there is nothing to choose from
         sources, tried = drafted.sources, torch.minimum(accepted + 1, drafted.counts)
         news = torch.stack([accepted, tried], dim=1).float()
         self._records[drafted.rows, sources] = (
@@ -403,9 +414,13 @@ class Begun(NamedTuple):
 class Drafts:
     """State of rows with drafts, on the device; see the module's docstring."""
 
-    def __init__(self, token_ids: Tensor, queue: DeviceQueue, proposer: Proposer) -> None:
-        """`token_ids` is the token table, int32 [max_num_seqs + 1, width], its last row spare."""
+    def __init__(
+        self, token_ids: Tensor, slots: Tensor, queue: DeviceQueue, proposer: Proposer
+    ) -> None:
+        """`token_ids` is the token table, int32 [max_num_seqs + 1, width], its last row spare, and
+        `slots` that of slots."""
         self._token_ids, self._flat_tokens = token_ids, token_ids.view(-1)
+        self._slots = slots
         self._queue = queue
         self._proposer = proposer
         self._lengths = torch.zeros(len(token_ids), dtype=torch.int64, device=queue.device)
@@ -413,11 +428,16 @@ class Drafts:
         self._unsure: _Int64Array = np.empty(0, dtype=np.int64)
         """Rows that had drafts in the last plan: the router may not know where they are."""
 
+    @property
+    def needs_slots(self) -> bool:
+        """Whether the slots of a plan's decodes must be in their table before `begin`."""
+        return self._proposer.needs_slots
+
     def begin(self, plan: StepPlan, decodes: DecodeColumns) -> Begun | None:
         """Put drafts behind the known tokens of a plan's decodes, and say where these begin.
 
-        Before anything of the plan is in the tables. None: no row has drafts, and all are where the
-        plan says.
+        Before anything else of the plan is in the tables. None: no row has drafts, and all are
+        where the plan says.
         """
         self._proposer.begin(plan, decodes, self._token_ids, self._lengths)
         unsure, self._unsure = self._unsure, self._unsure[:0]
@@ -474,8 +494,8 @@ class Drafts:
         index, row_ids, lengths, counts = self._queue.upload([decodes, rows, starts + 1, most])
         if too_far is not None:
             lengths = lengths - too_far.index_select(0, index)
-        known = Rows(rows, row_ids, lengths, int(starts.max()) + 1)
-        guesses, found, sources = self._proposer.propose(self._token_ids, known, int(most.max()))
+        known = Rows(rows, row_ids, lengths, int(starts.max()) + 1, most, self._slots)
+        guesses, found, sources = self._proposer.propose(self._token_ids, known)
         if self._queue.is_at_once and not found.any():
             self._lengths.index_copy_(0, row_ids, lengths + 1)
             return None

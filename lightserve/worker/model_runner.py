@@ -30,6 +30,7 @@ from lightserve.worker.constraints import Lengths, RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue
 from lightserve.worker.drafts import Proposer
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
+from lightserve.worker.head_drafts import HeadDrafts
 from lightserve.worker.host_pool import HostPool
 from lightserve.worker.images import RowImages
 from lightserve.worker.memory import KVPool, StateTable
@@ -96,9 +97,12 @@ class ModelRunner:
             incarnation: of the worker group, see `StepResult`.
             constraints: enforces those of the sequences; rank 0 alone has it.
             pooling: of an encoder, all of whose rows are whole prompts.
-            proposer: guesses drafts; None: no plan has any.
+            proposer: guesses drafts; None: no plan has any, or the model's own head guesses them.
         """
         self._model = model
+        self._head: HeadDrafts | None = None
+        if model.draft_head is not None:
+            proposer = self._head = HeadDrafts(model, model.draft_head, pool, tp)
         self.pool = pool
         self.host_pool = host_pool
         self._tp = tp
@@ -347,6 +351,11 @@ class ModelRunner:
     def _hidden(self, inputs: StepInputs, images: Replaced | None) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
         graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
+        if self._head is not None:
+            input_ids, batch = self._table.unrecorded(inputs)
+            hidden = self._model.hidden(input_ids, batch, self.pool, None, images)
+            self._head.take_in(inputs, input_ids, hidden, self._table.req_to_slot)
+            return hidden.index_select(0, wanted)
         turned = self._images.turned(inputs)
         if images is not None or (turned is not None and turned.ndim > 1):
             tensors = self._table.unrecorded(inputs, turned)

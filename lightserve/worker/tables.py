@@ -146,7 +146,9 @@ class SequenceTable:
         self._req_to_slot[max_num_seqs, :1].fill_(scratch_slot)
         self._flat_tokens, self._flat_slots = self._token_ids.view(-1), self._req_to_slot.view(-1)
         self.state_slots = state_slots
-        self._drafts = None if proposer is None else Drafts(self._token_ids, queue, proposer)
+        self._drafts: Drafts | None = None
+        if proposer is not None:
+            self._drafts = Drafts(self._token_ids, self._req_to_slot, queue, proposer)
         self._indices = torch.arange(max_num_seqs, device=queue.device)
         """The logits that a step of decodes alone wants."""
         self._num_prompt = np.zeros(max_num_seqs + 1, dtype=np.int64)
@@ -167,6 +169,10 @@ class SequenceTable:
         """Take in a plan's new sequences and slots and return the inputs of its step."""
         decodes, begun = unpack_decodes(plan.decodes), None
         if self._drafts is not None:
+            if self._drafts.needs_slots and len(decodes.num_drafts):
+                own = decodes.rows, decodes.start_positions, decodes.num_tokens
+                early: list[Array] = [self._places(*own), decodes.slots.copy()]
+                self._flat_slots.index_copy_(0, *self._queue.upload(early))
             begun = self._drafts.begin(plan, decodes)
         if begun is None and not (plan.rows or plan.sequences or plan.slot_ranges):
             return self._begin_decodes(decodes)
@@ -387,18 +393,20 @@ class _Spans(NamedTuple):
     """Places of the tokens after them."""
 
 
-class _Index(NamedTuple):
+class Index(NamedTuple):
+    """Row and position of tokens."""
+
     rows: Int64Array
     positions: Int64Array
 
 
-def ranges(rows: Int64Array, starts: Int64Array, counts: Int64Array) -> _Index:
+def ranges(rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Index:
     """Return row and position of every token of ranges start … start+count-1, int64 [T] both."""
     if counts.size == counts.sum() and counts.all():  # one token each: decodes
-        return _Index(rows, starts)
+        return Index(rows, starts)
     offsets = np.repeat(np.cumsum(counts) - counts, counts)
     positions = np.arange(counts.sum()) - offsets + np.repeat(starts, counts)
-    return _Index(np.repeat(rows, counts), positions)
+    return Index(np.repeat(rows, counts), positions)
 
 
 class _Draws(NamedTuple):

@@ -281,7 +281,8 @@ def _beginning(config: ServeConfig) -> str:
 
 
 def _at_rest(config: ServeConfig, cores: Cores) -> int:
-    shapes = expected_tensors(load_model_config(Path(config.model))).values()
+    model = load_model_config(Path(config.model), has_draft_head=config.has_draft_head)
+    shapes = expected_tensors(model).values()
     return threads_for(sum(math.prod(shape) for shape in shapes) // config.tp, cores)
 
 

@@ -138,6 +138,13 @@ def test_bad_model_directories_name_file_and_key(case: str, tmp_path: Path) -> N
     _assert_one_line(_serve("--port", "0", "--model", str(model)), *expected)
 
 
+def test_a_model_without_a_layer_that_guesses_does_not_start() -> None:
+    result = _serve("--port", "0", "--speculation", "mtp")
+    _assert_one_line(
+        result, "config.json", "'architectures'", "--speculation mtp", "LlamaForCausalLM"
+    )
+
+
 def _flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-3] ^= 16  # within the last tensor: the file is whole, and its numbers are finite

@@ -389,3 +389,8 @@ def test_a_server_that_would_not_start_is_not_simulated(options: dict[str, Any],
     hardware = read_hardware("qwen3.5-0.8b@a100-80g")
     with pytest.raises(ConfigError, match=re.escape(said)):
         HybridRun(small(hardware=hardware, serve_options=options))
+
+
+def test_virtual_hardware_has_no_layer_that_guesses() -> None:
+    with pytest.raises(ConfigError, match="--speculation must not be mtp with virtual hardware"):
+        HybridRun(small(serve_options={"speculation": "mtp"}))

@@ -66,6 +66,21 @@ def test_the_same_settings_give_the_same(recording: Recording) -> None:
         )
 
 
+def test_guesses_are_right_as_often_as_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    few = ("--rt", "closed:2", "--rt-lengths", "uniform:10-50,60-90", "--speculation", "ngram")
+    rest = ("--duration-s", "6", "--margin-s", "1", "--draft-acceptance", "0.7")
+    arguments = (*few, *rest, "--policy", "unified", "--decision-log", str(log))
+    result = CliRunner().invoke(simulate_command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    recording = read_recording(DecisionLogReader(log))
+    assert recording.acceptance == pytest.approx(0.7, abs=0.05)
+    was, again = recording.report().classes[RT], recording.run(Settings()).classes[RT]
+    assert again.throughput_tps == pytest.approx(was.throughput_tps, rel=0.1)
+    without = recording.run(Settings({"speculation": "off"})).classes[RT]
+    assert without.throughput_tps < 0.7 * was.throughput_tps
+
+
 def test_the_same_is_asked_twice_and_the_same_is_said(recording: Recording) -> None:
     assert recording.run(Settings()) == recording.run(Settings())
 

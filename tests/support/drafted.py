@@ -48,7 +48,7 @@ class Scripted:
         self._rng = random.Random(0)
         self.num_proposed = 0
 
-    needs_lengths = False
+    needs_lengths = needs_slots = False
 
     def begin(self, *_: object) -> None:
         pass
@@ -56,7 +56,8 @@ class Scripted:
     def learn(self, *_: object) -> None:
         pass
 
-    def propose(self, table: Tensor, rows: Rows, most: int) -> Proposal:
+    def propose(self, table: Tensor, rows: Rows) -> Proposal:
+        most = int(rows.most.max())
         guesses = torch.zeros(len(rows.ids), most, dtype=torch.int64)
         counts = torch.zeros(len(rows.ids), dtype=torch.int64)
         for index, (row, length) in enumerate(zip(rows.ids, rows.lengths.tolist(), strict=True)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +64,9 @@ class WatchedModel:
     def __init__(self, runner: ModelRunner, *, checks: bool = True) -> None:
         self._model: Model = runner._model
         self._table = runner._table
+        config = self._model.config
+        # What a draft head keeps is written behind the pass, where this does not look.
+        self._num_layers = len(config.kv_layers) - config.has_draft_head
         self._checks = checks
         self.seen = Seen()
         self._seed_of_row: dict[int, int] = {}
@@ -158,7 +162,7 @@ class WatchedModel:
         rows = list(zip(batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True))
         slots = [batch.req_to_slot[row, : end - count] for row, count, end in rows]
         found = np.split(
-            _hashes(pool, torch.cat(slots)), np.cumsum([len(part) for part in slots])[:-1]
+            self._hashes_of(pool, torch.cat(slots)), np.cumsum([len(part) for part in slots])[:-1]
         )
         for (row, _, _), hashes in zip(rows, found, strict=True):
             seed = self._seed_of_row[row]
@@ -178,7 +182,7 @@ class WatchedModel:
                 before[position : position + 1] = [now]
 
     def _record(self, batch: AttentionBatch, pool: KVPool) -> None:
-        hashes = iter(_hashes(pool, batch.slot_mapping).tolist())
+        hashes = iter(self._hashes_of(pool, batch.slot_mapping).tolist())
         slots = iter(batch.slot_mapping.tolist())
         rows = zip(batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True)
         for row, count, end in rows:
@@ -192,16 +196,19 @@ class WatchedModel:
                 variants.add(own[-1])
                 self._note_write(next(slots), seed)
 
+    def _hashes_of(self, pool: KVPool, slots: Tensor) -> Hashes:
+        return _hashes([tensor[:, : self._num_layers] for tensor in pool.tensors], slots)
+
     def _prefix(self, row: int, position: int) -> bytes:
         known = self._known_of_row[row][: position + 1]  # with ids of images, which the table lacks
         behind = self._table._token_ids[row, len(known) : position + 1].numpy()
         return known.tobytes() + behind.tobytes()
 
 
-def _hashes(pool: KVPool, slots: Tensor) -> Hashes:
+def _hashes(tensors: Sequence[Tensor], slots: Tensor) -> Hashes:
     """Return a number for each slot's bytes, all layers, int64 [n]: a product with odd numbers."""
     total = torch.zeros(len(slots), dtype=torch.int64)
-    for index, tensor in enumerate(pool.tensors):
+    for index, tensor in enumerate(tensors):
         kv = tensor.index_select(3, slots.long()).permute(3, 0, 1, 2, 4).flatten(1)
         bits = kv.view(torch.int32 if kv.dtype == torch.float32 else torch.int16).long()
         total += ((bits + 1) * _odd_numbers(index, bits.shape[1])).sum(dim=1)

@@ -171,10 +171,10 @@ class ChatRequest(CommonFields):
             )
 
     def _check_prediction(self, service: Service) -> None:
-        if service.config.speculation == "off":
+        if (found := service.config.speculation) not in ("ngram", "suffix"):
             raise InvalidRequest(
-                f"prediction is not available: this server guesses no tokens"
-                f" ({flag_name('speculation')} off)",
+                f"prediction is not available: this server guesses no tokens from texts"
+                f" ({flag_name('speculation')} {found})",
                 param="prediction",
             )
         refused = {name: bool(getattr(self, name)) for name in _NOT_WITH_PREDICTION}

@@ -121,6 +121,7 @@ def test_what_openai_takes_beside_it() -> None:
     asyncio.run(scenario())
 
 
-def test_a_server_without_guesses_says_so() -> None:
-    error = asyncio.run(refused({}))
-    assert error["param"] == "prediction" and "--speculation off" in error["message"]
+@pytest.mark.parametrize("speculation", ["off", "mtp"])
+def test_a_server_that_looks_in_no_text_says_so(speculation: str) -> None:
+    error = asyncio.run(refused({}, speculation=speculation))
+    assert error["param"] == "prediction" and f"--speculation {speculation}" in error["message"]

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from support.policy_scenes import make_request, running_of
 
+from lightserve.config import ServeConfig
 from lightserve.cost.model import StepShape
+from lightserve.errors import ConfigError
 from lightserve.messages.common import (
     MAX_INT32,
     NO_SIZES,
@@ -133,7 +135,7 @@ def test_as_many_as_pay_and_to_the_row_that_is_right() -> None:
 def look_and_send(scene: Scene) -> list[int]:
     """Send a step that looks for drafts, and those that rest behind it."""
     drafts = scene.send()
-    while scene.drafting.rests(len(scene.decodes)):
+    while scene.drafting.rests:
         scene.drafting.note(scene.decodes)
     return drafts
 
@@ -182,14 +184,13 @@ def test_bounds() -> None:
 
 
 def test_a_step_without_drafts_is_followed_by_some_that_do_not_look() -> None:
-    """Unless there are more or fewer decodes."""
     scene = Scene([decoding(0), decoding(1)], BOUND_BY_COMPUTE)
     assert not scene.send()
     for _ in range(QUIET_STEPS):
-        assert scene.drafting.rests(2) and not scene.drafting.rests(1)
+        assert scene.drafting.rests
         scene.drafting.note(scene.decodes)
-    assert not scene.drafting.rests(2)
-    assert not scene.send() and scene.drafting.rests(2)
+    assert not scene.drafting.rests
+    assert not scene.send() and scene.drafting.rests
 
 
 @pytest.mark.parametrize("costs", [BOUND_BY_WEIGHTS, BOUND_BY_COMPUTE])
@@ -201,11 +202,10 @@ def test_planning_changes_nothing(costs: StepCoefficients) -> None:
     def known() -> list[object]:
         drafting = scene.drafting
         columns = (drafting._accepted, drafting._tried, drafting._priors, drafting._limits)
-        return [drafting._quiet, *[column.tolist() for column in columns]]
+        return [drafting._num_quiet, *[column.tolist() for column in columns]]
 
     before = known()
     assert scene.choose() == scene.choose()
-    assert not scene.drafting.rests(2)
     assert known() == before
     scene.send()
     assert (known() == before) == (costs is BOUND_BY_WEIGHTS)
@@ -299,6 +299,34 @@ def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
     for request, found in zip(decodes.requests, [(3, 1), (0, 2)], strict=True):
         assert drafting.predicted(request) == (found if is_predicted else (0, 0))
         assert drafting.predicted(request) == (0, 0), "told once"
+
+
+@pytest.mark.parametrize(("eos", "num_right"), [(8, 3), (7, 2), (5, 0)])
+def test_tokens_behind_the_end_count_nowhere(eos: int, num_right: int) -> None:
+    """Guesses behind the end of the output may be what the model would have drawn."""
+    request = decoding(0, eos_token_ids=frozenset({eos}))
+    table = running_of([request]).table
+    decodes = Decodes(table, table.rows, [request], np.array([4]))
+    drafting = Drafting(MAX_DRAFTS, table)
+    drafting.begin(request)
+    drafted = pack_int32([4, DraftSource.PREDICTION])
+    result = StepResult(StepId(0), 0, b"", 0.0, 0.0, drafted=drafted, num_verified=4)
+    token_ids = np.array([[5, 6, 7, 8, -1]], dtype=np.int32)
+    output = StepOutput(decodes.rows.astype(np.int32), token_ids, {})
+    taken: list[int] = []
+    planned = SimpleNamespace(decodes=decodes)
+    done = drafting.take_back_refused(planned, result, output, lambda _, n: taken.append(n))  # type: ignore[arg-type]
+    assert [computed.num_output_tokens for computed in done] == [num_right] and taken == [1]
+    assert drafting.predicted(request) == (num_right, 4 - num_right)
+    counts = drafting.counts[request.request_class, DraftSource.PREDICTION]
+    assert (counts.num_drafted, counts.num_accepted) == (4, num_right)
+
+
+def test_blocks_of_one_request_leave_no_slots_to_guesses() -> None:
+    own = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
+    assert ServeConfig(**own).drafts_per_row == 0
+    with pytest.raises(ConfigError, match="--speculation needs --block-owner two-ended"):
+        ServeConfig(speculation="ngram", **own)
 
 
 @pytest.mark.parametrize("sizes", [NO_SIZES, GraphSizes((1, 2, 4, 8), (16, 32, 64, 100))])
