@@ -61,8 +61,9 @@ OPTIONS = {
 class NullModel:
     """A model whose pass takes no time."""
 
-    config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=1)
+    config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=1, vision=None)
     context_len = CONTEXT_LEN
+    draft_head = None
 
     def __init__(self, num_rows: int) -> None:
         self._logits = torch.zeros(num_rows, VOCAB_SIZE)
