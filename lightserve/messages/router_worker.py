@@ -322,12 +322,21 @@ WorkerToRouter = WorkerHello | StepTimesMeasured | StepResult
 
 
 def check_states(plan: StepPlan, num_state_slots: int) -> None:
-    """Raise ProtocolError unless what a plan says of states fits a model with so many slots."""
-    first = min([part.start_position for part in plan.slot_ranges], default=0)
-    if first < -num_state_slots:
-        raise ProtocolError(
-            f"slot_ranges: position {first}, where a state has {num_state_slots} slots"
-        )
+    """Raise ProtocolError unless what a plan says of states fits a model with so many slots.
+
+    A row that begins needs slots for its state, all of them.
+    """
+    begun = set()
+    for part in plan.slot_ranges:
+        if part.start_position < 0:
+            begun.add(part.row)
+            if (count := len(part.slots) // 4) != num_state_slots or part.start_position != -count:
+                raise ProtocolError(
+                    f"slot_ranges: {count} slots from position {part.start_position}, where a state"
+                    f" has {num_state_slots} slots"
+                )
+    if num_state_slots and (rows := {part.row for part in plan.sequences} - begun):
+        raise ProtocolError(f"sequences: rows {sorted(rows)} have no slots for their states")
     for name, copies in (("state_loads", plan.state_loads), ("state_saves", plan.state_saves)):
         lengths = len(copies.from_slots), len(copies.to_slots)
         if lengths == (0, 0):

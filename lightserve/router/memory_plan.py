@@ -112,6 +112,7 @@ class MemoryPlan:
         self._pinned: frozenset[PrefixNode] = frozenset()
         """Nodes of the prefix tree that newcomers of the step read: they are not taken."""
         self._takeable = functools.cache(kv.takeable)
+        self._borders = functools.cache(kv.states.borders)
         self.robbed: list[Request] = []
         """Real-time newcomers that do not start, as what they found is being taken."""
         self._barren_rank: float = math.inf
@@ -200,7 +201,8 @@ class MemoryPlan:
 
     def most_at_once(self, request: Request, num_tokens: int) -> int:
         """Return how many of a request's next tokens one step may compute, memory aside."""
-        return self._kv.states.cut(request, self._found(request).start, num_tokens)
+        start = self._found(request).start
+        return self._kv.states.cut(request, start, num_tokens, self._borders)
 
     def place(self, part: Scheduled | Loading) -> Scheduled | Loading | Reason:
         """Add a part; return what of it fits, or why nothing does. Prompts that run may be cut."""

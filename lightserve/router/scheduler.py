@@ -394,7 +394,7 @@ class Scheduler:
             request.num_inflight_samples -= samples
             request.num_inflight_tokens -= num_tokens  # computed from now on
             request.num_inflight_steps -= 1
-            if request.recurrent.snapshots and request.state is RUNNING:
+            if request.state is RUNNING and self._kv.states.are_due(request):
                 self._kv.learn_prompt(request)  # others need not wait for the rest
             tokens_of_row = _tokens(next(sampled)) if samples else []
             found = others.get(plan_row.row) or RowResult(plan_row.row, tokens_of_row)

@@ -152,6 +152,7 @@ def measure_gpu(
         max_num_seqs=config.max_num_seqs,
         context_len=model.context_len,
         num_kv_tokens=statistics.total() // max(1, pool.bytes_per_token),
+        num_state_slots=pool.num_state_slots,
     )
 
     def graph_bytes(tables: DecodeTables) -> int:

@@ -45,7 +45,12 @@ EVERYTHING = SamplingParams(
 
 
 def largest_steps(
-    *, max_num_batched_tokens: int, max_num_seqs: int, context_len: int, num_kv_tokens: int
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    context_len: int,
+    num_kv_tokens: int,
+    num_state_slots: int = 0,
 ) -> list[StepPlan]:
     """Return the largest steps that a router would plan.
 
@@ -54,6 +59,7 @@ def largest_steps(
         max_num_seqs: rows of a step.
         context_len: longest sequence.
         num_kv_tokens: more than all sequences of a step hold, however large the pool will be.
+        num_state_slots: of each row's states.
 
     Returns:
         As many rows as there can be with as many tokens as there can be, spread evenly; as many
@@ -71,24 +77,32 @@ def largest_steps(
     num_few = min(num_rows, min(MAX_FEW_TOKENS, max_num_batched_tokens) // new)
     few = [(shared - new, new)] * num_few
     chunk = min(longest, max_num_batched_tokens)
-    return [_step(rows) for rows in (prefills, decodes, few, [(longest - chunk, chunk)])]
+    steps = (prefills, decodes, few, [(longest - chunk, chunk)])
+    return [_step(rows, num_state_slots) for rows in steps]
 
 
-def _step(rows: list[tuple[int, int]]) -> StepPlan:
+def _step(rows: list[tuple[int, int]], num_state_slots: int) -> StepPlan:
     """Return a step of rows (first position, number of tokens) that all sample."""
     known = [TokenSegment(token_ids=pack_int32([0]))]
+    sequences = [
+        AddSequence(RowId(row), known, EVERYTHING, num_prompt_tokens=1, eos_token_ids=[])
+        for row in range(len(rows))
+    ]
     return StepPlan(
         step_id=StepId(0),
-        sequences=[
-            AddSequence(RowId(row), known, EVERYTHING, num_prompt_tokens=1, eos_token_ids=[])
-            for row in range(len(rows))
-        ],
-        slot_ranges=[],
+        sequences=sequences,
+        slot_ranges=_states_of(sequences, num_state_slots),
         rows=[
             PlanRow(RowId(row), start, count, OutputKind.SAMPLE)
             for row, (start, count) in enumerate(rows)
         ],
     )
+
+
+def _states_of(sequences: Sequence[AddSequence], num_state_slots: int) -> list[SlotRange]:
+    """Return slots for the states of rows that begin, which all have the same: none counts."""
+    own = pack_int32(range(MIN_SLOTS, MIN_SLOTS + num_state_slots))
+    return [SlotRange(part.row, -num_state_slots, own) for part in sequences if num_state_slots]
 
 
 _PROMPT = 4
@@ -240,7 +254,8 @@ def _run(
     rows: list[PlanRow],
     decodes: DecodeRows = NO_DECODES,
 ) -> None:
-    runner.execute(StepPlan(StepId(0), sequences, slot_ranges, rows, decodes))
+    ranges = slot_ranges + _states_of(sequences, runner.pool.num_state_slots)
+    runner.execute(StepPlan(StepId(0), sequences, ranges, rows, decodes))
 
 
 def _first_slot(part: _Part) -> int:

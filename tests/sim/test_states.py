@@ -44,6 +44,7 @@ from lightserve.router.kv.host import Checkpoints
 from lightserve.router.kv.prefix_node import Hit, task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.kv.states import States, wanted_borders
+from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.request import Request
 from lightserve.sim.hybrid import HybridConfig, HybridRun
@@ -53,6 +54,7 @@ from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 NUM_STORMS = choose(30, 10_000)
+CUT = States.cut
 
 
 class LateGrammars(SimulatedWorker):
@@ -146,6 +148,47 @@ def test_random_schedules(seen: Counter[str]) -> None:
     assert min(seen.values()) > NUM_STORMS / 10, seen
 
 
+def test_trees_are_walked_once_a_plan_for_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each request of an attempt, however often it is asked; by none where a model has none."""
+    walks, asked, most = Counter[Request](), Counter[str](), Counter[str]()
+    plain, begin, is_planning = States.borders, MemoryPlan.__init__, [False]
+
+    def borders(self: States, request: Request) -> list[int]:
+        walks[request] += is_planning[-1]
+        most["walks"] = max(most["walks"], walks[request])
+        most["borders"] += 1
+        return plain(self, request)
+
+    def begun(self: MemoryPlan, *args: Any, **named: Any) -> None:
+        walks.clear()
+        begin(self, *args, **named)
+
+    def cut(self: States, request: Request, *args: Any) -> int:
+        asked["cut"] += 1
+        asked["again"] += walks[request] > 0
+        return CUT(self, request, *args)
+
+    monkeypatch.setattr(States, "borders", borders)
+    monkeypatch.setattr(States, "cut", cut)
+    monkeypatch.setattr(MemoryPlan, "__init__", begun)
+    for seed in range(12):
+        storm = StateStorm(seed)
+        plan = storm.core.plan
+
+        def planned(now_s: float, plan: Any = plan) -> Any:
+            is_planning.append(True)
+            found = plan(now_s)
+            is_planning.append(False)
+            return found
+
+        monkeypatch.setattr(storm.core, "plan", planned)
+        play(storm)
+    assert most["walks"] == 1 and asked["again"] > 5, asked
+    most.clear()
+    play(Storm(0))
+    assert not most
+
+
 # What keeps states right is needed: without one of the rules the worker finds a wrong state.
 
 
@@ -168,7 +211,9 @@ def takes_less(_self: States, num_takeable: int, num_missing: int) -> int:
     return max(0, min(num_takeable, num_missing))
 
 
-def cuts_nothing(_self: States, _request: Request, _start: int, num_tokens: int) -> int:
+def cuts_nothing(
+    _self: States, _request: Request, _start: int, num_tokens: int, _borders: object
+) -> int:
     return num_tokens
 
 

@@ -22,7 +22,7 @@ that weighs both kinds of memory; Echo for the requests that wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -153,7 +153,7 @@ class States:
             elif request in self._sources:
                 self._loads.add(self._sources[request], own.slots)
         self._moved.append((request, -self.num_slots, 0))
-        if borders := [at for at in self._borders(request) if at > request.next_position]:
+        if borders := [at for at in self.borders(request) if at > request.next_position]:
             self._to_come[request] = borders[-1]
 
     def keep_for_retry(self, request: Request) -> None:
@@ -201,11 +201,17 @@ class States:
 
     # ---------------------------------------------------------------- snapshots
 
-    def cut(self, request: Request, start: int, num_tokens: int) -> int:
+    def cut(
+        self,
+        request: Request,
+        start: int,
+        num_tokens: int,
+        borders: Callable[[Request], Sequence[int]],
+    ) -> int:
         """Return how many of a request's next tokens one step may compute, at least one.
 
-        So a chunk ends where a snapshot is wanted, and before a token whose draw may have to be
-        made again.
+        So a chunk ends where a snapshot is wanted, one of `borders`, and before a token whose draw
+        may have to be made again.
         """
         if self.num_slots == 0 or request.is_whole or num_tokens == 1:
             return num_tokens
@@ -215,7 +221,7 @@ class States:
         if (request.awaits_grammar or is_starting) and start < last < end:
             end = last
         if start < request.num_prompt_tokens:
-            end = min([end, *[at for at in self._borders(request) if start < at < end]])
+            end = min([end, *[at for at in borders(request) if start < at < end]])
         return end - start
 
     def end_chunk(self, request: Request, num_tokens: int) -> bool:
@@ -229,15 +235,20 @@ class States:
             del self._to_come[request]
         if self._tree is None or request.is_whole or end > request.num_prompt_tokens:
             return False
-        room = self._pool.num_free
-        if end in self._borders(request):
-            room += self._tree.num_evictable
-        if room < self.num_slots * (1 if is_awaited else 2):  # the next steps need some as well
-            return False
+        needed = self.num_slots * (1 if is_awaited else 2)  # the next steps need some as well
+        if self._pool.num_free < needed:
+            is_wanted = end in self.borders(request)
+            if not is_wanted or self._pool.num_free + self._tree.num_evictable < needed:
+                return False
         slots = self._acquire(request, self.num_slots)
         self._saves.add(request.recurrent.slots, slots)
         request.recurrent.snapshots.append((end, slots))
         return True
+
+    def are_due(self, request: Request) -> bool:
+        """Whether tokens have been computed of which a snapshot is not in the tree yet."""
+        snapshots = request.recurrent.snapshots
+        return bool(snapshots) and snapshots[0][0] <= request.num_computed_tokens
 
     def learn(self, request: Request, num_tokens: int) -> None:
         """Put a request's first tokens into the tree, with the snapshots that it has of them.
@@ -277,8 +288,11 @@ class States:
         if not (is_there and self._tree.put_snapshot(node, slots)):
             self._pool.release(slots)
 
-    def _borders(self, request: Request) -> list[int]:
-        """Return the positions in a request's prompt at which snapshots are worth their slots."""
+    def borders(self, request: Request) -> list[int]:
+        """Return the positions in a request's prompt at which snapshots are worth their slots.
+
+        Walks the tree: a plan asks once for each request.
+        """
         root = None if self._tree is None else self._tree.root(request.prefix_salt)
         if root is None:
             return []

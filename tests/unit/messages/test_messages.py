@@ -42,6 +42,7 @@ from lightserve.messages.frontend_router import (
 from lightserve.messages.router_worker import (
     MAX_PROMPT_LOGPROB_POSITIONS,
     NO_TOKEN,
+    AddSequence,
     DecodeRows,
     OutputKind,
     PlanRow,
@@ -183,6 +184,7 @@ def test_decodes_of_different_lengths_are_refused(decodes: DecodeRows, said: str
 
 
 SLOTS = pack_int32([1, 2, 3])
+ADDED = AddSequence(RowId(4), [], SamplingParams(), 0, [])
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,14 @@ SLOTS = pack_int32([1, 2, 3])
         ({"slot_ranges": [SlotRange(RowId(0), -3, SLOTS)]}, 3, ""),
         ({"slot_ranges": [SlotRange(RowId(0), -3, SLOTS)]}, 2, "position -3, where a state has 2"),
         ({"slot_ranges": [SlotRange(RowId(0), -1, SLOTS)]}, 0, "position -1, where a state has 0"),
+        ({"slot_ranges": [SlotRange(RowId(0), -2, SLOTS)]}, 3, "3 slots from position -2, where"),
+        ({"sequences": [ADDED], "slot_ranges": [SlotRange(RowId(4), -3, SLOTS)]}, 3, ""),
+        ({"sequences": [ADDED], "slot_ranges": [SlotRange(RowId(4), 0, SLOTS)]}, 0, ""),
+        (
+            {"sequences": [ADDED], "slot_ranges": [SlotRange(RowId(4), 0, SLOTS)]},
+            3,
+            "rows .4. have",
+        ),
         ({"state_loads": StateCopies(SLOTS, SLOTS)}, 3, ""),
         ({"state_loads": StateCopies(SLOTS, SLOTS)}, 0, "state_loads: 12 bytes of slots to 12"),
         ({"state_saves": StateCopies(SLOTS, SLOTS)}, 2, "state_saves: 12 bytes of slots to 12"),

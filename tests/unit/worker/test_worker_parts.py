@@ -6,6 +6,7 @@ import cProfile
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import parse_memory
-from lightserve.errors import ConfigError, StartupError
+from lightserve.errors import ConfigError, ProtocolError, StartupError
 from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
@@ -25,6 +26,7 @@ from lightserve.messages.router_worker import (
     SlotRange,
     StepPlan,
     StepResult,
+    check_states,
     pack_decodes,
     plan_rows,
 )
@@ -41,7 +43,7 @@ from lightserve.worker.memory import (
 )
 from lightserve.worker.step_results import Drawn, Pending, StepMarks
 from lightserve.worker.tables import SequenceTable
-from lightserve.worker.warm_up import warm_up
+from lightserve.worker.warm_up import largest_steps, warm_up
 
 LAYOUT = KVLayout((KVGroup(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16"),))
 """192 bytes per token."""
@@ -339,11 +341,14 @@ def test_what_is_written_later_does_not_change_it() -> None:
 class NotingRunner:
     """Takes down the plans."""
 
-    def __init__(self, device: str, context_len: int, max_num_seqs: int, *, rank: int) -> None:
+    def __init__(
+        self, device: str, context_len: int, max_num_seqs: int, *, rank: int, num_states: int
+    ) -> None:
         self.device = torch.device(device)
         self.context_len = context_len
         self.max_num_seqs = max_num_seqs
         self.has_constraints = rank == 0
+        self.pool = SimpleNamespace(num_state_slots=num_states)
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> None:
@@ -351,11 +356,28 @@ class NotingRunner:
 
 
 def plans_of(
-    device: str, context_len: int, max_num_seqs: int, max_tokens: int, *, rank: int = 0
+    device: str,
+    context_len: int,
+    max_num_seqs: int,
+    max_tokens: int,
+    *,
+    rank: int = 0,
+    num_states: int = 0,
 ) -> list[StepPlan]:
-    runner = NotingRunner(device, context_len, max_num_seqs, rank=rank)
+    runner = NotingRunner(device, context_len, max_num_seqs, rank=rank, num_states=num_states)
     warm_up(runner, max_num_batched_tokens=max_tokens)  # type: ignore[arg-type]
     return runner.plans
+
+
+def test_rows_that_begin_have_slots_for_their_states() -> None:
+    """In the warm-up and in the largest steps; without them a worker refuses the plan."""
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "context_len": 100}
+    plans = largest_steps(**sizes, num_kv_tokens=1000, num_state_slots=3)
+    for plan in [*plans, *plans_of("cuda", 100, 4, 64, num_states=3)]:
+        check_states(plan, 3)
+    for plan in largest_steps(**sizes, num_kv_tokens=1000):
+        with pytest.raises(ProtocolError, match="have no slots for their states"):
+            check_states(plan, 3)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
