@@ -438,6 +438,8 @@ def _differences(config: ServeConfig) -> str:
         found.append(f"{config.quantization} weights")
     if config.kv_dtype != "auto":
         found.append(f"{config.kv_dtype} KV")
+    if config.has_draft_head:  # which takes in every token
+        found.append("mtp")
     if config.kernel_tuning == "off":
         found.append("untuned")
     if config.cuda_graphs == "off":

@@ -395,7 +395,9 @@ def test_a_profile_belongs_to_how_weights_and_kv_are_kept() -> None:
     both = profiling.profile_key(ServeConfig(quantization="int4", kv_dtype="int8"))
     assert rounded.kernels == f"{plain.kernels}, int8 weights"
     assert both.kernels == f"{plain.kernels}, int4 weights, int8 KV"
-    assert len({plain.digest, rounded.digest, both.digest}) == 3
+    guessing = profiling.profile_key(ServeConfig(speculation="mtp"))
+    assert guessing.kernels == f"{plain.kernels}, mtp"
+    assert len({plain.digest, rounded.digest, both.digest, guessing.digest}) == 4
 
 
 def test_the_metric() -> None:
