@@ -6,18 +6,33 @@ Which layers see a window, and the fields of `ModelConfig` that are a family's o
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.moe_config import (
+    MAX_EXPERTS,
+    MoeConfig,
+    Stacked,
     parse_glm_moe,
     parse_minimax,
     parse_mixtral,
     parse_olmoe,
     parse_qwen_moe,
 )
-from lightserve.models.rope import FULL, SLIDING, parse_local_rope, unrotated_layers
+from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.rope import (
+    FULL,
+    SLIDING,
+    DefaultRope,
+    ProportionalRope,
+    RopeConfig,
+    has_rope,
+    parse_local_rope,
+    parse_rope,
+    unrotated_layers,
+)
 
 
 class Architecture(StrEnum):
@@ -46,6 +61,8 @@ class Architecture(StrEnum):
     GEMMA2 = "Gemma2ForCausalLM"
     GEMMA3 = "Gemma3ForCausalLM"
     GEMMA3_WHOLE = "Gemma3ForConditionalGeneration"
+    GEMMA4 = "Gemma4ForCausalLM"
+    GEMMA4_WHOLE = "Gemma4ForConditionalGeneration"
     MIXTRAL = "MixtralForCausalLM"
     QWEN2_MOE = "Qwen2MoeForCausalLM"
     QWEN3_MOE = "Qwen3MoeForCausalLM"
@@ -147,7 +164,20 @@ THETAS = {
 }
 """Bases of rotary embeddings where a file gives none and transformers takes another."""
 _BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
-"""Norms of layers that have none before attention and feed-forward."""
+"""Norms of layers that have none before attention and feed-forward, …"""
+_BEFORE_AND_BEHIND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""… of layers that have both, …"""
+BESIDE_NORMS = (
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+)
+"""… and of experts beside a block: before them, behind the block, and behind them."""
 
 
 def sliding_windows(
@@ -191,8 +221,8 @@ def _layers_with_window(
             return [layer % 2 == 0 for layer in layers]
         case Architecture.OLMO3:
             return [layer % 4 != 3 for layer in layers]
-        case Architecture.GEMMA3 | Architecture.EXAONE4:
-            default = 6 if architecture is Architecture.GEMMA3 else 4
+        case Architecture.GEMMA3 | Architecture.GEMMA4 | Architecture.EXAONE4:
+            default = 4 if architecture is Architecture.EXAONE4 else 6
             interval = fields.integer("sliding_window_pattern", default=default)
             return [layer % interval != interval - 1 for layer in layers]
         case Architecture.SMOLLM3:
@@ -285,14 +315,194 @@ def _gemma(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
     if architecture is not Architecture.GEMMA:
         own |= {
             "attention_scale": fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
-            "layer_norms": (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ),
+            "layer_norms": _BEFORE_AND_BEHIND,
         }
     return own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config:
+    """Gemma 4's layers, in all that those of Gemma 3 have not.
+
+    A layer that sees everything, a global one, has heads of another size than one with a window.
+    """
+
+    num_global_kv_heads: int
+    """KV heads of a global layer."""
+    global_head_dim: int
+    """Size of a global layer's heads; even."""
+    has_global_values: bool
+    """Whether global layers have a product for values; they take that for keys otherwise."""
+    num_sharing: int
+    """The last layers, which read the keys and values of the last layer of their kind before."""
+    widens_sharing: bool
+    """Whether these have twice the intermediate features."""
+    input_size: int
+    """Numbers of the embedding of a token that each layer has for itself; 0: there is none."""
+    input_vocab: int
+    """Ids that have such embeddings."""
+
+    def tensors(self, hidden: int, moe: MoeConfig | None) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of tensors that a layer has beside its linear maps and norms."""
+        shapes: dict[str, tuple[int, ...]] = {"layer_scalar": (1,)}
+        if size := self.input_size:
+            shapes |= {
+                "per_layer_input_gate.weight": (size, hidden),
+                "per_layer_projection.weight": (hidden, size),
+                "post_per_layer_input_norm.weight": (hidden,),
+            }
+        if moe is not None:
+            shapes |= {"router.scale": (hidden,), "router.per_expert_scale": (moe.num_experts,)}
+            shapes |= {f"{name}.weight": (hidden,) for name in BESIDE_NORMS}
+        return shapes
+
+
+_GEMMA4: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+}
+"""Values that transformers takes where a file of Gemma 4 is silent."""
+
+
+def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
+    """Return the text part of Gemma 4 as fields of `ModelConfig`."""
+    fields = fields.with_defaults(_GEMMA4)
+    activation = fields.string("hidden_activation", default="gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise fields.error("hidden_activation", f"must be 'gelu_pytorch_tanh', got {activation!r}")
+    # "vision" lets the tokens of an image see each other, and texts have none.
+    if (seen := dict(fields.items()).get("use_bidirectional_attention")) not in (None, "vision"):
+        raise fields.error("use_bidirectional_attention", f"must be null or 'vision', got {seen!r}")
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    windows = (*sliding_windows(fields, Architecture.GEMMA4, num_layers)[:-1], None)
+    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    own = _gemma4_kinds(fields, windows)
+    has_bias = fields.boolean("attention_bias", default=False)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _divisor(fields, "num_key_value_heads", num_heads),
+        "head_dim": _even(fields, "head_dim"),
+        "gemma4": own,
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": _gemma4_rope(fields, own.global_head_dim),
+        "local_rope": parse_local_rope(fields),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "qkv_bias": has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": False,
+        "qk_norm": True,
+        "has_gelu": True,
+        "layer_norms": _BEFORE_AND_BEHIND,
+        "attention_scale": 1.0,
+        "embedding_multiplier": math.sqrt(hidden),
+        "logits_soft_cap": fields.optional_number("final_logit_softcapping"),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
+        "sliding_windows": windows,
+        "moe": _gemma4_experts(fields, num_layers),
+        "stored_names": ((".mlp.experts", ".experts"), (".mlp.router", ".router.proj")),
+    }
+
+
+def _gemma4_kinds(fields: JsonFields, windows: tuple[int | None, ...]) -> Gemma4Config:
+    num_layers, num_heads = len(windows), fields.integer("num_attention_heads")
+    has_values = not fields.boolean("attention_k_eq_v", default=False)
+    heads_key = "num_key_value_heads" if has_values else "num_global_key_value_heads"
+    heads, sizes, size_key = fields, fields, "global_head_dim"
+    if fields.has("per_layer_config"):  # by transformers; the authors' files have the keys above
+        heads = sizes = _one_of_layers(fields, windows)
+        heads_key, size_key = "num_key_value_heads", "head_dim"
+    if not heads.has(heads_key):
+        heads, heads_key = fields, "num_key_value_heads"
+    num_sharing = fields.integer("num_kv_shared_layers", default=0, low=0, high=num_layers - 1)
+    first = num_layers - num_sharing
+    if {w is None for w in windows[first:]} - {w is None for w in windows[:first]}:
+        complaint = f"must leave a layer of each kind before the last {num_sharing}"
+        raise fields.error("num_kv_shared_layers", complaint)
+    vocab, size = fields.integer("vocab_size_per_layer_input"), 0
+    if not fields.is_null(key := "hidden_size_per_layer_input"):
+        size = fields.integer(key, default=256, low=0)
+    if size and vocab < fields.integer("vocab_size"):
+        complaint = f"must be at least vocab_size {fields.integer('vocab_size')}, got {vocab}"
+        raise fields.error("vocab_size_per_layer_input", complaint)
+    return Gemma4Config(
+        num_global_kv_heads=_divisor(heads, heads_key, num_heads),
+        global_head_dim=_even(sizes if sizes.has(size_key) else fields, size_key),
+        has_global_values=has_values,
+        num_sharing=num_sharing,
+        widens_sharing=fields.boolean("use_double_wide_mlp", default=False),
+        input_size=size,
+        input_vocab=vocab,
+    )
+
+
+def _one_of_layers(fields: JsonFields, windows: tuple[int | None, ...]) -> JsonFields:
+    """Return the object of sizes that all layers without a window have, and no others."""
+    layers = fields.child("per_layer_config")
+    names, kinds = zip(*layers.items(), strict=True) if layers.items() else ((), ())
+    found = sorted(int(name) for name in names if name.isdigit())  # as "05", among twelve
+    wanted = [layer for layer, window in enumerate(windows) if window is None]
+    if len(found) != len(names) or found != wanted or any(kind != kinds[0] for kind in kinds):
+        complaint = f"must hold one object for each of the {FULL} layers, all alike"
+        raise fields.error("per_layer_config", complaint)
+    return layers.child(names[0])
+
+
+def _gemma4_rope(fields: JsonFields, head_dim: int) -> RopeConfig:
+    if not has_rope(fields):
+        return ProportionalRope(theta=1_000_000.0, share=0.25, factor=1.0)
+    length = fields.integer("max_position_embeddings")
+    rope = parse_rope(
+        fields,
+        max_position_embeddings=length,
+        rotary_dim=head_dim,
+        default_theta=1_000_000.0,
+    )
+    if not isinstance(rope, DefaultRope | ProportionalRope):
+        raise fields.error("rope_parameters", f"must be default or proportional in {FULL}")
+    return rope
+
+
+def _gemma4_experts(fields: JsonFields, num_layers: int) -> MoeConfig | None:
+    """Return the experts beside each layer's block."""
+    if not fields.boolean("enable_moe_block", default=False):
+        return None
+    num_experts = fields.integer("num_experts", high=MAX_EXPERTS)
+    return MoeConfig(
+        layers=frozenset(range(num_layers)),
+        num_experts=num_experts,
+        num_chosen=fields.integer("top_k_experts", high=num_experts),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalises=True,
+        router="router",
+        stacked=Stacked.HALVES,
+        is_beside=True,
+    )
+
+
+def _divisor(fields: JsonFields, key: str, num_heads: int) -> int:
+    if num_heads % (found := fields.integer(key)):
+        raise fields.error(key, f"must divide num_attention_heads {num_heads}, got {found}")
+    return found
+
+
+def _even(fields: JsonFields, key: str) -> int:
+    if (found := fields.integer(key)) % 2:
+        raise fields.error(key, f"must be even, got {found}")
+    return found
 
 
 def _soft_cap(fields: JsonFields, key: str, default: float) -> float | None:

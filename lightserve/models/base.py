@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,14 +23,19 @@ from lightserve.models.recurrent_config import DeltaConfig
 
 
 def kernel_shapes(
-    config: ModelConfig, tp: TensorParallel, *, dtype: torch.dtype, context_len: int
-) -> KernelShapes:
-    """Return the sizes of this rank's part of a model."""
-    moe = config.moe
+    config: ModelConfig,
+    tp: TensorParallel,
+    layout: KVLayout,
+    *,
+    dtype: torch.dtype,
+    context_len: int,
+) -> list[KernelShapes]:
+    """Return the sizes of this rank's part of a model, for each group of its KV."""
+    moe, model_dtype = config.moe, str(dtype).removeprefix("torch.")
     inner = config.intermediate_size
-    if moe is not None and len(moe.layers) == config.num_layers:
-        inner = moe.shared_size or moe.intermediate_size  # the other is no layer's
-    return KernelShapes(
+    if moe is not None and not config.has_blocks:
+        inner = moe.shared_size or moe.intermediate_size
+    shapes = KernelShapes(
         dtype=dtype,
         hidden_size=config.hidden_size,
         intermediate_size=even_part(inner, tp).size,
@@ -38,7 +43,7 @@ def kernel_shapes(
         num_kv_heads=kv_head_part(config.num_kv_heads, tp).size,
         head_dim=config.head_dim,
         value_dim=None if config.latent is None else config.latent.rank,
-        rotary_dim=config.rotary_dim,
+        rotary_dim=config.rotary_share or config.head_dim,
         sliding_windows=tuple(dict.fromkeys(config.sliding_windows)),
         rms_norm_eps=config.rms_norm_eps,
         qk_norm=config.qk_norm,
@@ -56,6 +61,16 @@ def kernel_shapes(
         delta=None if config.recurrent is None else _delta_sizes(config.recurrent, tp),
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
+    return [
+        replace(
+            shapes,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            rotary_dim=config.rotary_share or group.head_dim,
+            pool_dtype=None if group.dtype == model_dtype else group.pool_dtype,
+        )
+        for group in layout.groups
+    ]
 
 
 def _delta_sizes(delta: DeltaConfig, tp: TensorParallel) -> DeltaSizes:
@@ -140,8 +155,9 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The KV of one rank; a list of groups; today's models have one.
+    """The KV of one rank: a group for each size of heads that a model has, mostly one.
 
+    A slot holds a token's keys and values in the layers of all groups.
     States are slots of the same memory. Recurrent layer number l, of those alone, has slots of
     attention layer l % A, where there are A; the next A layers have other slots of them.
     """
@@ -193,20 +209,24 @@ def kv_layout(
     An encoder keeps none: its tokens take no memory of the pool. `dtype` and `model_dtype` (None:
     the same) are keys of DTYPE_BYTES.
     """
-    group = KVGroup(
-        num_layers=len(config.kv_layers) if config.encoder is None else 0,
-        num_kv_heads=max(1, config.num_kv_heads // tp_size),
-        head_dim=config.head_dim,
-        dtype=dtype,
-        value_dim=None if config.latent is None else config.latent.rank,
-        word=WORD_BYTES if is_on_gpu else 1,
-    )
+    groups = []
+    for layers in config.kv_groups:
+        shape = config.shape_of(layers[0])
+        group = KVGroup(
+            num_layers=len(layers) if config.encoder is None else 0,
+            num_kv_heads=max(1, shape.num_kv_heads // tp_size),
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            value_dim=None if config.latent is None else config.latent.rank,
+            word=WORD_BYTES if is_on_gpu else 1,
+        )
+        groups.append(group)
     states = None
     if config.recurrent is not None:
         sizes = config.recurrent.state_bytes(DTYPE_BYTES[model_dtype or dtype])
         own = tuple(size // tp_size for size in sizes)
         states = StateLayout(len(config.recurrent.layers), own)
-    return KVLayout(groups=(group,), states=states)
+    return KVLayout(groups=tuple(groups), states=states)
 
 
 class KVTensors(Protocol):

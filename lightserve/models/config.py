@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import (
@@ -15,7 +16,9 @@ from lightserve.models.architectures import (
     HEADLESS,
     THETAS,
     Architecture,
+    Gemma4Config,
     fields_of,
+    parse_gemma4,
     sliding_windows,
 )
 from lightserve.models.encoder_config import Encoder, parse_bert, parse_nomic_bert, parse_roberta
@@ -120,6 +123,7 @@ _PLAIN = {
     Architecture.GLM4_MOE_LITE: parse_glm_lite,
     Architecture.MISTRAL4: parse_mistral4,
     Architecture.LLAMA4: parse_llama4,
+    Architecture.GEMMA4: parse_gemma4,
     Architecture.BLOOM: parse_bloom,
     Architecture.MPT: parse_mpt,
     Architecture.GPT_BIGCODE: parse_gpt_bigcode,
@@ -138,6 +142,25 @@ _PLAIN = {
     Architecture.XLM_ROBERTA: parse_roberta,
     Architecture.NOMIC_BERT: parse_nomic_bert,
 }
+
+
+class LayerShape(NamedTuple):
+    """Sizes and parts of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Number of a head's dimensions that are rotated."""
+    products: str
+    """Products of attention by their letters: for queries, keys and values, in this order."""
+    kv_source: int
+    """The layer whose keys and values it reads, mostly itself."""
+    inner_size: int
+    """Intermediate features of its block, where it has one."""
+    states: DeltaConfig | None
+    """Kind of the state that it keeps; None: it has keys and values."""
+    norms: tuple[str, ...]
+    """Their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +251,8 @@ class ModelConfig:
     """None: no layer has experts."""
     recurrent: DeltaConfig | None = None
     """The layers that keep a state in place of keys and values; None: there are none."""
+    gemma4: Gemma4Config | None = None
+    """Kinds of layers with heads of their own; None: the heads of all layers are alike."""
     has_output_gate: bool = False
     """Results of attention are multiplied by sigmoids that are made beside the queries."""
     tie_word_embeddings: bool
@@ -243,16 +268,57 @@ class ModelConfig:
     """Whether the last of the layers is none of the model's own, but guesses the token behind the
     next one."""
 
-    @property
-    def kv_layers(self) -> tuple[int, ...]:
-        """Return the layers with keys and values."""
-        states = frozenset() if self.recurrent is None else self.recurrent.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in states)
+    def shape_of(self, layer: int) -> LayerShape:
+        """Return what one layer has."""
+        own, states = self.gemma4, self.recurrent
+        shape = LayerShape(
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_share or self.head_dim,
+            products="qkv",
+            kv_source=layer,
+            inner_size=self.intermediate_size,
+            states=states if states is not None and layer in states.layers else None,
+            norms=self.layer_norms,
+        )
+        if own is None:
+            return shape
+        windows = self.sliding_windows
+        if windows[layer] is None:
+            shape = shape._replace(
+                num_kv_heads=own.num_global_kv_heads,
+                head_dim=own.global_head_dim,
+                rotary_dim=own.global_head_dim,
+                products="qkv" if own.has_global_values else "qkk",
+            )
+        if layer < (first := self.num_layers - own.num_sharing):
+            return shape
+        return shape._replace(
+            products="q",
+            kv_source=next(n for n in range(first - 1, -1, -1) if windows[n] == windows[layer]),
+            inner_size=self.intermediate_size * (1 + own.widens_sharing),
+        )
 
     @property
-    def rotary_dim(self) -> int:
-        """Number of a head's dimensions that are rotated."""
-        return self.rotary_share or self.head_dim
+    def kv_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers with keys and values of their own, by the sizes of their heads."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer in range(self.num_layers):
+            shape = self.shape_of(layer)
+            if shape.states is None and shape.kv_source == layer:
+                groups.setdefault((shape.num_kv_heads, shape.head_dim), []).append(layer)
+        return tuple(map(tuple, groups.values()))
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Return the layers with keys and values of their own, in the order of pools."""
+        return tuple(layer for group in self.kv_groups for layer in group)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are layers with a block of `intermediate_size`."""
+        moe = self.moe
+        return moe is None or moe.is_beside or len(moe.layers) < self.num_layers
 
     @property
     def embedding_size(self) -> int:
@@ -456,10 +522,9 @@ def check_tp(config: ModelConfig, tp: int) -> None:
         ModelLoadError: a size does not divide; names both numbers.
     """
     sizes = [("num_attention_heads", config.num_heads)]
-    moe = config.moe
-    if moe is None or len(moe.layers) < config.num_layers:
+    if config.has_blocks:
         sizes.append(("intermediate_size", config.intermediate_size))
-    if moe is not None:
+    if (moe := config.moe) is not None:
         sizes.append((moe.size_key, moe.intermediate_size))
         sizes.append(("shared_expert_intermediate_size", moe.shared_size))
     if (vision := config.vision) is not None:
@@ -472,12 +537,15 @@ def check_tp(config: ModelConfig, tp: int) -> None:
             raise ModelLoadError(
                 f"{CONFIG_FILE}: key {key!r} is {size}, not divisible by --tp {tp}"
             )
-    num_kv_heads = config.num_kv_heads
-    if num_kv_heads % tp and tp % num_kv_heads:
-        raise ModelLoadError(
-            f"{CONFIG_FILE}: key 'num_key_value_heads' is {num_kv_heads}, which neither divides"
-            f" nor is divisible by --tp {tp}"
-        )
+    heads = {"num_key_value_heads": config.num_kv_heads}
+    if config.gemma4 is not None:
+        heads["num_global_key_value_heads"] = config.gemma4.num_global_kv_heads
+    for key, num_kv_heads in heads.items():
+        if num_kv_heads % tp and tp % num_kv_heads:
+            raise ModelLoadError(
+                f"{CONFIG_FILE}: key {key!r} is {num_kv_heads}, which neither divides nor is"
+                f" divisible by --tp {tp}"
+            )
 
 
 def _architecture(fields: JsonFields) -> Architecture:

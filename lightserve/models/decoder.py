@@ -6,6 +6,7 @@ Architectures differ by their configuration, and a few by their `Family`; see `f
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -38,6 +39,7 @@ from lightserve.models.layers.linear import (
     Norm,
     VocabEmbedding,
     VocabWeight,
+    read_vector,
 )
 from lightserve.models.layers.recurrent import DeltaLayer
 from lightserve.models.vision import VisionEncoder
@@ -46,6 +48,9 @@ from lightserve.models.weight_files import (
     DRAFT_NORMS,
     EMBEDDING,
     EMBEDDING_NORM,
+    LAYER_EMBEDDING,
+    LAYER_NORM,
+    LAYER_PROJECTION,
     LM_HEAD,
     LM_HEAD_BIAS,
     POSITIONS,
@@ -163,6 +168,69 @@ class PostNormLayer(DecoderLayer):
         return self._mlp(x), x
 
 
+class LayerInputs:
+    """The embeddings of tokens that each layer of Gemma 4 has for itself: looked up by their ids,
+    and made of the embedding that all layers have.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        config, reader, own = context.config, context.reader, context.config.gemma4
+        assert own is not None
+        size, hidden = own.input_size, config.hidden_size
+        total = config.num_layers * size
+        weight = VocabWeight(
+            reader, context.tp, LAYER_EMBEDDING, vocab_size=own.input_vocab, hidden_size=total
+        )
+        self._embedding = VocabEmbedding(weight, context.tp)
+        self._projection = context.method.exact_inputs.create(
+            reader, [whole_module(LAYER_PROJECTION, total, hidden)]
+        )
+        self._norm = context.norm(LAYER_NORM, size=size)
+        self._size, self._hidden = size, hidden
+
+    def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """Return them side by side, [T, num_layers * size]; int64 ids [T], x [T, hidden]."""
+        own = self._embedding(input_ids) * math.sqrt(self._size)
+        made = self._projection.apply(x) * self._hidden**-0.5
+        made = self._norm(made.view(-1, self._size)).view_as(own)
+        return (made + own) * math.sqrt(0.5)
+
+
+class Gemma4Ending:
+    """Behind a layer of Gemma 4: x = scale * (x + norm(project(GELU(gate(x)) * its embedding)))."""
+
+    def __init__(self, context: ModelContext, layer: int) -> None:
+        own, prefix = context.config.gemma4, f"model.layers.{layer}"
+        assert own is not None
+        hidden, size = context.config.hidden_size, own.input_size
+        self._kernels = context.kernels
+        self._scale = read_vector(context.reader, f"{prefix}.layer_scalar", 1)
+        self._part = slice(layer * size, (layer + 1) * size)
+        if size:
+            method = context.method.exact_inputs
+            gate = whole_module(f"{prefix}.per_layer_input_gate", size, hidden)
+            projection = whole_module(f"{prefix}.per_layer_projection", hidden, size)
+            self._gate = method.create(context.reader, [gate])
+            self._projection = method.create(context.reader, [projection])
+            self._norm = context.norm(f"{prefix}.post_per_layer_input_norm", size=hidden)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, of_layers: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both, whose sum counts; `of_layers`: embeddings of all layers, side by side."""
+        if of_layers is not None:
+            residual = x + residual
+            gates = self._kernels.gelu(self._gate.apply(residual), of_layers[:, self._part])
+            x = self._norm(self._projection.apply(gates))
+        return x * self._scale, residual * self._scale
+
+
+def whole_module(name: str, num_outputs: int, num_inputs: int) -> ModuleShard:
+    """Return a module without a bias that every rank has whole."""
+    rows, columns = Part(0, num_outputs), Part(0, num_inputs)
+    return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
+
+
 class Family(NamedTuple):
     """The parts of an architecture that its configuration does not describe."""
 
@@ -242,10 +310,14 @@ class DecoderModel:
         config = context.config
         self.config = config
         self.context_len = context.context_len
-        self._rotary = rotary_table(context, config.rope)
+        last = config.num_layers - 1 - config.has_draft_head
+        windowed = [layer for layer, size in enumerate(config.sliding_windows) if size is not None]
+        rotary_dim = config.shape_of(last).rotary_dim  # Gemma 4's last layer has no window
+        self._rotary = rotary_table(context, config.rope, rotary_dim)
         self._local_rotary = None
-        if config.local_rope is not None:
-            self._local_rotary = rotary_table(context, config.local_rope)
+        if config.local_rope is not None and windowed:
+            rotary_dim = config.shape_of(windowed[0]).rotary_dim
+            self._local_rotary = rotary_table(context, config.local_rope, rotary_dim)
         embedding, head = _vocab_weights(context)
         if config.has_normalised_head:
             head.normalise()
@@ -260,14 +332,12 @@ class DecoderModel:
         layer_type, attention = family
         if config.is_parallel or config.is_post_norm:
             layer_type = ParallelLayer if config.is_parallel else PostNormLayer
-        with_kv = frozenset(config.kv_layers)
-        last_layer = config.num_layers - 1 - config.has_draft_head
-        last = replace(context, method=context.method.exact_inputs)
+        exact = replace(context, method=context.method.exact_inputs)
         self._layers = [
             layer_type(
-                context if layer < last_layer else last,
+                context if layer < last else exact,
                 layer,
-                attention if layer in with_kv else DeltaLayer,
+                DeltaLayer if config.shape_of(layer).states else attention,
             )
             for layer in range(config.num_layers)
         ]
@@ -275,6 +345,12 @@ class DecoderModel:
         if config.has_draft_head:
             own = self._layers.pop()
             self.draft_head = NextTokenHead(context, own, self._embedding, self._tables)
+        self._endings: list[Gemma4Ending] = []
+        if config.gemma4 is not None:
+            self._endings = [Gemma4Ending(context, layer) for layer in range(config.num_layers)]
+        self._layer_inputs: LayerInputs | None = None
+        if config.gemma4 is not None and config.gemma4.input_size:
+            self._layer_inputs = LayerInputs(context)
         self._begin_pass = context.method.begin_pass
         self._kinds = _kinds(config)[: len(self._layers)]
         self._chunk: int | None = None
@@ -340,7 +416,10 @@ class DecoderModel:
         if self._embedding_norm is not None:
             x = self._embedding_norm(x)
         turned = batch.positions if batch.turned is None else batch.turned
-        inputs = PassInputs(x, batch, self._tables(turned), logit_rows)
+        tables = self._tables(turned)
+        if self._layer_inputs is not None:
+            tables = (*tables, self._layer_inputs(input_ids, x))
+        inputs = PassInputs(x, batch, tables, logit_rows)
         if replaced is not None and deep:  # recorded passes add nothing
             return self._through_layers(inputs, kv, replaced.places, deep)
         return self._passes.run(inputs, kv)
@@ -352,12 +431,15 @@ class DecoderModel:
         places: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Compute `hidden`; inputs are its x, and cos and sin of each kind of layers.
+        """Compute `hidden`; inputs are its x, cos and sin of each kind of layers, and their own.
 
         Each of `deep` is added to the tokens at `places` behind one of the first layers.
         """
         x, batch, tables, logit_rows = inputs
         self._begin_pass(batch)
+        of_layers: Tensor | None = None
+        if self._layer_inputs is not None:
+            tables, of_layers = tables[:-1], tables[-1]
         kinds = [AttentionInputs(batch, tables[i], tables[i + 1]) for i in range(0, len(tables), 2)]
         if self._chunk is not None:
             kinds[0] = kinds[0]._replace(batch=in_chunks(batch, self._chunk))
@@ -366,6 +448,8 @@ class DecoderModel:
             layer = self._layers[number]
             heads, residual = layer.attend(x, residual, kinds[kind], kv)
             x, residual = layer.finish(heads, residual)
+            if self._endings:
+                x, residual = self._endings[number](x, residual, of_layers)
             if number < len(deep) and places is not None:
                 x = x.index_add(0, places, deep[number])
         last = self._layers[-1]
@@ -375,7 +459,11 @@ class DecoderModel:
                 return x[:0]
             heads = heads.index_select(0, logit_rows)
             residual = residual.index_select(0, logit_rows)
+            if of_layers is not None:
+                of_layers = of_layers.index_select(0, logit_rows)
         x, residual = last.finish(heads, residual)
+        if self._endings:
+            x, residual = self._endings[-1](x, residual, of_layers)
         hidden, _ = self._norm.add(x, residual)
         return hidden
 
@@ -412,13 +500,12 @@ def _positions(context: ModelContext, offset: int) -> Tensor:
 def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:
     """Load the products between the embedding's size and the layers', whole on every rank."""
     config = context.config
-    inner, outer = Part(0, config.hidden_size), Part(0, config.embedding_size)
+    inner, outer = config.hidden_size, config.embedding_size
     if inner == outer:
         return None, None
 
-    def load(name: str, rows: Part, columns: Part) -> Linear:
-        module = name.removesuffix(".weight")
-        shard = ModuleShard(name=module, rows=rows, columns=columns, has_bias=False)
+    def load(name: str, num_outputs: int, num_inputs: int) -> Linear:
+        shard = whole_module(name.removesuffix(".weight"), num_outputs, num_inputs)
         return context.method.exact_inputs.create(context.reader, [shard])
 
     return load(PROJECT_IN, inner, outer), load(PROJECT_OUT, outer, inner)

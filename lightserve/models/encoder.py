@@ -131,7 +131,7 @@ class EncoderModel:
         self.config = config
         self.context_len = context.context_len
         self.draft_head: DraftHead | None = None
-        self._rotary = rotary_table(context, config.rope)
+        self._rotary = rotary_table(context, config.rope, config.shape_of(0).rotary_dim)
         words = VocabWeight(
             reader,
             context.tp,

@@ -6,6 +6,8 @@ names of tensors are in their configuration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from lightserve.models.layers.attention import (
     SelfAttention,
     growth_of_queries,
 )
-from lightserve.models.layers.feed_forward import feed_forward
+from lightserve.models.layers.feed_forward import ExpertsBeside, feed_forward
 from lightserve.models.layers.linear import ModelContext, read_vector
 
 
@@ -41,11 +43,44 @@ class HeadNormAttention(SelfAttention):
             return None
         q_weight, k_weight = (
             read_vector(
-                reader, f"{prefix}.{name}_norm.weight", config.head_dim, offset=config.norm_offset
+                reader, f"{prefix}.{name}_norm.weight", self._head_dim, offset=config.norm_offset
             )
             for name in "qk"
         )
         return QKNorm(q_weight, k_weight, config.rms_norm_eps)
+
+
+class Gemma4Attention(HeadNormAttention):
+    """A norm without weights for values as well; or queries alone, where a layer reads the keys and
+    values of another.
+    """
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        self._is_sharing = context.config.shape_of(layer).kv_source != layer
+        super().__init__(context, prefix, layer=layer)
+        reader = context.reader
+        self._ones = torch.ones(self._head_dim, dtype=reader.dtype, device=reader.device)
+
+    def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
+        """See `SelfAttention.qk_norm`."""
+        if not self._is_sharing:
+            return super().qk_norm(context, prefix)
+        weight = read_vector(context.reader, f"{prefix}.q_norm.weight", self._head_dim)
+        return QKNorm(weight, weight, context.config.rms_norm_eps)
+
+    def rotate_and_write(
+        self, parts: Sequence[Tensor], inputs: AttentionInputs, pools: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See `SelfAttention.rotate_and_write`."""
+        kernels, norm = self._kernels, self._qk_norm
+        assert norm is not None
+        heads = parts[-1].reshape(len(parts[-1]), -1, self._head_dim)
+        if self._is_sharing:
+            q = kernels.rms_norm(heads, norm.q_weight, norm.eps)
+            return kernels.rotary(q, q[:, :1].clone(), inputs.cos, inputs.sin)[0]
+        q, k, v = parts
+        values = kernels.rms_norm(heads, self._ones, norm.eps)
+        return super().rotate_and_write((q, k, v.copy_(values.flatten(1))), inputs, pools)
 
 
 class GrowingQueries(SelfAttention):
@@ -164,6 +199,24 @@ class Olmo2Layer(DecoderLayer):
         return self._mlp_norm(self._mlp(residual)), residual
 
 
+class Gemma4Layer(OutputNormLayer):
+    """Gemma 4: experts beside the block, in models that have some."""
+
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
+        super().__init__(context, layer, attention)
+        self._beside: ExpertsBeside | None = None
+        if (moe := context.config.moe) is not None:
+            self._beside = ExpertsBeside(context, f"model.layers.{layer}", moe)
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        added = self._attention_output_norm(self._attention.project(heads))
+        x, residual = self._mlp.behind(self._mlp_norm, added, residual)
+        if self._beside is not None:
+            x = self._beside(x, residual)
+        return self._mlp_output_norm(x), residual
+
+
 FAMILIES: dict[Architecture, Family] = {
     Architecture.MINISTRAL3: Family(attention=GrowingQueries),
     Architecture.LLAMA4: Family(attention=ChunkedAttention),
@@ -182,6 +235,7 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.GLM4: Family(layer=OutputNormLayer),
     Architecture.GEMMA2: Family(layer=OutputNormLayer),
     Architecture.GEMMA3: Family(layer=OutputNormLayer, attention=HeadNormAttention),
+    Architecture.GEMMA4: Family(layer=Gemma4Layer, attention=Gemma4Attention),
     Architecture.DEEPSEEK_V2: Family(attention=LatentAttention),
     Architecture.DEEPSEEK_V3: Family(attention=LatentAttention),
     Architecture.GLM4_MOE_LITE: Family(attention=LatentAttention),

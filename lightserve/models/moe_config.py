@@ -99,6 +99,8 @@ class MoeConfig:
     """Alpha and limit of gates as `ClampedGate` has them; None: SiLU."""
     stacked: Stacked | None = None
     """None: each expert has tensors of its own."""
+    is_beside: bool = False
+    """Whether layers have both, experts and a block; see `ExpertsBeside`."""
 
 
 def parse_mixtral(

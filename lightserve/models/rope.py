@@ -81,7 +81,20 @@ class LongRope:
     original_max_position_embeddings: int
 
 
-RopeConfig = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRope:
+    """The original one of the whole head, of which the slower frequencies stand still (Gemma 4)."""
+
+    theta: float
+    share: float
+    """Share of the frequencies that turn."""
+    factor: float
+    """Divisor of positions."""
+
+
+RopeConfig = (
+    DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope | ProportionalRope
+)
 
 
 def parse_rope(
@@ -122,8 +135,14 @@ def parse_rope(
         case "longrope":
             original = _original_length(config, fields, max_position_embeddings)
             return _longrope(fields, theta, original, max_position_embeddings, rotary_dim)
+        case "proportional":
+            share = fields.number("partial_rotary_factor", default=1.0)
+            if share > 1.0:
+                raise fields.error("partial_rotary_factor", f"must be at most 1, got {share}")
+            factor = _factor(fields) if fields.has("factor") else 1.0
+            return ProportionalRope(theta=theta, share=share, factor=factor)
         case _:
-            known = "default, linear, dynamic, llama3, yarn, longrope"
+            known = "default, linear, dynamic, llama3, yarn, longrope, proportional"
             raise fields.error("rope_type", f"must be one of {known}, got {kind!r}")
 
 

@@ -59,6 +59,7 @@ _TEXT_PARTS = {
             },
         ),
     ),
+    Architecture.GEMMA4_WHOLE: (_TextPart(Architecture.GEMMA4, "gemma4_text", {}),),
     Architecture.LLAMA4_WHOLE: (_TextPart(Architecture.LLAMA4, "llama4_text", {}),),
     Architecture.QWEN3_5_WHOLE: (_TextPart(Architecture.QWEN3_5, "qwen3_5_text", {}),),
     Architecture.QWEN3_5_MOE_WHOLE: (_TextPart(Architecture.QWEN3_5_MOE, "qwen3_5_moe_text", {}),),

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from lightserve.errors import ModelLoadError
 from lightserve.models.architectures import WITHOUT_NORM_WEIGHTS
-from lightserve.models.config import ModelConfig
+from lightserve.models.config import LayerShape, ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_config import as_stored, family_of, name_in_file, one_by_one
 from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
@@ -41,6 +41,9 @@ DRAFT_NORMS, DRAFT_JOIN = ("enorm", "hnorm", "shared_head.norm"), "eh_proj"
 and state, by their names in the layer."""
 POSITIONS = "model.embed_positions.weight"
 PROJECT_IN, PROJECT_OUT = "model.project_in.weight", "model.project_out.weight"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+LAYER_PROJECTION, LAYER_NORM = "model.per_layer_model_projection", "model.per_layer_projection_norm"
+"""Embeddings that layers have for themselves: looked up, and made of the common one."""
 TOKEN_TYPES = "model.embed_types.weight"
 SCORE_DENSE, SCORE_OUT = "score.dense", "score.out"
 VISION = "vision."
@@ -149,35 +152,41 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     The tied LM head is left out. Tensors beyond these (an old `rotary_emb.inv_freq`, say) are
     ignored wherever they occur.
     """
-    hidden = config.hidden_size
     shapes = _shared_tensors(config)
-    norms, with_kv = _norms(config), frozenset(config.kv_layers)
     for layer in range(config.num_layers):
-        prefix, moe = f"model.layers.{layer}", config.moe
-        states = None if layer in with_kv else config.recurrent
-        linears = {} if states else _attention_linears(config)
-        if states is not None:
-            own = states.tensors(hidden)
-            shapes |= {f"{prefix}.{name}": shape for name, shape in own.items()}
-        if moe is not None and layer in moe.layers:
-            for name, shape in _moe_tensors(moe, hidden).items():
-                shapes[f"{prefix}.{moe.module}.{name}"] = shape
-        else:
-            linears |= _block_linears(config)
-        for name, (out_size, in_size, has_bias) in linears.items():
-            shapes[f"{prefix}.{name}.weight"] = (out_size, in_size)
-            if has_bias:
-                shapes[f"{prefix}.{name}.bias"] = (out_size,)
-        if config.has_sinks:
-            shapes[f"{prefix}.self_attn.sinks"] = (config.num_heads,)
-        for name, size in norms.items():
-            if states is not None and name.startswith("self_attn."):
-                continue
-            shapes[f"{prefix}.{name}.weight"] = (size,)
-            if config.layer_norm_bias:
-                shapes[f"{prefix}.{name}.bias"] = (size,)
+        own = _layer_tensors(config, layer)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     if config.vision is not None:
         shapes |= _vision_tensors(config.vision, config.embedding_size)
+    return shapes
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer, by their names in it."""
+    hidden, moe, shape = config.hidden_size, config.moe, config.shape_of(layer)
+    states = shape.states
+    shapes: dict[str, tuple[int, ...]] = {}
+    linears = {} if states else _attention_linears(config, shape)
+    if states is not None:
+        shapes |= states.tensors(hidden)
+    if config.gemma4 is not None:
+        shapes |= config.gemma4.tensors(hidden, moe)
+    has_experts = moe is not None and layer in moe.layers
+    if moe is not None and has_experts:
+        own = _moe_tensors(moe, hidden)
+        shapes |= {f"{moe.module}.{name}": shape for name, shape in own.items()}
+    if moe is None or moe.is_beside or not has_experts:
+        linears |= _block_linears(config, shape.inner_size)
+    for name, (out_size, in_size, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (out_size, in_size)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out_size,)
+    if config.has_sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
+    for name, size in _norms(config, shape).items():
+        shapes[f"{name}.weight"] = (size,)
+        if config.layer_norm_bias:
+            shapes[f"{name}.bias"] = (size,)
     return shapes
 
 
@@ -235,14 +244,17 @@ def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
     return [(VISION_PROJECTOR, vision.hidden_size), *((name, group) for name in deep)]
 
 
-def _norms(config: ModelConfig) -> dict[str, int]:
+def _norms(config: ModelConfig, shape: LayerShape) -> dict[str, int]:
     """Return the sizes of a layer's norms."""
-    norms = dict.fromkeys(config.layer_norms, config.hidden_size)
+    norms = dict.fromkeys(shape.norms, config.hidden_size)
+    if shape.states is not None:
+        return norms
     if config.has_whole_qk_norm:
         norms["self_attn.q_norm"] = config.num_heads * config.head_dim
         norms["self_attn.k_norm"] = config.num_kv_heads * config.head_dim
     if config.qk_norm and config.architecture not in WITHOUT_NORM_WEIGHTS:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+        own = [name for name in "qk" if name in shape.products]
+        norms |= {f"self_attn.{name}_norm": shape.head_dim for name in own}
     if (latent := config.latent) is not None:
         norms["self_attn.kv_a_layernorm"] = latent.rank
         if latent.query_rank is not None:
@@ -273,6 +285,11 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[LM_HEAD] = (config.vocab_size, size)
     if size != hidden:
         shapes |= {PROJECT_IN: (hidden, size), PROJECT_OUT: (size, hidden)}
+    if config.gemma4 is not None and (own := config.gemma4.input_size):
+        inputs = config.num_layers * own
+        shapes[LAYER_EMBEDDING] = (config.gemma4.input_vocab, inputs)
+        shapes[f"{LAYER_PROJECTION}.weight"] = (inputs, hidden)
+        shapes[f"{LAYER_NORM}.weight"] = (own,)
     if config.lm_head_bias:
         shapes[LM_HEAD_BIAS] = (config.vocab_size,)
     if config.has_draft_head:
@@ -282,18 +299,19 @@ def _shared_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+def _attention_linears(config: ModelConfig, shape: LayerShape) -> dict[str, tuple[int, int, bool]]:
     """Return outputs, inputs and whether there is a bias of an attention's parts."""
     hidden = config.hidden_size
     if config.latent is not None:
         return _latent_linears(config, config.latent)
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q_size, kv_size = config.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_output_bias)}
     if config.merged & {"qkv", "grouped_qkv"}:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
         q_outputs = q_size * (2 if config.has_output_gate else 1)
-        for name, size in (("q", q_outputs), ("k", kv_size), ("v", kv_size)):
+        for name in shape.products:
+            size = q_outputs if name == "q" else kv_size
             linears[f"self_attn.{name}_proj"] = (size, hidden, config.qkv_bias)
     return linears
 
@@ -319,9 +337,9 @@ def _latent_linears(config: ModelConfig, latent: LatentConfig) -> dict[str, tupl
     }
 
 
-def _block_linears(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+def _block_linears(config: ModelConfig, inner: int) -> dict[str, tuple[int, int, bool]]:
     """Return outputs, inputs and whether there is a bias of a block's parts."""
-    hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    hidden, has_bias = config.hidden_size, config.mlp_bias
     if config.activation is not None:
         linears = {"mlp.up_proj": (inner, hidden, has_bias)}
     elif "gate_up" in config.merged:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from lightserve.config import ServeConfig
-from lightserve.errors import ConfigError, StartupError
+from lightserve.errors import StartupError
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShapes
+from lightserve.kernels.interface import Can, Kernels
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
 from lightserve.messages.common import GraphSizes
 from lightserve.messages.router_worker import StepPlan
 from lightserve.model_formats import choose_formats
@@ -51,6 +50,14 @@ from lightserve.tokenization.chat_template import find_chat_template
 from lightserve.tokenization.description import tokenizer_file
 from lightserve.tokenization.tokenizer import Tokenizer
 from lightserve.worker.capture import capture_graphs, graph_sizes, make_graphs
+from lightserve.worker.checks import (
+    check_fp8,
+    check_need,
+    check_options,
+    check_rounded_prompts,
+    check_shapes,
+    kv_dtype,
+)
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import device_of_rank, make_queue
 from lightserve.worker.drafts import Lookup
@@ -62,7 +69,6 @@ from lightserve.worker.memory import (
     DeviceMemory,
     KVPool,
     MemoryStatistics,
-    check_recurrent,
     free_memory_bytes,
     measure_step,
     num_device_slots,
@@ -211,7 +217,7 @@ def build_runner(
     embedding = load_embedding(path, model_config, config.pooling)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     method, stored_as = _method(config, model_config, kernels, torch_dtype)
-    _check_options(config, model_config, kernels, device)
+    check_options(config, model_config, kernels, device)
     kv_type = kv_dtype(config, kernels, dtype)
     context_len = resolve_context_len(config.max_model_len, model_config)
     model = load(
@@ -225,10 +231,11 @@ def build_runner(
         device=device,
     )
     _tell_of_stored(stored_as, method, dtype, is_said=tp.rank == 0)
-    shapes = kernel_shapes(model_config, tp, dtype=torch_dtype, context_len=context_len)
-    layout, shapes = _kept_as(kv_type, model_config, shapes, device, tp_size=tp.size)
-    tune_kernels(kernels, shapes, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
-    _check(kernels, shapes, device, method=method)
+    layout = _layout(model_config, device, tp, dtype=dtype, kv_type=kv_type)
+    shapes = kernel_shapes(model_config, tp, layout, dtype=torch_dtype, context_len=context_len)
+    for own in shapes:
+        tune_kernels(kernels, own, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
+    check_shapes(kernels, shapes, device, fewest_bits=method.fewest_bits)
     constraints = None if tp.rank else _row_constraints(config, model_config.vocab_size, device)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
@@ -250,16 +257,9 @@ def build_runner(
         return measure_gpu(config, model, pool, make, graph_sizes=sizes, tp=tp)
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
-    log.info(
-        "%s%s, %s kernels on %s, %d KV slots%s, %d on the host",
-        dtype,
-        _unlike_the_model(config, dtype, kv_type),
-        kernels.name,
-        device,
-        pool.num_slots,
-        f" ({pool.num_state_slots} for the state of a sequence)" if pool.num_state_slots else "",
-        host_pool.num_slots,
-    )
+    kinds = dtype + _unlike_the_model(config, dtype, kv_type)
+    slots = _slots_in_words(pool, host_pool)
+    log.info("%s, %s kernels on %s, %s", kinds, kernels.name, device, slots)
     if tp.rank == 0 and device.type == "cpu" and backend == "auto":
         _tell_of_slower_kernels(kernels, torch_dtype)
     runner = make_runner(pool, host_pool)
@@ -269,27 +269,22 @@ def build_runner(
     return runner
 
 
-def _kept_as(
-    kv_type: str,
-    model_config: ModelConfig,
-    shapes: KernelShapes,
-    device: torch.device,
-    *,
-    tp_size: int,
-) -> tuple[KVLayout, KernelShapes]:
-    """Return the layout of keys and values of a type, and shapes that say it to kernels."""
-    is_on_gpu = device.type == "cuda"
-    layout = kv_layout(
+def _layout(
+    model_config: ModelConfig, device: torch.device, tp: TensorParallel, *, dtype: str, kv_type: str
+) -> KVLayout:
+    """Return the layout of keys and values of a type, of a model of type `dtype`."""
+    return kv_layout(
         model_config,
-        tp_size=tp_size,
+        tp_size=tp.size,
         dtype=kv_type,
-        model_dtype=str(shapes.dtype).removeprefix("torch."),
-        is_on_gpu=is_on_gpu,
+        model_dtype=dtype,
+        is_on_gpu=device.type == "cuda",
     )
-    pool_dtype = layout.groups[0].pool_dtype
-    if pool_dtype is shapes.dtype:
-        return layout, shapes
-    return layout, dataclasses.replace(shapes, pool_dtype=pool_dtype)
+
+
+def _slots_in_words(pool: KVPool, host_pool: HostPool) -> str:
+    states = f" ({pool.num_state_slots} for the state of a sequence)" * bool(pool.num_state_slots)
+    return f"{pool.num_slots} KV slots{states}, {host_pool.num_slots} on the host"
 
 
 def _unlike_the_model(config: ServeConfig, dtype: str, kv_type: str) -> str:
@@ -306,49 +301,12 @@ def _device(config: ServeConfig, rank: int) -> torch.device:
     return device
 
 
-def _check(
-    kernels: Kernels,
-    shapes: KernelShapes,
-    device: torch.device,
-    *,
-    method: LinearMethod,
-) -> None:
-    """Compare all that the kernels will do with the reference."""
-    check_kernels(kernels, shapes, device)
-    if method.fewest_bits is not None:
-        check_quantized(kernels, shapes, device, has_int4=method.fewest_bits == 4)
-    if shapes.pool_dtype is not None:
-        check_small_kv(kernels, shapes, device)
-
-
 def _proposer(config: ServeConfig, device: torch.device) -> Lookup | None:
     """Return what guesses drafts from texts; None: nothing does."""
     if config.speculation in ("off", "mtp"):
         return None
     num_rows, has_answers = config.max_num_seqs, config.speculation == "suffix"
     return Lookup(num_rows, make_queue(device), keeps_answers=has_answers)
-
-
-def _check_options(
-    config: ServeConfig, model_config: ModelConfig, kernels: Kernels, device: torch.device
-) -> None:
-    """Refuse options that do not go with the kernels."""
-    check_latents(config, model_config, kernels)
-    check_chunks(config, model_config, kernels)
-    check_recurrent(config, model_config)
-    is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
-    if is_kept_small and model_config.head_dim % FACTOR_BYTES:
-        raise ConfigError(
-            f"--kv-dtype {config.kv_dtype} on a GPU needs heads of a multiple of {FACTOR_BYTES}"
-            f" numbers, got {model_config.head_dim}"
-        )
-    if config.has_draft_head and device.type != "cpu":
-        raise ConfigError("--speculation mtp needs --device cpu: ngram and suffix guess on GPUs")
-    if config.speculation != "off" and device.type != "cpu" and Can.GRAPHS not in kernels.can:
-        raise ConfigError(
-            f"--speculation {config.speculation} needs kernels that read on the device where rows"
-            f" are: not --attention-backend {config.attention_backend}"
-        )
 
 
 def _method(
@@ -390,7 +348,7 @@ def linear_method(
         return UnquantizedMethod(kernels)
     what = f"--quantization {quantization}"
     if quantization != "fp8":
-        _need(what, Can.INTEGERS, kernels, dtype)
+        check_need(what, Can.INTEGERS, kernels, dtype)
         if quantization == "w8a8":
             check_rounded_prompts(kernels, dtype)
             return RoundingPromptsMethod(kernels)
@@ -398,7 +356,7 @@ def linear_method(
     if Can.FP8 in kernels.can and torch.cuda.is_available():
         check_fp8(torch.cuda.get_device_capability(), dtype)
     else:
-        _need(what, Can.WIDE_SUMS, kernels, dtype)
+        check_need(what, Can.WIDE_SUMS, kernels, dtype)
         log.warning(
             "%s on a CPU saves neither memory nor time: weights are held as %s, and"
             " activations are rounded besides; its answers are those of a GPU of compute capability"
@@ -407,102 +365,6 @@ def linear_method(
             str(dtype).removeprefix("torch."),
         )
     return Fp8Method(kernels)
-
-
-def check_rounded_prompts(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Check that prompts can be multiplied by integers.
-
-    Raises:
-        ConfigError: these kernels, this processor, or the model's type, do not go with it.
-    """
-    if Can.ROUNDED_PROMPTS not in kernels.can:
-        raise ConfigError(
-            "--quantization w8a8 needs a CPU with AVX512-VNNI and AVX512-bf16, which this machine"
-            " has not: --quantization int8 does without"
-        )
-    if dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization w8a8 needs --dtype bfloat16, got {name}")
-
-
-def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
-    """Check that a GPU has products of 8-bit floating point, with factors for each row.
-
-    Raises:
-        ConfigError: it has not, or not with results of the model's type.
-    """
-    if capability < (8, 9):
-        own = ".".join(map(str, capability))
-        raise ConfigError(
-            f"--quantization fp8 needs a GPU of compute capability 8.9 or newer, got {own}:"
-            " --quantization int8 does without"
-        )
-    if dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization fp8 needs --dtype bfloat16 on a GPU, got {name}")
-
-
-def check_chunks(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
-    """Check that chunks of attention are cut where rows are known on the host.
-
-    Raises:
-        ConfigError: passes are recorded, and the context is longer than a chunk.
-    """
-    chunk = model_config.attention_chunk
-    length = resolve_context_len(config.max_model_len, model_config)
-    if chunk is not None and length > chunk and Can.GRAPHS in kernels.can:
-        raise ConfigError(
-            f"--max-model-len must be at most {chunk} with the {kernels.name} kernels, which do not"
-            f" attend within chunks (attention_chunk_size), got {length}"
-        )
-
-
-def check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
-    """Check that a model of latent attention is served as it can be.
-
-    Raises:
-        ConfigError: these kernels, or 8 bits, do not go with it.
-    """
-    if model_config.latent is None:
-        return
-    name = model_config.architecture
-    if config.kv_dtype != "auto":
-        raise ConfigError(
-            f"--kv-dtype {config.kv_dtype} does not go with {name}: the kept vector of a token"
-            " has parts of different sizes, which cannot share a factor"
-        )
-    if Can.LATENTS not in kernels.can:
-        raise ConfigError(
-            f"the {kernels.name} kernels do not go with {name}: --attention-backend torch does,"
-            " without --batch-invariant"
-        )
-
-
-def kv_dtype(config: ServeConfig, kernels: Kernels, dtype: str) -> str:
-    """Return the type of keys and values of a model of type `dtype`, as --kv-dtype says.
-
-    Raises:
-        ConfigError: these kernels, or the model's type, do not go with it.
-    """
-    if config.kv_dtype == "auto":
-        return dtype
-    what = f"--kv-dtype {config.kv_dtype}"
-    if config.kv_dtype == "fp8" and Can.FP8_KV not in kernels.can:
-        raise ConfigError(
-            f"{what} needs a GPU, got {kernels.name} kernels on a CPU: --kv-dtype int8 does without"
-        )
-    _need(what, Can.INT8_KV, kernels, getattr(torch, dtype))
-    return config.kv_dtype
-
-
-def _need(what: str, need: Can, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Check that kernels have a capability for the model's type; on CPUs the native core has."""
-    if need not in kernels.can:
-        reason = missing_core() if kernels.name == TorchKernels.name else ""
-        why = f", which is missing, as {reason}" if reason else f", got {kernels.name} kernels"
-        raise ConfigError(f"{what} needs the native core for CPUs{why}")
-    if dtype not in kernels.types:
-        raise ConfigError(f"{what} needs --dtype bfloat16 or float32: the model's own is float16")
 
 
 def _tell_of_stored(

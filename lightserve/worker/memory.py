@@ -24,7 +24,6 @@ from lightserve.kernels.weights import StateBank
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.router_worker import SlotRange, StateCopies
 from lightserve.models.base import KVLayout
-from lightserve.models.config import ModelConfig
 from lightserve.worker.device import DeviceQueue
 
 # Linux control groups: where the limits of this process's container are, and those of CPU time.
@@ -295,27 +294,6 @@ def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> i
             " --max-kv-tokens"
         )
     return num_slots
-
-
-def check_recurrent(config: ServeConfig, model_config: ModelConfig) -> None:
-    """Check that a model with recurrent layers is served as it can be.
-
-    Raises:
-        ConfigError: guesses, or blocks of one request, do not go with it.
-    """
-    if model_config.recurrent is None:
-        return
-    name = model_config.architecture
-    if config.speculation != "off":
-        raise ConfigError(
-            f"--speculation {config.speculation} does not go with {name}: its recurrent layers"
-            " cannot take back a guess"
-        )
-    if config.block_owner == "exclusive":
-        raise ConfigError(
-            f"--block-owner exclusive does not go with {name}: the state of its recurrent layers"
-            " takes more slots than a block has, and prefixes keep some"
-        )
 
 
 def min_slots(layout: KVLayout) -> int:

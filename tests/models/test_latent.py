@@ -22,7 +22,7 @@ from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.base import kv_layout
 from lightserve.models.config import load_model_config
-from lightserve.worker.build import check_chunks, check_latents
+from lightserve.worker.checks import check_options
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 
@@ -43,6 +43,8 @@ LITE = {
     "torch_dtype": "bfloat16",
 }
 """DeepSeek-V2-Lite, where it differs from the defaults."""
+
+CPU = torch.device("cpu")
 
 
 def write_config(path: Path, **changes: object) -> Path:
@@ -173,18 +175,18 @@ def test_variants_that_are_refused(
 def test_kernels_and_types_that_are_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     config, plain = load_model_config(path), ServeConfig(model=str(path))
-    check_latents(plain, config, TorchKernels())
-    check_latents(plain, config, TritonKernels())
+    check_options(plain, config, TorchKernels(), CPU)
+    check_options(plain, config, TritonKernels(), CPU)
     with pytest.raises(ConfigError, match=r"the torch-batch-invariant kernels.*backend torch does"):
-        check_latents(plain, config, InvariantKernels())
+        check_options(plain, config, InvariantKernels(), CPU)
     with pytest.raises(ConfigError, match="--kv-dtype int8 does not go with DeepseekV2"):
-        check_latents(ServeConfig(model=str(path), kv_dtype="int8"), config, TorchKernels())
+        check_options(ServeConfig(model=str(path), kv_dtype="int8"), config, TorchKernels(), CPU)
 
 
 def test_a_context_beyond_a_chunk_needs_rows_on_the_host(tmp_path: Path) -> None:
     path = write_tiny_model(find_tiny_model("llama4"), tmp_path)
     config = load_model_config(path)
-    check_chunks(ServeConfig(model=str(path)), config, TorchKernels())
-    check_chunks(ServeConfig(model=str(path), max_model_len=40), config, TritonKernels())
+    check_options(ServeConfig(model=str(path)), config, TorchKernels(), CPU)
+    check_options(ServeConfig(model=str(path), max_model_len=40), config, TritonKernels(), CPU)
     with pytest.raises(ConfigError, match=r"at most 40 with the triton kernels.*got 41"):
-        check_chunks(ServeConfig(model=str(path), max_model_len=41), config, TritonKernels())
+        check_options(ServeConfig(model=str(path), max_model_len=41), config, TritonKernels(), CPU)

@@ -47,7 +47,7 @@ from lightserve.models.layers.quantized import (
 )
 from lightserve.models.moe_config import MoeConfig
 from lightserve.types import RowId, SamplingParams, StepId
-from lightserve.worker import build
+from lightserve.worker import build, checks
 from lightserve.worker.build import build_runner, linear_method
 from tools.tiny_model.check import chat_prompt, draw_exchanges, load_bundle
 
@@ -216,11 +216,11 @@ def test_a_product_of_8_bit_floating_point_is_torchs_own(dtype: torch.dtype) -> 
 
 
 def test_8_bit_floating_point_where_it_is_not() -> None:
-    build.check_fp8((8, 9), torch.bfloat16)
+    checks.check_fp8((8, 9), torch.bfloat16)
     with pytest.raises(ConfigError, match=r"compute capability 8.9 or newer, got 8.0: --quant"):
-        build.check_fp8((8, 0), torch.bfloat16)
+        checks.check_fp8((8, 0), torch.bfloat16)
     with pytest.raises(ConfigError, match="fp8 needs --dtype bfloat16 on a GPU, got float16"):
-        build.check_fp8((9, 0), torch.float16)
+        checks.check_fp8((9, 0), torch.float16)
     with pytest.raises(ConfigError, match="--quantization fp8 needs the native core for CPUs"):
         linear_method("fp8", ReferenceKernels(), torch.bfloat16)
 
@@ -332,8 +332,8 @@ def test_heads_that_no_factor_fits_behind_are_refused() -> None:
     model = replace(load_model_config(BUNDLED_MODEL_DIR), head_dim=18)
     config = config_of("none", kv_dtype="fp8")
     with pytest.raises(ConfigError, match="fp8 on a GPU needs heads of a multiple of 4 numbers, g"):
-        build._check_options(config, model, TritonKernels(), torch.device("cuda"))
-    build._check_options(config, model, ReferenceKernels(), torch.device("cpu"))
+        checks.check_options(config, model, TritonKernels(), torch.device("cuda"))
+    checks.check_options(config, model, ReferenceKernels(), torch.device("cpu"))
 
 
 def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,18 +353,18 @@ def test_wrong_8_bit_kv_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_8_bit_kv_of_other_kernels_and_types_is_refused() -> None:
     config = ServeConfig(kv_dtype="int8")
     with pytest.raises(ConfigError, match="--kv-dtype int8 needs the native core for CPUs"):
-        build.kv_dtype(config, TorchKernels(), "bfloat16")
+        checks.kv_dtype(config, TorchKernels(), "bfloat16")
     with pytest.raises(ConfigError, match="fp8 needs a GPU, got native kernels on a CPU: --kv-dty"):
-        build.kv_dtype(ServeConfig(kv_dtype="fp8"), NativeKernels(), "bfloat16")
-    assert build.kv_dtype(ServeConfig(kv_dtype="fp8"), TritonKernels(), "float16") == "fp8"
+        checks.kv_dtype(ServeConfig(kv_dtype="fp8"), NativeKernels(), "bfloat16")
+    assert checks.kv_dtype(ServeConfig(kv_dtype="fp8"), TritonKernels(), "float16") == "fp8"
     with pytest.raises(ConfigError, match="--kv-dtype int8 needs --dtype bfloat16 or float32: the"):
-        build.kv_dtype(config, NativeKernels(), "float16")
-    assert build.kv_dtype(ServeConfig(), ReferenceKernels(), "float16") == "float16"
+        checks.kv_dtype(config, NativeKernels(), "float16")
+    assert checks.kv_dtype(ServeConfig(), ReferenceKernels(), "float16") == "float16"
 
 
 def test_a_worker_without_the_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "make_kernels", lambda *_, **__: TorchKernels())
-    monkeypatch.setattr(build, "missing_core", lambda: "it was not built")
+    monkeypatch.setattr(checks, "missing_core", lambda: "it was not built")
     message = "--quantization int8 needs the native core for CPUs, which is missing, as it was not"
     with pytest.raises(ConfigError, match=message):
         build_runner(config_of())

@@ -35,9 +35,10 @@ from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import check_tp, load_model_config
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.build import build_runner
+from lightserve.worker.checks import check_options
 from lightserve.worker.device import HostQueue
 from lightserve.worker.host_pool import DirectHostPool
-from lightserve.worker.memory import KVPool, check_recurrent, num_kv_slots
+from lightserve.worker.memory import KVPool, num_kv_slots
 from lightserve.worker.model_runner import ModelRunner
 
 NAMES = ("qwen3.5", "qwen3.5-tied", "qwen3-next")
@@ -256,13 +257,14 @@ def test_bad_choices_are_told_at_the_start(tmp_path: Path) -> None:
     complaint = f"would hold {num_states + 15} tokens of {own} bytes, at least {num_states + 16}"
     with pytest.raises(StartupError, match=rf"{complaint} are needed \({num_states} of them"):
         num_kv_slots(served, layout, free_bytes=2**30)
+    kernels = make_kernels("torch", batch_invariant=False)
     guessing = ServeConfig(model=str(path), speculation="ngram")
     with pytest.raises(ConfigError, match="recurrent layers cannot take back a guess"):
-        check_recurrent(guessing, config)
+        check_options(guessing, config, kernels, torch.device("cpu"))
     options = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
     alone = ServeConfig(model=str(path), **options)
     with pytest.raises(ConfigError, match="--block-owner exclusive does not go with"):
-        check_recurrent(alone, config)
+        check_options(alone, config, kernels, torch.device("cpu"))
 
 
 def test_a_runner_is_built(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ FLOAT32_MODELS = (
     "glm-0414",
     "gemma3",
     "seed-oss-biases",  # a bias of the output alone, which rank 0 alone may add
+    "gemma4",  # layers of two kinds, and embeddings of their own
+    "gemma4-moe",
     "exaone4",
     "qwen2-moe",
     "minimax-m2-all",  # a norm over the heads of all ranks, and experts

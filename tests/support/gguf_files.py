@@ -239,7 +239,7 @@ def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dic
     if kind == "yarn":
         original = rope["original_max_position_embeddings"]
         found[f"{name}.rope.scaling.original_context_length"] = original
-    found[f"{name}.rope.dimension_count"] = sizes.rotary_dim
+    found[f"{name}.rope.dimension_count"] = sizes.shape_of(0).rotary_dim
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         found[f"{name}.rope.scaling.original_context_length"] = original

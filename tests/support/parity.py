@@ -227,9 +227,10 @@ class DirectDriver:
         self._model = model
         self._device = device
         self.pool: ScatteredPool | KVPool
-        if num_states:
+        if num_states or len(layout.groups) > 1:
             self.pool = KVPool(layout, num_slots, device)
-            self.pool.tensors[0].fill_(torch.nan)
+            for tensor in self.pool.tensors:
+                tensor.fill_(torch.nan)
         else:
             self.pool = ScatteredPool(
                 model, num_kv_heads=num_kv_heads, num_slots=num_slots, dtype=dtype, device=device

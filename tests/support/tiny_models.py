@@ -89,6 +89,23 @@ QWEN_DELTA: Mapping[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
 }
+GEMMA4: Mapping[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 21,
+    "pad_token_id": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 5000.0,
+        },
+    },
+}
 YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
 DEEPSEEK_YARN_ROPE = rope(
     "yarn",
@@ -650,6 +667,44 @@ TINY_MODELS = (
             },
         },
     ),
+    TinyModel(
+        "gemma4",
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 4.0,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "gemma4-shared-products",
+        "Gemma4",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    TinyModel(
+        "gemma4-moe",
+        "Gemma4",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 40,
+        },
+    ),
     TinyModel("seed-oss", "SeedOss", {"head_dim": 24, "num_hidden_layers": 3}, sharded=True),
     TinyModel(
         "seed-oss-biases",
@@ -809,25 +864,33 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
     """Fill all parameters."""
     for name, parameter in reference.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        scaled = _scaled(name, noise, tied=reference.config.tie_word_embeddings)
-        if reference.config.model_type.startswith("gemma"):
-            if name.endswith("norm.weight"):
-                scaled -= 1.0  # which the model adds
-            elif "embed_tokens" in name and not reference.config.tie_word_embeddings:
-                scaled /= math.sqrt(noise.shape[1])  # by which it multiplies
-        elif reference.config.model_type.startswith(("qwen3_5", "qwen3_next")):
-            if name.endswith("norm.weight") and "linear_attn" not in name:
-                scaled -= 1.0
-        elif "attention.dense" in name or "attn.dense" in name or "attn.out_proj" in name:
-            scaled *= 4.0  # blocks side by side: what comes from other tokens must show
-        parameter.copy_(scaled)
+        is_tied, family = reference.config.tie_word_embeddings, reference.config.model_type
+        parameter.copy_(_of_family(family, name, _scaled(name, noise, tied=is_tied), tied=is_tied))
     for name, buffer in reference.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
+def _of_family(family: str, name: str, scaled: Tensor, *, tied: bool) -> Tensor:
+    """Change what a family adds to its norms, or multiplies by."""
+    is_norm = name.endswith("norm.weight")
+    if family.startswith("gemma") and "embed_tokens" in name and not tied:
+        return scaled / math.sqrt(scaled.shape[1])
+    if family == "gemma4_text":  # scores have no other scale
+        return scaled / math.sqrt(len(scaled)) if name.endswith("q_norm.weight") else scaled
+    if family.startswith("gemma"):
+        return scaled - 1.0 if is_norm else scaled
+    if family.startswith(("qwen3_5", "qwen3_next")):
+        return scaled - 1.0 if is_norm and "linear_attn" not in name else scaled
+    if any(part in name for part in ("attention.dense", "attn.dense", "attn.out_proj")):
+        return scaled * 4.0  # blocks side by side: what comes from other tokens must show
+    return scaled
+
+
 def _scaled(name: str, noise: Tensor, *, tied: bool) -> Tensor:
-    if noise.ndim == 1 and name.endswith("weight"):  # of a norm
+    if noise.ndim == 1 and name.endswith(("weight", "scale")):  # of a norm, or of experts
         return 1.0 + 0.2 * noise
     if name.endswith("sinks"):
         return 1.0 + noise

@@ -25,6 +25,7 @@ from lightserve.models.rope import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     RopeConfig,
     YarnRope,
 )
@@ -103,20 +104,21 @@ class SelfAttention:
 
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         config, tp = context.config, context.tp
-        head_dim = config.head_dim
+        shape = config.shape_of(layer)
+        head_dim = shape.head_dim
         q_part = even_part(config.num_heads, tp)
-        kv_part = kv_head_part(config.num_kv_heads, tp)
+        kv_part = kv_head_part(shape.num_kv_heads, tp)
         self._kernels = context.kernels
-        self._place = config.kv_layers.index(layer)
+        self._place = config.kv_layers.index(shape.kv_source)
         self._num_heads, self._num_kv_heads, self._head_dim = q_part.size, kv_part.size, head_dim
         self._scale = config.attention_scale or head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
         self._score_mod = _score_mod(context, prefix, q_part)
         q_rows, kv_rows = _features(q_part, head_dim), _features(kv_part, head_dim)
         parts = [
-            (f"{prefix}.{name}_proj", rows)
-            for name, rows in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
+            (f"{prefix}.{name}_proj", q_rows if name == "q" else kv_rows) for name in shape.products
         ]
+        self._sizes = [rows.size for _, rows in parts]
         if "qkv" in config.merged:
             k_start = config.num_heads * head_dim
             v_start = k_start + config.num_kv_heads * head_dim
@@ -140,7 +142,7 @@ class SelfAttention:
         reader = context.reader
         if config.rotates_neighbours:
             rotated = frozenset((name, rows.start) for name, rows in parts[:2])
-            reader = NeighboursApart(reader, rotated, head_dim, config.rotary_dim)
+            reader = NeighboursApart(reader, rotated, head_dim, shape.rotary_dim)
         self._qkv = ColumnParallelLinear(
             context.method.exact_inputs,
             reader,
@@ -157,7 +159,7 @@ class SelfAttention:
             out_size=config.hidden_size,
             has_bias=config.attention_output_bias,
         )
-        self._sizes = [q_rows.size, kv_rows.size, kv_rows.size, *[q_rows.size] * has_gate]
+        self._sizes += [q_rows.size] * has_gate
         self._qk_norm = self.qk_norm(context, prefix)
 
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
@@ -184,25 +186,10 @@ class SelfAttention:
         return self._mix(qkv, inputs, kv), residual
 
     def _mix(self, qkv: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
-        kernels, head_dim = self._kernels, self._head_dim
+        kernels, num_tokens = self._kernels, qkv.shape[0]
         k_pool, v_pool = kv.k[self._place], kv.v[self._place]
-        q, k, v, *gates = qkv.split_with_sizes(self._sizes, dim=-1)
-        q, k = self.normalised(q, k)
-        num_tokens = qkv.shape[0]
-        q = q.view(num_tokens, self._num_heads, head_dim)
-        k = k.view(num_tokens, self._num_kv_heads, head_dim)
-        v = v.view(num_tokens, self._num_kv_heads, head_dim)
-        q = kernels.rotate_and_write(
-            q,
-            k,
-            v,
-            cos=inputs.cos,
-            sin=inputs.sin,
-            k_pool=k_pool,
-            v_pool=v_pool,
-            slot_mapping=inputs.batch.slot_mapping,
-            qk_norm=self._qk_norm,
-        )
+        parts = qkv.split_with_sizes(self._sizes, dim=-1)
+        q = self.rotate_and_write(parts, inputs, (k_pool, v_pool))
         q = self.grown(q, inputs.batch.positions)
         heads = kernels.attention(
             q,
@@ -214,7 +201,29 @@ class SelfAttention:
             score_mod=self._score_mod,
         )
         heads = heads.reshape(num_tokens, self._sizes[0])
-        return kernels.gated(heads, gates[0]) if gates else heads
+        return kernels.gated(heads, parts[3]) if len(parts) > 3 else heads
+
+    def rotate_and_write(
+        self, parts: Sequence[Tensor], inputs: AttentionInputs, pools: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Store the keys and values of new tokens, and return their queries [T, Hq, D], rotated.
+
+        `parts`: queries, keys, values and more [T, H * D]; `pools`: of keys and of values.
+        """
+        q, k, v = parts[:3]
+        q, k = self.normalised(q, k)
+        num_tokens, head_dim = len(q), self._head_dim
+        return self._kernels.rotate_and_write(
+            q.view(num_tokens, self._num_heads, head_dim),
+            k.view(num_tokens, self._num_kv_heads, head_dim),
+            v.view(num_tokens, self._num_kv_heads, head_dim),
+            cos=inputs.cos,
+            sin=inputs.sin,
+            k_pool=pools[0],
+            v_pool=pools[1],
+            slot_mapping=inputs.batch.slot_mapping,
+            qk_norm=self._qk_norm,
+        )
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states; heads [N, Hq * D] -> [N, hidden]."""
@@ -367,6 +376,10 @@ def frequencies(
             return Frequencies(_inverse(theta, head_dim), 1.0)
         case Llama3Rope():
             return Frequencies(_llama3_inverse(rope, head_dim), 1.0)
+        case ProportionalRope():
+            inverse = _inverse(rope.theta, head_dim)
+            inverse[int(rope.share * head_dim // 2) :] = 0
+            return Frequencies(inverse / rope.factor, 1.0)
         case YarnRope():
             return Frequencies(_yarn_inverse(rope, head_dim), _yarn_scale(rope))
 
@@ -397,12 +410,12 @@ class RotaryTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
-def rotary_table(context: ModelContext, rope: RopeConfig) -> RotaryTable:
-    """Return the rotary embedding of the served context."""
+def rotary_table(context: ModelContext, rope: RopeConfig, rotary_dim: int) -> RotaryTable:
+    """Return the rotary embedding of the served context, for so many of a head's dimensions."""
     config = context.config
     table = frequencies(
         rope,
-        head_dim=config.rotary_dim,
+        head_dim=rotary_dim,
         max_position_embeddings=config.max_position_embeddings,
         context_len=context.context_len,
     )

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from lightserve.kernels.interface import Can, Kernels, sigmoid
 from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts
+from lightserve.models.architectures import BESIDE_NORMS
 from lightserve.models.base import Part, choice_of, even_part
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
@@ -23,9 +24,11 @@ from lightserve.models.layers.linear import (
     ModelContext,
     ModuleShard,
     Norm,
+    RMSNorm,
     RowParallelLinear,
     UnquantizedMethod,
     WeightLinear,
+    read_vector,
 )
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.plain_config import Activation
@@ -45,11 +48,11 @@ class FeedForward(Protocol):
 def feed_forward(context: ModelContext, layer: int) -> FeedForward:
     """Load the block of a layer."""
     prefix, moe = f"model.layers.{layer}", context.config.moe
-    if moe is not None and layer in moe.layers:
+    if moe is not None and layer in moe.layers and not moe.is_beside:
         return ExpertMLP(context, f"{prefix}.{moe.module}", moe)
     if context.config.activation is not None:
         return plain_mlp(context, f"{prefix}.mlp", context.config.activation)
-    return gated_mlp(context, f"{prefix}.mlp", context.config.intermediate_size)
+    return gated_mlp(context, f"{prefix}.mlp", context.config.shape_of(layer).inner_size)
 
 
 class MLP:
@@ -132,7 +135,7 @@ def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:
         name, up_start = f"{prefix}.gate_up_proj", size + part.start
         parts = [(name, part), (name, Part(up_start, part.size))]
     first = _first_linear(context, parts, is_gated=not config.has_gelu)
-    activate = (lambda x: kernels.gelu(*x.chunk(2, dim=-1))) if config.has_gelu else (lambda x: x)
+    activate = partial(_gelu_gate, kernels) if config.has_gelu else (lambda x: x)
     return MLP(context, prefix, first, part, activate)
 
 
@@ -186,6 +189,34 @@ class ExpertMLP:
         return self(x), residual
 
 
+class ExpertsBeside:
+    """Gemma 4's: experts that read the sum which a layer's block reads; theirs and its results are
+    normed and added. The weights of chosen experts have factors of their own.
+    """
+
+    def __init__(self, context: ModelContext, prefix: str, moe: MoeConfig) -> None:
+        """`prefix`: that of the layer."""
+        config, reader = context.config, context.reader
+        hidden = config.hidden_size
+        names = [f"{prefix}.mlp.experts.{number}" for number in range(moe.num_experts)]
+        scale = read_vector(reader, f"{prefix}.router.scale", hidden) * hidden**-0.5
+        self._router_norm = RMSNorm(context.kernels, scale, config.rms_norm_eps)
+        self._router = _Router(context, f"{prefix}.mlp.{moe.router}", moe)
+        self._factors = read_vector(reader, f"{prefix}.router.per_expert_scale", moe.num_experts)
+        self._experts = _experts(context, names, moe)
+        self._before, self._behind_block, self._behind = (
+            context.norm(f"{prefix}.{name}", size=hidden) for name in BESIDE_NORMS
+        )
+        self._tp = context.tp
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the sum; x: the block's results, `residual`: of what; all [T, hidden]."""
+        chosen, weights = self._router(self._router_norm(residual))
+        weights = weights * self._factors[chosen]
+        mixed = self._tp.all_reduce(self._experts.mix(self._before(residual), chosen, weights))
+        return self._behind_block(x) + self._behind(mixed)
+
+
 class _Router:
     """Chooses experts, in float32, the same on every rank."""
 
@@ -229,6 +260,8 @@ class _Experts(Protocol):
 
 def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
     can = context.kernels.can
+    if context.config.has_gelu:  # in kernels that mix experts gates are SiLU, or clamped
+        return _SeparateExperts(context, names, moe)
     packed = _packed_weights(context, names, moe) if Can.PACKED_EXPERTS in can else None
     if packed is not None:
         return _JointExperts(context, names, moe, packed)
@@ -316,6 +349,11 @@ def _biases(
     return ExpertBiases(gate_up.flatten(1, 2), outputs)
 
 
+def _gelu_gate(kernels: Kernels, gate_up: Tensor) -> Tensor:
+    """Return GELU(gate) * up [T, I] of gate_up [T, 2*I], gates first."""
+    return kernels.gelu(*gate_up.chunk(2, dim=-1))
+
+
 class _SeparateExperts:
     """A map for each expert, its weight kept as the model's others are: one after the other.
 
@@ -328,7 +366,11 @@ class _SeparateExperts:
         part = even_part(moe.intermediate_size, context.tp)
         inputs = Part(0, hidden)
         adds_bias = moe.has_biases and context.tp.rank == 0
-        self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
+        self._gate: Callable[[Tensor], Tensor] | None = None
+        if moe.clamp is not None:
+            self._gate = ClampedGate(*moe.clamp).apply
+        elif context.config.has_gelu:
+            self._gate = partial(_gelu_gate, context.kernels)
 
         def shard(name: str, rows: Part, columns: Part, *, has_bias: bool) -> ModuleShard:
             return ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
@@ -370,7 +412,7 @@ class _SeparateExperts:
             rows = tokens[start:end]
             features = self._gate_ups[expert].apply(x[rows])
             if self._gate is not None:
-                features = self._gate.apply(features)
+                features = self._gate(features)
             added = self._downs[expert].apply(features)
             out.index_add_(0, rows, added * shares[start:end])
         return out.to(x.dtype)
