@@ -56,7 +56,9 @@ class CallFormat(NamedTuple):
 
     body: Body
     signs: tuple[tuple[str, ...], ...]
-    """A chat template that has all marks of one of these is of this format."""
+    """A chat template that has all marks of one of these is of this format, …"""
+    not_with: tuple[str, ...] = ()
+    """… unless it has one of these."""
     openings: tuple[str, ...] = ()
     """Each begins calls wherever it stands."""
     at_start: bool = False
@@ -254,9 +256,19 @@ CALL_FORMATS: dict[str, CallFormat] = {
         goes_on=True,
         marks=("<function_calls>", "</function_calls>"),
     ),
+    "lfm2": CallFormat(
+        Body.PYTHON,
+        signs=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        openings=("<|tool_call_start|>",),
+        before=("[",),
+        behind=(",", "]", "<|tool_call_end|>"),
+        goes_on=True,
+        marks=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
     "hermes": CallFormat(
         Body.OBJECT,
         signs=(("<tool_call>",),),
+        not_with=("]<]minimax[>[",),  # MiniMax-M3's tags, whose names are those of arguments
         openings=("<tool_call>",),
         behind=("</tool_call>",),
         marks=("<tool_call>", "</tool_call>"),
@@ -371,7 +383,12 @@ def choose_formats(
         found = _first({name: f.signs for name, f in REASONING_FORMATS.items()}, template)
         reasoning = HARMONY if tools == HARMONY else found
     if tools == AUTO:
-        found = _first({name: f.signs for name, f in CALL_FORMATS.items()}, template)
+        signs = {
+            name: form.signs
+            for name, form in CALL_FORMATS.items()
+            if not any(mark in (template or "") for mark in form.not_with)
+        }
+        found = _first(signs, template)
         # Calls on channels are found where the channels are read.
         tools = NONE if found == HARMONY and reasoning != HARMONY else found
     return ModelFormats(tools, reasoning)

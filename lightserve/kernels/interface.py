@@ -26,6 +26,7 @@ from torch.nn import functional
 from lightserve.kernels.weights import (
     NO_RUNS,
     ClampedGate,
+    ConvolutionSizes,
     DeltaRule,
     DeltaSizes,
     ExpertBiases,
@@ -204,6 +205,8 @@ class Can(Flag):
     """Fast products whose float32 sums are rounded nowhere, see the `dtype` of `linear`."""
     EXPERTS = auto()
     """`mix_experts` of plain weights."""
+    CHANNEL_DECAYS = auto()
+    """`delta_rule` with a decay for each channel of keys, see `DeltaRule.decays_channels`."""
     PACKED_EXPERTS = auto()
     """`mix_experts` of packed weights: `pack_fp4` and `stack_experts`."""
 
@@ -345,12 +348,20 @@ class Kernels(Protocol):
         return x * sigmoid(gate)
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        bank: StateBank,
+        batch: AttentionBatch,
+        *,
+        is_plain: bool = False,
     ) -> Tensor:
         """Return SiLU of a causal convolution of each row's tokens, each channel by itself.
 
         x [T, C], weight [W, C] (the last is that of the token itself), bias [C] -> [T, C]. The
         states hold the last W - 1 inputs of each row, [W - 1, C] of x's type, and are updated.
+        `is_plain`: the convolution itself.
         """
 
     def delta_rule(
@@ -369,9 +380,10 @@ class Kernels(Protocol):
         the query: Yang et al. 2024, "Gated Delta Networks", equation 10. Queries and keys have
         length 1, queries are scaled by Dk ** -0.5. Each head's result is normalised as by
         `rms_norm` and multiplied by SiLU of z. mixed [T, 2 * Hk * Dk + Hv * Dv] has q, k and v, z
-        is [T, Hv * Dv], gates float32 [T, 2 * Hv]: b = sigmoid of the first, a = e to the power of
-        decay times softplus of the others and `rate_bias`. Value head h reads key head
-        h // (Hv / Hk).
+        is [T, Hv * Dv], gates float32 [T, 2 * Hv]: b = `beta_scale` times the sigmoid of the first,
+        a = e to the power of decay times softplus of the others and `rate_bias`. Value head h reads
+        key head h // (Hv / Hk). With a decay for each channel of keys, a is diagonal, gates are
+        [T, Hv + Hv * Dk]: Kimi Team 2025, "Kimi Linear", equation 1.
         """
 
     def add_norm_linear(
@@ -586,6 +598,8 @@ class KernelShapes:
     pool_dtype: torch.dtype | None = None
     """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
     delta: DeltaSizes | None = None
+    convolution: ConvolutionSizes | None = None
+    """Sizes of layers that are a convolution and nothing else."""
 
 
 def linears_of(shapes: KernelShapes) -> dict[str, tuple[int, int]]:

@@ -20,6 +20,8 @@ from lightserve.kernels.weights import DeltaRule, StateBank
 
 CHUNK = 64
 """Tokens of a prompt whose updates become a few products."""
+CHANNEL_CHUNK = 16
+"""Tokens at once where each channel has a decay: pairs of tokens have one for each channel then."""
 NORM_EPS = 1e-6
 """Epsilon of the lengths by which queries and keys are divided."""
 
@@ -79,7 +81,14 @@ class RecurrentOperations(Kernels):
     """Tokens of a prompt that are computed at once; 1: one after the other."""
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        bank: StateBank,
+        batch: AttentionBatch,
+        *,
+        is_plain: bool = False,
     ) -> Tensor:
         """See `Kernels.convolve`."""
         width, channels = weight.shape
@@ -91,7 +100,7 @@ class RecurrentOperations(Kernels):
             total = torch.zeros((), device=x.device) if bias is None else bias.float()
             for place in range(width):
                 total = total + inputs[:, place : place + num_tokens].float() * weight[place]
-            out[tokens] = (total * sigmoid(total)).to(x.dtype)
+            out[tokens] = (total if is_plain else total * sigmoid(total)).to(x.dtype)
             states[rows] = inputs[:, num_tokens:]
         write_states(bank, batch, states)
         return out
@@ -124,41 +133,54 @@ class RecurrentOperations(Kernels):
             )
             for x in (q, k)
         )
-        beta, rates = sigmoid(gates[:, :num_heads]), gates[:, num_heads:] + rule.rate_bias
+        beta = rule.beta_scale * sigmoid(gates[:, :num_heads])
+        rates = gates[:, num_heads:] + rule.rate_bias
         rates = torch.where(rates > 20.0, rates, torch.log1p(torch.exp(rates)))
-        inputs = q * key_dim**-0.5, k, v, rule.decay * rates, beta
+        rates, chunk_size = rates.view(len(v), num_heads, -1), self.chunk_size
+        if rule.decays_channels:
+            chunk_size = min(chunk_size, CHANNEL_CHUNK)
+        inputs = q * key_dim**-0.5, k, v, rule.decay[:, None] * rates, beta
         states = read_states(bank, batch, (num_heads, key_dim, value_dim), torch.float32)
         out = torch.empty_like(v)
         for rows, tokens in _alike(batch):
             own, parts = states[rows], []
-            for chunk in torch.split(tokens, self.chunk_size, dim=1):
+            for chunk in torch.split(tokens, chunk_size, dim=1):
                 result, own = _chunk(own, [x[chunk].transpose(1, 2) for x in inputs])
                 parts.append(result.transpose(1, 2))
             out[tokens], states[rows] = torch.cat(parts, dim=1), own
         write_states(bank, batch, states)
         scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + rule.eps)
         gate = z.float().view_as(out)
-        out = out * scale * rule.norm.float() * (gate * sigmoid(gate))
+        gate = sigmoid(gate) if rule.gates_by_sigmoid else gate * sigmoid(gate)
+        out = out * scale * rule.norm.float() * gate
         return out.flatten(1).to(mixed.dtype)
 
 
 def _chunk(state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return results [N, H, n, Dv] of n tokens, and the states [N, H, Dk, Dv] behind them.
 
-    `inputs`: q and k [N, H, n, Dk], v [N, H, n, Dv], logarithms of decays and betas [N, H, n]. What
-    n updates add is found by one triangular system: Yang et al. 2024, "Gated Delta Networks",
-    section 3.3.
+    `inputs`: q and k [N, H, n, Dk], v [N, H, n, Dv], logarithms of decays [N, H, n, 1 or Dk] and
+    betas [N, H, n]. What n updates add is found by one triangular system: Yang et al. 2024, "Gated
+    Delta Networks", section 3.3.
     """
     q, k, v, decay, beta = inputs
-    total = decay.cumsum(-1)
-    grown = total.exp()[..., None]
+    total = decay.cumsum(2)
+    grown = total.exp()
     added = beta[..., None] * (v - (k * grown) @ state)
-    between = (total[..., :, None] - total[..., None, :]).tril()
-    weights = between.exp().tril()
+    between = total[..., :, None, :] - total[..., None, :, :]
+    is_before = torch.ones(between.shape[2:4], dtype=torch.bool, device=q.device).tril()[..., None]
+    weights = torch.where(is_before, between, 0.0).exp() * is_before
     if q.shape[2] > 1:
-        system = (beta[..., None] * (k @ k.mT) * weights).tril(-1)
+        system = (beta[..., None] * _weighted(k, k, weights)).tril(-1)
         added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
-    result = (q * grown) @ state + (q @ k.mT * weights) @ added
-    last = total[..., -1:]
-    kept = k * (last - total).exp()[..., None]
-    return result, state * last.exp()[..., None] + kept.mT @ added
+    result = (q * grown) @ state + _weighted(q, k, weights) @ added
+    last = total[..., -1:, :]
+    kept = k * (last - total).exp()
+    return result, state * last.exp().mT + kept.mT @ added
+
+
+def _weighted(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
+    """Return products of rows [N, H, n, n] with weights [N, H, n, n, 1], or of each channel."""
+    if weights.shape[-1] == 1:
+        return a @ b.mT * weights[..., 0]
+    return (a[..., :, None, :] * b[..., None, :, :] * weights).sum(-1)

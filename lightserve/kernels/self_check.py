@@ -39,7 +39,7 @@ from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, KernelShapes,
 from lightserve.kernels.recurrent import read_states, write_states
 from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
 from lightserve.kernels.select import make_kernels
-from lightserve.kernels.weights import DeltaRule, DeltaSizes, StateBank
+from lightserve.kernels.weights import ConvolutionSizes, DeltaRule, DeltaSizes, StateBank
 from lightserve.logs import one_line
 
 STEPS = 2.0
@@ -154,14 +154,17 @@ def _comparisons(pair: Pair) -> Iterator[Comparison]:
     yield from expert_choices(pair)
     for case in check_batches(pair.shapes, pair.device, pair.generator):
         yield from _heads(pair, case)
-        if pair.shapes.delta is not None:
-            yield from _states(pair, case, pair.shapes.delta)
+        if (sizes := pair.shapes.delta or pair.shapes.convolution) is not None:
+            yield from _states(pair, case, sizes)
 
 
-def _states(pair: Pair, case: CheckBatch, sizes: DeltaSizes) -> Iterator[Comparison]:
+def _states(
+    pair: Pair, case: CheckBatch, sizes: DeltaSizes | ConvolutionSizes
+) -> Iterator[Comparison]:
     """Results and states of a layer, of rows some of which begin."""
-    heads, random = sizes.num_heads, pair.random
-    channels = 2 * sizes.num_key_heads * sizes.key_dim + heads * sizes.value_dim
+    random, delta = pair.random, sizes if isinstance(sizes, DeltaSizes) else None
+    channels = sizes.channels
+    num_decays = delta.key_dim if delta and delta.decays_channels else 1
     num_tokens, num_rows = len(case.batch.positions), len(case.batch.host_rows)
     num_slots = 2 * STATE_SLOTS * num_rows
     slots = torch.randperm(2 * num_slots, generator=pair.generator, device=pair.device).int()
@@ -174,8 +177,8 @@ def _states(pair: Pair, case: CheckBatch, sizes: DeltaSizes) -> Iterator[Compari
     behind = replace(batch, context_lens=batch.context_lens + 1)
 
     def run(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        wide, weight, norm, gates, rates, kept, matrices = inputs
-        given, states, banks = batch, (kept, matrices.float()), []
+        wide, weight, kept, *others = inputs
+        given, states, banks = batch, [kept, *(one.float() for one in others[3:])], []
         if case.num_padding and Can.GRAPHS in kernels.can:
             given = replace(case.recorded(), **own)
         for number, state in enumerate(states):
@@ -183,32 +186,41 @@ def _states(pair: Pair, case: CheckBatch, sizes: DeltaSizes) -> Iterator[Compari
             pieces = torch.zeros(2, 1, len(slots), size, dtype=torch.uint8, device=pair.device)
             banks.append(StateBank(pieces, number * STATE_SLOTS, STATE_SLOTS))
             write_states(banks[-1], batch, state)
-        rule = DeltaRule(
-            *(sizes.num_key_heads, sizes.key_dim, sizes.value_dim),
-            decay=-rates.float().exp(),
-            rate_bias=rates.float(),
-            norm=norm,
-            eps=pair.shapes.rms_norm_eps,
-        )
-        mixed, z = wide[:, :channels], wide[:, channels:]
-        convolved = kernels.convolve(mixed, weight, None, banks[0], given)
-        out = kernels.delta_rule(mixed, z, gates.float(), rule=rule, bank=banks[1], batch=given)
+        mixed, z, is_plain = wide[:, :channels], wide[:, channels:], delta is None
+        results = [kernels.convolve(mixed, weight, None, banks[0], given, is_plain=is_plain)]
+        if delta is not None:
+            norm, gates, rates, _ = others
+            rule = DeltaRule(
+                *(delta.num_key_heads, delta.key_dim, delta.value_dim),
+                decay=-rates.float().exp(),
+                rate_bias=rates.float().repeat_interleave(num_decays),
+                norm=norm,
+                eps=pair.shapes.rms_norm_eps,
+                beta_scale=delta.beta_scale,
+                gates_by_sigmoid=delta.decays_channels,
+            )
+            own_gates = gates.float()
+            results.append(
+                kernels.delta_rule(mixed, z, own_gates, rule=rule, bank=banks[1], batch=given)
+            )
         after = (
             read_states(bank, behind, state.shape[1:], state.dtype).flatten(1)
             for bank, state in zip(banks, states, strict=True)
         )
-        return convolved, out, *after
+        return *results, *after
 
-    inputs = (
-        random(num_tokens, channels + heads * sizes.value_dim),
+    z_size = delta.num_heads * delta.value_dim if delta else 0
+    inputs = [
+        random(num_tokens, channels + z_size),
         random(sizes.width, channels),
-        random(sizes.value_dim),
-        random(num_tokens, 2 * heads),
-        random(heads),
         random(num_rows, sizes.width - 1, channels),
-        random(num_rows, heads, sizes.key_dim, sizes.value_dim),
-    )
-    yield from pair.compare("states", f"{case.name}, {num_rows} rows, {sizes}", run, inputs)
+    ]
+    if delta is not None:
+        heads = delta.num_heads
+        num_gates = heads * (1 + num_decays)
+        inputs += [random(delta.value_dim), random(num_tokens, num_gates), random(heads)]
+        inputs.append(random(num_rows, heads, delta.key_dim, delta.value_dim))
+    yield from pair.compare("states", f"{case.name}, {num_rows} rows, {sizes}", run, tuple(inputs))
 
 
 def _norms(pair: Pair) -> Iterator[Comparison]:

@@ -175,6 +175,13 @@ class StateBank(NamedTuple):
     """Number of them; their last bytes may hold nothing."""
 
 
+class ConvolutionSizes(NamedTuple):
+    """Sizes of a layer that is a short convolution, of one rank."""
+
+    channels: int
+    width: int
+
+
 class DeltaSizes(NamedTuple):
     """Sizes of a layer that follows the gated delta rule, of one rank."""
 
@@ -184,6 +191,15 @@ class DeltaSizes(NamedTuple):
     value_dim: int
     width: int
     """Tokens that its convolution sees."""
+    beta_scale: float = 1.0
+    """See `DeltaRule`."""
+    decays_channels: bool = False
+    """Whether each channel of keys has a decay, and results are gated by sigmoids."""
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of its convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
 
 class DeltaRule(NamedTuple):
@@ -195,7 +211,16 @@ class DeltaRule(NamedTuple):
     decay: Tensor
     """float32 [Hv], below 0: factor of a token's rate, which gives the logarithm of a decay."""
     rate_bias: Tensor
-    """float32 [Hv]."""
+    """float32 [Hv], or [Hv * Dk] where each channel of keys has a decay."""
     norm: Tensor
     """[Dv], weight of the norm of each head's result."""
     eps: float
+    beta_scale: float = 1.0
+    """Factor of the share of a token's value that takes the place of what a state says."""
+    gates_by_sigmoid: bool = False
+    """Whether results are multiplied by the sigmoid of z, not by its SiLU."""
+
+    @property
+    def decays_channels(self) -> bool:
+        """Whether each channel of keys has a decay; kernels of `Can.CHANNEL_DECAYS` know them."""
+        return len(self.rate_bias) > len(self.decay)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.moe_config import (
@@ -22,10 +22,10 @@ from lightserve.models.moe_config import (
     parse_qwen_moe,
 )
 from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.models.rope import (
     FULL,
     SLIDING,
-    DefaultRope,
     ProportionalRope,
     RopeConfig,
     has_rope,
@@ -55,6 +55,9 @@ class Architecture(StrEnum):
     SMOLLM3 = "SmolLM3ForCausalLM"
     OLMO2 = "Olmo2ForCausalLM"
     OLMO3 = "Olmo3ForCausalLM"
+    OLMO_HYBRID = "OlmoHybridForCausalLM"
+    LFM2 = "Lfm2ForCausalLM"
+    LFM2_MOE = "Lfm2MoeForCausalLM"
     GLM = "GlmForCausalLM"
     GLM4 = "Glm4ForCausalLM"
     GEMMA = "GemmaForCausalLM"
@@ -81,6 +84,7 @@ class Architecture(StrEnum):
     GLM4_MOE = "Glm4MoeForCausalLM"
     GLM4_MOE_LITE = "Glm4MoeLiteForCausalLM"
     MISTRAL4 = "Mistral4ForCausalLM"
+    KIMI_LINEAR = "KimiLinearForCausalLM"
     GPT_NEOX = "GPTNeoXForCausalLM"
     PHI = "PhiForCausalLM"
     STARCODER2 = "Starcoder2ForCausalLM"
@@ -357,6 +361,25 @@ class Gemma4Config:
         return shapes
 
 
+class LayerShape(NamedTuple):
+    """Sizes and parts of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Number of a head's dimensions that are rotated."""
+    products: str
+    """Products of attention by their letters: for queries, keys and values, in this order."""
+    kv_source: int
+    """The layer whose keys and values it reads, mostly itself."""
+    inner_size: int
+    """Intermediate features of its block, where it has one."""
+    states: RecurrentConfig | None
+    """Kind of the state that it keeps; None: it has keys and values."""
+    norms: tuple[str, ...]
+    """Their names."""
+
+
 _GEMMA4: dict[str, Any] = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -386,7 +409,15 @@ def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     windows = (*sliding_windows(fields, Architecture.GEMMA4, num_layers)[:-1], None)
     num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    own = _gemma4_kinds(fields, windows)
+    own, length = _gemma4_kinds(fields, windows), fields.integer("max_position_embeddings")
+    rope: RopeConfig = ProportionalRope(theta=1_000_000.0, share=0.25, factor=1.0)
+    if has_rope(fields):
+        rope = parse_rope(
+            fields,
+            max_position_embeddings=length,
+            rotary_dim=own.global_head_dim,
+            default_theta=1_000_000.0,
+        )
     has_bias = fields.boolean("attention_bias", default=False)
     return {
         "vocab_size": fields.integer("vocab_size"),
@@ -394,13 +425,13 @@ def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
         "intermediate_size": fields.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": _divisor(fields, "num_key_value_heads", num_heads),
-        "head_dim": _even(fields, "head_dim"),
+        "num_kv_heads": fields.num_kv_heads(num_heads),
+        "head_dim": fields.even("head_dim"),
         "gemma4": own,
         "rms_norm_eps": fields.number("rms_norm_eps"),
-        "rope": _gemma4_rope(fields, own.global_head_dim),
+        "rope": rope,
         "local_rope": parse_local_rope(fields),
-        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "max_position_embeddings": length,
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": False,
@@ -439,8 +470,8 @@ def _gemma4_kinds(fields: JsonFields, windows: tuple[int | None, ...]) -> Gemma4
         complaint = f"must be at least vocab_size {fields.integer('vocab_size')}, got {vocab}"
         raise fields.error("vocab_size_per_layer_input", complaint)
     return Gemma4Config(
-        num_global_kv_heads=_divisor(heads, heads_key, num_heads),
-        global_head_dim=_even(sizes if sizes.has(size_key) else fields, size_key),
+        num_global_kv_heads=heads.num_kv_heads(num_heads, key=heads_key),
+        global_head_dim=(sizes if sizes.has(size_key) else fields).even(size_key),
         has_global_values=has_values,
         num_sharing=num_sharing,
         widens_sharing=fields.boolean("use_double_wide_mlp", default=False),
@@ -461,21 +492,6 @@ def _one_of_layers(fields: JsonFields, windows: tuple[int | None, ...]) -> JsonF
     return layers.child(names[0])
 
 
-def _gemma4_rope(fields: JsonFields, head_dim: int) -> RopeConfig:
-    if not has_rope(fields):
-        return ProportionalRope(theta=1_000_000.0, share=0.25, factor=1.0)
-    length = fields.integer("max_position_embeddings")
-    rope = parse_rope(
-        fields,
-        max_position_embeddings=length,
-        rotary_dim=head_dim,
-        default_theta=1_000_000.0,
-    )
-    if not isinstance(rope, DefaultRope | ProportionalRope):
-        raise fields.error("rope_parameters", f"must be default or proportional in {FULL}")
-    return rope
-
-
 def _gemma4_experts(fields: JsonFields, num_layers: int) -> MoeConfig | None:
     """Return the experts beside each layer's block."""
     if not fields.boolean("enable_moe_block", default=False):
@@ -491,18 +507,6 @@ def _gemma4_experts(fields: JsonFields, num_layers: int) -> MoeConfig | None:
         stacked=Stacked.HALVES,
         is_beside=True,
     )
-
-
-def _divisor(fields: JsonFields, key: str, num_heads: int) -> int:
-    if num_heads % (found := fields.integer(key)):
-        raise fields.error(key, f"must divide num_attention_heads {num_heads}, got {found}")
-    return found
-
-
-def _even(fields: JsonFields, key: str) -> int:
-    if (found := fields.integer(key)) % 2:
-        raise fields.error(key, f"must be even, got {found}")
-    return found
 
 
 def _soft_cap(fields: JsonFields, key: str, default: float) -> float | None:

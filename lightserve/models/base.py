@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES, AttentionBatch, KernelShapes
-from lightserve.kernels.weights import ClampedGate, DeltaSizes, ExpertChoice, StateBank
+from lightserve.kernels.weights import (
+    ClampedGate,
+    ConvolutionSizes,
+    DeltaSizes,
+    ExpertChoice,
+    StateBank,
+)
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
-from lightserve.models.recurrent_config import DeltaConfig
+from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig
 
 # The sizes of a model's parts as the kernels of one rank see them.
 
@@ -58,7 +64,8 @@ def kernel_shapes(
         expert_gate=None if moe is None or moe.clamp is None else ClampedGate(*moe.clamp),
         has_expert_biases=moe is not None and moe.has_biases,
         has_sinks=config.has_sinks,
-        delta=None if config.recurrent is None else _delta_sizes(config.recurrent, tp),
+        delta=_delta_sizes(config, tp),
+        convolution=_convolution_sizes(config, tp),
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
     return [
@@ -73,9 +80,20 @@ def kernel_shapes(
     ]
 
 
-def _delta_sizes(delta: DeltaConfig, tp: TensorParallel) -> DeltaSizes:
+def _convolution_sizes(config: ModelConfig, tp: TensorParallel) -> ConvolutionSizes | None:
+    own = config.recurrent
+    if not isinstance(own, ConvolutionConfig):
+        return None
+    return ConvolutionSizes(even_part(own.channels, tp).size, own.width)
+
+
+def _delta_sizes(config: ModelConfig, tp: TensorParallel) -> DeltaSizes | None:
+    delta = config.recurrent
+    if not isinstance(delta, DeltaConfig):
+        return None
     keys, values = even_part(delta.num_key_heads, tp), even_part(delta.num_value_heads, tp)
-    return DeltaSizes(keys.size, values.size, delta.key_dim, delta.value_dim, delta.width)
+    sizes = keys.size, values.size, delta.key_dim, delta.value_dim, delta.width
+    return DeltaSizes(*sizes, delta.beta_scale, decays_channels=delta.rank > 0)
 
 
 def choice_of(moe: MoeConfig) -> ExpertChoice:

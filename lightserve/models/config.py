@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from lightserve.errors import ConfigError, ModelLoadError
 from lightserve.models.architectures import (
@@ -17,6 +16,7 @@ from lightserve.models.architectures import (
     THETAS,
     Architecture,
     Gemma4Config,
+    LayerShape,
     fields_of,
     parse_gemma4,
     sliding_windows,
@@ -51,7 +51,11 @@ from lightserve.models.plain_config import (
     parse_starcoder2,
 )
 from lightserve.models.recurrent_config import (
-    DeltaConfig,
+    RecurrentConfig,
+    parse_kimi_linear,
+    parse_lfm2,
+    parse_lfm2_moe,
+    parse_olmo_hybrid,
     parse_qwen3_5,
     parse_qwen3_5_moe,
     parse_qwen3_next,
@@ -137,30 +141,15 @@ _PLAIN = {
     Architecture.QWEN3_NEXT: parse_qwen3_next,
     Architecture.QWEN3_5: parse_qwen3_5,
     Architecture.QWEN3_5_MOE: parse_qwen3_5_moe,
+    Architecture.OLMO_HYBRID: parse_olmo_hybrid,
+    Architecture.KIMI_LINEAR: parse_kimi_linear,
+    Architecture.LFM2: parse_lfm2,
+    Architecture.LFM2_MOE: parse_lfm2_moe,
     Architecture.BERT: parse_bert,
     Architecture.ROBERTA: parse_roberta,
     Architecture.XLM_ROBERTA: parse_roberta,
     Architecture.NOMIC_BERT: parse_nomic_bert,
 }
-
-
-class LayerShape(NamedTuple):
-    """Sizes and parts of one layer."""
-
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    """Number of a head's dimensions that are rotated."""
-    products: str
-    """Products of attention by their letters: for queries, keys and values, in this order."""
-    kv_source: int
-    """The layer whose keys and values it reads, mostly itself."""
-    inner_size: int
-    """Intermediate features of its block, where it has one."""
-    states: DeltaConfig | None
-    """Kind of the state that it keeps; None: it has keys and values."""
-    norms: tuple[str, ...]
-    """Their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +238,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     moe: MoeConfig | None = None
     """None: no layer has experts."""
-    recurrent: DeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
     """The layers that keep a state in place of keys and values; None: there are none."""
     gemma4: Gemma4Config | None = None
     """Kinds of layers with heads of their own; None: the heads of all layers are alike."""
@@ -281,6 +270,8 @@ class ModelConfig:
             states=states if states is not None and layer in states.layers else None,
             norms=self.layer_norms,
         )
+        if (kept := shape.states) is not None and kept.norms is not None:
+            shape = shape._replace(norms=kept.norms)
         if own is None:
             return shape
         windows = self.sliding_windows
@@ -570,10 +561,7 @@ def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int
         Architecture.OLMOE,
     )
     may_be_absent = architecture in takes_all or fields.is_null(key)
-    num_kv_heads = fields.integer(key, default=num_heads if may_be_absent else None)
-    if num_heads % num_kv_heads:
-        raise fields.error(key, f"must divide num_attention_heads {num_heads}, got {num_kv_heads}")
-    return num_kv_heads
+    return fields.num_kv_heads(num_heads, default=num_heads if may_be_absent else None)
 
 
 def _head_dim(

@@ -41,7 +41,7 @@ from lightserve.models.layers.linear import (
     VocabWeight,
     read_vector,
 )
-from lightserve.models.layers.recurrent import DeltaLayer
+from lightserve.models.layers.recurrent import recurrent_layer
 from lightserve.models.vision import VisionEncoder
 from lightserve.models.weight_files import (
     DRAFT_JOIN,
@@ -236,6 +236,8 @@ class Family(NamedTuple):
 
     layer: type[DecoderLayer] = DecoderLayer
     attention: type[Attention] = SelfAttention
+    recurrent_layer: type[DecoderLayer] | None = None
+    """Class of layers that keep a state; None: that of the others."""
 
 
 PLAIN = Family()
@@ -329,16 +331,9 @@ class DecoderModel:
         self._positions: Tensor | None = None
         if config.position_offset is not None:
             self._positions = _positions(context, config.position_offset)
-        layer_type, attention = family
-        if config.is_parallel or config.is_post_norm:
-            layer_type = ParallelLayer if config.is_parallel else PostNormLayer
         exact = replace(context, method=context.method.exact_inputs)
         self._layers = [
-            layer_type(
-                context if layer < last else exact,
-                layer,
-                DeltaLayer if config.shape_of(layer).states else attention,
-            )
+            _layer(context if layer < last else exact, family, layer)
             for layer in range(config.num_layers)
         ]
         self.draft_head: DraftHead | None = None
@@ -475,6 +470,18 @@ class DecoderModel:
         if self._local_rotary is not None:
             tables = (*tables, *self._local_rotary.select(positions))
         return tables
+
+
+def _layer(context: ModelContext, family: Family, layer: int) -> DecoderLayer:
+    """Load a layer."""
+    config = context.config
+    if (states := config.shape_of(layer).states) is not None:
+        layer_type = family.recurrent_layer or family.layer
+        return layer_type(context, layer, recurrent_layer(states))
+    layer_type = family.layer
+    if config.is_parallel or config.is_post_norm:
+        layer_type = ParallelLayer if config.is_parallel else PostNormLayer
+    return layer_type(context, layer, family.attention)
 
 
 def _kinds(config: ModelConfig) -> list[int]:

@@ -22,12 +22,12 @@ from lightserve.models.base import KVTensors, Part, even_part
 from lightserve.models.layers.attention import (
     AttentionInputs,
     NeighboursApart,
+    UnfusedAttention,
     growth_of_queries,
 )
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     ModelContext,
-    Norm,
     RMSNorm,
     RowParallelLinear,
     WeightReader,
@@ -38,7 +38,7 @@ NORM_EPS = 1e-6
 """Epsilon of the norms within attention, whatever `rms_norm_eps` says."""
 
 
-class LatentAttention:
+class LatentAttention(UnfusedAttention):
     """See the module; the same calls as `SelfAttention`."""
 
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
@@ -156,17 +156,6 @@ class LatentAttention:
         )
         values = torch.bmm(heads.transpose(0, 1), self._from_latent)
         return values.transpose(0, 1).reshape(num_tokens, self._num_heads * latent.value_dim)
-
-    def mix_behind(
-        self, norm: Norm, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: KVTensors
-    ) -> tuple[Tensor, Tensor]:
-        """See `Attention.mix_behind`."""
-        x, residual = norm.add(x, residual)
-        return self.mix(x, inputs, kv), residual
-
-    def project(self, heads: Tensor) -> Tensor:
-        """Return hidden states; heads [N, Hq * value_dim] -> [N, hidden]."""
-        return self._out(heads)
 
 
 def _features(heads: Part, size: int) -> Part:

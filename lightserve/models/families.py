@@ -231,6 +231,9 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.GRANITE: Family(layer=GraniteLayer),
     Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
     Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),
+    Architecture.OLMO_HYBRID: Family(Olmo2Layer, WholeNormAttention, DecoderLayer),
+    Architecture.LFM2: Family(attention=HeadNormAttention),
+    Architecture.LFM2_MOE: Family(attention=HeadNormAttention),
     Architecture.OLMOE: Family(attention=WholeNormAttention),
     Architecture.GLM4: Family(layer=OutputNormLayer),
     Architecture.GEMMA2: Family(layer=OutputNormLayer),
@@ -240,6 +243,7 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.DEEPSEEK_V3: Family(attention=LatentAttention),
     Architecture.GLM4_MOE_LITE: Family(attention=LatentAttention),
     Architecture.MISTRAL4: Family(attention=LatentAttention),
+    Architecture.KIMI_LINEAR: Family(attention=LatentAttention),
 }
 """The architectures with layers of their own; all others are `PLAIN`."""
 

@@ -101,6 +101,21 @@ class JsonFields:
             raise self.error(key, f"must be between {low} and {high}, got {value}")
         return value
 
+    def even(self, key: str, *, default: int | None = None) -> int:
+        """Return an even integer."""
+        if (found := self.integer(key, default=default)) % 2:
+            raise self.error(key, f"must be even, got {found}")
+        return found
+
+    def num_kv_heads(
+        self, num_heads: int, *, key: str = "num_key_value_heads", default: int | None = None
+    ) -> int:
+        """Return a number of KV heads, which divides that of query heads."""
+        found = self.integer(key, default=default)
+        if num_heads % found:
+            raise self.error(key, f"must divide num_attention_heads {num_heads}, got {found}")
+        return found
+
     def number(self, key: str, *, default: float | None = None, above: float = 0.0) -> float:
         """Return a finite number greater than `above`."""
         value = self._get(key, default)

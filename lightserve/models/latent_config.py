@@ -65,7 +65,7 @@ _V2: dict[str, Any] = {
     "scoring_func": "softmax",
 }
 """Values that transformers takes where a file of DeepSeek-V2 is silent, …"""
-_V3 = _V2 | {
+DEEPSEEK_V3 = _V2 | {
     "max_position_embeddings": 4096,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
@@ -80,7 +80,7 @@ _V3 = _V2 | {
     "scoring_func": "sigmoid",
 }
 """… of DeepSeek-V3, …"""
-_GLM_LITE = _V3 | {
+_GLM_LITE = DEEPSEEK_V3 | {
     "q_lora_rank": 768,
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
@@ -95,7 +95,7 @@ _GLM_LITE = _V3 | {
     "routed_scaling_factor": 1.8,
 }
 """… of GLM-4.7-Flash, …"""
-_MISTRAL4 = _V3 | {
+_MISTRAL4 = DEEPSEEK_V3 | {
     "q_lora_rank": 1024,
     "kv_lora_rank": 256,
     "qk_nope_head_dim": 64,
@@ -117,27 +117,27 @@ def parse_deepseek_v2(fields: JsonFields) -> dict[str, Any]:
     for key in ("norm_topk_prob", "mlp_bias"):
         if fields.boolean(key, default=False):
             raise fields.error(key, "must be false")
-    return _parse_latent(fields, "greedy", "group_limited_greedy", interleaves=True)
+    return parse_latent(fields, "greedy", "group_limited_greedy", interleaves=True)
 
 
 def parse_deepseek_v3(fields: JsonFields) -> dict[str, Any]:
     """Return DeepSeek-V3 without its layers for several tokens at once."""
-    return _parse_latent(fields.with_defaults(_V3), "noaux_tc")
+    return parse_latent(fields.with_defaults(DEEPSEEK_V3), "noaux_tc")
 
 
 def parse_glm_lite(fields: JsonFields) -> dict[str, Any]:
     """Return GLM-4.7-Flash, which is a DeepSeek-V3 that may name the layers with experts."""
-    return _parse_latent(fields.with_defaults(_GLM_LITE), "noaux_tc")
+    return parse_latent(fields.with_defaults(_GLM_LITE), "noaux_tc")
 
 
 def parse_mistral4(fields: JsonFields) -> dict[str, Any]:
     """Return Mistral 4: experts by a softmax, and queries that grow with their positions."""
-    own = _parse_latent(fields.with_defaults(_MISTRAL4), "noaux_tc", stacked=Stacked.HALVES)
+    own = parse_latent(fields.with_defaults(_MISTRAL4), "noaux_tc", stacked=Stacked.HALVES)
     growth = parse_query_growth(fields, own["max_position_embeddings"])
     return own | {"query_growth": growth}
 
 
-def _parse_latent(
+def parse_latent(
     fields: JsonFields,
     *methods: str,
     interleaves: bool | None = None,
@@ -177,14 +177,11 @@ def _parse_latent(
 
 
 def _latent_sizes(fields: JsonFields) -> LatentConfig:
-    rope_dim = fields.integer("qk_rope_head_dim")
-    if rope_dim % 2:
-        raise fields.error("qk_rope_head_dim", f"must be even, got {rope_dim}")
     return LatentConfig(
         query_rank=None if fields.is_null("q_lora_rank") else fields.integer("q_lora_rank"),
         rank=fields.integer("kv_lora_rank"),
         plain_dim=fields.integer("qk_nope_head_dim"),
-        rope_dim=rope_dim,
+        rope_dim=fields.even("qk_rope_head_dim"),
         value_dim=fields.integer("v_head_dim"),
     )
 

@@ -16,11 +16,16 @@ from lightserve.kernels.interface import Kernels
 from lightserve.models.base import Model, TensorParallel
 from lightserve.models.config import ModelConfig, check_tp
 from lightserve.models.families import build_model
-from lightserve.models.gguf_config import as_stored, family_of
+from lightserve.models.gguf_config import family_of
 from lightserve.models.gguf_reader import GgufReader
 from lightserve.models.layers.linear import LinearMethod, ModelContext, UnquantizedMethod
 from lightserve.models.safetensors_reader import SafetensorsReader, StackedExperts
-from lightserve.models.weight_files import WeightFiles, check_weights, needed_tensors
+from lightserve.models.weight_files import (
+    WeightFiles,
+    as_in_files,
+    check_weights,
+    needed_tensors,
+)
 from lightserve.progress import Advance, progress
 
 
@@ -53,8 +58,7 @@ def load_model(
     """
     check_tp(config, tp.size)
     files = check_weights(path, config)
-    if files.gguf is not None:
-        config = as_stored(config, files.gguf)
+    config = as_in_files(config, files)
     shapes = needed_tensors(config, files).values()
     total_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     with (

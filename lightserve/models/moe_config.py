@@ -259,13 +259,8 @@ def parse_gpt_oss(fields: JsonFields) -> dict[str, Any]:
     """Return gpt-oss as fields of `ModelConfig`; absent keys are as in transformers."""
     num_layers = fields.integer("num_hidden_layers", default=36, high=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", default=64)
-    num_kv_heads = fields.integer("num_key_value_heads", default=8)
-    if num_heads % num_kv_heads:
-        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
-        raise fields.error("num_key_value_heads", complaint)
-    head_dim = fields.integer("head_dim", default=64)
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even, got {head_dim}")
+    num_kv_heads = fields.num_kv_heads(num_heads, default=8)
+    head_dim = fields.even("head_dim", default=64)
     if (activation := fields.string("hidden_act", default="silu")) != "silu":
         raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
     length = fields.integer("max_position_embeddings", default=131_072)
@@ -374,14 +369,8 @@ def parse_llama4(fields: JsonFields) -> dict[str, Any]:
     if (activation := fields.string("hidden_act", default="silu")) != "silu":
         raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    num_heads, num_kv_heads = (
-        fields.integer(f"num_{kind}_heads") for kind in ("attention", "key_value")
-    )
-    if num_heads % num_kv_heads:
-        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
-        raise fields.error("num_key_value_heads", complaint)
-    if (head_dim := fields.integer("head_dim")) % 2:
-        raise fields.error("head_dim", f"must be even, got {head_dim}")
+    num_heads, head_dim = fields.integer("num_attention_heads"), fields.even("head_dim")
+    num_kv_heads = fields.num_kv_heads(num_heads)
     length = fields.integer("max_position_embeddings")
     has_bias = fields.boolean("attention_bias", default=False)
     unrotated = unrotated_layers(fields, num_layers, key_may_be_empty=True)

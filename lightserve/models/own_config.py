@@ -194,11 +194,7 @@ def _sizes(
         head_dim = hidden // num_heads
     num_kv_heads = num_heads
     if kv_heads_key is not None:
-        num_kv_heads = fields.integer(kv_heads_key, default=num_heads)
-        if num_heads % num_kv_heads:
-            raise fields.error(
-                kv_heads_key, f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
-            )
+        num_kv_heads = fields.num_kv_heads(num_heads, key=kv_heads_key, default=num_heads)
     num_layers = fields.integer(layers_key, high=MAX_LAYERS)
     return {
         "vocab_size": fields.integer(vocab_key),

@@ -4,15 +4,24 @@ them. Torch-free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.moe_config import MoeConfig, parse_qwen_moe
+from lightserve.models.latent_config import DEEPSEEK_V3, parse_latent
+from lightserve.models.moe_config import (
+    MAX_EXPERTS,
+    MoeConfig,
+    Scoring,
+    num_chosen_of,
+    parse_qwen_moe,
+)
 from lightserve.models.plain_config import MAX_LAYERS
-from lightserve.models.rope import parse_rope, parse_rotary_dim
+from lightserve.models.rope import DEFAULT_THETA, has_rope, parse_rope, parse_rotary_dim
 
-FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
+FULL_ATTENTION, LINEAR_ATTENTION, CONVOLUTION = "full_attention", "linear_attention", "conv"
 MAX_HEAD_DIM = 512
 MAX_CONVOLUTION = 16
 STATE_BYTES = 4
@@ -20,11 +29,75 @@ STATE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
-    """Layers of the gated delta rule behind a short convolution (Yang et al. 2024, section 3.4)."""
+class RecurrentConfig(ABC):
+    """Layers that keep a state: what all kinds have."""
 
     layers: frozenset[int]
     """Neither empty nor all layers."""
+    norms: tuple[str, ...] | None = None
+    """Names of their norms; None: those of the other layers."""
+
+    @abstractmethod
+    def state_bytes(self, number_bytes: int) -> tuple[int, ...]:
+        """Return the bytes of each state tensor of a layer of all ranks.
+
+        `number_bytes`: of a number of the model's type.
+        """
+
+    @abstractmethod
+    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of a layer's own tensors."""
+
+    @abstractmethod
+    def divided_sizes(self) -> dict[str, int]:
+        """Return the sizes that the number of ranks must divide, by key."""
+
+
+class Joined(Enum):
+    """The products of layers of the delta rule that a file has in one tensor."""
+
+    NONE = auto()
+    """Queries, keys, values and z have one each, and so has each part of the convolution."""
+    HEADS = auto()
+    """Queries, keys and values."""
+    GROUPS = auto()
+    """All, those of a key head and its value heads side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionConfig(RecurrentConfig):
+    """Layers that are a short convolution between two gates (LFM2)."""
+
+    channels: int
+    width: int
+    """Tokens that the convolution sees, at least 2."""
+    has_bias: bool
+
+    def state_bytes(self, number_bytes: int) -> tuple[int, ...]:
+        """See `RecurrentConfig.state_bytes`: the last inputs."""
+        return ((self.width - 1) * self.channels * number_bytes,)
+
+    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """See `RecurrentConfig.tensors`."""
+        sizes = {"in_proj": 3 * self.channels, "out_proj": hidden_size, "conv": self.channels}
+        shapes: dict[str, tuple[int, ...]] = {
+            "conv.in_proj.weight": (3 * self.channels, hidden_size),
+            "conv.out_proj.weight": (hidden_size, self.channels),
+            "conv.conv.weight": (self.channels, 1, self.width),
+        }
+        if self.has_bias:
+            shapes |= {f"conv.{name}.bias": (size,) for name, size in sizes.items()}
+        return shapes
+
+    def divided_sizes(self) -> dict[str, int]:
+        """See `RecurrentConfig.divided_sizes`."""
+        return {"hidden_size": self.channels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(RecurrentConfig):
+    """Layers of the gated delta rule behind a short convolution (Yang et al. 2024, section 3.4)."""
+
     num_key_heads: int
     num_value_heads: int
     """A multiple of `num_key_heads`."""
@@ -32,8 +105,14 @@ class DeltaConfig:
     value_dim: int
     width: int
     """Tokens that the convolution sees, at least 2."""
-    is_grouped: bool
-    """Whether the file has the products of a key head and its value heads side by side."""
+    joined: Joined
+    beta_scale: float = 1.0
+    """Factor of a token's beta: 2 lets a state's eigenvalues be negative."""
+    norm_eps: float | None = None
+    """Epsilon of the norm of results; None: that of other norms."""
+    rank: int = 0
+    """Rank of the products that give z, and a decay for each channel of keys (Kimi Delta
+    Attention); 0: both are one product, and heads have decays."""
 
     @property
     def key_size(self) -> int:
@@ -51,50 +130,60 @@ class DeltaConfig:
         return 2 * self.key_size + self.value_size
 
     def state_bytes(self, number_bytes: int) -> tuple[int, ...]:
-        """Return the bytes of each state tensor of a layer of all ranks: inputs, then matrices.
-
-        `number_bytes`: of a number of the model's type.
-        """
+        """See `RecurrentConfig.state_bytes`: inputs, then matrices."""
         inputs = (self.width - 1) * self.channels * number_bytes
         return inputs, self.num_value_heads * self.key_dim * self.value_dim * STATE_BYTES
 
     def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of a layer's own tensors."""
+        """See `RecurrentConfig.tensors`."""
         heads, hidden = self.num_value_heads, hidden_size
-        linears = {"qkvz": self.channels + self.value_size, "ba": 2 * heads}
-        if not self.is_grouped:
-            linears = {"qkv": self.channels, "z": self.value_size, "b": heads, "a": heads}
-        return {
-            f"linear_attn.in_proj_{name}.weight": (n, hidden) for name, n in linears.items()
-        } | {
-            "linear_attn.conv1d.weight": (self.channels, 1, self.width),
-            "linear_attn.A_log": (heads,),
-            "linear_attn.dt_bias": (heads,),
-            "linear_attn.norm.weight": (self.value_dim,),
-            "linear_attn.out_proj.weight": (hidden, self.value_size),
-        }
+        sizes = {"q": self.key_size, "k": self.key_size, "v": self.value_size}
+        linears = {"z": self.value_size, "b": heads, "a": heads}
+        if self.joined is Joined.GROUPS:
+            linears = {"qkvz": self.channels + self.value_size, "ba": 2 * heads}
+        else:
+            linears |= {"qkv": self.channels} if self.joined is Joined.HEADS else sizes
+        gates: dict[str, tuple[int, ...]] = {"A_log": (heads,), "dt_bias": (heads,)}
+        if self.rank:
+            linears = {**sizes, "b": heads}
+            gates = {"A_log": (1, 1, heads, 1), "dt_bias": (self.key_size,)}
+            for name, size in (("f", self.key_size), ("g", self.value_size)):
+                gates |= {f"{name}_a_proj.weight": (self.rank, hidden)}
+                gates |= {f"{name}_b_proj.weight": (size, self.rank)}
+        parts = {"": self.channels}
+        if self.joined is Joined.NONE:
+            parts = {f"{name}_": size for name, size in sizes.items()}
+        return (
+            {f"linear_attn.in_proj_{name}.weight": (n, hidden) for name, n in linears.items()}
+            | {f"linear_attn.{name}conv1d.weight": (n, 1, self.width) for name, n in parts.items()}
+            | {f"linear_attn.{name}": shape for name, shape in gates.items()}
+            | {
+                "linear_attn.norm.weight": (self.value_dim,),
+                "linear_attn.out_proj.weight": (hidden, self.value_size),
+            }
+        )
 
     def divided_sizes(self) -> dict[str, int]:
-        """Return the sizes that the number of ranks must divide, by key."""
-        return {"linear_num_key_heads": self.num_key_heads}
+        """See `RecurrentConfig.divided_sizes`."""
+        return {"linear_num_heads" if self.rank else "linear_num_key_heads": self.num_key_heads}
 
 
 def parse_qwen3_next(fields: JsonFields) -> dict[str, Any]:
     """Return Qwen3-Next as fields of `ModelConfig`; absent keys are as in transformers."""
-    own = _parse_qwen(fields, is_grouped=True)
+    own = _parse_qwen(fields, joined=Joined.GROUPS)
     moe = _experts(fields, own["num_layers"], (512, 10))
     return {**own, "intermediate_size": fields.integer("intermediate_size"), "moe": moe}
 
 
 def parse_qwen3_5(fields: JsonFields) -> dict[str, Any]:
     """Return the text part of Qwen3.5; its layers for several tokens at once are left out."""
-    own = _parse_qwen(fields, is_grouped=False)
+    own = _parse_qwen(fields, joined=Joined.HEADS)
     return {**own, "intermediate_size": fields.integer("intermediate_size")}
 
 
 def parse_qwen3_5_moe(fields: JsonFields) -> dict[str, Any]:
     """Return the text part of Qwen3.5-MoE: every layer has experts."""
-    own = _parse_qwen(fields, is_grouped=False)
+    own = _parse_qwen(fields, joined=Joined.HEADS)
     moe = _experts(fields, own["num_layers"], (256, 8))
     return {**own, "intermediate_size": moe.shared_size, "moe": moe}
 
@@ -105,47 +194,84 @@ def _experts(fields: JsonFields, num_layers: int, experts: tuple[int, int]) -> M
     )
 
 
-def _parse_qwen(fields: JsonFields, *, is_grouped: bool) -> dict[str, Any]:
+def _parse_qwen(fields: JsonFields, *, joined: Joined) -> dict[str, Any]:
+    kv_heads = 2 if joined is Joined.GROUPS else None
+    fields = fields.with_defaults(
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    own = _decoder(fields, share=0.25)
+    return own | {
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "has_output_gate": True,
+        "recurrent": _delta(fields, own["num_layers"], joined=joined),
+    }
+
+
+def _decoder(
+    fields: JsonFields, *, share: float = 1.0, theta: float = DEFAULT_THETA
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that all decoders here have.
+
+    `share` of a head that is rotated, and base, where the file gives none.
+    """
     if (activation := fields.string("hidden_act", default="silu")) != "silu":
         raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    num_heads = fields.integer("num_attention_heads", default=16)
-    num_kv_heads = fields.integer("num_key_value_heads", default=2 if is_grouped else None)
-    if num_heads % num_kv_heads:
-        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
-        raise fields.error("num_key_value_heads", complaint)
-    head_dim = fields.integer("head_dim", default=256)
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even, got {head_dim}")
-    rotary_dim = parse_rotary_dim(fields, head_dim, share=0.25)
-    length = fields.integer("max_position_embeddings", default=32768)
+    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    num_kv_heads, head_dim = fields.num_kv_heads(num_heads), hidden // num_heads
+    if fields.default("head_dim") or fields.has("head_dim"):
+        head_dim = fields.even("head_dim")
+    elif hidden % num_heads or head_dim % 2:
+        raise fields.error("hidden_size", f"must be {num_heads} times an even number, got {hidden}")
+    rotary_dim = parse_rotary_dim(fields, head_dim, share=share)
+    length = fields.integer("max_position_embeddings")
+    rope = parse_rope(
+        fields, max_position_embeddings=length, rotary_dim=rotary_dim, default_theta=theta
+    )
     has_bias = fields.boolean("attention_bias", default=False)
     return {
         "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
+        "hidden_size": hidden,
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
-        "norm_offset": 1.0,
-        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=rotary_dim),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": rope,
         "rotary_share": rotary_dim,
         "max_position_embeddings": length,
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": False,
-        "qk_norm": True,
-        "has_output_gate": True,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "qk_norm": False,
+        "tie_word_embeddings": fields.boolean(
+            "tie_word_embeddings", default=bool(fields.default("tie_word_embeddings"))
+        ),
         "sliding_windows": (None,) * num_layers,
-        "recurrent": _delta(fields, num_layers, is_grouped=is_grouped),
     }
 
 
-def _delta(fields: JsonFields, num_layers: int, *, is_grouped: bool) -> DeltaConfig:
-    key_heads = fields.integer("linear_num_key_heads", default=16)
-    value_heads = fields.integer("linear_num_value_heads", default=32)
+def _delta(
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    joined: Joined,
+    heads: tuple[int, int] = (16, 32),
+    sizes: tuple[int, int] = (128, 128),
+    **own: Any,
+) -> DeltaConfig:
+    """Return the layers of the delta rule; `heads` and `sizes`, of keys and of values, where the
+    file is silent, and fields of `DeltaConfig` that are a family's own.
+    """
+    key_heads = fields.integer("linear_num_key_heads", default=heads[0])
+    value_heads = fields.integer("linear_num_value_heads", default=heads[1])
     if value_heads % key_heads:
         complaint = f"must be a multiple of linear_num_key_heads {key_heads}, got {value_heads}"
         raise fields.error("linear_num_value_heads", complaint)
@@ -153,31 +279,247 @@ def _delta(fields: JsonFields, num_layers: int, *, is_grouped: bool) -> DeltaCon
         layers=_recurrent_layers(fields, num_layers),
         num_key_heads=key_heads,
         num_value_heads=value_heads,
-        key_dim=fields.integer("linear_key_head_dim", default=128, high=MAX_HEAD_DIM),
-        value_dim=fields.integer("linear_value_head_dim", default=128, high=MAX_HEAD_DIM),
+        key_dim=fields.integer("linear_key_head_dim", default=sizes[0], high=MAX_HEAD_DIM),
+        value_dim=fields.integer("linear_value_head_dim", default=sizes[1], high=MAX_HEAD_DIM),
         width=fields.integer("linear_conv_kernel_dim", default=4, low=2, high=MAX_CONVOLUTION),
-        is_grouped=is_grouped,
+        joined=joined,
+        **own,
     )
 
 
-def _recurrent_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
-    """Return which layers keep a state."""
+def _recurrent_layers(
+    fields: JsonFields, num_layers: int, kind: str = LINEAR_ATTENTION
+) -> frozenset[int]:
+    """Return which layers keep a state; `kind`: their name."""
     key = "layer_types"
     if fields.has(key):
         kinds = fields.array(key)
         if len(kinds) != num_layers:
             raise fields.error(key, f"must have {num_layers} entries, got {len(kinds)}")
-        for kind in kinds:
-            if kind not in (FULL_ATTENTION, LINEAR_ATTENTION):
-                known = f"{FULL_ATTENTION} and {LINEAR_ATTENTION} are supported"
-                raise fields.error(key, f"has the entry {kind!r}; {known}")
-        layers = frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR_ATTENTION)
+        for other in kinds:
+            if other not in (FULL_ATTENTION, kind):
+                known = f"{FULL_ATTENTION} and {kind} are supported"
+                raise fields.error(key, f"has the entry {other!r}; {known}")
+        layers = frozenset(i for i, other in enumerate(kinds) if other == kind)
+    elif kind == CONVOLUTION:
+        key = "full_attn_idxs"
+        full = fields.array(key)
+        if not all(type(layer) is int and 0 <= layer < num_layers for layer in full):
+            raise fields.error(key, f"must hold layers from 0 to {num_layers - 1}, got {full!r}")
+        layers = frozenset(range(num_layers)) - frozenset(full)
     else:
         key = "full_attention_interval"
         interval = fields.integer(key, default=4)
         layers = frozenset(layer for layer in range(num_layers) if (layer + 1) % interval)
     if not 0 < len(layers) < num_layers:
         found = "no" if not layers else "only"
-        complaint = f"gives {found} layers of {LINEAR_ATTENTION} where both kinds are needed"
-        raise fields.error(key, complaint)
+        raise fields.error(key, f"gives {found} layers of {kind} where both kinds are needed")
     return layers
+
+
+# OLMo-Hybrid.
+
+
+def parse_olmo_hybrid(fields: JsonFields) -> dict[str, Any]:
+    """Return OLMo-Hybrid: OLMo 3's attention, with rotary embeddings or without, between layers of
+    the delta rule that have their norms in front.
+    """
+    num_heads = fields.integer("num_attention_heads")
+    fields = fields.with_defaults(
+        {
+            "num_hidden_layers": 32,
+            "num_key_value_heads": num_heads,
+            "max_position_embeddings": 65_536,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    own = _decoder(fields)
+    is_rotated = has_rope(fields) and fields.child("rope_parameters").has("rope_theta")
+    key_heads = fields.integer("linear_num_key_heads", default=num_heads)
+    key_dim = max(1, 3 * own["hidden_size"] // (4 * key_heads))
+    key_dim = fields.integer("linear_key_head_dim", default=key_dim)
+    recurrent = _delta(
+        fields,
+        own["num_layers"],
+        joined=Joined.NONE,
+        heads=(num_heads, num_heads),
+        sizes=(key_dim, 2 * key_dim),
+        norms=("input_layernorm", "post_attention_layernorm"),
+        beta_scale=2.0 if fields.boolean("linear_allow_neg_eigval", default=True) else 1.0,
+        norm_eps=1e-5,
+    )
+    return own | {
+        "intermediate_size": fields.integer("intermediate_size"),
+        "unrotated_layers": frozenset(() if is_rotated else range(own["num_layers"])),
+        "has_whole_qk_norm": True,
+        "layer_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        "recurrent": recurrent,
+        "stored_names": (
+            ("linear_attn.in_proj_z", "linear_attn.g_proj"),
+            *((f"linear_attn.in_proj_{name}.", f"linear_attn.{name}_proj.") for name in "qkvab"),
+            ("linear_attn.norm", "linear_attn.o_norm"),
+            ("linear_attn.out_proj", "linear_attn.o_proj"),
+        ),
+    }
+
+
+# Kimi-Linear.
+
+
+_KIMI = DEEPSEEK_V3 | {
+    "hidden_size": 2304,
+    "num_attention_heads": 32,
+    "q_lora_rank": None,
+    "max_position_embeddings": 1_048_576,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 1024,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+}
+"""Values that transformers takes where a file of Kimi-Linear is silent."""
+_KIMI_KEYS = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+
+
+def parse_kimi_linear(fields: JsonFields) -> dict[str, Any]:
+    """Return Kimi-Linear: DeepSeek-V3's attention without positions, and Kimi Delta Attention."""
+    stated = {_KIMI_KEYS.get(key, key): value for key, value in fields.items()}
+    stated.setdefault("q_lora_rank", None)
+    own = parse_latent(JsonFields(fields.path, stated, defaults=_KIMI), "noaux_tc")
+    num_layers = own["num_layers"]
+    key, inner = "linear_attn_config", fields
+    sizes = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    width = "linear_conv_kernel_dim"
+    if fields.has(key):
+        inner, width, sizes = fields.child(key), "short_conv_kernel_size", {}
+    num_heads, head_dim = (
+        inner.integer(sizes.get(name, name), default=default, high=high)
+        for name, default, high in (("num_heads", 32, 4096), ("head_dim", 128, MAX_HEAD_DIM))
+    )
+    if fields.has("layer_types"):
+        layers = _recurrent_layers(fields, num_layers)
+    elif inner is not fields:
+        layers = _layers_from_one(inner, num_layers)
+    else:
+        layers = frozenset(layer for layer in range(num_layers) if layer % 4 or not layer)
+    recurrent = DeltaConfig(
+        layers=layers,
+        num_key_heads=num_heads,
+        num_value_heads=num_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        width=inner.integer(width, default=4, low=2, high=MAX_CONVOLUTION),
+        joined=Joined.NONE,
+        rank=head_dim,
+    )
+    moe = replace(own["moe"], module="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return own | {
+        "unrotated_layers": frozenset(range(num_layers)),
+        "moe": moe,
+        "recurrent": recurrent,
+        "stored_names": (
+            *((f"linear_attn.in_proj_{name}.", f"linear_attn.{name}_proj.") for name in "qkvb"),
+            ("linear_attn.norm", "linear_attn.o_norm"),
+            ("linear_attn.out_proj", "linear_attn.o_proj"),
+            ("linear_attn.", "self_attn."),
+        ),
+    }
+
+
+def _layers_from_one(fields: JsonFields, num_layers: int) -> frozenset[int]:
+    """Return the layers of Kimi Delta Attention, which the file counts from one."""
+    numbers = fields.array(key := "kda_layers")
+    is_good = all(type(number) is int and 1 <= number <= num_layers for number in numbers)
+    if not is_good or not 0 < len(set(numbers)) < num_layers:
+        complaint = f"must hold layers from 1 to {num_layers}, and not all, got {numbers!r}"
+        raise fields.error(key, complaint)
+    return frozenset(number - 1 for number in numbers)
+
+
+# LFM2.
+
+
+_LFM2: dict[str, Any] = {
+    "vocab_size": 65_536,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""Values that transformers takes where a file of LFM2 is silent."""
+
+
+def parse_lfm2(fields: JsonFields) -> dict[str, Any]:
+    """Return LFM2: short convolutions, and attention in a few layers."""
+    inner = fields.integer(
+        "block_ff_dim" if fields.has("block_ff_dim") else "intermediate_size", default=12_288
+    )
+    if fields.boolean("block_auto_adjust_ff_dim", default=True):
+        inner = int(fields.number("block_ffn_dim_multiplier", default=1.0) * int(2 * inner / 3))
+        multiple = fields.integer("block_multiple_of", default=256)
+        inner = multiple * -(-inner // multiple)
+    return _parse_lfm2(fields, inner)
+
+
+def parse_lfm2_moe(fields: JsonFields) -> dict[str, Any]:
+    """Return LFM2-MoE: experts behind some dense layers."""
+    own = _parse_lfm2(fields, fields.integer("intermediate_size", default=7168))
+    num_layers = own["num_layers"]
+    num_experts = fields.integer("num_experts", default=32, high=MAX_EXPERTS)
+    num_dense = fields.integer("num_dense_layers", default=2, low=0, high=num_layers - 1)
+    moe = MoeConfig(
+        layers=frozenset(range(num_dense, num_layers)),
+        num_experts=num_experts,
+        num_chosen=num_chosen_of(fields, num_experts, default=4),
+        intermediate_size=fields.integer("moe_intermediate_size", default=1792),
+        normalises=fields.boolean("norm_topk_prob", default=True),
+        scoring=Scoring.SIGMOID,
+        has_choice_bias=fields.boolean("use_expert_bias", default=True),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        module="feed_forward",
+        projections=("w1", "w3", "w2"),
+    )
+    names = ((".gate.e_score_correction_bias", ".expert_bias"), *own["stored_names"])
+    return {**own, "moe": moe, "stored_names": names}
+
+
+def _parse_lfm2(fields: JsonFields, inner: int) -> dict[str, Any]:
+    stated = dict(fields.items())
+    stated |= {
+        ours: stated[theirs]
+        for ours, theirs in (("rms_norm_eps", "norm_eps"), ("tie_word_embeddings", "tie_embedding"))
+        if theirs in stated
+    }
+    own = _decoder(JsonFields(fields.path, stated, defaults=_LFM2), theta=1_000_000.0)
+    return own | {
+        "intermediate_size": inner,
+        "qk_norm": True,
+        "recurrent": ConvolutionConfig(
+            layers=_recurrent_layers(fields, own["num_layers"], CONVOLUTION),
+            channels=own["hidden_size"],
+            width=fields.integer("conv_L_cache", default=3, low=2, high=MAX_CONVOLUTION),
+            has_bias=fields.boolean("conv_bias", default=False),
+        ),
+        "stored_names": (
+            ("model.norm.", "model.embedding_norm."),
+            ("self_attn.o_proj", "self_attn.out_proj"),
+            ("self_attn.q_norm", "self_attn.q_layernorm"),
+            ("self_attn.k_norm", "self_attn.k_layernorm"),
+            ("input_layernorm", "operator_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("mlp.gate_proj", "feed_forward.w1"),
+            ("mlp.up_proj", "feed_forward.w3"),
+            ("mlp.down_proj", "feed_forward.w2"),
+        ),
+    }

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from safetensors import SafetensorError, safe_open
 
 from lightserve.errors import ModelLoadError
-from lightserve.models.architectures import WITHOUT_NORM_WEIGHTS
-from lightserve.models.config import LayerShape, ModelConfig
+from lightserve.models.architectures import WITHOUT_NORM_WEIGHTS, LayerShape
+from lightserve.models.config import ModelConfig
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, read_gguf
 from lightserve.models.gguf_config import as_stored, family_of, name_in_file, one_by_one
 from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
@@ -171,11 +171,10 @@ def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
         shapes |= states.tensors(hidden)
     if config.gemma4 is not None:
         shapes |= config.gemma4.tensors(hidden, moe)
-    has_experts = moe is not None and layer in moe.layers
-    if moe is not None and has_experts:
+    if moe is not None and layer in moe.layers:
         own = _moe_tensors(moe, hidden)
         shapes |= {f"{moe.module}.{name}": shape for name, shape in own.items()}
-    if moe is None or moe.is_beside or not has_experts:
+    if moe is None or moe.is_beside or layer not in moe.layers:
         linears |= _block_linears(config, shape.inner_size)
     for name, (out_size, in_size, has_bias) in linears.items():
         shapes[f"{name}.weight"] = (out_size, in_size)
@@ -428,8 +427,7 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
     if files.gguf is None:
         own = replace(files, stored_names=config.stored_names, form=config.weight_format)
         files = _with_prefix(own, config.vision)
-    else:
-        config = as_stored(config, files.gguf)
+    config = as_in_files(config, files)
     in_file: dict[Path, dict[str, StoredTensor]] = {}
     quantised: dict[str, tuple[int, int]] = {}
     for ours, shape in needed_tensors(config, files).items():
@@ -449,6 +447,18 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
         else:
             _check_shard(file, tensors)
     return replace(files, quantised=quantised)
+
+
+def as_in_files(config: ModelConfig, files: WeightFiles) -> ModelConfig:
+    """Return a model as its files have it: they alone may tell that experts are stacked."""
+    if files.gguf is not None:
+        return as_stored(config, files.gguf)
+    moe = config.moe
+    if moe is None or moe.stacked is not None:
+        return config
+    if not files.has(f"model.layers.{min(moe.layers)}.{moe.module}.experts.gate_up_proj"):
+        return config
+    return replace(config, moe=replace(moe, stacked=Stacked.HALVES))
 
 
 def quantised_as(path: Path, config: ModelConfig) -> str | None:

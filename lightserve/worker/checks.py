@@ -13,6 +13,7 @@ from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShape
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
 from lightserve.models.config import ModelConfig, resolve_context_len
+from lightserve.models.recurrent_config import DeltaConfig
 
 
 def check_options(
@@ -25,7 +26,7 @@ def check_options(
     """
     _check_latents(config, model_config, kernels)
     _check_chunks(config, model_config, kernels)
-    _check_recurrent(config, model_config)
+    _check_recurrent(config, model_config, kernels)
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     sizes = [model_config.shape_of(layers[0]).head_dim for layers in model_config.kv_groups]
     if is_kept_small and (odd := [size for size in sizes if size % FACTOR_BYTES]):
@@ -78,15 +79,21 @@ def _check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kern
         )
 
 
-def _check_recurrent(config: ServeConfig, model_config: ModelConfig) -> None:
+def _check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
     """Check that a model with recurrent layers is served as it can be.
 
     Raises:
-        ConfigError: guesses, or blocks of one request, do not go with it.
+        ConfigError: guesses, blocks of one request, or these kernels, do not go with it.
     """
-    if model_config.recurrent is None:
+    if (recurrent := model_config.recurrent) is None:
         return
     name = model_config.architecture
+    is_kimi = isinstance(recurrent, DeltaConfig) and recurrent.rank > 0
+    if is_kimi and Can.CHANNEL_DECAYS not in kernels.can:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not go with {name}, each of whose channels has a decay:"
+            " --attention-backend torch does, on a CPU without --batch-invariant"
+        )
     if config.speculation != "off":
         raise ConfigError(
             f"--speculation {config.speculation} does not go with {name}: its recurrent layers"

@@ -21,7 +21,7 @@ from lightserve.router.kv.cache import Preemption
 
 PLAIN: dict[str, Any] = {}
 BITS: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
-LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4", "KimiLinear")
 """Without `--batch-invariant` and KV of 8 bits."""
 OWN_LAYERS = ("opt-350m",)
 """Models of a family whose layers are not those of its first."""
@@ -62,7 +62,7 @@ def test_no_schedule_changes_a_token(
     if is_latent:
         flags = {key: value for key, value in flags.items() if key != "kv_dtype"}
     is_exact = not is_latent and not flags
-    if "linear_num_key_heads" in tiny.config:
+    if {"linear_key_head_dim", "linear_head_dim", "conv_bias"} & tiny.config.keys():
         flags = flags | {"speculation": "off"}
     shorter = {
         key: MAX_LEN
@@ -82,6 +82,8 @@ def test_no_schedule_changes_a_token(
     assert total.num_compared >= len(schedules) * len(catalogue.alone) - total.num_aborts
     assert total.num_prefix_hits > 2 or runner.pool.num_state_slots
     assert total.num_pauses > 1 and total.lost_tokens > 0
-    assert total.loaded_tokens > 10 and total.seen.num_checked_resumed > 50
+    # States take slots as well, and a request that waits for some has not paused.
+    fewest = 30 if runner.pool.num_state_slots else 50
+    assert total.loaded_tokens > 10 and total.seen.num_checked_resumed > fewest
     # Elsewhere sums are in another order in another batch, which may decide between two tokens.
     assert total.num_different <= (0 if is_exact else 2)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import DeltaSizes
+from lightserve.kernels.weights import ConvolutionSizes, DeltaSizes
 from lightserve.worker import build
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ SHAPES = replace(
     soft_cap=50.0,
     context_len=2048,
     num_experts=0,
-    delta=DeltaSizes(2, 4, 16, 12, 4),
+    delta=DeltaSizes(2, 4, 16, 12, 4, beta_scale=2.0),
 )
 IMPLEMENTATIONS = [
     ReferenceKernels,
@@ -52,6 +53,7 @@ IMPLEMENTATIONS = [
 ]
 OPERATIONS = {
     "decay lost": "states of",
+    "betas of one": "states of",
     "an old state": "states of",
     "other inputs of a convolution": "states of",
     "KV beside its slot": "write_kv",
@@ -82,6 +84,21 @@ def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtyp
     check_kernels(implementation(), replace(SHAPES, dtype=dtype), CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:3], TritonKernels])
+def test_convolutions_alone(implementation: type[Kernels], dtype: torch.dtype) -> None:
+    changes = {"delta": None, "convolution": ConvolutionSizes(20, 3)}
+    shapes = replace(SHAPES, dtype=dtype, context_len=40, sliding_windows=(24,), **changes)
+    check_kernels(implementation(), shapes, CPU)
+    with pytest.raises(StartupError, match="states of"):
+        check_kernels(ConvolutionWithSilu(), shapes, CPU)
+
+
+class ConvolutionWithSilu(TorchKernels):
+    def convolve(self, *args: Any, is_plain: bool = False) -> torch.Tensor:
+        return super().convolve(*args)
+
+
 def test_triton_kernels() -> None:
     """In the interpreter, where long contexts take seconds: short ones."""
     shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,))
@@ -98,6 +115,7 @@ def test_triton_kernels() -> None:
         {"sliding_windows": (100_000,)},
         {"qk_norm": False, "qkv_bias": False},
         {"delta": DeltaSizes(1, 3, 8, 20, 2)},
+        {"delta": DeltaSizes(2, 2, 8, 12, 4, decays_channels=True)},
     ],
 )
 def test_other_shapes(changes: dict[str, object]) -> None:

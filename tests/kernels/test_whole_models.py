@@ -25,7 +25,7 @@ from lightserve.kernels.cpu.native import InvariantNativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
-from lightserve.models.recurrent_config import DeltaConfig
+from lightserve.models.recurrent_config import DeltaConfig, Joined
 
 NUM_SEQUENCES = choose(2, 3)
 CASES = [
@@ -121,7 +121,7 @@ def test_padded_decodes_give_the_logits_of_plain_ones() -> None:
 
 DELTA = DeltaConfig(
     layers=frozenset({0}), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=12, width=3,
-    is_grouped=False,
+    joined=Joined.HEADS,
 )  # fmt: skip
 """Of a model of two layers."""
 

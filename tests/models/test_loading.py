@@ -19,7 +19,14 @@ from safetensors.torch import load_file, save_file
 from support.grids import choose, more_when_long
 from support.model_runs import LoadedModel, load_tiny
 from support.own_code_models import ARCHITECTURES
-from support.parity import Chunk, DirectDriver, compare_all, make_sequences, schedule
+from support.parity import (
+    Chunk,
+    DirectDriver,
+    TokenSequence,
+    compare_all,
+    make_sequences,
+    schedule,
+)
 from support.tiny_models import TINY_MODELS, TinyModel, find_tiny_model, load_reference
 from support.tiny_models import write_tiny_model as write
 from transformers.models.bloom import modeling_bloom
@@ -143,6 +150,42 @@ def test_the_text_part_of_a_model_that_sees_images(
     file.write_text(json.dumps(values))
     with pytest.raises(ModelLoadError, match=f"'text_config.model_type' must be .*'{kind}'"):
         load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-moe", "glm4-moe"])
+def test_experts_may_be_stacked_in_files(name: str, tmp_path: Path) -> None:
+    """Each layer's in one tensor, gates before ups: Qwen3.5-MoE is published so."""
+    tiny = dataclasses.replace(find_tiny_model(name), sharded=False)
+    write(tiny, tmp_path)
+    sequence = TokenSequence(torch.arange(3, 30), torch.empty(0))
+    apart = load_tiny(tmp_path, torch.float32, ReferenceKernels())
+    expected = apart.run([sequence], [[Chunk(0, 0, 27)]])
+    file = tmp_path / SINGLE_FILE
+    tensors = load_file(file)
+    moe = apart.config.moe
+    assert moe is not None
+    for layer in moe.layers:
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack(
+                [
+                    tensors.pop(f"{prefix}.{number}.{half}_proj.weight")
+                    for number in range(moe.num_experts)
+                ]
+            )
+            for half in ("gate", "up", "down")
+        )
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        tensors[f"{prefix}.down_proj"] = downs.contiguous()
+    save_file(tensors, file)
+    found = load_tiny(tmp_path, torch.float32, ReferenceKernels()).run(
+        [sequence], [[Chunk(0, 0, 27)]]
+    )
+    assert expected is not None and found is not None and torch.equal(found[0], expected[0])
+    del tensors[f"{prefix}.down_proj"]
+    save_file(tensors, file)
+    with pytest.raises(ModelLoadError, match=r"experts.down_proj' is missing"):
+        check_weights(tmp_path, apart.config)
 
 
 def test_gemma3_that_sees_images_has_sizes_of_its_own(tmp_path: Path) -> None:

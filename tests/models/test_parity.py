@@ -177,7 +177,8 @@ def test_comparison_has_teeth(
         assert prepared.tiny.family != "GptOss"
         return
     if damage is other_rope_base and len(config.unrotated_layers) == config.num_layers:
-        assert config.position_offset is not None or config.alibi_slopes is not None
+        knows_no_place = config.position_offset is None and config.alibi_slopes is None
+        assert not knows_no_place or config.recurrent is not None
         return
     report = damage(prepared)
     assert not report.holds(torch.float32), report

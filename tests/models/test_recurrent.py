@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.model_runs import CONTEXT_LEN, LoadedModel, load_tiny
-from support.parity import FP32_LOGPROB, Chunk, TokenSequence, run_sequences
+from support.parity import CPU, FP32_LOGPROB, Chunk, TokenSequence, run_sequences
 from support.tiny_models import find_tiny_model, write_tiny_model
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ModelLoadError, ProtocolError, StartupError
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.select import make_kernels, missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import (
     NO_COPIES,
@@ -41,7 +44,7 @@ from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool, num_kv_slots
 from lightserve.worker.model_runner import ModelRunner
 
-NAMES = ("qwen3.5", "qwen3.5-tied", "qwen3-next")
+NAMES = ("qwen3.5", "qwen3.5-tied", "qwen3-next", "olmo-hybrid", "lfm2", "lfm2-tied")
 KINDS = [(name, False) for name in ("reference", "torch")] + [("torch", True)]
 if not missing_core():
     KINDS += [("auto", False), ("auto", True)]
@@ -57,8 +60,13 @@ def sequence(seed: int, length: int) -> TokenSequence:
     return TokenSequence(tokens, torch.empty(0))
 
 
-@pytest.mark.parametrize(("kind", "invariant"), KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind", "invariant"),
+    [
+        *((name, *kind) for name in NAMES for kind in KINDS),
+        *(("kimi-linear", *kind) for kind in KINDS if not kind[1]),
+    ],
+)
 def test_a_cut_anywhere_changes_nothing(
     name: str, kind: str, invariant: bool, tmp_path: Path
 ) -> None:
@@ -168,7 +176,7 @@ def copies(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> StateC
 
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "olmo-hybrid"])
 def test_snapshots_and_pauses_change_no_token(name: str, tmp_path: Path) -> None:
     """A row goes on from a snapshot of another's, and from the host, to the same tokens."""
     scene = make_scene(tmp_path, name)
@@ -260,11 +268,73 @@ def test_bad_choices_are_told_at_the_start(tmp_path: Path) -> None:
     kernels = make_kernels("torch", batch_invariant=False)
     guessing = ServeConfig(model=str(path), speculation="ngram")
     with pytest.raises(ConfigError, match="recurrent layers cannot take back a guess"):
-        check_options(guessing, config, kernels, torch.device("cpu"))
+        check_options(guessing, config, kernels, CPU)
     options = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
     alone = ServeConfig(model=str(path), **options)
     with pytest.raises(ConfigError, match="--block-owner exclusive does not go with"):
-        check_options(alone, config, kernels, torch.device("cpu"))
+        check_options(alone, config, kernels, CPU)
+
+
+def test_convolutions_alone_are_states(tmp_path: Path) -> None:
+    """Three of four layers keep the last two inputs of their channels."""
+    path = write_tiny_model(find_tiny_model("lfm2"), tmp_path)
+    config = load_model_config(path)
+    assert config.kv_layers == (2,) and config.intermediate_size == 96
+    layout = kv_layout(config, tp_size=2, dtype="float32")
+    assert config.recurrent is not None
+    assert config.recurrent.state_bytes(4) == (2 * 64 * 4,)
+    assert layout.num_state_slots == 3 * -(-2 * 32 * 4 // layout.bytes_per_token)
+    with pytest.raises(ModelLoadError, match="'hidden_size' is 64, not divisible by --tp 3"):
+        check_tp(dataclasses.replace(config, num_heads=3, intermediate_size=96), 3)
+
+
+def test_kimi_linear_as_it_is_published(tmp_path: Path) -> None:
+    """Its delta layers by an object of their own, which counts layers from one."""
+    path = write_tiny_model(find_tiny_model("kimi-linear"), tmp_path)
+    config, file = load_model_config(path), path / "config.json"
+    assert config.kv_layers == (2,) and config.recurrent is not None
+    values = json.loads(file.read_text())
+    for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads"):
+        del values[key]
+    own = {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 16, "num_heads": 2}
+    values["linear_attn_config"] = own | {"short_conv_kernel_size": 4}
+    values["first_k_dense_replace"] = 1
+    file.write_text(json.dumps(values))
+    assert load_model_config(path) == config
+    values["linear_attn_config"]["kda_layers"] = [0, 1]
+    file.write_text(json.dumps(values))
+    complaint = r"'linear_attn_config.kda_layers' must hold layers from 1 to 4, .* got \[0, 1\]"
+    with pytest.raises(ModelLoadError, match=complaint):
+        load_model_config(path)
+
+
+def test_kernels_without_decays_of_channels_are_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("kimi-linear"), tmp_path)
+    config, served = load_model_config(path), ServeConfig(model=str(path))
+    check_options(served, config, make_kernels("torch", batch_invariant=False), CPU)
+    with pytest.raises(ConfigError, match="triton kernels do not go with KimiLinearForCausalLM"):
+        check_options(served, config, TritonKernels(), CPU)
+
+
+def test_older_files_of_lfm2_say_the_same(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("lfm2"), tmp_path)
+    config, file = load_model_config(path), path / "config.json"
+    values = json.loads(file.read_text())
+    del values["layer_types"]
+    older = {
+        "full_attn_idxs": [2],
+        "block_ff_dim": values.pop("intermediate_size"),
+        "tie_embedding": values.pop("tie_word_embeddings"),
+    }
+    file.write_text(json.dumps(values | older))
+    assert load_model_config(path) == config
+
+
+@pytest.mark.parametrize("name", ["lfm2-moe", "olmo-hybrid", "kimi-linear"])
+def test_another_runner_is_built(name: str, tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model(name), tmp_path)
+    runner = build_runner(ServeConfig(model=str(path), max_kv_tokens=4000, max_num_seqs=4))
+    assert runner.pool.num_state_slots > 0
 
 
 def test_a_runner_is_built(tmp_path: Path) -> None:

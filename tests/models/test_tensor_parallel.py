@@ -65,6 +65,10 @@ FLOAT32_MODELS = (
     "olmo3",
     "qwen3-next",
     "qwen3.5",
+    "olmo-hybrid",  # norms over the heads of all ranks, and a state of each rank's heads
+    "lfm2",  # each rank's channels of a convolution
+    "lfm2-moe",
+    "kimi-linear",  # decays of each rank's channels, beside a latent vector on every rank
     "qwen1",  # a merged tensor by its authors' formula, as the others
     "baichuan-7b",
     "baichuan-13b",

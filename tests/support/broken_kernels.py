@@ -179,6 +179,11 @@ class _DecayLost(TorchKernels):
         return super().delta_rule(*args, rule=rule._replace(decay=0 * rule.decay), **options)
 
 
+class _BetasOfOne(TorchKernels):
+    def delta_rule(self, *args: Any, rule: DeltaRule, **options: Any) -> Tensor:
+        return super().delta_rule(*args, rule=rule._replace(beta_scale=1.0), **options)
+
+
 class _OldState(TorchKernels):
     """Rows that begin find what their slots hold."""
 
@@ -188,8 +193,8 @@ class _OldState(TorchKernels):
 
 
 class _OtherInputs(TorchKernels):
-    def convolve(self, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        return super().convolve(x, weight.flip(0), *args)
+    def convolve(self, x: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+        return super().convolve(x, weight.flip(0), *args, **options)
 
 
 FAULTS: dict[str, type[TorchKernels]] = {
@@ -202,6 +207,7 @@ FAULTS: dict[str, type[TorchKernels]] = {
     "last rows unwritten": _LastRowUnwritten,
     "padding seen": _PaddingSeen,
     "decay lost": _DecayLost,
+    "betas of one": _BetasOfOne,
     "an old state": _OldState,
     "other inputs of a convolution": _OtherInputs,
     "KV beside its slot": _KVBesideItsSlot,

@@ -86,7 +86,7 @@ def make_runner(
         batch_invariant=invariant,
         max_model_len=MAX_LEN,
         max_num_seqs=MAX_SEQS,
-        max_kv_tokens=NUM_SLOTS,
+        max_kv_tokens=5 * NUM_SLOTS,  # of which states may take most
         host_kv_memory="4MiB",
         **({"speculation": "ngram"} | flags),
     )

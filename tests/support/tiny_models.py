@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -631,6 +633,82 @@ TINY_MODELS = (
         },
     ),
     TinyModel(
+        "olmo-hybrid",
+        "OlmoHybrid",
+        {
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    TinyModel(
+        "olmo-hybrid-unrotated",
+        "OlmoHybrid",
+        {
+            "linear_allow_neg_eigval": False,
+            "linear_key_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    TinyModel(
+        "kimi-linear",
+        "KimiLinear",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+    TinyModel(
+        "lfm2",
+        "Lfm2",
+        {
+            "conv_bias": True,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.5,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "lfm2-tied",
+        "Lfm2",
+        {
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 5,
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    TinyModel(
+        "lfm2-moe",
+        "Lfm2Moe",
+        {
+            "conv_bias": False,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
+    TinyModel(
         "gemma2",
         "Gemma2",
         {
@@ -833,9 +911,38 @@ def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch
     randomise(reference, torch.Generator().manual_seed(model.seed))
     shard_size = "60KB" if model.sharded else "1GB"
     reference.to(dtype).save_pretrained(path, max_shard_size=shard_size)
+    if model.family in ("OlmoHybrid", "KimiLinear"):
+        _as_published(path / "model.safetensors", config)
     if model.legacy_layout:
         _to_legacy_layout(path / "config.json")
     return path
+
+
+def _as_published(file: Path, config: Any) -> None:
+    """Give tensors of OLMo-Hybrid and Kimi-Linear the names that their authors' files have.
+
+    transformers writes one name for norms of both kinds of layers, or for blocks and experts, and
+    thirds of the convolution.
+    """
+    tensors = load_file(file)
+    if config.model_type == "kimi_linear":
+        keys = values = config.linear_num_heads * config.linear_head_dim
+    else:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+    for name in [name for name in tensors if "q_conv1d" in name]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        whole = torch.cat([tensors[part] for part in names])
+        parts = whole.split((keys, keys, values))
+        tensors |= {part: own.clone() for part, own in zip(names, parts, strict=True)}
+    of_block = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+    renamed = {
+        of_block.sub(r"mlp.\1_proj", name)
+        .replace("attention_layer_norm", "input_layernorm")
+        .replace("feedforward_layer_norm", "post_attention_layernorm"): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
@@ -869,7 +976,7 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
     for name, buffer in reference.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
@@ -884,6 +991,8 @@ def _of_family(family: str, name: str, scaled: Tensor, *, tied: bool) -> Tensor:
         return scaled - 1.0 if is_norm else scaled
     if family.startswith(("qwen3_5", "qwen3_next")):
         return scaled - 1.0 if is_norm and "linear_attn" not in name else scaled
+    if family.startswith("lfm2"):
+        return scaled
     if any(part in name for part in ("attention.dense", "attn.dense", "attn.out_proj")):
         return scaled * 4.0  # blocks side by side: what comes from other tokens must show
     return scaled

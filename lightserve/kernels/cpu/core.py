@@ -133,9 +133,9 @@ class Operations:
         self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
         states = "pllllllplllpn"
-        self.convolve = noted("convolve", f"plppll{states}pit")
+        self.convolve = noted("convolve", f"plpplli{states}pit")
         self.convolve.restype = _INT  # type: ignore[attr-defined]
-        self.delta_rule = noted("delta_rule", f"plplplpppfllll{states}pit")
+        self.delta_rule = noted("delta_rule", f"plplplpppffllll{states}pit")
         self.delta_rule.restype = _INT  # type: ignore[attr-defined]
         self.attention = noted("attention", "plpplliplpnllllffppipit")
 

@@ -323,18 +323,25 @@ class NativeKernels(TorchKernels):
         return out
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        bank: StateBank,
+        batch: AttentionBatch,
+        *,
+        is_plain: bool = False,
     ) -> Tensor:
         """See `Kernels.convolve`."""
         operations = self._native(x, weight)
         if operations is None:
             self._fall_back()
-            return super().convolve(x, weight, bias, bank, batch)
+            return super().convolve(x, weight, bias, bank, batch, is_plain=is_plain)
         out = x.new_empty(x.shape)
         if len(x):
             are_slots_good = operations.convolve(
                 *(x.data_ptr(), x.stride(0), weight.data_ptr()),
-                *(None if bias is None else bias.data_ptr(), *weight.shape),
+                *(None if bias is None else bias.data_ptr(), *weight.shape, is_plain),
                 *_numbers_of(bank, batch),
                 *(out.data_ptr(), self._level, torch.get_num_threads()),
             )
@@ -353,7 +360,7 @@ class NativeKernels(TorchKernels):
         batch: AttentionBatch,
     ) -> Tensor:
         """See `Kernels.delta_rule`: one token after the other."""
-        operations = self._native(mixed, rule.norm)
+        operations = None if rule.decays_channels else self._native(mixed, rule.norm)
         if operations is None:
             self._fall_back()
             return super().delta_rule(mixed, z, gates, rule=rule, bank=bank, batch=batch)
@@ -364,7 +371,8 @@ class NativeKernels(TorchKernels):
                 *(mixed.data_ptr(), mixed.stride(0), z.data_ptr(), z.stride(0)),
                 *(gates.data_ptr(), gates.stride(0)),
                 *(part.data_ptr() for part in (rule.decay, rule.rate_bias, rule.norm)),
-                *(rule.eps, rule.num_key_heads, num_heads, rule.key_dim, rule.value_dim),
+                *(rule.eps, rule.beta_scale),
+                *(rule.num_key_heads, num_heads, rule.key_dim, rule.value_dim),
                 *_numbers_of(bank, batch),
                 *(out.data_ptr(), self._level, torch.get_num_threads()),
             )
@@ -534,7 +542,7 @@ class InvariantNativeKernels(NativeKernels):
     """
 
     name = "native-batch-invariant"
-    can = NativeKernels.can & ~Can.LATENTS
+    can = NativeKernels.can & ~(Can.LATENTS | Can.CHANNEL_DECAYS)
     _is_invariant = True
 
     def _fall_back(self) -> None:

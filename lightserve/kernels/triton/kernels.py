@@ -213,10 +213,17 @@ class TritonKernels(Kernels):
         )
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        bank: StateBank,
+        batch: AttentionBatch,
+        *,
+        is_plain: bool = False,
     ) -> Tensor:
         """See `Kernels.convolve`."""
-        return recurrent.convolve(x, weight, bias, bank, batch)
+        return recurrent.convolve(x, weight, bias, bank, batch, is_plain=is_plain)
 
     def delta_rule(
         self,

@@ -78,6 +78,7 @@ def _convolve_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -110,9 +111,10 @@ def _convolve_kernel(
             x += tl.load(kept, mask=is_kept, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + place * CHANNELS + channels, mask=is_channel, other=0.0)
         total += x * weight.to(tl.float32)
-    result = (total / (1.0 + tl.exp(-total))).to(out_ptr.dtype.element_ty)
+    result = total if IS_PLAIN else total / (1.0 + tl.exp(-total))
     places = out_ptr + tokens.to(tl.int64)[:, None] * CHANNELS + channels
-    tl.store(places, result, mask=(tokens < num_tokens)[:, None] & is_channel)
+    is_out = (tokens < num_tokens)[:, None] & is_channel
+    tl.store(places, result.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 @launched
@@ -139,6 +141,7 @@ def _keep_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
     ALONE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -179,8 +182,9 @@ def _keep_kernel(
         is_channel = channels < CHANNELS
         if HAS_BIAS:
             total += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
-        result = (total / (1.0 + tl.exp(-total))).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + start * CHANNELS + channels, result, mask=is_channel)
+        result = total if IS_PLAIN else total / (1.0 + tl.exp(-total))
+        place = out_ptr + start * CHANNELS + channels
+        tl.store(place, result.to(out_ptr.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit
@@ -193,10 +197,12 @@ def _units(ptr, tokens, is_token, stride, KEY_DIM: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def _rates(ptr, tokens, is_token, stride, decay, rate_bias, HEADS: tl.constexpr):
+def _rates(
+    ptr, tokens, is_token, stride, decay, rate_bias, HEADS: tl.constexpr, BETA_SCALE: tl.constexpr
+):
     """Return a head's betas and logarithms of decays, [T]; zeros where there are none."""
     gates = ptr + tokens * stride
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(gates, mask=is_token, other=0.0)))
+    beta = BETA_SCALE / (1.0 + tl.exp(-tl.load(gates, mask=is_token, other=0.0)))
     rate = tl.load(gates + HEADS, mask=is_token, other=0.0) + rate_bias
     rate = tl.where(rate > 20.0, rate, tl.log(1.0 + tl.exp(rate)))
     return tl.where(is_token, beta, 0.0), tl.where(is_token, decay * rate, 0.0)
@@ -221,6 +227,7 @@ def _inverse_kernel(
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -240,7 +247,7 @@ def _inverse_kernel(
     k = _units(q_ptr + KEY_HEADS * KEY_DIM, tokens, is_token, mixed_stride, KEY_DIM, BLOCK_K)
     beta, decay = _rates(
         gates_ptr + head, tokens, is_token, gates_stride, tl.load(decay_ptr + head),
-        tl.load(rate_bias_ptr + head), HEADS,
+        tl.load(rate_bias_ptr + head), HEADS, BETA_SCALE,
     )  # fmt: skip
     total = tl.cumsum(decay, axis=0)
     between = total[:, None] - total[None, :]
@@ -289,6 +296,7 @@ def _delta_kernel(
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -327,8 +335,9 @@ def _delta_kernel(
         is_value = is_token[:, None] & (columns < VALUE_DIM)
         k = _units(k_ptr, tokens, is_token, mixed_stride, KEY_DIM, BLOCK_K)
         beta, decay = _rates(
-            gates_ptr + head, tokens, is_token, gates_stride, own_decay, rate_bias, HEADS
-        )
+            gates_ptr + head, tokens, is_token, gates_stride, own_decay, rate_bias, HEADS,
+            BETA_SCALE,
+        )  # fmt: skip
         v = tl.load(v_ptr + tokens[:, None] * mixed_stride, mask=is_value, other=0.0)
         v = v.to(tl.float32)
         if CHUNK == 1:
@@ -428,7 +437,13 @@ def _walk(batch: AttentionBatch) -> _Walk:
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, bank: StateBank, batch: AttentionBatch
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bank: StateBank,
+    batch: AttentionBatch,
+    *,
+    is_plain: bool = False,
 ) -> Tensor:
     """See `Kernels.convolve`."""
     width, channels = weight.shape
@@ -442,6 +457,7 @@ def convolve(
     tensors = (x, weight, bias, out, pieces, batch.state_slots)
     rows = (batch.rows, batch.cu_seqlens_q, batch.context_lens)
     sizes |= {"CHANNELS": channels, "WIDTH": width, "HAS_BIAS": bias is not None}
+    sizes["IS_PLAIN"] = is_plain
     if not is_alone:
         _convolve_kernel[cdiv(len(x), TOKENS), cdiv(channels, block)](
             *(*tensors, *rows, walk.owners, len(x), len(batch.rows), x.stride(0), *strides),
@@ -501,7 +517,12 @@ def _update_states(
     num_heads, walk, num_rows = len(rule.decay), _walk(batch), len(batch.rows)
     pieces, strides, sizes = _state(bank, batch, torch.float32)
     inputs = mixed, gates, rule.decay, rule.rate_bias
-    heads = {"KEY_HEADS": rule.num_key_heads, "HEADS": num_heads, "KEY_DIM": rule.key_dim}
+    heads = {
+        "KEY_HEADS": rule.num_key_heads,
+        "HEADS": num_heads,
+        "KEY_DIM": rule.key_dim,
+        "BETA_SCALE": rule.beta_scale,
+    }
     options = {
         "BLOCK_K": max(16, next_power_of_2(rule.key_dim)),
         "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -93,6 +94,27 @@ class Attention(Protocol):
 
     def project(self, heads: Tensor) -> Tensor:
         """Return hidden states of any N of the tokens, [N, hidden]."""
+
+
+class UnfusedAttention(ABC):
+    """Attention whose first products are not fused with the norm before them."""
+
+    _out: RowParallelLinear
+
+    @abstractmethod
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
+        """See `Attention.mix`."""
+
+    def mix_behind(
+        self, norm: Norm, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: KVTensors
+    ) -> tuple[Tensor, Tensor]:
+        """See `Attention.mix_behind`."""
+        x, residual = norm.add(x, residual)
+        return self.mix(x, inputs, kv), residual
+
+    def project(self, heads: Tensor) -> Tensor:
+        """Return hidden states; heads [N, features of all heads] -> [N, hidden]."""
+        return self._out(heads)
 
 
 class SelfAttention:

@@ -1,28 +1,87 @@
-"""Layers that keep a state in place of keys and values: the gated delta rule.
+"""Layers that keep a state in place of keys and values: the gated delta rule, short convolutions.
 
-Source: Yang et al. 2024, "Gated Delta Networks", section 3.4, as Qwen3-Next has it.
+Source: Yang et al. 2024, "Gated Delta Networks", section 3.4, as Qwen3-Next has it; LFM2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightserve.kernels.weights import DeltaRule
 from lightserve.models.base import KVTensors, Part, even_part
-from lightserve.models.layers.attention import AttentionInputs
+from lightserve.models.layers.attention import Attention, AttentionInputs, UnfusedAttention
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     ModelContext,
-    Norm,
     RowParallelLinear,
     UnquantizedMethod,
     read_vector,
 )
-from lightserve.models.recurrent_config import DeltaConfig
+from lightserve.models.recurrent_config import (
+    ConvolutionConfig,
+    DeltaConfig,
+    Joined,
+    RecurrentConfig,
+)
 
 
-class DeltaLayer:
+def recurrent_layer(config: RecurrentConfig) -> type[Attention]:
+    """Return the class of layers that keep states."""
+    if isinstance(config, ConvolutionConfig):
+        return ConvolutionLayer
+    is_kimi = isinstance(config, DeltaConfig) and config.rank > 0
+    return KimiDeltaLayer if is_kimi else DeltaLayer
+
+
+class ConvolutionLayer(UnfusedAttention):
+    """LFM2's: a short convolution of each channel of b * x, times c; b, c and x are products."""
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        """Load its weights; `prefix` is that of the attention which others have here."""
+        config, reader, own = context.config, context.reader, context.config.recurrent
+        assert isinstance(own, ConvolutionConfig)
+        prefix = f"{prefix.rpartition('.')[0]}.conv"
+        part = even_part(own.channels, context.tp)
+        self._kernels, self._size = context.kernels, part.size
+        self._number = sorted(own.layers).index(layer)
+        starts = range(part.start, 3 * own.channels, own.channels)
+        self._in = ColumnParallelLinear(
+            context.method.exact_inputs,
+            reader,
+            [(f"{prefix}.in_proj", Part(start, part.size)) for start in starts],
+            in_size=config.hidden_size,
+            has_bias=own.has_bias,
+        )
+        self._out = RowParallelLinear(
+            context.method,
+            reader,
+            context.tp,
+            f"{prefix}.out_proj",
+            columns=part,
+            out_size=config.hidden_size,
+            has_bias=own.has_bias,
+        )
+        self._weight = _convolution(context, [(f"{prefix}.conv.weight", part)], own.width)
+        self._bias: Tensor | None = None
+        if own.has_bias:
+            self._bias = torch.empty(part.size, dtype=reader.dtype, device=reader.device)
+            reader.read_into(self._bias, f"{prefix}.conv.bias", rows=part)
+
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
+        """Update states; x [T, hidden] -> [T, channels]."""
+        (kept,) = kv.states[self._number]
+        b, c, own = self._in(x).split_with_sizes((self._size,) * 3, dim=-1)
+        mixed = self._kernels.convolve(
+            b * own, self._weight, self._bias, kept, inputs.batch, is_plain=True
+        )
+        return mixed.mul_(c)
+
+
+class DeltaLayer(UnfusedAttention):
     """In the place of a layer's attention; the same calls.
 
     hidden ─► q k v ─► convolution ─► delta rule ─► norm, times SiLU of z ─► hidden
@@ -32,7 +91,7 @@ class DeltaLayer:
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         """Load its weights; `prefix` is that of the attention which others have here."""
         config, reader, delta = context.config, context.reader, context.config.recurrent
-        assert delta is not None
+        assert isinstance(delta, DeltaConfig)
         prefix = f"{prefix.rpartition('.')[0]}.linear_attn"
         keys, values = (
             even_part(heads, context.tp) for heads in (delta.num_key_heads, delta.num_value_heads)
@@ -41,21 +100,8 @@ class DeltaLayer:
         hidden = config.hidden_size
         self._kernels = context.kernels
         self._number = sorted(delta.layers).index(layer)
-        self._in = ColumnParallelLinear(
-            context.method.exact_inputs,
-            reader,
-            sections.wide(f"{prefix}.in_proj_"),
-            in_size=hidden,
-            has_bias=False,
-        )
-        # So small, and so much depends on them, that they are not rounded.
-        self._gates = ColumnParallelLinear(
-            UnquantizedMethod(context.kernels),
-            reader,
-            sections.narrow(f"{prefix}.in_proj_"),
-            in_size=hidden,
-            has_bias=False,
-        )
+        self._in = self.linear(context, sections.wide(f"{prefix}.in_proj_"))
+        self._gates = self.gates(context, sections, prefix)
         self._out = RowParallelLinear(
             context.method,
             reader,
@@ -66,16 +112,48 @@ class DeltaLayer:
             has_bias=False,
         )
         self._channels = sections.num_channels
-        self._convolution = sections.convolution(context, f"{prefix}.conv1d.weight")
+        self._convolution = _convolution(context, sections.convolution(prefix), delta.width)
         self._rule = DeltaRule(
             keys.size,
             delta.key_dim,
             delta.value_dim,
-            decay=-_floats(context, f"{prefix}.A_log", values).exp(),
-            rate_bias=_floats(context, f"{prefix}.dt_bias", values),
+            decay=-self.decays(context, f"{prefix}.A_log", values).exp(),
+            rate_bias=_floats(context, f"{prefix}.dt_bias", sections.rates),
             norm=read_vector(reader, f"{prefix}.norm.weight", delta.value_dim),
-            eps=config.rms_norm_eps,
+            eps=delta.norm_eps or config.rms_norm_eps,
+            beta_scale=delta.beta_scale,
+            gates_by_sigmoid=delta.rank > 0,
         )
+
+    @staticmethod
+    def linear(
+        context: ModelContext, parts: Sequence[tuple[str, Part]], *, rank: int | None = None
+    ) -> ColumnParallelLinear:
+        """Load a product of hidden states, or of `rank` numbers."""
+        return ColumnParallelLinear(
+            context.method.exact_inputs,
+            context.reader,
+            parts,
+            in_size=rank or context.config.hidden_size,
+            has_bias=False,
+        )
+
+    def gates(
+        self, context: ModelContext, sections: _Sections, prefix: str
+    ) -> ColumnParallelLinear:
+        """Load b and a."""
+        # So small, and so much depends on them, that they are not rounded.
+        return ColumnParallelLinear(
+            UnquantizedMethod(context.kernels),
+            context.reader,
+            sections.narrow(f"{prefix}.in_proj_"),
+            in_size=context.config.hidden_size,
+            has_bias=False,
+        )
+
+    def decays(self, context: ModelContext, name: str, heads: Part) -> Tensor:
+        """Load the logarithms of this rank's decays, float32 [Hv]."""
+        return _floats(context, name, heads)
 
     def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
         """Update states; x [T, hidden] -> [T, Hv * Dv]."""
@@ -87,16 +165,44 @@ class DeltaLayer:
             mixed, z, gates, rule=self._rule, bank=matrices, batch=batch
         )
 
-    def mix_behind(
-        self, norm: Norm, x: Tensor, residual: Tensor, inputs: AttentionInputs, kv: KVTensors
-    ) -> tuple[Tensor, Tensor]:
-        """See `Attention.mix_behind`."""
-        x, residual = norm.add(x, residual)
-        return self.mix(x, inputs, kv), residual
 
-    def project(self, heads: Tensor) -> Tensor:
-        """Return hidden states; heads [N, Hv * Dv] -> [N, hidden]."""
-        return self._out(heads)
+class KimiDeltaLayer(DeltaLayer):
+    """Kimi Delta Attention: z, and the rates of each channel's decay, are products of low rank.
+
+    Source: Kimi Team 2025, "Kimi Linear", section 4.
+    """
+
+    def gates(
+        self, context: ModelContext, sections: _Sections, prefix: str
+    ) -> ColumnParallelLinear:
+        """Load b, and what z and rates are made of."""
+        exact = replace(context, method=UnquantizedMethod(context.kernels))
+        rank, (rates, values) = sections.rank, (sections.rates, sections.value_rows)
+        whole = Part(0, rank)
+        self._low = self.linear(context, [(f"{prefix}.{name}_a_proj", whole) for name in "fg"])
+        self._rates = self.linear(exact, [(f"{prefix}.f_b_proj", rates)], rank=rank)
+        self._z = self.linear(context, [(f"{prefix}.g_b_proj", values)], rank=rank)
+        return self.linear(exact, sections.narrow(f"{prefix}.in_proj_"))
+
+    def decays(self, context: ModelContext, name: str, heads: Part) -> Tensor:
+        """See `DeltaLayer.decays`; the file has [1, 1, heads of all ranks, 1]."""
+        assert isinstance(context.config.recurrent, DeltaConfig)
+        shape = 1, 1, context.config.recurrent.num_value_heads, 1
+        found = torch.empty(shape, dtype=torch.float32, device=context.reader.device)
+        context.reader.read_into(found, name)
+        return found.flatten()[heads.start : heads.start + heads.size].clone()
+
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
+        """See `DeltaLayer.mix`."""
+        convolution, matrices = kv.states[self._number]
+        mixed = self._kernels.convolve(
+            self._in(x), self._convolution, None, convolution, inputs.batch
+        )
+        rates, z = (part.contiguous() for part in self._low(x).chunk(2, dim=-1))
+        gates = torch.cat([self._gates.wide(x), self._rates(rates).float()], dim=-1)
+        return self._kernels.delta_rule(
+            mixed, self._z(z), gates, rule=self._rule, bank=matrices, batch=inputs.batch
+        )
 
 
 class _Sections:
@@ -105,13 +211,17 @@ class _Sections:
     def __init__(self, delta: DeltaConfig, keys: Part, values: Part) -> None:
         self._delta = delta
         key_rows, value_rows = _features(keys, delta.key_dim), _features(values, delta.value_dim)
-        self._keys, self._values, self._value_rows = keys, values, value_rows
+        self._keys, self._values, self.value_rows = keys, values, value_rows
+        self.rank, self.rates = delta.rank, key_rows if delta.rank else values
+        """Rank of products for z and rates; this rank's rates, one for each head or channel."""
         starts = (0, delta.key_size, 2 * delta.key_size)
+        if delta.joined is Joined.NONE:
+            starts = (0, 0, 0)
         self._channels = [
             Part(start + rows.start, rows.size)
             for start, rows in zip(starts, (key_rows, key_rows, value_rows), strict=True)
         ]
-        """Queries, keys and values among the channels."""
+        """Queries, keys and values among the channels, or each in a tensor of its own."""
 
     @property
     def num_channels(self) -> int:
@@ -121,17 +231,21 @@ class _Sections:
     def wide(self, prefix: str) -> list[tuple[str, Part]]:
         """Return where queries, keys, values and z are made."""
         delta = self._delta
-        if not delta.is_grouped:
-            channels = [(f"{prefix}qkv", part) for part in self._channels]
-            return [*channels, (f"{prefix}z", self._value_rows)]
+        if delta.joined is not Joined.GROUPS:
+            names = "qkv" if delta.joined is Joined.NONE else ("qkv",) * 3
+            channels = [
+                (f"{prefix}{name}", part) for name, part in zip(names, self._channels, strict=True)
+            ]
+            return channels if self.rank else [*channels, (f"{prefix}z", self.value_rows)]
         values = delta.value_size // delta.num_key_heads
         return self._grouped(f"{prefix}qkvz", (delta.key_dim, delta.key_dim, values, values))
 
     def narrow(self, prefix: str) -> list[tuple[str, Part]]:
         """Return where b and a are made."""
         delta = self._delta
-        if not delta.is_grouped:
-            return [(f"{prefix}b", self._values), (f"{prefix}a", self._values)]
+        if delta.joined is not Joined.GROUPS:
+            names = "b" if self.rank else "ba"
+            return [(f"{prefix}{name}", self._values) for name in names]
         heads = delta.num_value_heads // delta.num_key_heads
         return self._grouped(f"{prefix}ba", (heads, heads))
 
@@ -144,14 +258,23 @@ class _Sections:
             for head in heads
         ]
 
-    def convolution(self, context: ModelContext, name: str) -> Tensor:
-        """Load the convolution's weights of this rank's channels, [width, channels]."""
-        reader, parts = context.reader, []
-        for part in self._channels:
-            shape = part.size, 1, self._delta.width
-            parts.append(torch.empty(shape, dtype=reader.dtype, device=reader.device))
-            reader.read_into(parts[-1], name, rows=part)
-        return torch.cat(parts)[:, 0].T.contiguous()
+    def convolution(self, prefix: str) -> list[tuple[str, Part]]:
+        """Return where the convolution's weights are."""
+        names = [f"{name}_" for name in "qkv"] if self._delta.joined is Joined.NONE else [""] * 3
+        return [
+            (f"{prefix}.{name}conv1d.weight", part)
+            for name, part in zip(names, self._channels, strict=True)
+        ]
+
+
+def _convolution(context: ModelContext, parts: Sequence[tuple[str, Part]], width: int) -> Tensor:
+    """Load the weights of this rank's channels, [width, channels]."""
+    reader, loaded = context.reader, []
+    for name, part in parts:
+        shape = part.size, 1, width
+        loaded.append(torch.empty(shape, dtype=reader.dtype, device=reader.device))
+        reader.read_into(loaded[-1], name, rows=part)
+    return torch.cat(loaded)[:, 0].T.contiguous()
 
 
 def _floats(context: ModelContext, name: str, heads: Part) -> Tensor:

@@ -127,6 +127,7 @@ SHAPES: dict[str, tuple[str, str, str, str]] = {
         "",
     ),
     "olmo3": ("<function_calls>\n", "add(a=1, b='x}')", "\n", "\n</function_calls>"),
+    "lfm2": ("<|tool_call_start|>[", "add(a=1, b='x}')", ", ", "]<|tool_call_end|>"),
     "pythonic": ("[", "add(a=1, b='x}')", ", ", "]"),
     "llama3_json": ("", '{"name": "add", "parameters": {"a": 1, "b": "x}"}}', "; ", ""),
     "glm4": ("", 'add\n{"a": 1, "b": "x}"}', "\n", ""),
@@ -695,6 +696,8 @@ TEMPLATES = [
     ("<|system|>…<|tool|>…<|/tool|>", "phi4_mini", "none"),
     ("<|action_start|><|plugin|>", "internlm", "none"),
     ("<function_calls>…<think>", "olmo3", "think"),
+    ("<|tool_list_start|>[…]<|tool_list_end|>", "lfm2", "none"),
+    ("<|tool_call_start|>[' + … + ']<|tool_call_end|>…</think>", "lfm2", "think"),
     ('ipython … {"name": function name, "parameters": …', "llama3_json", "none"),
     ("[func_name1(params_name1=params_value1…", "pythonic", "none"),
     (HARMONY_TEMPLATE, "harmony", "harmony"),
@@ -708,6 +711,11 @@ TEMPLATES = [
     ),
     ("<minimax:tool_call>\n<invoke name=…\n<response>…<think></think>", "minimax", "think"),
     ("<|tool_call>call:' + function['name'] … <|channel>thought\n<channel|>", "gemma4", "gemma4"),
+    (
+        "{%- set ns_token = ']<]minimax[>[' %} … <tool_call>\n<invoke name=… <think>",
+        "none",
+        "think",
+    ),
     ("<seed:tool_call>\n<function=…<parameter=… <seed:think>", "seed_oss", "seed_oss"),
     ("<start_of_turn>model", "none", "none"),
 ]

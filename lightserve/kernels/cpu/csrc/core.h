@@ -308,6 +308,7 @@ struct Convolution {
   const T* weight;  // [width][channels]
   const T* bias;    // or null
   int64_t width, channels;
+  bool is_plain;  // or its SiLU
   States states;  // [width - 1][channels]
   T* out;         // [tokens, channels], contiguous
 };
@@ -323,7 +324,7 @@ struct DeltaRule {
   const float* decay;  // of each head
   const float* rate_bias;
   const T* norm;
-  float eps;
+  float eps, beta_scale;
   int64_t num_key_heads, num_heads, key_dim, value_dim;
   States states;  // float32 [num_heads][key_dim][value_dim]
   T* out;         // [tokens, num_heads, value_dim], contiguous

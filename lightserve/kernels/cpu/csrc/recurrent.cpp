@@ -54,9 +54,11 @@ bool States::are_good() const {
 // Both return 0, and do nothing, if a slot of a state is none of the pool.
 #define OPERATIONS(T, name)                                                                     \
   EXPORT int32_t core_convolve_##name(const T* x, int64_t x_stride, const T* weight,            \
-                                      const T* bias, int64_t width, int64_t channels, STATES,   \
-                                      T* out, int32_t level, int32_t num_threads) {             \
-    const Convolution<T> task{x, x_stride, weight, bias, width, channels, STATES_OF, out};      \
+                                      const T* bias, int64_t width, int64_t channels,           \
+                                      int32_t is_plain, STATES, T* out, int32_t level,          \
+                                      int32_t num_threads) {                                    \
+    const Convolution<T> task{x,        x_stride,      weight,    bias, width,                  \
+                              channels, is_plain != 0, STATES_OF, out};                         \
     if (!task.states.are_good()) return 0;                                                      \
     (level >= AVX512 ? avx512::convolve<T> : avx2::convolve<T>)(task, num_threads);             \
     return 1;                                                                                   \
@@ -65,10 +67,10 @@ bool States::are_good() const {
   EXPORT int32_t core_delta_rule_##name(                                                        \
       const T* mixed, int64_t mixed_stride, const T* z, int64_t z_stride, const float* gates,   \
       int64_t gate_stride, const float* decay, const float* rate_bias, const T* norm, float eps, \
-      int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, STATES,     \
+      float beta_scale, int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, STATES,     \
       T* out, int32_t level, int32_t num_threads) {                                             \
     const DeltaRule<T> task{mixed,     mixed_stride, z,   z_stride,      gates,                 \
-                            gate_stride, decay,      rate_bias, norm, eps, num_key_heads,       \
+                            gate_stride, decay,      rate_bias, norm, eps, beta_scale, num_key_heads, \
                             num_heads, key_dim,      value_dim, STATES_OF, out};                \
     if (!task.states.are_good()) return 0;                                                      \
     (level >= AVX512 ? avx512::delta_rule<T> : avx2::delta_rule<T>)(task, num_threads);         \

@@ -31,7 +31,7 @@ TARGET static void convolve_row(const Convolution<T>& task, const int64_t* row, 
       for (int64_t j = 0; j < task.width; j++)
         sum += load_some(input(i, kept - j) + offset, count) *
                load_some(task.weight + j * task.channels + first + offset, count);
-      store_some(out + offset, sum / (exp_of(-sum) + 1.0f), count);
+      store_some(out + offset, task.is_plain ? sum : sum / (exp_of(-sum) + 1.0f), count);
     }
   }
   for (int64_t i = 0; i < kept; i++)  // from the first on: none that is read is overwritten
@@ -120,7 +120,7 @@ TARGET static void widen_tokens(const DeltaRule<T>& task, int64_t head, int64_t 
     const float rate = gates[task.num_heads] + task.rate_bias[head];
     const float soft = rate > 20.0f ? rate : std::log1p(std::exp(rate));
     to.grown[i] = std::exp(task.decay[head] * soft);
-    to.beta[i] = 1.0f / (1.0f + std::exp(-gates[0]));
+    to.beta[i] = task.beta_scale / (1.0f + std::exp(-gates[0]));
   }
 }
 
