@@ -26,7 +26,7 @@ from lightserve.config.scheduling import SchedulingOptions
 from lightserve.errors import ConfigError
 from lightserve.messages.common import GraphSizes, StepCoefficients
 from lightserve.messages.frontend_router import Abort, Acknowledge, BatchDue, Finish, Submit
-from lightserve.messages.images import without_pixels
+from lightserve.messages.images import EncoderWork, without_pixels
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.events import (
     FromFrontend,
@@ -101,6 +101,7 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     mixed_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = ()
     num_state_slots: int = 0
+    encoder: EncoderWork | None = None
 
     @property
     def graph_sizes(self) -> GraphSizes:
@@ -231,13 +232,16 @@ def decision_of(step: PlannedStep, plan: StepPlan, committed_at_s: float) -> Dec
 
 def _without_pixels(plan: StepPlan) -> StepPlan:
     """Return a plan with images as a log has them: their digests say the same."""
-    if not any(sequence.images for sequence in plan.sequences):
+    if not plan.encodes and not any(sequence.images for sequence in plan.sequences):
         return plan
     sequences = [
         msgspec.structs.replace(sequence, images=tuple(map(without_pixels, sequence.images)))
         for sequence in plan.sequences
     ]
-    return msgspec.structs.replace(plan, sequences=sequences)
+    encodes = tuple(
+        msgspec.structs.replace(order, image=without_pixels(order.image)) for order in plan.encodes
+    )
+    return msgspec.structs.replace(plan, sequences=sequences, encodes=encodes)
 
 
 def new_hash(data: bytes = b"") -> hashlib.blake2b:
@@ -324,6 +328,7 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
                 mixed_sizes=event.graph_sizes.mixed,
                 decode_sizes=event.graph_sizes.decodes,
                 num_state_slots=event.num_state_slots,
+                encoder=event.encoder,
             )
         case StepTimesKnown(step_cost, max_num_batched_tokens):
             return StepTimesWereMeasured(
@@ -348,6 +353,7 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
                 record.max_num_batched_tokens,
                 record.graph_sizes,
                 record.num_state_slots,
+                record.encoder,
             )
         case StepTimesWereMeasured():
             return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)

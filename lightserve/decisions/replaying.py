@@ -530,6 +530,7 @@ MEANINGS = {
     Reason.KV_NOW: "no memory for this step (kv_now)",
     Reason.KV_FUTURE: "memory is expected to run out (kv_future)",
     Reason.ORDER: "others' turn (order)",
+    Reason.ENCODING: "an image of its prompt is being encoded (encoding)",
     Reason.LOADING: "its KV waits for the link from the host (loading)",
     Reason.BLOCKED: "nothing to compute yet (blocked)",
 }

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 
 from lightserve.errors import ProtocolError
 from lightserve.messages.common import Int32Array
+
+T = TypeVar("T")
 
 IMAGE_ID = 1 << 30
 """Least id of an image's tokens."""
@@ -24,6 +27,8 @@ MAX_IMAGES = 64
 MAX_PIXEL_BYTES = 12 * 1024 * 1024
 """Bytes of all images of a request, as the encoder reads them: a message has to hold them."""
 DIGEST_BYTES = 32
+MAX_KEPT_TOKENS = 4096
+"""Tokens of images whose encodings workers keep beside those that rows are computing."""
 MAX_KNOWN = 65_536
 """Contents whose numbers are remembered; an older one that comes again gets a new number."""
 
@@ -50,6 +55,55 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """First position behind it."""
         return self.start + self.num_tokens
+
+
+class EncoderWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The work of an encoder of images: layers, one after the other, all of one size."""
+
+    num_layers: int
+    pair_share: float
+    """Work that each pair of an image's tokens adds, as a share of a token's own."""
+
+    def of_layer(self, image: Image) -> float:
+        """Return the work of a layer, in tokens."""
+        return image.num_tokens * (1.0 + self.pair_share * image.num_tokens)
+
+
+class EncodeOrder(msgspec.Struct, frozen=True, array_like=True):
+    """The next layers of an image's encoding, before a row computes its tokens."""
+
+    image: Image
+    """With pixels where these layers are the first; its `start` means nothing."""
+    num_layers: int
+
+
+class KeptImages(Generic[T]):
+    """What is known of images that were encoded lately, at least in part, by their digests.
+
+    Router and workers keep those of the same images: the latest of MAX_KEPT_TOKENS.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
+        self._num_tokens = 0
+
+    def get(self, image: Image) -> T | None:
+        """Return what is kept of an image."""
+        found = self._kept.get(image.digest)
+        return None if found is None else found[1]
+
+    def put(self, image: Image, value: T) -> None:
+        """Keep it as the latest, and forget the oldest beyond the limit."""
+        self._num_tokens -= self._kept.pop(image.digest, (0, value))[0]
+        self._kept[image.digest] = image.num_tokens, value
+        self._num_tokens += image.num_tokens
+        while self._num_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1:
+            self._num_tokens -= self._kept.popitem(last=False)[1][0]
+
+    def has_room(self, image: Image, is_done: Callable[[T], bool]) -> bool:
+        """Whether one more can begin while all that are not done stay."""
+        begun = [num for num, value in self._kept.values() if not is_done(value)]
+        return sum(begun) + image.num_tokens <= MAX_KEPT_TOKENS
 
 
 def digest_of(height: int, width: int, pixels: bytes) -> bytes:

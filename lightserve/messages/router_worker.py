@@ -41,7 +41,7 @@ from lightserve.messages.common import (
     pack_int32,
     unpack_int32,
 )
-from lightserve.messages.images import Image
+from lightserve.messages.images import EncodeOrder, EncoderWork, Image
 from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 
 
@@ -68,6 +68,8 @@ class WorkerHello(Message, frozen=True):
     GPU; otherwise between the steps."""
     graph_sizes: GraphSizes = NO_SIZES
     """To which its steps are padded."""
+    encoder: EncoderWork | None = None
+    """The work of its encoder of images; None: it has none."""
     num_state_slots: int = 0
     """Slots whose bytes hold the states of one sequence in all recurrent layers of the model; 0: it
     has none."""
@@ -235,6 +237,9 @@ class StepPlan(Message, frozen=True):
     left_rows: tuple[RowId, ...] = ()
     """Rows whose sequences have ended or paused since the last plan: what is kept for them can go.
     A row of `sequences` may be among them."""
+    encodes: tuple[EncodeOrder, ...] = ()
+    """Layers of images that rows of later plans compute tokens of; before the forward pass, which
+    encodes the rest of what its own rows need."""
     state_loads: StateCopies = NO_STATE_COPIES
     """Snapshots that rows go on from, to the slots of these rows: after `loads`, before the forward
     pass."""
@@ -296,6 +301,10 @@ class StepResult(Message, frozen=True):
     was asked for; and all that want PROMPT_LOGPROBS alone."""
     copy_s: float = 0.0
     """Seconds that `saves` and `loads` added to the step."""
+    encode_s: float = 0.0
+    """Seconds of it in which images were encoded."""
+    encoded: float = 0.0
+    """The work of that, see `EncoderWork.of_layer`."""
     launch_s: float = 0.0
     """Seconds of the host to launch it, where the device works meanwhile: on a GPU. A plan must
     come so much earlier for the device to go on without a pause."""

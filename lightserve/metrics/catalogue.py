@@ -290,7 +290,7 @@ REQUESTS_SKIPPED = counter(
     "requests_skipped_total",
     Origin.ROUTER,
     "Times that a request was considered for a step and left out, by what kept it out: time,"
-    " pace, tokens, bytes, rows, kv_now, kv_future, order, loading or blocked.",
+    " pace, tokens, bytes, rows, kv_now, kv_future, order, loading, encoding or blocked.",
     (*CLASS, "reason"),
 )
 DRAFT_TOKENS = counter(

@@ -311,6 +311,16 @@ class DraftHead(Protocol):
         """
 
 
+class ImageEncoding(Protocol):
+    """An image on its way through the encoder's layers."""
+
+    def advance(self, num_layers: int) -> None:
+        """Compute its next layers, as many as there are; every rank takes part."""
+
+    def embeddings(self) -> Tensor:
+        """Compute the rest, and return the embeddings of its tokens, see `Replaced.values`."""
+
+
 class Model(Protocol):
     """A loaded model, or one rank's part of it."""
 
@@ -349,12 +359,10 @@ class Model(Protocol):
         `logit_rows` None stands for all T tokens, in order. `replaced`: embeddings of images.
         """
 
-    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
-        """Return the embeddings of an image's tokens, see `Replaced.values`; every rank takes part.
+    def encode(self, pixels: Tensor) -> ImageEncoding:
+        """Begin with an image; every rank takes part.
 
-        Args:
-            pixels: uint8 [height, width, 3] on the model's device, as `VisionConfig.takes` them.
-            num_layers: of the encoder, whose results mean nothing then; None: all.
+        `pixels` is uint8 [height, width, 3] on the model's device, as `VisionConfig.takes` them.
         """
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:

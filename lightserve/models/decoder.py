@@ -21,7 +21,14 @@ from lightserve.kernels.interface import (
     NotRecordableError,
     PassInputs,
 )
-from lightserve.models.base import DraftHead, KVTensors, Part, Replaced, TensorParallel
+from lightserve.models.base import (
+    DraftHead,
+    ImageEncoding,
+    KVTensors,
+    Part,
+    Replaced,
+    TensorParallel,
+)
 from lightserve.models.config import ModelConfig
 from lightserve.models.layers.attention import (
     Attention,
@@ -377,10 +384,10 @@ class DecoderModel:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
+    def encode(self, pixels: Tensor) -> ImageEncoding:
         """See `Model.encode`."""
         assert self._vision is not None
-        return self._vision.encode(pixels, num_layers)
+        return self._vision.encode(pixels)
 
     def hidden(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import DraftHead, KVTensors, Part, Replaced
+from lightserve.models.base import DraftHead, ImageEncoding, KVTensors, Part, Replaced
 from lightserve.models.layers.attention import SelfAttention, rotary_table
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
@@ -172,7 +172,7 @@ class EncoderModel:
         """Return None: there are none."""
         return None
 
-    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
+    def encode(self, pixels: Tensor) -> ImageEncoding:
         """Raise RuntimeError: an encoder of texts sees no images, and no plan brings it any."""
         raise RuntimeError("an encoder of texts sees no images")
 

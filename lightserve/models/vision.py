@@ -112,6 +112,32 @@ class _Projector:
         return self._outer.apply(self._activate(self._inner.apply(x)))
 
 
+class _Encoding:
+    """See `ImageEncoding`."""
+
+    def __init__(self, encoder: VisionEncoder, x: Tensor, grid: _Grid) -> None:
+        self._encoder, self._x, self._grid = encoder, x, grid
+        self._num_done = 0
+        self._deep: dict[int, Tensor] = {}
+
+    def advance(self, num_layers: int) -> None:
+        """See `ImageEncoding`."""
+        encoder = self._encoder
+        for layer in encoder.layers[self._num_done : self._num_done + num_layers]:
+            self._x = layer(self._x, self._grid)
+            if (deep := encoder.deep.get(self._num_done)) is not None:
+                self._deep[self._num_done] = deep(self._x)
+            self._num_done += 1
+
+    def embeddings(self) -> Tensor:
+        """See `ImageEncoding`."""
+        encoder = self._encoder
+        self.advance(len(encoder.layers))
+        x = self._x[1:] if encoder.config.drops_class else self._x
+        deep = (self._deep[number] for number in encoder.config.projector.deep_layers)
+        return torch.cat([encoder.projector(x), *deep], dim=1)
+
+
 class VisionEncoder:
     """A rank's part of the encoder; what comes out is the same on all ranks.
 
@@ -136,11 +162,11 @@ class VisionEncoder:
         self._first_norm: Norm | None = None
         if vision.has_first_norm:
             self._first_norm = own.norm(VISION_NORM, size=hidden)
-        self._layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
-        self._projector, *deep = (
+        self.layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
+        self.projector, *deep = (
             _Projector(own, vision, name, size) for name, size in projectors(vision)
         )
-        self._deep = dict(zip(vision.projector.deep_layers, deep, strict=True))
+        self.deep = dict(zip(vision.projector.deep_layers, deep, strict=True))
         self._dtype = reader.dtype
         processor = vision.processor
         self._scale = processor.scale
@@ -149,14 +175,12 @@ class VisionEncoder:
             for values in (processor.mean, processor.std)
         )
 
-    def encode(self, pixels: Tensor, num_layers: int | None = None) -> Tensor:
-        """Return the embeddings of an image's tokens, see `Model.encode`.
+    def encode(self, pixels: Tensor) -> _Encoding:
+        """Begin with an image, see `Model.encode`.
 
-        An image is encoded alone: nothing of it depends on others in the step. `num_layers`: only
-        the first ones are computed, for what they take of memory and time.
+        An image is encoded alone: nothing of it depends on others in the step.
         """
-        config = self.config
-        rows, columns = (side // config.patch_size for side in pixels.shape[:2])
+        rows, columns = (side // self.config.patch_size for side in pixels.shape[:2])
         x = self._patches.apply(self._by_patch(pixels, rows, columns))
         if self._class is not None:
             x = torch.cat([self._class[None], x])
@@ -164,22 +188,7 @@ class VisionEncoder:
             x = x + self._positions_of(rows, columns)
         if self._first_norm is not None:
             x = self._first_norm(x)
-        grid = self._grid(rows, columns, len(x))
-        deep: dict[int, Tensor] = {}
-        for number, layer in enumerate(self._layers[:num_layers]):
-            x = layer(x, grid)
-            if number in self._deep:
-                deep[number] = self._deep[number](x)
-        if config.drops_class:
-            x = x[1:]
-        embeddings = self._projector(x)
-        return torch.cat(
-            [
-                embeddings,
-                *(deep.get(number, embeddings) for number in config.projector.deep_layers),
-            ],
-            dim=1,
-        )
+        return _Encoding(self, x, self._grid(rows, columns, len(x)))
 
     def _by_patch(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
         """Return the numbers of each patch, [T, 3 * patch_size ** 2], of one embedding together."""

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightserve.messages.images import Image
+from lightserve.messages.images import EncoderWork, Image
 from lightserve.models.architectures import Architecture
 from lightserve.models.image_processor import ImageProcessor, load_image_processor
 from lightserve.models.json_fields import JsonFields
@@ -204,6 +204,16 @@ class VisionConfig:
         """Return the tokens of an image in a prompt."""
         own = self.has_class and not self.drops_class
         return (height // self.factor) * (width // self.factor) + own
+
+    @property
+    def work(self) -> EncoderWork:
+        """The work of its layers, by their products and attention."""
+        layers = self.layers
+        num_products = 2 if layers.activation else 3
+        products = 4 * self.hidden_size + num_products * layers.intermediate_size
+        full = layers.count if layers.window is None else len(layers.full)
+        pair_share = 2 * self.merge**2 / products * full / max(1, layers.count)
+        return EncoderWork(layers.count, pair_share)
 
     def takes(self, image: Image) -> bool:
         """Whether an image is as the encoder reads it."""

@@ -22,6 +22,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.risk import AcceptedRisk
 from lightserve.router.drafting import Drafting, scope_of
+from lightserve.router.encoding import Encoding
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.kv.states import NO_STATE_CHANGES, StateChanges, States
@@ -81,6 +82,7 @@ def build_plan(
         plan_rows.append(PlanRow(row, start, num_tokens, output))
     return StepPlan(
         step_id=step.step_id,
+        encodes=step.encodes,
         sequences=sequences,
         slot_ranges=[*states.slot_ranges, *slot_ranges],
         rows=plan_rows,
@@ -207,8 +209,9 @@ class StepCommit:
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
 
-    def book(self, step: PlannedStep, kv: KVStore, now_s: float) -> StepPlan:
+    def book(self, step: PlannedStep, kv: KVStore, encoding: Encoding, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
+        encoding.note_orders(step.encodes)
         self.skip_counters.note(step)
         self._make_room(step, kv, now_s)
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
@@ -248,6 +251,8 @@ class StepCommit:
         self._pipeline.push(step, plan, now_s)
         self._rows.send(step.decodes.rows, num_tokens_each)
         for (request, num_tokens), samples in zip(step.chunks, step.num_samples, strict=True):
+            if request.parameters.images:
+                encoding.note_chunk(request, num_tokens)
             request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
             request.next_position += num_tokens

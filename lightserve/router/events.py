@@ -27,6 +27,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.images import EncoderWork
 from lightserve.messages.router_worker import RowResult
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable, Rows
@@ -65,6 +66,8 @@ class WorkersReady:
     """Sizes to which steps are padded (`WorkerHello`)."""
     num_state_slots: int = 0
     """Slots that the state of a sequence takes (`WorkerHello`)."""
+    encoder: EncoderWork | None = None
+    """The work of their encoder of images."""
 
 
 @dataclass(frozen=True, slots=True)

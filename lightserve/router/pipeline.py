@@ -191,7 +191,8 @@ class Pipeline:
             raise ProtocolError(f"result of step {result.step_id}: {error}") from None
         done = self._in_flight.popleft()
         self._shape = _computed_shape(done, result)
-        self.cost.observe(self._shape, result.exec_s - result.copy_s)
+        computed_s = max(0.0, result.exec_s - result.copy_s - result.encode_s)
+        self.cost.observe(self._shape, computed_s)
         self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_in_the_way)
         self._num_in_the_way = len(done.plan.ahead_saves.slots) // 4
         self.num_finished += 1
@@ -233,7 +234,8 @@ def _computed_shape(sent: SentStep, result: StepResult) -> StepShape:
 
 def _read(sent: SentStep, result: StepResult) -> StepOutput:
     """Return what a result says. Raises ProtocolError if it is not as its plan wants it."""
-    times_s = (result.exec_s, result.idle_s, result.copy_s, result.launch_s)
+    of_images = (result.encode_s, result.encoded)
+    times_s = (result.exec_s, result.idle_s, result.copy_s, result.launch_s, *of_images)
     if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
         raise ProtocolError("times must be finite and not negative")
     output = read_result(sent.plan, result)

@@ -19,6 +19,7 @@ from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.arrivals import ArrivalStats, Outlook
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.drafting import Drafting
+from lightserve.router.encoding import NO_ENCODING
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
@@ -72,6 +73,8 @@ class Planner:
         self._seats = Seats()
         """Seats of the last plan."""
         self.drafting = Drafting(config.max_draft_tokens, rows)
+        self.encoding = NO_ENCODING
+        """The workers' encoding of images."""
 
     def plan(
         self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float
@@ -200,6 +203,7 @@ class Planner:
             outlook=outlook,
             turn=waiting.queue.turn(),
             seats=self._seats,
+            encoding=self.encoding,
         )
 
     def _planned(self, step: Step, headroom: int, now_s: float) -> PlannedStep:
@@ -223,7 +227,8 @@ class Planner:
             preempted=changes.preempted,
             planned_at_s=now_s,
             shape=shape,
-            predicted_s=self._pipeline.predict(shape, memory.num_copied),
+            predicted_s=self._pipeline.predict(shape, memory.num_copied) + step.encodes.seconds,
+            encodes=tuple(step.encodes.orders),
             loaded=changes.loaded,
             found=found,
             seats_given=self._seats.given(changes.paused, newcomers),

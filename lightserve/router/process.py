@@ -402,6 +402,7 @@ class RouterProcess:
                 first.max_num_batched_tokens,
                 first.graph_sizes,
                 first.num_state_slots,
+                first.encoder,
             )
         )
         device = self._group.hellos[0].device

@@ -43,6 +43,7 @@ from lightserve.router.accounts import Accounts
 from lightserve.router.arrivals import ArrivalStats, HeldByRealTime
 from lightserve.router.commit import KVCounters, StepCommit
 from lightserve.router.config import SchedulerConfig
+from lightserve.router.encoding import Encoding
 from lightserve.router.events import (
     DeltaBatch,
     FromFrontend,
@@ -279,6 +280,7 @@ class Scheduler:
         assert len(self._rows) == 0, "the group before was not reported as gone"
         self._pipeline.cost.use_workers(ready.step_cost, ready.graph_sizes)
         self._pipeline.overlaps_copies = ready.overlaps_copies
+        self._planner.encoding = Encoding(ready.encoder)
         self._pipeline.max_num_batched_tokens = (
             ready.max_num_batched_tokens or self._config.max_num_batched_tokens
         )
@@ -345,7 +347,7 @@ class Scheduler:
         if planned.forecast_peak is not None:
             self.forecast_peak = planned.forecast_peak
         self.burst_headroom_tokens = planned.headroom
-        plan = self._commit.book(planned, self._kv, now_s)
+        plan = self._commit.book(planned, self._kv, self._planner.encoding, now_s)
         self._accounts.charge(planned.computed())
         return plan
 
@@ -361,6 +363,7 @@ class Scheduler:
         if self._kv is not None:
             self._kv.expire(now_s)
         step, output = self._pipeline.pop(result, now_s)
+        self._planner.encoding.observe(result.encode_s, result.encoded)
         assert self._kv is not None
         _, token_ids, others = output
         planned, table, deltas = step.planned, self._rows, DeltaBatch()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.cost.model import StepShape, chunk_pairs
+from lightserve.messages.images import EncodeOrder
 from lightserve.router.accounts import Computed
 from lightserve.router.request import Found, FoundOf, Request, progress
 from lightserve.router.request_table import Decodes, RequestTable, Rows
@@ -139,6 +140,8 @@ class Reason(StrEnum):
     """Another request goes first: an earlier one waits, or a better one took its place."""
     LOADING = "loading"
     """Its KV is on its way back from the host, or waits for the link."""
+    ENCODING = "encoding"
+    """An image of its prompt is being encoded, or waits for others."""
     BLOCKED = "blocked"
     """The request has nothing to compute: its frontend is to catch up with its output, its last
     token is in flight, or another request is just computing its prefix."""
@@ -287,6 +290,8 @@ class PlannedStep:
     live requests."""
     limit_s: float | None = None
     """The nearest deadline that the policy keeps to, from the start of the step."""
+    encodes: tuple[EncodeOrder, ...] = ()
+    """Layers of images that requests left out are waiting for."""
     hits_limit: bool = False
     """Whether a policy left out a real-time request for want of time."""
     best_effort_s: float | None = None

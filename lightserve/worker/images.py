@@ -1,7 +1,9 @@
 """Images of rows: pixels come with a sequence, embeddings are made in the step that needs them.
 
-An image is encoded in the first step that computes one of its tokens. Its embeddings stay until the
-last of them has been computed, or the row is left: a prompt may be computed in several steps.
+An image is encoded in steps before, layer by layer as plans order it; the first step that computes
+one of its tokens encodes the rest. Its embeddings stay until the last of them has been computed, or
+the row is left, as a prompt may be computed in several steps; those of the latest images stay
+longer (`KeptImages`), for rows that have the same ones.
 
 Some models turn queries and keys of an image's tokens by row and column (`VisionConfig.axes`), and
 go on behind it from the larger of both:
@@ -16,18 +18,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.errors import ProtocolError
-from lightserve.messages.images import Image
+from lightserve.messages.images import Image, KeptImages
 from lightserve.messages.router_worker import StepPlan
-from lightserve.models.base import Model, Replaced
+from lightserve.models.base import ImageEncoding, Model, Replaced
 from lightserve.types import RowId
-from lightserve.worker.device import DeviceQueue
+from lightserve.worker.device import DeviceQueue, Mark
 from lightserve.worker.tables import Int64Array, StepInputs, ranges
+
+
+class EncodeTime(NamedTuple):
+    """The part of a step that encodes images."""
+
+    spans: tuple[tuple[Mark, Mark], ...] = ()
+    """Begin and end of each."""
+    work: float = 0.0
+    """See `EncoderWork.of_layer`."""
+
+    @property
+    def seconds(self) -> float:
+        """The device's time; the step is over."""
+        return sum([end.seconds_since(start) for start, end in self.spans])
+
+
+NO_ENCODE_TIME = EncodeTime()
+
+
+@dataclass
+class _Encoded:
+    """An image that is encoded, or on its way."""
+
+    encoding: ImageEncoding
+    num_left: int
+    """Layers that are not computed."""
+    embeddings: Tensor | None = None
 
 
 @dataclass
@@ -44,7 +74,10 @@ class RowImages:
 
     def __init__(self, model: Model, queue: DeviceQueue, max_num_seqs: int) -> None:
         self._model, self._queue = model, queue
+        self._num_layers = 0 if model.config.vision is None else model.config.vision.layers.count
         self._held: dict[int, list[_Held]] = {}
+        self._kept: KeptImages[_Encoded] = KeptImages()
+        self._time = NO_ENCODE_TIME
         vision = model.config.vision
         self._turned: dict[int, Int64Array] = {}
         """Positions [3, n] of a row's tokens up to the end of its last image."""
@@ -67,12 +100,51 @@ class RowImages:
         for sequence in plan.sequences:
             self._held.pop(sequence.row, None)
             for image in sequence.images:
-                if vision is None or not vision.takes(image):
-                    raise ProtocolError(f"an image of {image.width} x {image.height} pixels")
+                self._check(image)
             if needed := [_Held(image) for image in sequence.images if image.pixels]:
                 self._held[sequence.row] = needed
             if self.shifts is not None and vision is not None:
                 self._turn(sequence.row, sequence.images, vision.factor)
+
+    def _check(self, image: Image) -> None:
+        vision = self._model.config.vision
+        if vision is None or not vision.takes(image):
+            raise ProtocolError(f"an image of {image.width} x {image.height} pixels")
+
+    def encode(self, plan: StepPlan) -> None:
+        """Encode what a plan orders for later ones; every rank takes part.
+
+        An image that is known no more is left: the row that needs it brings its pixels again.
+        """
+        for image, num_layers in ((order.image, order.num_layers) for order in plan.encodes):
+            self._check(image)
+            if (found := self._kept.get(image)) is None and not image.pixels:
+                continue
+            start = self._queue.mark()
+            found = found or self._begun(image)
+            count = min(num_layers, found.num_left)
+            found.encoding.advance(count)
+            found.num_left -= count
+            self._kept.put(image, found)
+            self._note(start, image, count)
+
+    def _begun(self, image: Image) -> _Encoded:
+        flat = np.frombuffer(image.pixels, dtype=np.uint8).copy()
+        (pixels,) = self._queue.upload([flat])
+        encoding = self._model.encode(pixels.view(image.height, image.width, 3))
+        return _Encoded(encoding, self._num_layers)
+
+    def _note(self, start: Mark, image: Image, num_layers: int) -> None:
+        vision = self._model.config.vision
+        assert vision is not None
+        spans = (*self._time.spans, (start, self._queue.mark()))
+        work = self._time.work + num_layers * vision.work.of_layer(image)
+        self._time = EncodeTime(spans, work)
+
+    def take_time(self) -> EncodeTime:
+        """Return what has been encoded since the last call."""
+        time, self._time = self._time, NO_ENCODE_TIME
+        return time
 
     def _turn(self, row: RowId, images: Sequence[Image], factor: int) -> None:
         """Take in the positions of a row's tokens; `factor`: pixels of a token along a side."""
@@ -141,10 +213,14 @@ class RowImages:
 
     def _embeddings(self, held: _Held) -> Tensor:
         if held.embeddings is None:
-            image = held.image
-            flat = np.frombuffer(image.pixels, dtype=np.uint8).copy()
-            (pixels,) = self._queue.upload([flat])
-            held.embeddings = self._model.encode(pixels.view(image.height, image.width, 3))
+            image, start = held.image, self._queue.mark()
+            found = self._kept.get(image) or self._begun(image)
+            if found.embeddings is None:
+                found.embeddings = found.encoding.embeddings()
+                self._note(start, image, found.num_left)
+                found.num_left = 0
+            self._kept.put(image, found)
+            held.embeddings = found.embeddings
         return held.embeddings
 
     def _forget(self, row: RowId, end: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightserve.messages.common import GraphSizes, pack_int32
+from lightserve.messages.images import EncoderWork
 from lightserve.messages.router_worker import StepPlan, StepResult, check_states
 from lightserve.models.base import Model, Replaced, TensorParallel
 from lightserve.models.encoder import EncoderModel
@@ -173,6 +174,12 @@ class ModelRunner:
         """Run steps of decodes alone as `graphs` from now on, others as `mixed`; both captured."""
         self._graphs, self._mixed = graphs, mixed
 
+    @property
+    def encoder(self) -> EncoderWork | None:
+        """The work of the model's encoder of images; None: it has none."""
+        vision = self._model.config.vision
+        return None if vision is None else vision.work
+
     @torch.inference_mode()
     def encode_any(self) -> None:
         """Encode a black image by two layers, for the memory that all take; no effect without an
@@ -181,7 +188,7 @@ class ModelRunner:
             most = self.context_len * vision.factor**2
             height, width = vision.processor.largest(most)
             black = torch.zeros(height, width, 3, dtype=torch.uint8, device=self.device)
-            self._model.encode(black, num_layers=2)
+            self._model.encode(black).advance(2)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""
@@ -217,6 +224,7 @@ class ModelRunner:
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs, lengths)
         self._states.take_in(plan.slot_ranges)
         self.pool.copy(plan.state_loads, self._queue)
+        self._images.encode(plan)
         passed = self._forward(inputs)
         self.pool.copy(plan.state_saves, self._queue)
         self._begin_sampling(plan)  # while the device has work
@@ -242,6 +250,7 @@ class ModelRunner:
             ),
             marks=StepMarks(idle_since, start, end),
             copies=copies,
+            encoding=self._images.take_time(),
             launch_s=0.0 if self.device.type == "cpu" else time.perf_counter() - begun_s,
         )
 
@@ -272,6 +281,8 @@ class ModelRunner:
             exec_s=marks.end.seconds_since(marks.start),
             idle_s=marks.start.seconds_since(marks.idle_since),
             copy_s=pending.copies.seconds(),
+            encode_s=pending.encoding.seconds,
+            encoded=pending.encoding.work,
             launch_s=pending.launch_s,
         )
 

@@ -134,6 +134,7 @@ def run(spec: ChildSpec, control: Link[ChildMessage, SupervisorMessage]) -> int:
             num_kv_slots=runner.pool.num_slots,
             num_host_slots=runner.host_pool.num_slots,
             num_state_slots=runner.pool.num_state_slots,
+            encoder=runner.encoder,
             step_cost=step_cost,
             device=facts_of(spec.config, runner.device),
             overlaps_copies=runner.host_pool.overlaps_copies,

@@ -23,6 +23,7 @@ from lightserve.models.pooling import Pooling
 from lightserve.types import RowId
 from lightserve.worker.device import DeviceQueue, Mark
 from lightserve.worker.host_pool import CopyWait
+from lightserve.worker.images import NO_ENCODE_TIME, EncodeTime
 from lightserve.worker.sampling.interface import LogprobTensors
 from lightserve.worker.sampling.sampler import to_token_logprobs
 
@@ -219,6 +220,7 @@ class Pending:
     """Seconds that the host took to launch it beside its work; 0 on the CPU."""
     num_verified: int = 0
     """See `StepResult`."""
+    encoding: EncodeTime = NO_ENCODE_TIME
 
     def is_done(self) -> bool:
         """Whether `finish` would not wait."""

@@ -39,7 +39,8 @@ from lightserve.errors import ModelLoadError, ProtocolError
 from lightserve.kernels.select import missing_core
 from lightserve.messages.common import TokenLogprob, TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.frontend_router import Submit
-from lightserve.messages.images import digest_of
+from lightserve.messages.images import EncodeOrder, digest_of, without_pixels
+from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import load_model_config
 from lightserve.models.loader import load_model
@@ -53,7 +54,7 @@ from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
+from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams, StepId
 from lightserve.worker.device import HostQueue
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.host_pool import DirectHostPool
@@ -140,13 +141,20 @@ class Worker:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self.encoded = 0.0
 
-    def execute(self, plan: object, *, exec_s: float, idle_s: float) -> object:
-        return self._runner.execute(plan)  # type: ignore[arg-type]
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        result = self._runner.execute(plan)
+        self.encoded += result.encoded
+        return result
 
 
 def answers_of(
-    runner: ModelRunner, requests: Sequence[Submit], *, budget: int = 512, gap_s: float = 0.0
+    runner: ModelRunner | Worker,
+    requests: Sequence[Submit],
+    *,
+    budget: int = 512,
+    gap_s: float = 0.0,
 ) -> list[Answer]:
     core = Scheduler(
         SchedulerConfig(
@@ -160,7 +168,8 @@ def answers_of(
             kv=KVOptions(cache_order=task_aware),
         )
     )
-    simulation = Simulation(core, Worker(runner), lambda plan: 0.01, num_slots=NUM_SLOTS)  # type: ignore[arg-type]
+    worker = runner if isinstance(runner, Worker) else Worker(runner)
+    simulation = Simulation(core, worker, lambda plan: 0.01, num_slots=NUM_SLOTS)  # type: ignore[arg-type]
     simulation.run(
         [
             TimedEvent(gap_s * number, FromFrontend(FrontendId(0), request))
@@ -238,6 +247,34 @@ def test_recorded_passes_turn_by_the_same_positions(tmp_path: Path, family: str)
         prompts, requests, answers_of(runner, requests, budget=11), strict=True
     ):
         assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
+
+
+def test_layers_that_plans_order_are_not_computed_again(path: Path) -> None:
+    runner = make_runner(path, model=None)
+    request = request_of(path, 0, PROMPTS[0])
+    (expected,) = answers_of(runner, [request])
+    encoder = runner.encoder
+    assert encoder is not None
+    image = request.images[0]
+    other = make_runner(path, model=None)
+    for number in range(encoder.num_layers):
+        given_pixels = image if number == 0 else without_pixels(image)
+        plan = StepPlan(
+            step_id=StepId(number),
+            sequences=[],
+            slot_ranges=[],
+            rows=[],
+            encodes=(EncodeOrder(given_pixels, 1),),
+        )
+        result = other.execute(plan)
+        assert result.encoded == pytest.approx(encoder.of_layer(image)) and result.encode_s > 0
+    lost = msgspec.structs.replace(without_pixels(image), digest=bytes(32))
+    plan = msgspec.structs.replace(plan, encodes=(EncodeOrder(lost, 1),))
+    assert other.execute(plan).encoded == 0.0  # its row will bring the pixels
+    worker = Worker(other)
+    (answer,) = answers_of(worker, [request])
+    assert answer.token_ids == expected.token_ids
+    assert worker.encoded == 0.0
 
 
 def test_another_picture_gives_another_answer(path: Path) -> None:

@@ -12,11 +12,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from lightserve.messages.images import Image
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.admission.base import AdmissionRound
+from lightserve.router.encoding import StepEncodes
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.pace import Pace, kept_pace
+from lightserve.router.policies.pace import NO_PACE, Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     StepBudget,
@@ -148,6 +150,8 @@ class Step:
         self.limits = limits
         self.found = found
         self.budget = StepBudget(running.table, limits, found, meets_deadlines=meets_deadlines)
+        self.encodes = self.budget.loads.encodes = StepEncodes(limits.encoding)
+        """Images that are encoded in it."""
         self.skips = Skips(running.table)
         """Requests that the step leaves out, and why."""
         self.started: dict[Request, None] = {}
@@ -395,6 +399,11 @@ class Step:
         if how.num_tokens and not request.is_whole:
             return Scheduled(request, self.memory.most_at_once(request, how.num_tokens))
         rest = self.memory.most_at_once(request, rest)
+        if not budget.is_empty and (image := self.encodes.before(request, start, rest)):
+            if image.start <= start:
+                self._encode(request, image)
+                return Reason.ENCODING
+            rest = image.start - start
         if how.is_whole or request.is_whole:
             is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
             if is_in:
@@ -417,6 +426,14 @@ class Step:
             return self._short_of
         self._short_of = self._lacking(request) if num_tokens < rest else None
         return Scheduled(request, num_tokens)
+
+    def _encode(self, request: Request, image: Image) -> None:
+        """Encode an image that a request comes to, within the time that its tokens would have."""
+        budget = self.budget
+        limit_s = budget.predicted_limit_s
+        if budget.pace is not NO_PACE:
+            limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
+        self.encodes.order(image, limit_s - budget.seconds - budget.loads.seconds())
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""
@@ -460,7 +477,7 @@ class Step:
     def _skip(self, request: Request, reason: Reason, classes: tuple[RequestClass, ...]) -> None:
         """Leave a request out; no more newcomers of `classes` are tried if it may not be passed."""
         self.skips.note(request, reason)
-        if request.state is not WAITING or reason is Reason.BLOCKED:
+        if request.state is not WAITING or reason in (Reason.BLOCKED, Reason.ENCODING):
             return
         is_best_effort = request.request_class is BE
         has_no_positions = self._num_positions_left <= 0 and request.wants_prompt_logprobs(

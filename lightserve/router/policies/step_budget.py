@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.arrivals import NO_OUTLOOK, Outlook, TimeShare
+from lightserve.router.encoding import NO_ENCODING, Encoding, StepEncodes
 from lightserve.router.policies.pace import NO_PACE
 from lightserve.router.queue import MIN_CHUNK, Turn
 from lightserve.router.request import FoundOf, Request
@@ -88,7 +89,11 @@ class StepLimits:
     """Whose turn it is among best-effort requests that wait."""
     seats: Seats = field(default_factory=Seats)
     """Which requests that wait are owed a seat."""
+    encoding: Encoding = NO_ENCODING
+    """What is encoded of images."""
 
+
+NO_ENCODES = StepEncodes(NO_ENCODING)
 
 # KV that comes back from the host in a step: what it waits for, and what is loaded beside it.
 #
@@ -111,12 +116,14 @@ class StepLoads:
         self._waited_seconds, self._beside_seconds, self._overlaps = copies
         self._num_waited = 0
         self._num_beside = 0
+        self.encodes = NO_ENCODES
+        """Images whose encoding makes the step longer."""
 
     def seconds(self, num_more: int = 0) -> float:
         """Return what the step takes longer for its loads, and for those of one more request."""
-        seconds = 0.0
+        seconds = self.encodes.seconds
         if num_waited := self._num_waited + num_more:  # as a rule there are none
-            seconds = self._waited_seconds(num_waited)
+            seconds += self._waited_seconds(num_waited)
         if self._num_beside and not self._overlaps:
             seconds += self._beside_seconds(self._num_beside)
         return seconds
@@ -309,6 +316,12 @@ class StepBudget:
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
         start, rest = self._found(request)[:2]
+        encode_s = 0.0
+        if request.parameters.images:
+            encode_s = self._limits.encoding.seconds_left(request, start) * self._cost.guard
+        return encode_s + self._seconds_of_tokens(request, start, rest, without)
+
+    def _seconds_of_tokens(self, request: Request, start: int, rest: int, without: Rows) -> float:
         shape = self._without(without)
         fits = rest <= self._num_left + len(without)
         if fits and (whole_s := self._seconds_with_all_of(request, shape)) <= self._limit_s:

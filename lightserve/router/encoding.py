@@ -1,0 +1,129 @@
+"""Encoding of images as work of steps, which is cut between layers.
+
+Where a prompt comes to an image that is not encoded, beside decodes of others, layers of the image
+take the place of its next tokens: as many as the step has time for as it would have for a chunk,
+one at least in each step, in the order in which the policy looks at requests. Its tokens follow
+in a step behind the last layer. A step in which nothing else advances encodes whole images with
+their first tokens: it holds up no token of others. All of this is pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightserve.messages.images import (
+    MAX_PIXEL_BYTES,
+    EncodeOrder,
+    EncoderWork,
+    Image,
+    KeptImages,
+    without_pixels,
+)
+from lightserve.router.request import Request
+from lightserve.router.step_cost import RATIO_MEMORY
+
+
+class Encoding:
+    """What is encoded of images, and the time that it takes, learnt from results."""
+
+    def __init__(self, work: EncoderWork | None = None) -> None:
+        """`work`: of the workers' encoder; None: they have none."""
+        self.work = work
+        self._layers: KeptImages[int] = KeptImages()
+        """Layers that plans have ordered."""
+        self._rate_s = 0.0
+        """Seconds of one token's work; 0: nothing is known."""
+
+    def num_left(self, image: Image) -> int:
+        """Return how many layers an image still needs."""
+        if self.work is None:
+            return 0
+        return self.work.num_layers - (self._layers.get(image) or 0)
+
+    def layer_s(self, image: Image) -> float:
+        """Return the seconds of one of its layers, as predicted; 0: nothing is known."""
+        return 0.0 if self.work is None else self._rate_s * self.work.of_layer(image)
+
+    def next_image(self, request: Request, start: int, num_tokens: int) -> Image | None:
+        """Return the first image with tokens among the next ones that is not encoded."""
+        for image in request.parameters.images:
+            if image.start >= start + num_tokens:
+                break
+            if image.end > start and self.num_left(image):
+                return image
+        return None
+
+    def seconds_left(self, request: Request, start: int) -> float:
+        """Return the seconds of all layers that a prompt needs from `start` on, as predicted."""
+        images = [image for image in request.parameters.images if image.end > start]
+        return sum([self.num_left(image) * self.layer_s(image) for image in images])
+
+    def can_begin(self, image: Image) -> bool:
+        """Whether an image can be begun without losing what others have got."""
+        if self._layers.get(image) or self.work is None:
+            return True
+        num_layers = self.work.num_layers
+        return self._layers.has_room(image, lambda done: done >= num_layers)
+
+    def note_orders(self, orders: Sequence[EncodeOrder]) -> None:
+        """Note what a plan orders."""
+        for image, num_layers in ((order.image, order.num_layers) for order in orders):
+            self._layers.put(image, (self._layers.get(image) or 0) + num_layers)
+
+    def note_chunk(self, request: Request, num_tokens: int) -> None:
+        """Note that a plan computes a request's next tokens, and encodes what these need."""
+        if self.work is None:
+            return
+        start = request.next_position
+        for image in request.parameters.images:
+            if image.start < start + num_tokens and image.end > start:
+                self._layers.put(image, self.work.num_layers)
+
+    def observe(self, seconds: float, work: float) -> None:
+        """Learn from a result that encoded so much."""
+        if work > 0.0:
+            rate_s = seconds / work
+            self._rate_s += (RATIO_MEMORY if self._rate_s else 1.0) * (rate_s - self._rate_s)
+
+
+NO_ENCODING = Encoding()
+
+
+class StepEncodes:
+    """The orders of a step that is being filled."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self.orders: list[EncodeOrder] = []
+        self.seconds = 0.0
+        """The time that they take, as predicted."""
+        self._num_bytes = 0
+        """Bytes of images that begin."""
+
+    def before(self, request: Request, start: int, num_tokens: int) -> Image | None:
+        """Return an image of a request's next tokens that has to be encoded before them."""
+        if not request.parameters.images or self._encoding.work is None:
+            return None
+        return self._encoding.next_image(request, start, num_tokens)
+
+    def order(self, image: Image, room_s: float) -> None:
+        """Encode as many of an image's layers as there is time for; the step's first has one."""
+        encoding = self._encoding
+        if any(order.image.digest == image.digest for order in self.orders):
+            return
+        is_begun = encoding.num_left(image) < (encoding.work.num_layers if encoding.work else 0)
+        if self.orders and not is_begun:
+            fits = self._num_bytes + image.num_bytes <= MAX_PIXEL_BYTES
+            if not fits or not encoding.can_begin(image):
+                return
+        layer_s = encoding.layer_s(image)
+        count = encoding.num_left(image)
+        if layer_s > 0.0 and room_s < math.inf:
+            count = min(count, max(0, int(room_s / layer_s)))
+        elif layer_s == 0.0:
+            count = 0
+        if count := max(count, int(not self.orders)):
+            self._num_bytes += 0 if is_begun else image.num_bytes
+            self.orders.append(EncodeOrder(without_pixels(image) if is_begun else image, count))
+            self.seconds += count * layer_s

@@ -1,0 +1,234 @@
+"""Images are encoded as work of steps: cut between layers, real-time ones first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
+from lightserve.messages.frontend_router import Submit
+from lightserve.messages.images import (
+    MAX_KEPT_TOKENS,
+    EncoderWork,
+    Image,
+    KeptImages,
+    digest_of,
+)
+from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.router.admission.baselines import ConservativeAdmission
+from lightserve.router.config import SchedulerConfig
+from lightserve.router.encoding import Encoding, StepEncodes
+from lightserve.router.events import FromFrontend
+from lightserve.router.from_submit import QueueLimits
+from lightserve.router.output_lengths import OutputLengths
+from lightserve.router.policies import POLICIES
+from lightserve.router.scheduler import Scheduler
+from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.sim.worker import SimulatedWorker
+from lightserve.types import SLO, FrontendId, RequestClass, RequestId, SamplingParams
+
+NUM_TOKENS, NUM_LAYERS = 50, 24
+WORK = EncoderWork(NUM_LAYERS, 0.01)
+LAYER_S = 0.004
+COST = StepCoefficients(0.01, 16.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def image(start: int, colour: int, num_tokens: int = NUM_TOKENS) -> Image:
+    pixels = bytes([colour]) * 12
+    return Image(start, num_tokens, 2, 2, pixels, digest_of(2, 2, pixels))
+
+
+def request(
+    number: int, length: int, *images: Image, of: RequestClass = RequestClass.RT, **options: Any
+) -> Submit:
+    fields: dict[str, Any] = {
+        "max_tokens": 4,
+        "sampling": SamplingParams(seed=length + 4),
+        "slo": SLO(ttft_ms=10_000.0, tpot_ms=30.0),
+    }
+    if of is RequestClass.BE:
+        fields["slo"] = SLO()
+    return Submit(
+        request_id=RequestId(number),
+        prompt=[TokenSegment(token_ids=pack_int32([7] * length))],
+        eos_token_ids=[],
+        request_class=of,
+        age_s=0.0,
+        images=images,
+        **(fields | options),
+    )
+
+
+def encode_s(plan: StepPlan) -> float:
+    return LAYER_S * sum(order.num_layers for order in plan.encodes)
+
+
+class Worker:
+    """A simulated worker whose encoder takes LAYER_S for a layer."""
+
+    def __init__(self) -> None:
+        self._worker = SimulatedWorker(num_slots=4000, max_num_seqs=16, max_model_len=1000)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        self.plans.append(plan)
+        result = self._worker.execute(plan, exec_s=exec_s, idle_s=idle_s)
+        work = sum(order.num_layers * WORK.of_layer(order.image) for order in plan.encodes)
+        return msgspec.structs.replace(result, encode_s=encode_s(plan), encoded=work)
+
+
+class Run:
+    """What a schedule became."""
+
+    def __init__(self, policy: str, *arrivals: tuple[float, Submit], **options: Any) -> None:
+        config = SchedulerConfig(
+            max_model_len=1000,
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
+            policy=POLICIES[policy](),
+            admission=ConservativeAdmission(),
+            lengths=OutputLengths(max_output_tokens=1000),
+        )
+        self.core, self.worker = Scheduler(config), Worker()
+        simulation = Simulation(
+            self.core,
+            self.worker,  # type: ignore[arg-type]
+            lambda plan: 0.01 + encode_s(plan),
+            num_slots=4000,
+            step_cost=COST,
+        )
+        encoder = options.get("encoder", WORK)
+        self.core._planner.encoding = Encoding(encoder)
+        events = [TimedEvent(at_s, FromFrontend(FrontendId(0), own)) for at_s, own in arrivals]
+        simulation.run(events)
+        self.core.check_integrity()
+        self.outcomes = {key.request_id: each for key, each in simulation.outcomes.items()}
+        self.plans = self.worker.plans
+
+    def orders(self) -> list[int]:
+        """Layers of each step that has any."""
+        counts = [sum(order.num_layers for order in plan.encodes) for plan in self.plans]
+        return [count for count in counts if count]
+
+
+LONG = request(
+    0,
+    20,
+    max_tokens=200,
+    sampling=SamplingParams(seed=220),
+    slo=SLO(ttft_ms=40.0, tpot_ms=14.0),
+)
+
+
+def test_layers_go_beside_decodes_within_their_targets() -> None:
+    """A token is due every 14 ms, its step takes 10: what is left has room for a few layers."""
+    run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))))
+    orders = run.orders()
+    assert sum(orders) == NUM_LAYERS and len(orders) > 6
+    times_s = run.outcomes[RequestId(0)].token_times_s
+    late = [n for n, time_s in enumerate(times_s) if time_s > 0.040 + 0.014 * n]
+    assert len(times_s) == 200 and late == [], "what is encoded beside them makes no token late"
+    first = next(plan for plan in run.plans if plan.encodes).encodes[0]
+    assert first.image.pixels and not any(
+        order.image.pixels for plan in run.plans for order in plan.encodes if order is not first
+    )
+    number = {id(plan): place for place, plan in enumerate(run.plans)}
+    last = max(number[id(plan)] for plan in run.plans if plan.encodes)
+    rows = {sequence.row for plan in run.plans for sequence in plan.sequences if sequence.images}
+    for plan in run.plans[: last + 1]:
+        for row in plan.rows:
+            assert row.row not in rows or row.start_position + row.num_tokens <= 10
+    assert len(run.outcomes[RequestId(1)].token_ids) == 4
+
+
+def test_a_request_alone_has_its_image_encoded_with_its_tokens() -> None:
+    run = Run("unified", (0.0, request(1, 80, image(10, 1))))
+    assert run.orders() == [] and len(run.outcomes[RequestId(1)].token_ids) == 4
+
+
+def test_two_of_one_picture_are_encoded_once() -> None:
+    arrivals = [(0.1, request(n, 80, image(10, 1))) for n in (1, 2)]
+    run = Run("unified", (0.0, LONG), *arrivals, (2.0, request(3, 90, image(20, 1))))
+    assert sum(run.orders()) == NUM_LAYERS
+
+
+def test_every_image_of_a_prompt() -> None:
+    images = image(10, 1), image(60, 2), image(200, 3)
+    run = Run("unified", (0.0, LONG), (0.1, request(1, 300, *images)))
+    assert sum(run.orders()) == 3 * NUM_LAYERS
+    assert len(run.outcomes[RequestId(1)].token_ids) == 4
+
+
+def test_real_time_images_go_first() -> None:
+    first = request(1, 80, image(10, 1), of=RequestClass.BE)
+    second = request(2, 80, image(10, 2))
+    run = Run("unified", (0.0, LONG), (0.1, first), (0.1, second))
+    digests = [order.image.digest for plan in run.plans for order in plan.encodes]
+    assert digests[0] == image(0, 2).digest
+    assert {*digests} == {image(0, 1).digest, image(0, 2).digest}
+    assert sum(run.orders()) == 2 * NUM_LAYERS
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_comes_to_an_end(policy: str) -> None:
+    arrivals = [
+        (0.02 * n, request(n, 100, image(5 * n, n), of=[*RequestClass][n % 2]))
+        for n in range(1, 12)
+    ]
+    run = Run(policy, (0.0, LONG), *arrivals)
+    assert all(len(run.outcomes[RequestId(n)].token_ids) == 4 for n in range(1, 12))
+
+
+def test_workers_without_an_encoder_are_ordered_nothing() -> None:
+    run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))), encoder=None)
+    assert run.orders() == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3000)), max_size=40))
+def test_kept_images_stay_within_their_limit(puts: list[tuple[int, int]]) -> None:
+    kept: KeptImages[int] = KeptImages()
+    last: dict[bytes, int] = {}
+    for number, (colour, num_tokens) in enumerate(puts):
+        one = image(0, colour, 100 + 317 * colour if num_tokens else 1)
+        kept.put(one, number)
+        last.pop(one.digest, None)
+        last[one.digest] = number
+        assert kept.get(one) == number
+        held = [image(0, c, 100 + 317 * c) for c in range(10)]
+        found = [other for other in held if kept.get(other) is not None]
+        assert sum(other.num_tokens for other in found) <= MAX_KEPT_TOKENS or len(found) == 1
+        newest = [*last][::-1][: len(found)]
+        assert {other.digest for other in found} == {*newest}
+
+
+def test_an_image_that_begins_does_not_push_out_another_that_is_on_its_way() -> None:
+    encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2 + 1
+    first, second = image(0, 1, half), image(0, 2, half)
+    step = StepEncodes(encoding)
+    step.order(first, 0.0)
+    step.order(second, 1.0)
+    assert [order.image.digest for order in step.orders] == [first.digest]
+    encoding.note_orders(step.orders)
+    again = StepEncodes(encoding)
+    again.order(first, 0.0)
+    again.order(second, 1.0)
+    assert [order.num_layers for order in again.orders] == [1]
+    encoding.note_orders(again.orders)
+    assert encoding.num_left(first) == NUM_LAYERS - 2 and encoding.num_left(second) == NUM_LAYERS
+
+
+def test_rates_are_learnt() -> None:
+    encoding = Encoding(WORK)
+    one = image(0, 1)
+    assert encoding.layer_s(one) == 0.0
+    for _ in range(100):
+        encoding.observe(LAYER_S, WORK.of_layer(one))
+    encoding.observe(1.0, 0.0)  # nothing was encoded
+    assert encoding.layer_s(one) == pytest.approx(LAYER_S)
+    larger = image(0, 1, 2 * NUM_TOKENS)
+    assert encoding.layer_s(larger) == pytest.approx(LAYER_S * 2 * (1 + 1) / (1 + 0.5))
