@@ -78,7 +78,7 @@ class EncodeOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptImages(Generic[T]):
-    """What is known of images that were encoded lately, at least in part, by their digests.
+    """Values of images that were encoded lately, at least in part, by their digests.
 
     Router and workers keep those of the same images: the latest of MAX_KEPT_TOKENS.
     """

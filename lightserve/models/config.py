@@ -375,7 +375,11 @@ def _model_config(path: Path, fields: JsonFields) -> ModelConfig:
     if architecture in _PLAIN:
         own = _PLAIN[architecture](fields)
         return ModelConfig(
-            architecture=architecture, dtype=_dtype(fields), weight_format=weight_format, **own
+            architecture=architecture,
+            dtype=_dtype(fields),
+            weight_format=weight_format,
+            vision=vision,
+            **own,
         )
     is_gemma = architecture in _GEMMA
     _check_activation(fields, is_gemma=is_gemma)

@@ -164,6 +164,11 @@ def _any_size(fields: JsonFields, factor: int) -> AnySize:
     )
 
 
+def has_image_processor(path: Path) -> bool:
+    """Whether a model's directory says how pictures are prepared."""
+    return (path / PREPROCESSOR_FILE).is_file() or (path / PROCESSOR_FILE).is_file()
+
+
 def _processor_fields(path: Path) -> JsonFields:
     file = path / PREPROCESSOR_FILE
     if file.is_file():

@@ -293,17 +293,20 @@ def parse_rotary_dim(fields: JsonFields, head_dim: int, *, share: float) -> int:
     return rotary_dim
 
 
-def parse_axes(fields: JsonFields, *, is_interleaved: bool) -> tuple[int, ...]:
+def parse_axes(
+    fields: JsonFields, *, is_interleaved: bool, has_states: bool = False
+) -> tuple[int, ...]:
     """Return for each frequency which of a token's three positions turns it: time, row, column.
 
     Qwen2-VL (Wang et al., 2024, section 2.1) has `mrope_section` one after the other; later models
-    have them interleaved. Raises ModelLoadError naming the key.
+    have them interleaved, those with states (Qwen3.5) in a quarter of each head. Raises
+    ModelLoadError naming the key.
     """
     key, holder = "mrope_section", _rope_object(fields) or fields
     num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", default=128 if is_interleaved else hidden // num_heads)
-    size = parse_rotary_dim(fields, head_dim, share=1.0) // 2
-    sections = [24, 20, 20] if is_interleaved else [16, 24, 24]
+    usual = (128, 1.0, [24, 20, 20]) if is_interleaved else (hidden // num_heads, 1.0, [16, 24, 24])
+    head_dim, share, sections = (256, 0.25, [11, 11, 10]) if has_states else usual
+    size = parse_rotary_dim(fields, fields.integer("head_dim", default=head_dim), share=share) // 2
     sections = holder.array(key) if holder.has(key) else sections
     is_count = [type(count) is int and count > 0 for count in sections]
     if len(sections) != 3 or not all(is_count) or sum(sections) != size:

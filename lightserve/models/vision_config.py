@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 from lightserve.messages.images import EncoderWork, Image
 from lightserve.models.architectures import Architecture
-from lightserve.models.image_processor import ImageProcessor, load_image_processor
+from lightserve.models.image_processor import (
+    ImageProcessor,
+    has_image_processor,
+    load_image_processor,
+)
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.plain_config import MAX_LAYERS, Activation
 from lightserve.models.rope import parse_axes
@@ -240,6 +244,9 @@ def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig
             return _parse_llava(fields)
         case Architecture.QWEN2_VL | Architecture.QWEN2_5_VL | Architecture.QWEN3_VL:
             return _parse_qwen(fields, architecture)
+        case Architecture.QWEN3_5_WHOLE | Architecture.QWEN3_5_MOE_WHOLE:
+            sees = has_image_processor(fields.path.parent)
+            return _parse_qwen(fields, architecture) if sees else None
         case _:
             return None
 
@@ -312,10 +319,10 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
         _vision_fields(fields, kind, kind.removesuffix("_vision")),
         _text_fields(fields),
     )
-    is_first, is_third = (
-        architecture is Architecture.QWEN2_VL,
-        architecture is Architecture.QWEN3_VL,
-    )
+    is_first = architecture is Architecture.QWEN2_VL
+    is_third = not is_first and architecture is not Architecture.QWEN2_5_VL
+    is_deep = architecture is Architecture.QWEN3_VL
+    has_states = is_third and not is_deep
     size_key, size = ("embed_dim", 1280) if is_first else ("hidden_size", None)
     hidden, heads = _heads(own, size_key, size, "num_heads")
     if hidden // heads % 4:
@@ -334,7 +341,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
     if is_first:
         inner = int(hidden * own.number("mlp_ratio", default=4))
     return VisionConfig(
-        placeholder=_placeholder(fields, 151_655),
+        placeholder=_placeholder(fields, 248_056 if has_states else 151_655),
         processor=load_image_processor(fields.path.parent, image_size=None, factor=factor),
         names=_QWEN2_NAMES if is_first else _QWEN3_NAMES if is_third else _QWEN_NAMES,
         prefixes=((("vision.", "visual."),), (("vision.", "model.visual."),)),
@@ -353,7 +360,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
             inner_size=hidden * merge**2,
             activation=Activation.GELU,
             has_bias=True,
-            deep_layers=_deep_layers(own, num_layers, text) if is_third else (),
+            deep_layers=_deep_layers(own, num_layers, text) if is_deep else (),
         ),
         patch_size=patch_size,
         merge=merge,
@@ -361,7 +368,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
         has_patch_bias=is_third,
         num_positions=_num_positions(own) if is_third else 0,
         rope_theta=10_000.0,
-        axes=parse_axes(text, is_interleaved=is_third),
+        axes=parse_axes(text, is_interleaved=is_third, has_states=has_states),
     )
 
 
@@ -395,6 +402,8 @@ _QWEN_KINDS = {
     Architecture.QWEN2_VL: "qwen2_vl_vision",
     Architecture.QWEN2_5_VL: "qwen2_5_vl_vision",
     Architecture.QWEN3_VL: "qwen3_vl_vision",
+    Architecture.QWEN3_5_WHOLE: "qwen3_5_vision",
+    Architecture.QWEN3_5_MOE_WHOLE: "qwen3_5_moe_vision",
 }
 _QWEN_NAMES = (
     ("vision.projector.norm", "vision.merger.ln_q"),

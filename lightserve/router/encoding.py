@@ -25,7 +25,7 @@ from lightserve.router.step_cost import RATIO_MEMORY
 
 
 class Encoding:
-    """What is encoded of images, and the time that it takes, learnt from results."""
+    """Progress of images, and the time that a layer takes, learnt from results."""
 
     def __init__(self, work: EncoderWork | None = None) -> None:
         """`work`: of the workers' encoder; None: they have none."""

@@ -227,8 +227,9 @@ class Planner:
             preempted=changes.preempted,
             planned_at_s=now_s,
             shape=shape,
-            predicted_s=self._pipeline.predict(shape, memory.num_copied) + step.encodes.seconds,
-            encodes=tuple(step.encodes.orders),
+            predicted_s=self._pipeline.predict(shape, memory.num_copied)
+            + step.budget.loads.encodes.seconds,
+            encodes=tuple(step.budget.loads.encodes.orders),
             loaded=changes.loaded,
             found=found,
             seats_given=self._seats.given(changes.paused, newcomers),

@@ -54,7 +54,8 @@ NO_ENCODE_TIME = EncodeTime()
 class _Encoded:
     """An image that is encoded, or on its way."""
 
-    encoding: ImageEncoding
+    encoding: ImageEncoding | None
+    """None: there are embeddings."""
     num_left: int
     """Layers that are not computed."""
     embeddings: Tensor | None = None
@@ -123,7 +124,8 @@ class RowImages:
             start = self._queue.mark()
             found = found or self._begun(image)
             count = min(num_layers, found.num_left)
-            found.encoding.advance(count)
+            if found.encoding is not None:
+                found.encoding.advance(count)
             found.num_left -= count
             self._kept.put(image, found)
             self._note(start, image, count)
@@ -215,11 +217,12 @@ class RowImages:
         if held.embeddings is None:
             image, start = held.image, self._queue.mark()
             found = self._kept.get(image) or self._begun(image)
-            if found.embeddings is None:
-                found.embeddings = found.encoding.embeddings()
+            if found.encoding is not None:
+                found.embeddings, found.encoding = found.encoding.embeddings(), None
                 self._note(start, image, found.num_left)
                 found.num_left = 0
             self._kept.put(image, found)
+            assert found.embeddings is not None
             held.embeddings = found.embeddings
         return held.embeddings
 

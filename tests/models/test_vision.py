@@ -142,6 +142,7 @@ class Worker:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.encoded = 0.0
+        self.num_state_slots = runner.pool.num_state_slots
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
         result = self._runner.execute(plan)
@@ -169,7 +170,13 @@ def answers_of(
         )
     )
     worker = runner if isinstance(runner, Worker) else Worker(runner)
-    simulation = Simulation(core, worker, lambda plan: 0.01, num_slots=NUM_SLOTS)  # type: ignore[arg-type]
+    simulation = Simulation(
+        core,
+        worker,  # type: ignore[arg-type]
+        lambda plan: 0.01,
+        num_slots=NUM_SLOTS,
+        num_state_slots=worker.num_state_slots,
+    )
     simulation.run(
         [
             TimedEvent(gap_s * number, FromFrontend(FrontendId(0), request))
@@ -247,6 +254,20 @@ def test_recorded_passes_turn_by_the_same_positions(tmp_path: Path, family: str)
         prompts, requests, answers_of(runner, requests, budget=11), strict=True
     ):
         assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
+
+
+@pytest.mark.parametrize("budget", [512, 11])
+def test_a_model_with_states_sees_images(tmp_path: Path, budget: int) -> None:
+    write_vision_model(tmp_path, "qwen3_5", max_position_embeddings=MAX_LEN)
+    runner = make_runner(tmp_path, model=None, speculation="off")
+    requests = [request_of(tmp_path, number, prompt) for number, prompt in enumerate(PROMPTS)]
+    reference = Reference(tmp_path)
+    for prompt, request, answer in zip(
+        PROMPTS, requests, answers_of(runner, requests, budget=budget), strict=True
+    ):
+        assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert load_model_config(tmp_path).vision is None, "its text alone"
 
 
 def test_layers_that_plans_order_are_not_computed_again(path: Path) -> None:

@@ -24,7 +24,7 @@ from lightserve.messages.images import Image as Given
 from lightserve.messages.images import digest_of
 from lightserve.models.config import load_model_config
 from lightserve.picture_process import decode
-from support.tiny_models import BASE_CONFIG, randomise
+from support.tiny_models import BASE_CONFIG, QWEN_DELTA, randomise
 from support.tokenizers_made import write_byte_level, write_config
 
 SIDE, PATCH = 28, 7
@@ -136,6 +136,11 @@ def write_vision_model(
         case "qwen2_5_vl":
             kind = transformers.Qwen2_5_VLForConditionalGeneration
             vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        case "qwen3_5":
+            kind = transformers.Qwen3_5ForConditionalGeneration
+            vision |= {"num_position_embeddings": 25}
+            text |= {**QWEN_DELTA, "head_dim": 32, "num_hidden_layers": 4}
+            rope |= {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
         case _:
             kind = transformers.Qwen3VLForConditionalGeneration
             vision |= {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]}

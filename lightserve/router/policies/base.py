@@ -150,8 +150,7 @@ class Step:
         self.limits = limits
         self.found = found
         self.budget = StepBudget(running.table, limits, found, meets_deadlines=meets_deadlines)
-        self.encodes = self.budget.loads.encodes = StepEncodes(limits.encoding)
-        """Images that are encoded in it."""
+        self.budget.loads.encodes = StepEncodes(limits.encoding)
         self.skips = Skips(running.table)
         """Requests that the step leaves out, and why."""
         self.started: dict[Request, None] = {}
@@ -399,7 +398,7 @@ class Step:
         if how.num_tokens and not request.is_whole:
             return Scheduled(request, self.memory.most_at_once(request, how.num_tokens))
         rest = self.memory.most_at_once(request, rest)
-        if not budget.is_empty and (image := self.encodes.before(request, start, rest)):
+        if not budget.is_empty and (image := budget.loads.encodes.before(request, start, rest)):
             if image.start <= start:
                 self._encode(request, image)
                 return Reason.ENCODING
@@ -433,7 +432,7 @@ class Step:
         limit_s = budget.predicted_limit_s
         if budget.pace is not NO_PACE:
             limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
-        self.encodes.order(image, limit_s - budget.seconds - budget.loads.seconds())
+        budget.loads.encodes.order(image, limit_s - budget.seconds - budget.loads.seconds())
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""

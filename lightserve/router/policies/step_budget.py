@@ -90,7 +90,7 @@ class StepLimits:
     seats: Seats = field(default_factory=Seats)
     """Which requests that wait are owed a seat."""
     encoding: Encoding = NO_ENCODING
-    """What is encoded of images."""
+    """Progress of images that are encoded."""
 
 
 NO_ENCODES = StepEncodes(NO_ENCODING)
