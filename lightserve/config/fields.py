@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from enum import Flag, auto
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ _MEMORY_UNITS = {
     "GB": 10**9,
 }
 _MEMORY_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_HOST = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+")
+"""A name in ASCII, or an address."""
 CLASS_PATH = "MODULE:CLASS"
 """Stands among the choices of an option that also takes a class from outside the package."""
 _CLASS_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -211,3 +213,24 @@ def has_password(url: str) -> bool:
     parts = urlsplit(url)
     names = parse_qs(parts.query, keep_blank_values=True)
     return ":" in parts.netloc.rpartition("@")[0] or any("password" in n.lower() for n in names)
+
+
+def parse_hosts(names: Iterable[str], flag: str) -> set[tuple[str, int | None]]:
+    """Return hosts such as images.example or 10.0.0.5:8080, each with its port if it has one.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    hosts: set[tuple[str, int | None]] = set()
+    for name in names:
+        try:
+            parts = urlsplit(f"//{name}")
+            host, port, is_host = parts.hostname, parts.port, parts.username is None
+        except ValueError:  # a port that is none
+            host, port, is_host = None, None, False
+        if host is None or not is_host or parts.netloc != name or _HOST.fullmatch(host) is None:
+            raise ConfigError(
+                f"{flag} must have hosts such as images.example or 10.0.0.5:8080, got {name!r}"
+            )
+        hosts.add((host, port))
+    return hosts

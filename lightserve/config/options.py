@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
-from lightserve.config.fields import GPU, GPU_KERNELS, Need, Scope, option, parse_memory
+from lightserve.config.fields import (
+    GPU,
+    GPU_KERNELS,
+    Need,
+    Scope,
+    option,
+    parse_hosts,
+    parse_memory,
+)
 from lightserve.errors import ConfigError
 from lightserve.http_access import is_loopback
 from lightserve.types import MAX_PRIORITY
@@ -195,6 +203,19 @@ class FrontendOptions:
         low=1024,
         section="Limits on what clients send and hold",
     )
+    max_image_bytes: int = option(
+        16_777_216,
+        "Most bytes of all images of a request, as they come: within its body, which may be larger"
+        " by so much, or from other servers.",
+        low=1024,
+    )
+    max_images: int = option(64, "Most images of a request.", low=1, high=64)
+    allow_image_hosts: str = option(
+        "",
+        "Hosts, separated by commas, from which images are fetched by http and https, such as"
+        " images.example,10.0.0.5:8080; without a port it is the usual one. Addresses that are not"
+        " public are refused unless they are named themselves. Default: nothing is fetched.",
+    )
     max_held_body_bytes: int = option(
         268_435_456,
         "Most memory for the bodies of all requests in flight at one frontend. A client may use"
@@ -312,9 +333,11 @@ class FrontendOptions:
             ("--allowed-hosts", self.allowed_hosts),
             ("--allowed-origins", self.allowed_origins),
             ("--inference-objectives", self.inference_objectives),
+            ("--allow-image-hosts", self.allow_image_hosts),
         ):
             if names and not split_names(names):
                 raise ConfigError(f"{flag} must have at least one name, got {names!r}")
+        parse_hosts(split_names(self.allow_image_hosts), "--allow-image-hosts")
         if self.api_key_file and self.insecure_no_auth:
             raise ConfigError("--insecure-no-auth contradicts --api-key-file")
         if not (self.is_loopback or self.api_key_file or self.insecure_no_auth):

@@ -17,6 +17,7 @@ from pydantic import Discriminator
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
+from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.connections import Shares
 from lightserve.frontend.errors import ClientGone, overloaded
@@ -38,6 +39,9 @@ MAX_KEYS = 4096
 MAX_VALUES = 65_536
 """Most values of JSON that is handed on and written again in one go: schemas, tools, arguments."""
 _MAX_DIGITS = 4000
+_LONG_STRING = 4096
+# How pictures begin: as data URLs, or in base64 alone (PNG, JPEG, GIF, WebP).
+_PICTURES = (b'"data:image', b'"iVBORw0KGgo', b'"/9j/', rb'"\/9j\/', b'"R0lGOD', b'"UklGR')
 _NUMBER_BYTES = 32
 
 # A string, though its end may be missing, or a bracket. Possessive: linear whatever comes; but for
@@ -53,14 +57,18 @@ class _StrictJsonError(ValueError):
     """JSON that Python's parser would take."""
 
 
-def parse_json(body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH) -> Any:
+def parse_json(
+    body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH, max_bytes: int = sys.maxsize
+) -> Any:
     """Parse strict JSON; numbers are as `number_of` has them. Raises InvalidRequest.
+
+    `max_bytes` are those beside pictures, which are long strings that begin like one.
 
     Takes about a quarter of a second for 4 MiB at worst, nearly all of it in Python code, so that
     other threads get their turns.
     """
     try:
-        _check_shape(body, max_depth)
+        _check_shape(body, max_depth, max_bytes)
         return json.loads(
             body.decode("utf-8"),
             parse_constant=_refuse_constant,
@@ -75,11 +83,15 @@ def parse_json(body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH) -> Any:
     raise InvalidRequest(message, code="invalid_json")
 
 
-def _check_shape(body: bytes, max_depth: int) -> None:
+def _check_shape(body: bytes, max_depth: int, max_bytes: int) -> None:
     """Look at brackets and strings alone, before anything is built from them."""
     depth = num_containers = num_strings = 0
+    num_bytes = len(body)
     for match in _TOKEN.finditer(body):
-        token = match.group() if match.end() - match.start() == 1 else b""
+        length = match.end() - match.start()
+        token = match.group() if length == 1 else b""
+        if length > _LONG_STRING and body.startswith(_PICTURES, match.start()):
+            num_bytes -= length
         if token in _OPEN:
             depth += 1
             num_containers += 1
@@ -93,6 +105,13 @@ def _check_shape(body: bytes, max_depth: int) -> None:
             num_strings += 1
             if num_strings > MAX_STRINGS:
                 raise _StrictJsonError(f"it has more than {MAX_STRINGS} strings")
+    if num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"the request body must be at most {max_bytes} bytes beside its images"
+            f" ({flag_name('max_body_bytes')}), got {num_bytes}",
+            code="request_too_large",
+            status=413,
+        )
 
 
 def count_values_in_texts(texts: Sequence[str]) -> int:
@@ -241,8 +260,9 @@ WHOLE_NUMBERS = pydantic.BeforeValidator(whole_numbers)
 class BodyReader:
     """Parses bodies; long ones in a thread, as they can take longer than streams may wait."""
 
-    def __init__(self, *, max_depth: int) -> None:
-        self._max_depth = max_depth
+    def __init__(self, *, max_depth: int, max_bytes: int) -> None:
+        """`max_bytes` of a body that is read, beside its pictures; what is parsed has others."""
+        self._max_depth, self._max_bytes = max_depth, max_bytes
         self._backlog = Backlog()
         # One: with more, they would only take the interpreter from the event loop more often.
         self._threads = TurnThreads(1, "json")
@@ -267,7 +287,7 @@ class BodyReader:
         except ClientDisconnect as error:
             raise ClientGone from error
         request.scope[BODY_BYTES_KEY] = sum(map(len, pieces))
-        parsed, kept_bytes = await self._parse(b"".join(pieces), model)
+        parsed, kept_bytes = await self._parse(b"".join(pieces), model, self._max_bytes)
         request.scope[KEPT_BYTES_KEY] = kept_bytes
         return parsed
 
@@ -278,12 +298,14 @@ class BodyReader:
             InvalidRequest: not strict JSON, or not what the model wants.
             RequestFailed: too many bodies are waiting.
         """
-        parsed, _ = await self._parse(body, model)
+        parsed, _ = await self._parse(body, model, sys.maxsize)
         return parsed
 
-    async def _parse(self, body: bytes, model: type[ModelT]) -> tuple[ModelT, int]:
+    async def _parse(self, body: bytes, model: type[ModelT], max_bytes: int) -> tuple[ModelT, int]:
         """Do the same; return how much memory that takes, too."""
-        parse = functools.partial(parse_model, body, model, max_depth=self._max_depth)
+        parse = functools.partial(
+            parse_model, body, model, max_depth=self._max_depth, max_bytes=max_bytes
+        )
         if len(body) <= INLINE_BYTES:
             return parse()
         return await self._backlog.in_thread(self._threads, parse, len(body))
@@ -305,13 +327,15 @@ def _check_content_type(given: list[str]) -> None:
         )
 
 
-def parse_model(body: bytes, model: type[ModelT], *, max_depth: int) -> tuple[ModelT, int]:
-    """Return a body as a `model`, and how many bytes that takes.
+def parse_model(
+    body: bytes, model: type[ModelT], *, max_depth: int, max_bytes: int = sys.maxsize
+) -> tuple[ModelT, int]:
+    """Return a body as a `model`, and how many bytes that takes; limits as those of `parse_json`.
 
     Raises:
         InvalidRequest: not strict JSON, or not what the model wants.
     """
-    value = parse_json(body, max_depth=max_depth)
+    value = parse_json(body, max_depth=max_depth, max_bytes=max_bytes)
     return validated(value, model), memory_of(value)
 
 

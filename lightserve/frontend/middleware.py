@@ -180,6 +180,12 @@ def _is_open(scope: Scope) -> bool:
     return access_to(scope[ROUTE_KEY]) is Access.OPEN and scope["method"] == "GET"
 
 
+_IMAGE_ROUTES = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/chat/completions/render", "/v1/responses"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
+    )
+)
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 65_536
 """Largest form with a file in it."""
 
@@ -197,8 +203,15 @@ class Gate:
     too much at once (429)."""
 
     def __init__(
-        self, app: ASGIApp, config: ServeConfig, keys: KeyRing, table: ConnectionTable
+        self,
+        app: ASGIApp,
+        config: ServeConfig,
+        keys: KeyRing,
+        table: ConnectionTable,
+        *,
+        max_image_bytes: int,
     ) -> None:
+        """`max_image_bytes`: bodies of the routes that take images may be larger by so much."""
         self._app = app
         self._table = table
         self._keys = keys if config.api_key_file else None
@@ -208,6 +221,7 @@ class Gate:
         self._origins = config.origins
         self._max_header_bytes = config.max_header_bytes
         self._max_body_bytes = config.max_body_bytes
+        self._max_image_bytes = max_image_bytes
         self._rejects = table.rejects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -338,7 +352,10 @@ class Gate:
 
     def _most_bytes(self, scope: Scope) -> int:
         """Return how large the body may be; files have a limit of their own."""
-        return MAX_UPLOAD_BYTES if is_upload(scope) else self._max_body_bytes
+        if is_upload(scope):
+            return MAX_UPLOAD_BYTES
+        extra = self._max_image_bytes if scope[ROUTE_KEY] in _IMAGE_ROUTES else 0
+        return self._max_body_bytes + extra
 
 
 def _too_large(most: int) -> InvalidRequest:

@@ -1,11 +1,13 @@
-"""Pictures of a request, from data URLs to what the model's encoder reads.
+"""Pictures of a request, from their URLs to what the model's encoder reads.
 
-They are decoded by a process apart (`picture_process`), which a thread talks to; clients take turns
-there. The same picture that comes again, in the next turn of a conversation, is decoded again.
+They stand in data URLs, or are fetched (`image_hosts`). They are decoded by a process apart
+(`picture_process`), which a thread talks to; clients take turns there. The same picture that comes
+again, in the next turn of a conversation, is decoded again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -14,20 +16,18 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from lightserve.config import ServeConfig
+from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Backlog, show
 from lightserve.grammar_process import OUT_OF_MEMORY, environment, read_frame, write_frame
-from lightserve.messages.images import (
-    MAX_IMAGES,
-    MAX_PIXEL_BYTES,
-    Image,
-    digest_of,
-)
+from lightserve.messages.images import MAX_PIXEL_BYTES, Image, digest_of
 from lightserve.models.vision_config import VisionConfig
 from lightserve.picture_process import (
     COMMAND,
@@ -40,6 +40,11 @@ from lightserve.picture_process import (
 )
 from lightserve.turn_threads import TurnThreads
 
+if TYPE_CHECKING:
+    from lightserve.frontend.image_hosts import ImageHosts
+
+FETCH_S = 15.0
+"""Time for all images of a request that are fetched."""
 REPLY_TIMEOUT_S = 60.0
 """For a picture; `picture_process` ends what takes too much of a processor long before that."""
 _TYPES = {f"image/{name.lower()}": name for name in (*FORMATS, "jpg")}
@@ -55,65 +60,114 @@ class Picture(NamedTuple):
     """The field, for errors."""
 
 
+@dataclass
+class _Left:
+    """Limits of a request, less what its pictures so far have taken."""
+
+    num_bytes: int
+    """Bytes of files, in base64 or fetched."""
+    fetch_s: float
+    num_pixel_bytes: int
+
+
 class PictureReader:
     """Makes images of pictures, for one model."""
 
-    def __init__(self, vision: VisionConfig | None, model: str) -> None:
-        """`vision`: None: the model reads text alone; `model` is its name, for errors."""
-        self._vision, self._model = vision, model
+    def __init__(self, vision: VisionConfig | None, config: ServeConfig) -> None:
+        """`vision`: None: the model reads text alone."""
+        self._vision, self._model = vision, config.model_names[0]
+        self._max_images, self._max_bytes = config.max_images, config.max_image_bytes
         self._threads = TurnThreads(1, "pictures")
         self._backlog = Backlog()
         self._process = _Process()
+        self._hosts: ImageHosts | None = None
+        if vision is not None and config.allow_image_hosts:
+            from lightserve.frontend.image_hosts import ImageHosts  # noqa: PLC0415 - an extra
+
+            self._hosts = ImageHosts(config.allow_image_hosts)
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes by which a body may be larger for its pictures."""
+        return 0 if self._vision is None else self._max_bytes
 
     async def read(self, pictures: Sequence[Picture]) -> list[Image]:
         """Return the images, each with its place yet to be found.
 
         Raises:
-            InvalidRequest: the model reads text alone, a picture is none or too large, or there are
-                too many; names the field.
+            InvalidRequest: the model reads text alone, a picture is none or too large, cannot be
+                fetched, or there are too many; names the field.
             RequestFailed: too many are waiting.
         """
-        vision = self._vision
-        if vision is None and pictures:
+        if not pictures:
+            return []
+        if (vision := self._vision) is None:
             raise InvalidRequest(
                 f"{pictures[0].place} is an image, but the model {show(self._model)} reads text"
                 " alone",
                 param=pictures[0].place,
                 code="model_reads_no_images",
             )
-        if vision is None:
-            return []
-        if len(pictures) > MAX_IMAGES:
+        if len(pictures) > self._max_images:
             raise InvalidRequest(
-                f"messages must have at most {MAX_IMAGES} images, got {len(pictures)}",
+                f"messages must have at most {self._max_images} images"
+                f" ({flag_name('max_images')}), got {len(pictures)}",
                 param="messages",
                 code="too_many_images",
             )
-        images: list[Image] = []
-        left = MAX_PIXEL_BYTES
-        for picture in pictures:
-            size = len(picture.url)
-            image = await self._backlog.in_thread(
-                self._threads, functools.partial(self._image, picture, vision), size
+        left = _Left(self._max_bytes - sum(len(p.url) for p in pictures), FETCH_S, MAX_PIXEL_BYTES)
+        if left.num_bytes < 0:
+            raise InvalidRequest(
+                f"messages must have images of at most {self._max_bytes} bytes in base64 together"
+                f" ({flag_name('max_image_bytes')}), got {self._max_bytes - left.num_bytes}",
+                param="messages",
+                code="request_too_large",
+                status=413,
             )
-            images.append(image)
-            left -= len(image.pixels)
-            if left < 0:
-                raise InvalidRequest(
-                    f"messages must have images of at most {MAX_PIXEL_BYTES} bytes together, as"
-                    f" the encoder reads them, got {len(images)} of {len(image.pixels)} bytes",
-                    param="messages",
-                    code="too_many_images",
-                )
-        return images
+        return [await self._image(picture, vision, left) for picture in pictures]
+
+    async def _image(self, picture: Picture, vision: VisionConfig, left: _Left) -> Image:
+        data = await self._fetched(picture, left)
+        decode = functools.partial(self._decoded, picture, vision, data)
+        size = len(picture.url) + len(data or b"")
+        image = await self._backlog.in_thread(self._threads, decode, size)
+        left.num_pixel_bytes -= len(image.pixels)
+        if left.num_pixel_bytes < 0:
+            raise InvalidRequest(
+                f"messages must have images of at most {MAX_PIXEL_BYTES} bytes together, as"
+                f" the encoder reads them, got {MAX_PIXEL_BYTES - left.num_pixel_bytes} up to"
+                f" {picture.place}",
+                param="messages",
+                code="too_many_images",
+            )
+        return image
+
+    async def _fetched(self, picture: Picture, left: _Left) -> bytes | None:
+        """Return the file of a picture that is to be fetched; None: its URL is to hold it."""
+        if self._hosts is None or not picture.url[:8].lower().startswith(("http://", "https://")):
+            return None
+        from lightserve.frontend.image_hosts import FetchError  # noqa: PLC0415 - an extra
+
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
+        try:
+            data = await self._hosts.fetch(
+                picture.url, most=left.num_bytes, timeout_s=max(0.0, left.fetch_s)
+            )
+        except FetchError as error:
+            raise _refusal(picture, str(error)) from None
+        left.num_bytes -= len(data)
+        left.fetch_s -= clock() - start_s
+        return data
 
     def close(self) -> None:
         """Let running work end; drop what waits."""
         self._threads.close(self._process.close)
+        if self._hosts is not None:
+            self._hosts.close()
 
-    def _image(self, picture: Picture, vision: VisionConfig) -> Image:
-        data = _data_of(picture)
-        given = Given(data, vision.processor)
+    def _decoded(self, picture: Picture, vision: VisionConfig, data: bytes | None) -> Image:
+        given = Given(_data_of(picture) if data is None else data, vision.processor)
         decoded = self._process.decode(given)
         if decoded.complaint:
             raise _refusal(picture, decoded.complaint)
@@ -130,8 +184,8 @@ def _data_of(picture: Picture) -> bytes:
     if scheme.lower() != "data" or not comma:
         raise _refusal(
             picture,
-            "must be a data URL, such as data:image/png;base64,…: this server fetches no images,"
-            f" got {show(picture.url[:64])}",
+            "must be a data URL, such as data:image/png;base64,…: this server fetches no images"
+            f" ({flag_name('allow_image_hosts')}), got {show(picture.url[:64])}",
         )
     kind, *options = rest.split(";")
     if kind.lower() not in _TYPES or "base64" not in map(str.lower, options):

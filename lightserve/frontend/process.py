@@ -105,7 +105,13 @@ def create_app(
     table = connection_table(config, service.observation.rejects) if table is None else table
     routers = _routers(service)
     application = make_routes(service, routers)
-    app: ASGIApp = Gate(LoadReport(application, service), config, keys, table)
+    app: ASGIApp = Gate(
+        LoadReport(application, service),
+        config,
+        keys,
+        table,
+        max_image_bytes=service.pictures.max_bytes,
+    )
     if config.origins:
         app = CrossOrigin(app, config)
     routes = [*itertools.chain.from_iterable(r.routes for r in routers), *application.routes]

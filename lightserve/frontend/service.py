@@ -290,7 +290,8 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
 
     Raises:
         ModelLoadError: a file cannot be used; names file and key.
-        ConfigError: --chat-template cannot be read, or --max-model-len is too large.
+        ConfigError: --chat-template cannot be read, --max-model-len is too large, or
+            --max-pending-body-bytes too small.
     """
     model_dir = Path(config.model)
     model_config = load_model_config(model_dir)
@@ -335,16 +336,22 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         max_model_len=max_model_len,
         placeholder=None if model_config.vision is None else model_config.vision.placeholder,
     )
+    pictures = PictureReader(model_config.vision, config)
+    if config.max_pending_body_bytes < (most := config.max_body_bytes + pictures.max_bytes):
+        raise ConfigError(
+            "--max-pending-body-bytes must be at least --max-body-bytes and --max-image-bytes"
+            f" together, {most}, got {config.max_pending_body_bytes}"
+        )
     observation = Observation()
     has_store = config.batch_store != "none" and not store_problem
     return Service(
         config=config,
         model=model,
         formats=formats,
-        bodies=BodyReader(max_depth=config.max_json_depth),
+        bodies=BodyReader(max_depth=config.max_json_depth, max_bytes=config.max_body_bytes),
         encoder=encoder,
         constraints=ConstraintChecker(),
-        pictures=PictureReader(model_config.vision, config.model_names[0]),
+        pictures=pictures,
         router=router,
         in_flight=InFlight(max_bytes=config.max_held_body_bytes),
         turns=Turns(),

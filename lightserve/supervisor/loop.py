@@ -201,6 +201,8 @@ def _serve(
         server_context(config.ssl_certfile, config.ssl_keyfile)
     if config.otlp_endpoint:
         need_packages(("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
+    if config.allow_image_hosts:
+        need_packages(("httpx",), "images")
     check_threads(config)
     with ExitStack() as stack:
         listener = stack.enter_context(bind_http_port(config))

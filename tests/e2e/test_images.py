@@ -4,12 +4,15 @@ transformers says of the same picture."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from anthropic import Anthropic
@@ -43,10 +46,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(run_parent: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def web() -> Iterator[str]:
+    """Serve the first picture; yields the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = file_of(FIRST)
+            self.send_response(200 if self.path == "/first.png" else 404)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}/first.png"
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(
+    run_parent: Path, model: Path, web: str, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     store = tmp_path_factory.mktemp("batches") / "store"
     flags = ("--model", str(model), "--served-model-name=llava", "--dtype=float32", "--tp=2")
-    with live_server(run_parent, *flags, f"--batch-store={store}") as running:
+    own = (f"--batch-store={store}", f"--allow-image-hosts={web.split('/')[2]}")
+    with live_server(run_parent, *flags, *own) as running:
         yield running
 
 
@@ -169,6 +198,59 @@ def test_other_routes(server: LiveServer, client: OpenAI) -> None:
     assert len(shown["token_ids"]) == count.input_tokens
 
 
+def test_pictures_that_are_fetched(server: LiveServer, client: OpenAI, web: str) -> None:
+    options: Any = {"temperature": 0.0}
+    plain = client.chat.completions.create(
+        model="llava", messages=asking(FIRST), max_tokens=8, **options
+    )
+    text = {"type": "text", "text": "What is it?"}
+    parts: Any = [{"type": "image_url", "image_url": {"url": web}}, text]
+    messages: Any = [{"role": "user", "content": parts}]
+    answer = client.chat.completions.create(
+        model="llava", messages=messages, max_tokens=8, **options
+    )
+    assert answer.choices[0].message.content == plain.choices[0].message.content
+    content: Any = [{"type": "input_image", "image_url": web}, {**text, "type": "input_text"}]
+    response = client.responses.create(
+        model="llava", input=[{"role": "user", "content": content}], max_output_tokens=8, **options
+    )
+    assert response.output_text == plain.choices[0].message.content
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        blocks: Any = [{"type": "image", "source": {"type": "url", "url": web}}, text]
+        turns: Any = [{"role": "user", "content": blocks}]
+        message = other.messages.create(
+            model="llava", messages=turns, max_tokens=8, extra_body=options
+        )
+        assert message.content[0].text == plain.choices[0].message.content  # type: ignore[union-attr]
+    parts[0] = {"type": "image_url", "image_url": {"url": web + "x"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="llava", messages=messages)
+    assert "messages[0].content[0].image_url could not be fetched: its host answers 404" in (
+        caught.value.message
+    )
+
+
+def test_a_body_is_larger_for_its_images_alone(server: LiveServer, client: OpenAI) -> None:
+    rng = np.random.default_rng(1)
+    noise = Image.fromarray(rng.integers(0, 256, (1200, 1400, 3), dtype=np.uint8))
+    assert len(data_url(file_of(noise))) > 6_000_000
+    assert whole(client, asking(noise)).usage.prompt_tokens > NUM_TOKENS
+
+    def refused(path: str, body: dict[str, Any]) -> str:
+        answer = httpx.post(f"{server.url}{path}", json={"model": "llava", **body})
+        assert answer.status_code == 413
+        return str(answer.json()["error"]["message"])
+
+    message = refused(URL, {"messages": asking(FIRST, text="A" * 5_000_000)})
+    assert message.startswith("the request body must be at most 4194304 bytes beside its images")
+    message = refused(URL, {"messages": asking(noise, noise, noise)})
+    assert "images of at most 16777216 bytes in base64 together" in message
+    message = refused(URL, {"messages": asking(noise, noise, noise, noise)})
+    assert message == "the request body must be at most 20971520 bytes"
+    message = refused("/v1/completions", {"prompt": data_url(file_of(noise))})
+    assert message == "the request body must be at most 4194304 bytes"
+
+
 def test_lines_of_a_batch(client: OpenAI) -> None:
     body = {"model": "llava", "messages": asking(SECOND), "max_tokens": 6, "temperature": 0.0}
     lines = [
@@ -200,8 +282,9 @@ BROKEN = data_url(file_of(FIRST)[:-100])
         ({"url": BROKEN}, "messages[0].content[1].image_url is broken or cut off"),
         (
             {"url": "https://example.org/a.png"},
-            "messages[0].content[1].image_url must be a data URL",
+            "messages[0].content[1].image_url must have a host that --allow-image-hosts names",
         ),
+        ({"url": "ftp://example.org/a.png"}, "image_url must be a data URL"),
         ({"url": data_url(b"GIF89a")}, "messages[0].content[1].image_url"),
         (
             {"url": data_url(b"%PDF-1.7", "application/pdf")},
@@ -227,7 +310,7 @@ def test_bad_conversations(client: OpenAI) -> None:
         return caught.value.message
 
     many = [{"role": "user", "content": [image_part(FIRST)] * 65}]
-    assert "at most 64 images, got 65" in refused(many)
+    assert "at most 64 images (--max-images), got 65" in refused(many)
     long = [{"role": "user", "content": [image_part(FIRST)] * 20}]
     assert "maximum context length is 256 tokens" in refused(long)
     said = [{"role": "assistant", "content": [image_part(FIRST)]}, *asking(FIRST)]

@@ -75,24 +75,38 @@ class TextBlock(NoEffectModel):
 class Base64Source(StrictModel):
     """`source` of an image: a file in base64."""
 
-    _is_base64 = only_type("base64")
-
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
+
+    @property
+    def address(self) -> str:
+        """The picture as a data URL."""
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class URLSource(StrictModel):
+    """`source` of an image: where it is."""
+
+    type: Literal["url"]
+    url: str
+
+    @property
+    def address(self) -> str:
+        """The URL."""
+        return self.url
 
 
 class ImageBlock(StrictModel):
     """A picture."""
 
     type: Literal["image"]
-    source: Base64Source
+    source: Annotated[
+        Annotated[Base64Source, Tag(type_tag("base64"))]
+        | Annotated[URLSource, Tag(type_tag("url"))],
+        by_type(["base64", "url"]),
+    ]
     cache_control: CacheControl | None = None
-
-    @property
-    def url(self) -> str:
-        """The picture as a data URL."""
-        return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
 class ThinkingBlock(NoEffectModel):
@@ -385,7 +399,7 @@ def _part(text: str, control: CacheControl | None, *, url: str = "") -> dict[str
 def _message(role: str, blocks: Sequence[Any], **fields: Any) -> dict[str, Any]:
     """Return a message that has the texts and pictures of these blocks."""
     parts = [
-        _part("", block.cache_control, url=block.url)
+        _part("", block.cache_control, url=block.source.address)
         if isinstance(block, ImageBlock)
         else _part(block.text, block.cache_control)
         for block in blocks

@@ -493,7 +493,8 @@ async def encode_chat(
     """Render and encode a body of this size. Raises InvalidRequest, RequestFailed."""
     options = body.template_options(service.encoder.template, service.formats.reasoning)
     marks = body.cache_marks
-    images = await service.pictures.read(pictures_of(body.messages))
+    images = await service.pictures.read(pictures := pictures_of(body.messages))
+    size -= sum(len(picture.url) for picture in pictures)
     if images and body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens cannot be combined with images", param="truncate_prompt_tokens"

@@ -75,7 +75,8 @@ async def _continued(
     previous_id = asked.previous_response_id
     if previous_id is None:
         return asked
-    key_name, most = caller_of(request.scope).name, service.config.max_body_bytes
+    key_name = caller_of(request.scope).name
+    most = service.config.max_body_bytes + service.pictures.max_bytes
     before = await in_store(
         service,
         lambda store: store.responses.conversation(

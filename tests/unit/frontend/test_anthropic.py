@@ -395,7 +395,7 @@ def test_tokens_are_counted_as_they_are_read(template: str) -> None:
     run(scenario)
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+IMAGE = {"type": "image", "source": {"type": "file", "file_id": "x"}}
 USES = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),

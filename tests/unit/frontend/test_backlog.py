@@ -472,9 +472,9 @@ def test_seats_go_to_clients_in_turn() -> None:
 
 def test_a_body_counts_by_the_memory_that_it_takes() -> None:
     async def counted(body: bytes) -> int:
-        reader = json_body.BodyReader(max_depth=8)
+        reader = json_body.BodyReader(max_depth=8, max_bytes=10**9)
         try:
-            _, num_bytes = await reader._parse(body, CompletionRequest)
+            _, num_bytes = await reader._parse(body, CompletionRequest, 10**9)
             return num_bytes
         finally:
             reader.close()

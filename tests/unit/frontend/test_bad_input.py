@@ -391,6 +391,24 @@ def test_depth_is_counted_exactly(opening: str) -> None:
     parse_json(b'{"a": "' + b"[" * 100 + b'", "b": "\\"[[[[[[[[["}', max_depth=2)
 
 
+@pytest.mark.parametrize(
+    "picture", ["data:image/png;base64,", "iVBORw0KGgo", "/9j/", r"\/9j\/", "R0lGOD", "UklGR"]
+)
+def test_pictures_are_counted_apart(picture: str) -> None:
+    def body(text: str, begins: str = picture) -> bytes:
+        return f'{{"a":"{text}","b":"{begins}{"A" * 5000}","c":["{begins}{"A" * 5000}"]}}'.encode()
+
+    num_beside = len('{"a":"","b":,"c":[]}')
+    parse_json(body("x" * 100), max_bytes=num_beside + 100)
+    with pytest.raises(
+        InvalidRequest, match=r"at most 119 bytes beside its images \(--max-body-"
+    ) as e:
+        parse_json(body("x" * 100), max_bytes=num_beside + 99)
+    assert e.value.status == 413 and str(e.value).endswith("got 120")
+    with pytest.raises(InvalidRequest, match="beside its images"):
+        parse_json(body("", begins="x" + picture), max_bytes=num_beside + 100)
+
+
 def test_parts_are_counted() -> None:
     parse_json(b"[" + b"{}," * (MAX_CONTAINERS - 2) + b"{}]")
     with pytest.raises(InvalidRequest, match="objects and lists"):
