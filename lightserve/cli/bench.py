@@ -25,7 +25,7 @@ from lightserve.extras import missing_extra
 from lightserve.loadtest import result
 from lightserve.loadtest.options import BE, RT, ArrivalKind, ServerOptions, Targets, Traffic
 from lightserve.loadtest.result import Run
-from lightserve.loadtest.workload import LengthDistribution, load_trace
+from lightserve.loadtest.workload import LengthDistribution, load_trace, parse_images
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,6 +168,7 @@ def _run(console: Console, values: dict[str, Any]) -> int:
     from lightserve.loadtest.session import run_to_end  # noqa: PLC0415 - an extra
 
     options, points = _session_options(values), _points(values)
+    _check_endpoint(options, points[0].traffic)
 
     def show(run: Run) -> None:
         if values["quiet"] and not values["json"]:
@@ -221,6 +222,12 @@ def _session_options(values: dict[str, Any]) -> SessionOptions:
     )
 
 
+def _check_endpoint(options: SessionOptions, traffic: Sequence[Traffic]) -> None:
+    has_images = any(parse_images(each.images).count for each in traffic)
+    if has_images and options.server.endpoint != "chat":
+        raise click.UsageError("--images needs --endpoint chat")
+
+
 def _json_object(text: str, flag: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
@@ -268,6 +275,7 @@ def make_traffic(values: dict[str, Any]) -> Traffic:
     arrivals = _arrivals(values)
     for name in ("prompt_tokens", "output_tokens", "document_tokens"):
         LengthDistribution.parse(values[name])
+    parse_images(values["images"])
     num_requests = values["num_requests"]
     is_background = request_class == BE
     if num_requests is None and values["duration_s"] is None and not is_background:
@@ -381,6 +389,8 @@ def _run_mixed(values: dict[str, Any]) -> int:
     for name in ("prompt_tokens", "output_tokens"):
         LengthDistribution.parse(values[name])
         LengthDistribution.parse(values[f"batch_{name}"])
+    for name in ("images", "batch_images"):
+        parse_images(values[name])
     if not values["duration_s"] <= values["limit_s"]:
         raise click.UsageError(
             f"--limit-s: at least --duration-s ({values['duration_s']:g}), not "
@@ -394,6 +404,7 @@ def _run_mixed(values: dict[str, Any]) -> int:
         chats=Traffic(
             prompt_tokens=values["prompt_tokens"],
             output_tokens=values["output_tokens"],
+            images=values["images"],
             arrivals=ArrivalKind.POISSON,
             rate=values["rate"],
             duration_s=values["duration_s"],
@@ -403,6 +414,7 @@ def _run_mixed(values: dict[str, Any]) -> int:
             request_class=BE,
             prompt_tokens=values["batch_prompt_tokens"],
             output_tokens=values["batch_output_tokens"],
+            images=values["batch_images"],
             arrivals=ArrivalKind.CLOSED,
             num_requests=values["batch"],
         ),
@@ -410,6 +422,7 @@ def _run_mixed(values: dict[str, Any]) -> int:
         class_body=options.server.be_body,
         limit_s=values["limit_s"],
     )
+    _check_endpoint(options, (mix.chats, mix.batch))
     points = scenes(mix)
     runs = run_to_end(options, points, lambda _: None)
     check_scenes(runs)

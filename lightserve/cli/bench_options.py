@@ -152,6 +152,13 @@ _WHAT = [
         default="mixed",
     ),
     _option(
+        "--images",
+        "Random pictures of each request, and perhaps their size in pixels: 2 or 2:1024x768."
+        " Only with --endpoint chat.",
+        metavar="N[:WxH]",
+        default="0",
+    ),
+    _option(
         "--priorities",
         "Priorities to draw from at random; lower ones go first (lightserve, vLLM). Default: none.",
         type=_Numbers(int, above=-1001, below=1001),
@@ -372,9 +379,11 @@ _OWN_OF_MIXED = [
         type=_POSITIVE,
         default=30.0,
     ),
+    _option("--images", "Random pictures of each chat.", metavar="N[:WxH]", default="0"),
     _option("--batch", "Number of requests in the batch.", type=_COUNT, default=64, metavar="N"),
     _option("--batch-prompt-tokens", "Lengths of its prompts.", metavar="LENGTHS", default="512"),
     _option("--batch-output-tokens", "Lengths of its answers.", metavar="LENGTHS", default="128"),
+    _option("--batch-images", "Pictures of each of its requests.", metavar="N[:WxH]", default="0"),
     _option(
         "--caps",
         "Caps on the batch's requests in flight; each makes a scene.",

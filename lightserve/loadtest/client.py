@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -193,12 +193,16 @@ class StreamClient:
             except (msgspec.DecodeError, LookupError, TypeError) as error:
                 raise ValueError(f"not a list of models: {body[:200]!r}") from error
 
-    def outgoing(self, record: Record, text: str, targets: Targets) -> Outgoing:
-        """Build the request of a record."""
+    def outgoing(
+        self, record: Record, text: str, targets: Targets, image_urls: Sequence[str] = ()
+    ) -> Outgoing:
+        """Build the request of a record; images stand before the text."""
         server = self._server
         body: dict[str, Any] = {"model": server.model, "stream": True}
         if server.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": text}]
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in image_urls]
+            content = [*parts, {"type": "text", "text": text}] if parts else text
+            body["messages"] = [{"role": "user", "content": content}]
         else:
             body["prompt"] = text
         body["max_tokens"] = record.wanted_output_tokens

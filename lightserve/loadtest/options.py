@@ -92,6 +92,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     questions: int = 10
     document_tokens: str = "1024"
     question_order: str = "mixed"
+    images: str = "0"
+    """As `workload.parse_images` reads it."""
     arrivals: ArrivalKind
     rate: float | None = None
     time_scale: float | None = None
@@ -108,11 +110,6 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     def targets_of(self, request_class: str) -> Targets:
         """Return the targets of one class of this traffic."""
         return self.be_targets if request_class == BE else self.targets
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether it ends by itself."""
-        return self.num_requests is not None or self.duration_s is not None
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

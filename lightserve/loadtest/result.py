@@ -75,6 +75,8 @@ class ClassSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prompt tokens / prompt tokens, where usage says."""
     makespan_s: float | None = None
     """From the first arrival to the last end; None without an arrival."""
+    num_images: int = 0
+    """Pictures of completed requests."""
 
 
 class ClientReport(msgspec.Struct, frozen=True):
@@ -226,6 +228,8 @@ class Record:
     """When it should arrive; latencies count from here."""
     wanted_prompt_tokens: int
     wanted_output_tokens: int
+    num_images: int = 0
+    """Pictures beside the wanted tokens."""
     source: int = 0
     """Index of its traffic."""
     request_id: str = ""

@@ -22,7 +22,7 @@ import numpy as np
 from lightserve.loadtest.client import Now, Outgoing, StreamClient
 from lightserve.loadtest.options import BE, CLASSES, RT
 from lightserve.loadtest.result import Record
-from lightserve.loadtest.workload import Plan, PromptMaker
+from lightserve.loadtest.workload import Plan, PromptMaker, ends_by_itself
 
 _SPIN_S = 0.0015
 """Timers of an event loop are exact to 1 ms and late: the rest is waited for by looking."""
@@ -90,7 +90,7 @@ class Runner:
         gc.collect()
         gc.freeze()  # what is there already is not looked through again while times are taken
         cpu_before = _cpu_s()
-        bounded = [plan.offsets_s is not None or plan.traffic.is_bounded for plan in plans]
+        bounded = [plan.offsets_s is not None or ends_by_itself(plan.traffic) for plan in plans]
         if ends_with_last:
             bounded[:-1] = [False] * (len(plans) - 1)
         loops = [self._start(self._arrive(source, plan)) for source, plan in enumerate(plans)]
@@ -175,7 +175,9 @@ class Runner:
     def _outgoing(self, record: Record, plan: Plan, row: int) -> Outgoing:
         text = self.prompts.text(plan.segments[row])
         targets = record.targets or plan.traffic.targets_of(record.request_class)
-        return self.client.outgoing(record, text, targets)
+        count, width, height = plan.images
+        urls = [self.prompts.picture(width, height) for _ in range(count)]
+        return self.client.outgoing(record, text, targets, urls)
 
     def _begin(self, record: Record) -> None:
         """From here on it is an arrival, which counts whatever becomes of it."""
@@ -199,6 +201,7 @@ class Runner:
             intended_s=intended_s,
             wanted_prompt_tokens=sum(segment.num_tokens for segment in plan.segments[row]),
             wanted_output_tokens=int(plan.output_tokens[row]),
+            num_images=plan.images.count,
             source=source,
             priority=None if plan.priorities is None else int(plan.priorities[row]),
             targets=None if plan.targets is None else plan.targets[row],

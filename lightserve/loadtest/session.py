@@ -51,6 +51,7 @@ from lightserve.loadtest.workload import (
     PromptMaker,
     Segment,
     calibrate,
+    ends_by_itself,
     make_plan,
 )
 
@@ -134,7 +135,7 @@ def make_plans(traffic: Sequence[Traffic], seed: int) -> list[Plan]:
     plans: list[Plan] = []
     for number, each in enumerate(traffic):
         bounded = each
-        if not each.is_bounded and each.arrivals is not ArrivalKind.CLOSED:
+        if not ends_by_itself(each) and each.arrivals is not ArrivalKind.CLOSED:
             offsets = plans[0].offsets_s if plans else None
             duration_s = traffic[0].duration_s if offsets is None else float(offsets[-1])
             if number == 0 or duration_s is None:

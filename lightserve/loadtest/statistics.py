@@ -170,13 +170,16 @@ def summarize(
         tokens_per_event=num_tokens / num_events if num_events else None,
         tokens_are_counted_by="usage" if counted == {True} else "events" if counted else "nothing",
         prompt_lengths=_lengths(
-            (each.record.wanted_prompt_tokens, each.record.prompt_tokens) for each in done
+            (each.record.wanted_prompt_tokens, each.record.prompt_tokens)
+            for each in done
+            if not each.record.num_images  # their tokens are the model's affair
         ),
         output_lengths=_lengths(
             (each.record.wanted_output_tokens, each.record.output_tokens) for each in done
         ),
         cached_tokens_share=_cached_share(done),
         makespan_s=_makespan_s([each.record for each in chosen]),
+        num_images=sum(each.record.num_images for each in done),
     )
 
 

@@ -58,6 +58,7 @@ COUNTS: tuple[tuple[str, Value, int], ...] = (
     ("arrived", _attribute("num_arrivals"), 0),
     ("completed", _attribute("num_completed"), 0),
     ("failed", _attribute("num_failed"), 0),
+    ("images", _attribute("num_images"), 0),
     ("attainment, %", _attribute("attainment", 100.0), 1),
     ("goodput, requests/s", _attribute("goodput_requests_per_s"), 2),
     ("goodput, tokens/s", _attribute("goodput_tokens_per_s"), 1),
@@ -81,6 +82,8 @@ def print_run(console: Console, run: Run) -> None:
         table.add_column(TITLES[name], justify="right", style="cyan" if name == "rt" else "")
     summaries = list(run.classes.values())
     for title, get, digits in COUNTS:
+        if title == "images" and not any(map(get, summaries)):
+            continue
         table.add_row(title, *(number(get(summary), digits) for summary in summaries))
     table.add_section()
     has_several = any((each.tokens_per_event or 1.0) > _SEVERAL_TOKENS for each in summaries)

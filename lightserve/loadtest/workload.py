@@ -13,9 +13,13 @@ tokens are written as
 
 from __future__ import annotations
 
+import base64
+import functools
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -201,6 +205,31 @@ _DOCUMENT_KEY = 1 << 40
 """Added to document numbers, so that they are not taken for block ids."""
 
 
+def ends_by_itself(traffic: Traffic) -> bool:
+    """Whether it needs no end from outside."""
+    return traffic.num_requests is not None or traffic.duration_s is not None
+
+
+_IMAGES = re.compile(r"(\d{1,2})(?::(\d{1,4})x(\d{1,4}))?")
+_IMAGE_SIZE = (640, 480)
+
+
+class ImagesPerRequest(NamedTuple):
+    """Pictures of each request."""
+
+    count: int
+    width: int
+    height: int
+
+
+def parse_images(text: str) -> ImagesPerRequest:
+    """Parse `2` or `2:1024x768`, a count and a size in pixels. Raises ConfigError."""
+    if (match := _IMAGES.fullmatch(text.strip())) is None or 0 in map(int, match.groups("1")[1:]):
+        raise ConfigError(f"--images must be a count and perhaps a size, as in 2:640x480: {text!r}")
+    width, height = (int(match[2]), int(match[3])) if match[2] else _IMAGE_SIZE
+    return ImagesPerRequest(int(match[1]), width, height)
+
+
 @dataclass(frozen=True)
 class Plan:
     """All requests of a run, known before the first one is sent."""
@@ -216,6 +245,11 @@ class Plan:
     """None: requests say nothing of theirs."""
     targets: tuple[Targets, ...] | None = None
     """Targets of each request; None: those of its class."""
+
+    @functools.cached_property
+    def images(self) -> ImagesPerRequest:
+        """Pictures of each request."""
+        return parse_images(self.traffic.images)
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -424,6 +458,7 @@ class PromptMaker:
         self._starts = rng.permutation(_TAPE_WORDS)
         self._num_unique = 0
         self._shift = int(rng.integers(_TAPE_WORDS))
+        self._rng = rng
 
     @property
     def max_tokens(self) -> int:
@@ -443,6 +478,16 @@ class PromptMaker:
                 wanted -= self.max_tokens
             parts.append(self._cut(start, wanted))
         return " ".join(part for part in parts if part) or WORDS[0]
+
+    def picture(self, width: int, height: int) -> str:
+        """Return a new picture of random coloured spots, a PNG, as a data URL."""
+        from PIL import Image  # noqa: PLC0415 - most runs need none of it
+
+        spots = Image.fromarray(self._rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        file = BytesIO()
+        whole = spots.resize((width, height), Image.Resampling.BILINEAR)
+        whole.save(file, "PNG", compress_level=1)
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
     def _start(self, key: int) -> int:
         if key != UNIQUE:

@@ -116,6 +116,22 @@ def test_a_run_ends_with_one_table_and_a_picture_over_time(mock_url: str, tmp_pa
     assert picture.read_text().count("</svg>") == 1
 
 
+def test_pictures_are_sent_and_counted(mock_url: str, tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    nested = "--be=concurrency=2 num-requests=4 prompt-tokens=20 output-tokens=4"
+    sizes = ("--images=2:32x24", "--num-requests=6", "--output-tokens=4", "--warmup=0")
+    text = load_test(
+        "--url", mock_url, "--rate=50", *sizes, nested, "--save-requests", f"--output={output}"
+    )
+    (row,) = (line for line in text.splitlines() if "images" in line)
+    assert [int(part) for part in row.split("│") if part.strip().isdigit()] == [12, 0, 12]
+    (run,) = result.load(output)
+    assert run.classes["rt"].num_images == 12 and run.classes["be"].num_images == 0
+    # Lengths are those of the text: with pictures the server's count says nothing of them.
+    assert run.classes["rt"].prompt_lengths.mean is None
+    assert run.classes["be"].prompt_lengths.mean is not None
+
+
 def test_json_is_all_that_is_printed(mock_url: str, tmp_path: Path) -> None:
     picture = tmp_path / "over_time.png"
     done = run_bench(f"--url={mock_url}", "--rate=50", *SMALL, "--json", f"--plot={picture}")
@@ -187,6 +203,8 @@ def test_files_are_compared(sweep: Path, mock_url: str, tmp_path: Path) -> None:
         (("--arrivals=trace", "--trace=alpaca_lengths"), "has times"),
         (("--rate=1", "--time-scale=2"), "--time-scale"),
         (("--rate=1", "--be=speed=3"), "speed"),
+        (("--rate=1", "--images=x"), "--images must be a count"),
+        (("--rate=1", "--images=1", "--endpoint=completions"), "--images needs --endpoint chat"),
         (("--rate=1", "--be=concurrency=x"), "concurrency"),
         (("--rate=1", "--body=[]"), "--body"),
         (("--compare", "only.json"), "cannot read"),
@@ -292,6 +310,8 @@ def test_a_batch_longer_than_the_scene_is_said(mock_url: str) -> None:
         (("--be-body=1",), "--be-body"),
         (("--targets=speed=1",), "not a target"),
         (("--plot=x.docx",), "must end with"),
+        (("--batch-images=x",), "--images must be a count"),
+        (("--batch-images=1", "--endpoint=completions"), "--images needs --endpoint chat"),
         (("--concurrency=2",), "--concurrency"),
     ],
 )

@@ -174,6 +174,8 @@ class MockServer:
         if self.behaviour.has_usage and "stream_options" in received.body:
             body = received.body
             text = body["messages"][0]["content"] if is_chat else body["prompt"]
+            if isinstance(text, list):  # images before it
+                text = text[-1]["text"]
             usage = {
                 "prompt_tokens": count_tokens(text, is_chat=is_chat),
                 "completion_tokens": num_tokens,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lightserve.errors import ConfigError
 from lightserve.loadtest.options import ArrivalKind, Traffic
 from lightserve.loadtest.session import make_plans
 from lightserve.loadtest.workload import (
+    UNCALIBRATED,
     UNIQUE,
     WORDS,
     LengthDistribution,
@@ -22,6 +26,7 @@ from lightserve.loadtest.workload import (
     calibrate,
     load_trace,
     make_plan,
+    parse_images,
     trace_names,
     trace_offsets,
 )
@@ -144,6 +149,20 @@ def test_blocks_of_a_trace_become_shared_prefixes_of_the_right_length(scale: flo
     wanted = np.maximum(1, np.rint(trace.prompt_tokens * scale))
     assert np.abs(np.array(totals(made)) - wanted).max() <= 1
     assert all(segments[0].key == 0 for segments in made.segments)  # one system prompt
+
+
+def test_pictures() -> None:
+    assert parse_images("0") == (0, 640, 480) and parse_images(" 2:32x24 ") == (2, 32, 24)
+    for text in ("", "-1", "2:", "2:32", "2:0x24", "2:32x0", "1.5", "100", "2:10000x1"):
+        with pytest.raises(ConfigError, match="--images must be a count and perhaps a size"):
+            parse_images(text)
+    made = PromptMaker(UNCALIBRATED, 5)
+    files = [base64.b64decode(made.picture(32, 24).partition(",")[2]) for _ in range(3)]
+    assert len(set(files)) == 3
+    for file in files:
+        with Image.open(io.BytesIO(file)) as image:
+            assert (image.format, image.mode, image.size) == ("PNG", "RGB", (32, 24))
+    assert made.text([Segment(1, 5)]) == PromptMaker(UNCALIBRATED, 5).text([Segment(1, 5)])
 
 
 def test_documents_are_shared_and_questions_are_not() -> None:
