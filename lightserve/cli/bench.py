@@ -223,7 +223,7 @@ def _session_options(values: dict[str, Any]) -> SessionOptions:
 
 
 def _check_endpoint(options: SessionOptions, traffic: Sequence[Traffic]) -> None:
-    has_images = any(parse_images(each.images).count for each in traffic)
+    has_images = any(parse_images(each.images).num for each in traffic)
     if has_images and options.server.endpoint != "chat":
         raise click.UsageError("--images needs --endpoint chat")
 

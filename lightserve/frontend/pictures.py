@@ -1,8 +1,8 @@
 """Pictures of a request, from their URLs to what the model's encoder reads.
 
 They stand in data URLs, or are fetched (`image_hosts`). They are decoded by a process apart
-(`picture_process`), which a thread talks to; clients take turns there. The same picture that comes
-again, in the next turn of a conversation, is decoded again.
+(`picture_process`), which a thread talks to; clients take turns there. Images are kept for a while,
+for each client apart: in the next turn of a conversation the same pictures come again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import binascii
 import contextlib
 import functools
+import hashlib
 import signal
 import socket
 import subprocess
@@ -24,10 +25,14 @@ import msgspec
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
+from lightserve.frontend.connections import Held
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Backlog, show
 from lightserve.grammar_process import OUT_OF_MEMORY, environment, read_frame, write_frame
 from lightserve.messages.images import MAX_PIXEL_BYTES, Image, digest_of
+from lightserve.metrics.catalogue import IMAGES
+from lightserve.metrics.recording import Recorder
+from lightserve.models.image_processor import ImageProcessor
 from lightserve.models.vision_config import VisionConfig
 from lightserve.picture_process import (
     COMMAND,
@@ -38,13 +43,18 @@ from lightserve.picture_process import (
     Decoded,
     Given,
 )
-from lightserve.turn_threads import TurnThreads
+from lightserve.turn_threads import WHOSE, TurnThreads
 
 if TYPE_CHECKING:
     from lightserve.frontend.image_hosts import ImageHosts
 
 FETCH_S = 15.0
 """Time for all images of a request that are fetched."""
+DETAILS = ("auto", "low", "high")
+_LOW_PIXELS = 512 * 512
+"""Most pixels of an image of the detail low, as OpenAI has it."""
+KEPT_BYTES = 64 * 1024 * 1024
+"""Memory for images that were decoded before; the client with the most loses its oldest."""
 REPLY_TIMEOUT_S = 60.0
 """For a picture; `picture_process` ends what takes too much of a processor long before that."""
 _TYPES = {f"image/{name.lower()}": name for name in (*FORMATS, "jpg")}
@@ -58,6 +68,38 @@ class Picture(NamedTuple):
     url: str
     place: str
     """The field, for errors."""
+    detail: str | None = None
+    """One of DETAILS; None: auto, as the model has it."""
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    def processor(self, own: ImageProcessor) -> ImageProcessor:
+        """Return the model's processor with the sizes that are asked for.
+
+        Raises:
+            InvalidRequest: the model reads images in one size, or they contradict each other.
+        """
+        asked = [self.min_pixels, self.max_pixels, _LOW_PIXELS if self.detail == "low" else None]
+        if asked == [None] * 3 and self.detail != "high":
+            return own
+        if (sizes := own.any_size) is None:
+            raise _refusal(
+                self,
+                "must have neither min_pixels nor max_pixels, and the detail auto: the model reads"
+                " images in one size",
+            )
+        most = min(sizes.max_pixels, _LOW_PIXELS) if self.detail == "low" else sizes.max_pixels
+        if self.max_pixels is not None:
+            most = self.max_pixels
+        if most > sizes.max_pixels:
+            raise _refusal(
+                self, f"must have max_pixels of at most the model's {sizes.max_pixels}, got {most}"
+            )
+        least = self.min_pixels or min(sizes.min_pixels, most)
+        if least > most:
+            raise _refusal(self, f"must have min_pixels of at most max_pixels {most}, got {least}")
+        sizes = msgspec.structs.replace(sizes, min_pixels=least, max_pixels=most)
+        return msgspec.structs.replace(own, any_size=sizes)
 
 
 @dataclass
@@ -70,11 +112,23 @@ class _Left:
     num_pixel_bytes: int
 
 
+_Name = tuple[str, bytes, ImageProcessor]
+"""A client, the digest of a file, and how it is processed."""
+
+
 class PictureReader:
     """Makes images of pictures, for one model."""
 
-    def __init__(self, vision: VisionConfig | None, config: ServeConfig) -> None:
+    def __init__(
+        self, vision: VisionConfig | None, config: ServeConfig, recorder: Recorder
+    ) -> None:
         """`vision`: None: the model reads text alone."""
+        self._recorder = recorder
+        self._images: dict[_Name, Image] = {}
+        """Images that were decoded before; the thread alone uses it."""
+        self._held: Held[_Name] = Held(KEPT_BYTES)
+        self._is_shared = not config.api_key_file
+        """Whether all clients are one; lines of batches, whose key is not known, keep nothing."""
         self._vision, self._model = vision, config.model_names[0]
         self._max_images, self._max_bytes = config.max_images, config.max_image_bytes
         self._threads = TurnThreads(1, "pictures")
@@ -128,9 +182,10 @@ class PictureReader:
 
     async def _image(self, picture: Picture, vision: VisionConfig, left: _Left) -> Image:
         data = await self._fetched(picture, left)
-        decode = functools.partial(self._decoded, picture, vision, data)
+        decode = functools.partial(self._decoded, picture, vision, data, WHOSE.get())
         size = len(picture.url) + len(data or b"")
-        image = await self._backlog.in_thread(self._threads, decode, size)
+        image, was_kept = await self._backlog.in_thread(self._threads, decode, size)
+        self._recorder.counter(IMAGES, "kept" if was_kept else "decoded").value += 1
         left.num_pixel_bytes -= len(image.pixels)
         if left.num_pixel_bytes < 0:
             raise InvalidRequest(
@@ -166,15 +221,35 @@ class PictureReader:
         if self._hosts is not None:
             self._hosts.close()
 
-    def _decoded(self, picture: Picture, vision: VisionConfig, data: bytes | None) -> Image:
-        given = Given(_data_of(picture) if data is None else data, vision.processor)
+    def _decoded(
+        self, picture: Picture, vision: VisionConfig, data: bytes | None, whose: str
+    ) -> tuple[Image, bool]:
+        """Return an image, and whether it was kept; it is kept for the client `whose`."""
+        given = Given(
+            _data_of(picture) if data is None else data, picture.processor(vision.processor)
+        )
+        name = (whose, hashlib.blake2b(given.data, digest_size=32).digest(), given.processor)
+        image = self._images.get(name)
+        if was_kept := image is not None:
+            self._held.release(name)
+        else:
+            image = self._made(picture, vision, given)
+        if self._is_shared or whose:
+            self._images[name] = image
+            for gone in self._held.hold(name, whose, image.num_bytes):
+                del self._images[gone]
+        return image, was_kept
+
+    def _made(self, picture: Picture, vision: VisionConfig, given: Given) -> Image:
         decoded = self._process.decode(given)
         if decoded.complaint:
             raise _refusal(picture, decoded.complaint)
         height, width, pixels = decoded.height, decoded.width, decoded.pixels
+        own = vision.processor.any_size
+        if own is not None and given.processor.any_size != own and height * width > own.max_pixels:
+            raise _refusal(picture, f"would have {height} x {width} pixels, over {own.max_pixels}")
         digest = digest_of(height, width, pixels)
-        num_tokens = vision.num_tokens(height, width)
-        return Image(0, num_tokens, height, width, pixels, digest)
+        return Image(0, vision.num_tokens(height, width), height, width, pixels, digest)
 
 
 def _data_of(picture: Picture) -> bytes:
@@ -215,13 +290,9 @@ class _Process:
         Raises:
             RequestFailed: the process failed, for reasons that are not the picture's.
         """
-        if self._running is None:
-            ours, theirs = socket.socketpair()
-            ours.settimeout(REPLY_TIMEOUT_S)
-            with theirs:
-                process = subprocess.Popen(COMMAND, stdin=theirs.fileno(), env=environment())
-            self._running = process, ours
         try:
+            if self._running is None:
+                self._running = _start()
             ours = self._running[1]
             with ours.makefile("wb") as sink, ours.makefile("rb") as source:
                 write_frame(sink, ENCODER.encode(given))
@@ -232,8 +303,7 @@ class _Process:
             return Decoded(f"takes more than {REPLY_TIMEOUT_S:.0f} s to decode")
         except (OSError, msgspec.MsgspecError):
             pass  # its exit code says why
-        code = self._end()
-        if complaint := _complaint_of_death(code):
+        if self._running is not None and (complaint := _complaint_of_death(self._end())):
             return Decoded(complaint)
         raise RequestFailed(
             "pictures cannot be decoded at the moment; try again",
@@ -256,6 +326,19 @@ class _Process:
         if self._running is not None:
             self._running[0].kill()
             self._end()
+
+
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process, with the way to it. Raises OSError: the system has no more of something."""
+    with contextlib.ExitStack() as opened:
+        ours, theirs = map(opened.enter_context, socket.socketpair())
+        ours.settimeout(REPLY_TIMEOUT_S)
+        process = subprocess.Popen(
+            COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment()
+        )
+        opened.pop_all()
+    theirs.close()
+    return process, ours
 
 
 def _complaint_of_death(exit_code: int) -> str | None:

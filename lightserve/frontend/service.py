@@ -336,13 +336,13 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         max_model_len=max_model_len,
         placeholder=None if model_config.vision is None else model_config.vision.placeholder,
     )
-    pictures = PictureReader(model_config.vision, config)
+    observation = Observation()
+    pictures = PictureReader(model_config.vision, config, observation.recorder)
     if config.max_pending_body_bytes < (most := config.max_body_bytes + pictures.max_bytes):
         raise ConfigError(
             "--max-pending-body-bytes must be at least --max-body-bytes and --max-image-bytes"
             f" together, {most}, got {config.max_pending_body_bytes}"
         )
-    observation = Observation()
     has_store = config.batch_store != "none" and not store_problem
     return Service(
         config=config,

@@ -93,7 +93,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     document_tokens: str = "1024"
     question_order: str = "mixed"
     images: str = "0"
-    """As `workload.parse_images` reads it."""
+    """A count and perhaps a size, see `workload.parse_images`."""
     arrivals: ArrivalKind
     rate: float | None = None
     time_scale: float | None = None

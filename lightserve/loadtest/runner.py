@@ -201,7 +201,7 @@ class Runner:
             intended_s=intended_s,
             wanted_prompt_tokens=sum(segment.num_tokens for segment in plan.segments[row]),
             wanted_output_tokens=int(plan.output_tokens[row]),
-            num_images=plan.images.count,
+            num_images=plan.images.num,
             source=source,
             priority=None if plan.priorities is None else int(plan.priorities[row]),
             targets=None if plan.targets is None else plan.targets[row],

@@ -217,7 +217,7 @@ _IMAGE_SIZE = (640, 480)
 class ImagesPerRequest(NamedTuple):
     """Pictures of each request."""
 
-    count: int
+    num: int
     width: int
     height: int
 

@@ -177,6 +177,13 @@ HTTP_RESPONSES = counter(
     " there was one.",
     ("method", "route", "status"),
 )
+IMAGES = counter(
+    "images_total",
+    Origin.FRONTEND,
+    "Images of requests, by whether their files were decoded, or the image was kept from an earlier"
+    " request of the same client.",
+    ("source",),
+)
 HTTP_REJECTIONS = counter(
     "http_rejections_total",
     Origin.FRONTEND,

@@ -4,6 +4,8 @@ transformers says of the same picture."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +38,7 @@ from lightserve.decisions.records import MessageReceived
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.messages.frontend_router import Submit
 
+ROOT = Path(__file__).parents[2]
 URL = "/v1/chat/completions"
 FIRST, SECOND = picture(1, 64, 48), picture(2, 33, 70)
 
@@ -126,6 +129,8 @@ def test_answers(client: OpenAI, reference: Reference) -> None:
     again = whole(client, asking(FIRST))
     assert again.choices[0].token_ids == one.choices[0].token_ids
     assert again.usage.prompt_tokens_details.cached_tokens == one.usage.prompt_tokens - 1
+    metrics = client.base_url.copy_with(raw_path=b"/metrics")
+    wait_for(lambda: 'source="kept"' in httpx.get(f"{metrics}").text, "the frontend's counts")
     other = whole(client, asking(SECOND))
     check(reference, other, [SECOND])
     assert other.choices[0].token_ids != one.choices[0].token_ids
@@ -167,6 +172,20 @@ def test_a_photo_is_told_of_as_it_is_read(client: OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     answer = client.chat.completions.create(model="llava", messages=messages, n=2, **options)
     assert text and [choice.message.content for choice in answer.choices] == [text, text]
+
+
+def test_the_documented_photo(server: LiveServer, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    program = text.partition("### Images")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "photo.jpg").write_bytes(file_of(picture(9, 4032, 3024), "JPEG"))
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace("http://127.0.0.1:8000", server.url)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_other_routes(server: LiveServer, client: OpenAI) -> None:
@@ -290,8 +309,15 @@ BROKEN = data_url(file_of(FIRST)[:-100])
             {"url": data_url(b"%PDF-1.7", "application/pdf")},
             "must be a data URL in base64 of one of",
         ),
-        ({"url": BROKEN, "detail": "high"}, "must have image_url.detail auto"),
-        ({"url": 7}, "must have image_url only as"),
+        (
+            {"url": BROKEN, "detail": "high"},
+            "image_url must have neither min_pixels nor max_pixels",
+        ),
+        ({"url": BROKEN, "max_pixels": 5000}, "the model reads images in one size"),
+        ({"url": BROKEN, "detail": "ultra"}, "must have image_url.detail auto, low, high, got"),
+        ({"url": BROKEN, "min_pixels": 0}, "image_url.min_pixels as an integer from 1 to 4194304"),
+        ({"url": 7}, "must have image_url.url as a string, got 7"),
+        ({"url": BROKEN, "sha256": "x"}, "must have image_url only as"),
     ],
 )
 def test_bad_pictures(client: OpenAI, part: Any, complaint: str) -> None:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import struct
+import asyncio
+import errno
+import subprocess
 import sys
-import zlib
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
-from support.tiny_vision import PROCESSOR, data_url, file_of, picture
+from support.bad_pictures import bad_pictures, png_of
+from support.tiny_vision import PROCESSOR, SIDE, data_url, file_of, picture, write_llava
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.pictures import Picture, _data_of, _Process
+from lightserve.frontend.errors import RequestFailed
+from lightserve.frontend.pictures import Picture, PictureReader, _data_of, _Process
+from lightserve.messages.images import MAX_IMAGES
+from lightserve.metrics.catalogue import IMAGES
+from lightserve.metrics.recording import Recorder
+from lightserve.models.config import load_model_config
 from lightserve.models.image_processor import AnySize, ImageProcessor
-from lightserve.picture_process import MAX_PIXELS, Given, decode
+from lightserve.picture_process import MAX_PIXELS, MAX_WORK_BYTES, Given, decode
+from lightserve.turn_threads import WHOSE
 
 MEAN, STD = tuple(PROCESSOR["image_mean"]), tuple(PROCESSOR["image_std"])
 SIZES = [(40, 30), (28, 28), (1, 1), (27, 400), (336, 28), (20, 21), (501, 333)]
@@ -149,25 +160,6 @@ def _distance(first: bytes, second: bytes) -> float:
     return float(np.abs(pair[0] - pair[1]).mean())
 
 
-def png_of(width: int, height: int) -> bytes:
-    """Return a PNG that says it is so large, and has one row."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    rows = zlib.compress(bytes(1 + 3 * width))
-    parts = [(b"IHDR", head), (b"IDAT", rows), (b"IEND", b"")]
-    data = b"\x89PNG\r\n\x1a\n"
-    for kind, body in parts:
-        data += struct.pack(">I", len(body)) + kind + body
-        data += struct.pack(">I", zlib.crc32(kind + body))
-    return data
-
-
-def test_narrow_pictures_of_any_size() -> None:
-    processor = clip(28, shortest_edge=None, crop=None, any_size=AnySize(28, 784, 10**6))
-    complaint = decode(file_of(picture(1, 2, 401)), processor).complaint
-    assert complaint == "must be at most 200 times as long as it is wide, got 2 x 401"
-    assert not decode(file_of(picture(1, 2, 400)), processor).complaint
-
-
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
@@ -255,3 +247,126 @@ def test_a_picture_that_takes_too_much_memory_ends_the_process_alone(
         assert process.decode(small).complaint == ""
     finally:
         process.close()
+
+
+def test_bad_files_end_no_process() -> None:
+    """Each is an image or a complaint, in bounded memory; so is the good one behind them."""
+    process, peak = _Process(), 0
+    good = Given(file_of(picture(1)), clip(28))
+    expected = decode(good.data, good.processor)
+    try:
+        assert process.decode(good) == expected
+        assert process._running is not None
+        pid, num_images = process._running[0].pid, 0
+        for data in bad_pictures(500, seed=5):
+            made = process.decode(Given(data, clip(28)))
+            if not made.complaint:
+                num_images += 1
+                assert (made.height, made.width, len(made.pixels)) == (28, 28, 3 * 28 * 28)
+            assert process._running is not None and process._running[0].pid == pid, made.complaint
+        assert 100 < num_images < 400
+        peak = psutil.Process(pid).memory_info().rss
+        assert peak < MAX_WORK_BYTES // 4 and process.decode(good) == expected
+    finally:
+        process.close()
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: Any, **_more: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    process = _Process()
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(RequestFailed) as caught:
+            process.decode(Given(b"", clip(28)))
+        assert caught.value.status == 503 and "no more" not in str(caught.value)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    try:
+        assert process.decode(Given(file_of(picture(1)), clip(28))).complaint == ""
+    finally:
+        process.close()
+
+
+def test_sizes_that_are_asked_for() -> None:
+    any_size = AnySize(factor=28, min_pixels=28 * 28, max_pixels=1_000_000)
+    own = clip(28, any_size=any_size, shortest_edge=None, crop=None)
+
+    def asked(**options: Any) -> tuple[int, int]:
+        found = Picture("", "messages[0].content[0].image_url", **options).processor(own)
+        made = decode(file_of(picture(1, 2000, 1000)), found)
+        assert made.height % 28 == made.width % 28 == 0
+        return made.height, made.width
+
+    assert asked() == asked(detail="auto") == asked(detail="high") == (700, 1400)
+    assert asked(detail="low") == (336, 700)
+    assert asked(max_pixels=200_000) == (308, 616)
+    assert asked(detail="low", max_pixels=400_000) == (420, 868)
+    assert asked(max_pixels=28 * 28) == (28, 28)
+    small = decode(file_of(picture(1, 56, 56)), Picture("", "x", min_pixels=90_000).processor(own))
+    assert (small.height, small.width) == (308, 308)
+    for options, complaint in (
+        ({"max_pixels": 1_000_001}, "must have max_pixels of at most the model's 1000000, got 100"),
+        (
+            {"min_pixels": 5000, "max_pixels": 4999},
+            "min_pixels of at most max_pixels 4999, got 5000",
+        ),
+        ({"detail": "low", "min_pixels": 300_000}, "of at most max_pixels 262144, got 300000"),
+    ):
+        with pytest.raises(InvalidRequest, match=complaint):
+            Picture("", "x", **options).processor(own)  # type: ignore[arg-type]
+    for options in ({"detail": "low"}, {"detail": "high"}, {"min_pixels": 1}, {"max_pixels": 9}):
+        with pytest.raises(InvalidRequest, match="x must have neither min_pixels nor max_pixels"):
+            Picture("", "x", **options).processor(clip(28))  # type: ignore[arg-type]
+    assert Picture("", "x", detail="auto").processor(clip(28)) == clip(28)
+
+
+def test_images_are_kept_for_each_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = load_model_config(write_llava(tmp_path)).vision
+    assert vision is not None
+    size = 3 * SIDE * SIDE
+    monkeypatch.setattr("lightserve.frontend.pictures.KEPT_BYTES", 3 * size)
+
+    async def scenario(keys: str, whose: tuple[str, str]) -> list[list[int]]:
+        recorder = Recorder()
+        reader = PictureReader(vision, ServeConfig(api_key_file=keys), recorder)
+        urls = [data_url(file_of(picture(number))) for number in range(4)]
+        known: list[list[int]] = []
+
+        async def send(key: str, *numbers: int) -> list[Any]:
+            WHOSE.set(key)
+            return await reader.read([Picture(urls[number], "x") for number in numbers])
+
+        try:
+            first = await send(whose[0], 0, 1)
+            for key, *numbers in (
+                (whose[0], 0, 1),
+                (whose[1], 0),
+                (whose[0], 2),  # one of the client with the most has to go: its oldest, 0
+                (whose[1], 0),
+                (whose[0], 1, 2),
+                (whose[0], 0),
+            ):
+                await send(str(key), *map(int, numbers))
+                counts = [
+                    int(recorder.counter(IMAGES, source).value) for source in ("decoded", "kept")
+                ]
+                known.append(counts)
+            assert [image.digest for image in first] == [
+                image.digest for image in await send(whose[0], 0, 1)
+            ]
+        finally:
+            reader.close()
+        return known
+
+    by_key = asyncio.run(scenario("keys", ("key a", "key b")))
+    assert by_key == [[2, 2], [3, 2], [4, 2], [4, 3], [4, 5], [5, 5]]
+    unknown = asyncio.run(scenario("keys", ("", "")))  # lines of batches
+    assert unknown[-1] == [10, 0]
+    shared = asyncio.run(scenario("", ("", "")))
+    assert shared[:2] == [[2, 2], [2, 3]]
+
+
+def test_a_request_has_as_many_images_as_a_message() -> None:
+    assert ServeConfig().max_images == MAX_IMAGES

@@ -12,7 +12,8 @@ from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.fields import MESSAGE_NO_EFFECT, NoEffectModel
 from lightserve.frontend.openai.output_parser import OutputParser
 from lightserve.frontend.openai.tools import ToolCall
-from lightserve.frontend.pictures import Picture
+from lightserve.frontend.pictures import DETAILS, Picture
+from lightserve.models.image_processor import MAX_PIXELS
 from lightserve.tokenization.conversation import JOINT, ChatMessage, Place
 
 
@@ -43,16 +44,22 @@ def _texts_in(parts: list[Any]) -> list[str]:
 
 
 def _check_image(value: Any) -> None:
-    is_known = isinstance(value, dict) and {"url"} <= set(value) <= {"url", "detail"}
-    if not is_known or not isinstance(value["url"], str):
+    if not isinstance(value, dict) or not {"url"} <= set(value) <= {"url", *_IMAGE_OPTIONS}:
         raise ValueError('must have image_url only as {"url": "data:image/…;base64,…"}')
-    if (detail := value.get("detail")) not in (None, "auto"):
-        raise ValueError(
-            f"must have image_url.detail auto: the model reads images in one size, got"
-            f" {show(detail)}"
-        )
+    if not isinstance(value["url"], str):
+        raise ValueError(f"must have image_url.url as a string, got {show(value['url'])}")
+    if (detail := value.get("detail")) not in (None, *DETAILS):
+        raise ValueError(f"must have image_url.detail {', '.join(DETAILS)}, got {show(detail)}")
+    for name in ("min_pixels", "max_pixels"):
+        given = value.get(name)
+        if given is not None and (type(given) is not int or not 1 <= given <= MAX_PIXELS):
+            raise ValueError(
+                f"must have image_url.{name} as an integer from 1 to {MAX_PIXELS}, got"
+                f" {show(given)}"
+            )
 
 
+_IMAGE_OPTIONS = ("detail", "min_pixels", "max_pixels")
 _PART_FIELDS = {
     "text": {"type", "text", "cache_control"},
     "image_url": {"type", "image_url", "cache_control"},
@@ -123,7 +130,9 @@ class ImageFields(StrictModel):
     """`image_url`."""
 
     url: str
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    min_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] | None = None
+    max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] | None = None
 
 
 class ImagePart(StrictModel):
@@ -177,8 +186,8 @@ class Message(NoEffectModel):
     _cache_mark: CacheMark | None = None
     _parts: tuple[str | None, ...] = ()
     """The texts of which the content is made, and None for each image, if it was a list."""
-    _images: tuple[tuple[int, str], ...] = ()
-    """Number of the part and URL of each image."""
+    _images: tuple[Picture, ...] = ()
+    """Images, each with the place of its part in the content."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -198,7 +207,7 @@ class Message(NoEffectModel):
         if isinstance(content, list):
             message._parts = tuple(part.get("text") for part in content)
             message._images = tuple(
-                (number, part["image_url"]["url"])
+                Picture(place=f"content[{number}].image_url", **part["image_url"])
                 for number, part in enumerate(content)
                 if part["type"] == "image_url"
             )
@@ -207,8 +216,8 @@ class Message(NoEffectModel):
         return message
 
     @property
-    def images(self) -> tuple[tuple[int, str], ...]:
-        """Images in its content: the part's number, and the URL."""
+    def images(self) -> tuple[Picture, ...]:
+        """Images in its content, each with its part's place there."""
         return self._images
 
     @property
@@ -241,9 +250,9 @@ class Message(NoEffectModel):
 def pictures_of(messages: Sequence[Message]) -> list[Picture]:
     """Return the images of all messages, in order."""
     return [
-        Picture(url, f"messages[{number}].content[{part}].image_url")
+        picture._replace(place=f"messages[{number}].{picture.place}")
         for number, message in enumerate(messages)
-        for part, url in message.images
+        for picture in message.images
     ]
 
 

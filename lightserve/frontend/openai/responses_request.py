@@ -69,10 +69,11 @@ class InputTextPart(NoEffectModel):
 class InputImagePart(NoEffectModel):
     """A picture in a message of the user."""
 
-    no_effect: ClassVar[NoEffect] = {"file_id": (), "detail": ("auto",)}
+    no_effect: ClassVar[NoEffect] = {"file_id": ()}
 
     type: Literal["input_image"]
     image_url: str
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ReasoningPart(StrictModel):
@@ -430,7 +431,7 @@ def _content(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
     if not any(isinstance(part, InputImagePart) for part in parts):
         return _text(parts)
     return [
-        {"type": "image_url", "image_url": {"url": part.image_url}}
+        {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
         if isinstance(part, InputImagePart)
         else {"type": "text", "text": part.text}
         for part in parts

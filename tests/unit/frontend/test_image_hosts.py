@@ -44,23 +44,42 @@ class Host:
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
         self.heads: list[str] = []
+        self.tasks: set[asyncio.Task[None]] = set()
         self.port = 0
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            self.heads.append(head)
-            path = head.split()[1]
-            if path in self.answers:
-                writer.write(self.answers[path])
-                await writer.drain()
-            else:
-                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-                while True:  # a byte now and then, without an end
-                    writer.write(b"x")
-                    await writer.drain()
-                    await asyncio.sleep(0.02)
-        writer.close()
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        try:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                await self._answer(reader, writer)
+                writer.close()
+                await writer.wait_closed()
+        finally:
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.heads.append(head)
+        path = head.split()[1]
+        if path in self.answers:
+            writer.write(self.answers[path])
+            await writer.drain()
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:  # a byte now and then, without an end
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        await asyncio.sleep(0.01)  # transports end in turns of the loop that follow
 
 
 @asynccontextmanager
@@ -72,6 +91,7 @@ async def host(answers: Answers, tls: ssl.SSLContext | None = None) -> AsyncIter
         yield made
     finally:
         server.close()
+        await made.close()
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> list[str]:
