@@ -86,7 +86,7 @@ GPU = Scale(
     prompt_tokens="52:1135",
     server=(
         *("--max-num-seqs", "320", "--max-model-len", "4096", "--http-workers", "4"),
-        *("--host-kv-memory", "4GiB", "--gpu-memory-utilization", "0.8"),
+        *("--host-kv-memory", "4GiB", "--gpu-memory-utilization", "0.8", "--prefix-host-memory=0"),
     ),
 )
 REHEARSED = Scale(

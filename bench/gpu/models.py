@@ -444,7 +444,7 @@ class RandomModel:
         machine.release()
         defaults: dict[str, Any] = {"dtype": "bfloat16", "host_kv_memory": "64MiB"}
         if machine.is_gpu:
-            defaults["device"] = "cuda"
+            defaults |= {"device": "cuda", "prefix_host_memory": "0"}
         config = ServeConfig(model=str(self.path), **(defaults | flags))
 
         def load(*args: Any, **options: Any) -> Model:

@@ -72,7 +72,7 @@ GPU = Scale(
     output_tokens=(128, 512),
     duration_s=11.0,
     skip_first_s=4.0,
-    server=("--http-workers", "4", "--host-kv-memory", "1GiB"),
+    server=("--http-workers", "4", "--host-kv-memory", "1GiB", "--prefix-host-memory=0"),
     budget=2048,
     max_model_len=4096,
 )

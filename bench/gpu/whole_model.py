@@ -347,7 +347,7 @@ class Scene:
 
     def longest_ratio(self, ranges: Sequence[range]) -> float:
         """Save and load the long request's ranges of tokens; the longest step over the median."""
-        there = self._note(run_plans(self._runner, self.plans("ahead_saves", ranges)))
+        there = self._note(run_plans(self._runner, self.plans("saves", ranges)))
         self._poison()
         self._slots, self._spare = self._spare, self._slots
         back = self._note(run_plans(self._runner, self.plans("ahead_loads", ranges)))
@@ -412,7 +412,7 @@ def _trace(bench: Bench, scene: Scene, ranges: Sequence[range]) -> None:
     """Write the trace of both ways, and report how much of the copies passes ran beside."""
     plain = bench.out / TRACE.removesuffix(".gz")
     with profiled(bench.machine, plain):
-        scene.run(scene.plans("ahead_saves", ranges))
+        scene.run(scene.plans("saves", ranges))
         scene.run(scene.plans("ahead_loads", ranges))
     (bench.out / TRACE).write_bytes(gzip.compress(plain.read_bytes()))
     plain.unlink()

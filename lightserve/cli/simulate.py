@@ -129,6 +129,12 @@ _OPTIONS = (
         type=click.IntRange(-1),
     ),
     option(
+        "--prefix-host-tokens",
+        help="Tokens of prefixes that the host holds besides; the server's --prefix-host-memory.",
+        default=0,
+        type=click.IntRange(0),
+    ),
+    option(
         "--mtpot-slo-ms",
         help="Target of real-time requests: largest gap between tokens; 0 takes four times"
         " --tpot-slo-ms, as a server does.",

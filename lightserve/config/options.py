@@ -516,6 +516,15 @@ class MemoryOptions:
         scope=Scope.PROFILE,
         needs=(Need("preemption", ("checkpoint",)),),
     )
+    prefix_host_memory: str = option(
+        "auto",
+        "Host memory per rank for prefixes that leave the KV pool, such as 8GiB, beside"
+        " --host-kv-memory, the free part of which they use as well; 0: what leaves the pool is"
+        " lost. auto is half of what both pools leave free, at most the KV pool's size, and beside"
+        " a GPU at most 16GiB; 0 without --cache-policy, and for models with recurrent layers.",
+        scope=Scope.PROFILE,
+        needs=(Need("cache_policy", ("task-aware", "lru")),),
+    )
     gpu_memory_utilization: float = option(
         DEFAULT_GPU_MEMORY_UTILIZATION,
         "Share of a GPU's memory to use in all. The KV pool gets the rest after weights, the"
@@ -554,6 +563,8 @@ class MemoryOptions:
             raise ConfigError(f"--kv-memory must be above 0, got {self.kv_memory!r}")
         if self.host_kv_memory != "auto":
             parse_memory(self.host_kv_memory, "--host-kv-memory")
+        if self.prefix_host_memory != "auto":
+            parse_memory(self.prefix_host_memory, "--prefix-host-memory")
         if self.max_retained_tokens > 0 and self.cache_policy == "off":
             raise ConfigError("--max-retained-tokens needs --cache-policy task-aware or lru")
         if self.block_size & (self.block_size - 1):

@@ -102,6 +102,8 @@ class Lives:
                 if life.is_out:
                     self._mark(life, "resumes" if life.moments else "starts", count, now_s)
                     life.is_out = False
+                    if (found := step.found.get(request)) and found.num_loaded:
+                        self._mark(life, "loads", found.num_loaded, now_s)
         self._predicted_s += step.predicted_s
         for life in self._named - parts.keys():
             unseen = step.unseen.get(life.submit.request_class)

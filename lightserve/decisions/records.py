@@ -102,6 +102,7 @@ class WorkersStarted(Record, frozen=True, tag="workers_ready"):
     decode_sizes: tuple[int, ...] = ()
     num_state_slots: int = 0
     encoder: EncoderWork | None = None
+    num_prefix_slots: int = 0
 
     @property
     def graph_sizes(self) -> GraphSizes:
@@ -329,6 +330,7 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
                 decode_sizes=event.graph_sizes.decodes,
                 num_state_slots=event.num_state_slots,
                 encoder=event.encoder,
+                num_prefix_slots=event.num_prefix_slots,
             )
         case StepTimesKnown(step_cost, max_num_batched_tokens):
             return StepTimesWereMeasured(
@@ -354,6 +356,7 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
                 record.graph_sizes,
                 record.num_state_slots,
                 record.encoder,
+                record.num_prefix_slots,
             )
         case StepTimesWereMeasured():
             return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)

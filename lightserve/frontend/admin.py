@@ -237,6 +237,8 @@ class KVMapObject(StrictModel):
     mean_run_length: float = Field(ge=0)
     num_host_slots: _Count
     num_used_host_slots: _Count
+    num_prefix_host_slots: _Count
+    num_used_prefix_host_slots: _Count
     kinds: list[str]
     slots: list[tuple[Annotated[int, Field(ge=0, le=4)], Annotated[int, Field(ge=1)]]] | None
 
@@ -277,6 +279,8 @@ def _figures(pool: KVPool) -> dict[str, Any]:
         "mean_run_length": pool.mean_run_length,
         "num_host_slots": pool.num_host_slots,
         "num_used_host_slots": pool.num_used_host_slots,
+        "num_prefix_host_slots": pool.num_prefix_host_slots,
+        "num_used_prefix_host_slots": pool.num_used_prefix_host_slots,
         "kinds": KIND_NAMES,
     }
 

@@ -186,7 +186,7 @@ class StretchObject(StrictModel):
 class DecisionObject(StrictModel):
     """Something that a step did with it once."""
 
-    what: Literal["starts", "paused", "checkpointed", "preempted", "resumes"]
+    what: Literal["starts", "paused", "checkpointed", "preempted", "resumes", "loads"]
     at_s: float
     num_tokens: int
 

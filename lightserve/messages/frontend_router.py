@@ -359,6 +359,9 @@ class KVPool(msgspec.Struct, frozen=True, kw_only=True):
     num_host_slots: int
     """Tokens that the host pool holds."""
     num_used_host_slots: int
+    num_prefix_host_slots: int
+    """Tokens of prefixes that it may hold besides now."""
+    num_used_prefix_host_slots: int
     slots: PackedKinds | None
     """None: more than MAX_SLOTS_BYTES, which takes a fragmented pool of over 15 million slots."""
 
@@ -463,11 +466,11 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     """`starts`: it is first scheduled; `paused`; `checkpointed`: it loses the end of its KV, saved
-    on the host; `preempted`: it loses all of it; `resumes`."""
+    on the host; `preempted`: it loses all of it; `resumes`; `loads`: as it starts or resumes."""
     at_s: float
     """Since its frontend had it."""
     num_tokens: int
-    """That it computes, or that it loses; 0: none, or all."""
+    """That it computes, loses, or gets back from the host; 0: none, or all."""
 
 
 class RequestLife(msgspec.Struct, frozen=True, kw_only=True):

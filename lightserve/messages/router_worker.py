@@ -56,7 +56,7 @@ class WorkerHello(Message, frozen=True):
     rank: int
     num_kv_slots: int
     num_host_slots: int
-    """Tokens whose KV the host pool holds beside those."""
+    """Tokens of paused requests whose KV the host pool holds beside those."""
     max_num_batched_tokens: int
     """Most new tokens of a step: what the configuration means on the rank's device."""
     step_cost: StepCoefficients | None = None
@@ -64,8 +64,8 @@ class WorkerHello(Message, frozen=True):
     device: DeviceFacts | None = None
     """Device of the rank."""
     overlaps_copies: bool = False
-    """Whether `ahead_saves` and `ahead_loads` run beside the forward pass of their plan, as on a
-    GPU; otherwise between the steps."""
+    """Whether `ahead_loads` run beside the forward pass of their plan, as on a GPU; otherwise
+    between the steps."""
     graph_sizes: GraphSizes = NO_SIZES
     """To which its steps are padded."""
     encoder: EncoderWork | None = None
@@ -73,6 +73,8 @@ class WorkerHello(Message, frozen=True):
     num_state_slots: int = 0
     """Slots whose bytes hold the states of one sequence in all recurrent layers of the model; 0: it
     has none."""
+    num_prefix_slots: int = 0
+    """Tokens of prefixes whose KV the host pool holds besides."""
 
 
 class AddSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -197,14 +199,14 @@ class StepPlan(Message, frozen=True):
     """One step: tables (`sequences`, `slot_ranges`, the slots of `decodes`), `saves`, `loads`,
     `state_loads`, one forward pass over the rows of `decodes`, then `rows`, and `state_saves`.
 
-    Copies of several requests are merged. Nothing in the step waits for `ahead_saves` and
-    `ahead_loads`: they begin behind `saves` and `loads`, go on beside the forward pass (or follow
-    it, when the result has been sent), and are made before anything of the next plan is: its
-    copies, its forward pass. So the next plan may read, save and overwrite their slots, and save
-    to their host slots. A worker that dies takes them along with all other KV.
+    Copies of several requests are merged. Nothing in the step waits for `ahead_loads`: they begin
+    behind `saves` and `loads`, go on beside the forward pass (or follow it, when the result has
+    been sent), and are made before anything of the next plan is: its copies, its forward pass. So
+    the next plan may read, save and overwrite their slots, and save to their host slots. A worker
+    that dies takes them along with all other KV.
 
         plan i     saves  loads  state_loads  forward pass ─► state_saves, result
-                              └─ ahead_saves, ahead_loads ──────┐
+                              └─ ahead_loads ───────────────────┐
         plan i+1                                                └ saves  loads  forward pass …
 
     In a model with recurrent layers a row that computes from position 0 on begins with states of
@@ -226,14 +228,11 @@ class StepPlan(Message, frozen=True):
     """To the host, before this plan writes anything to the pool."""
     loads: KVCopies = NO_COPIES
     """From the host, after `saves`; no host slot of them is one of `saves`."""
-    ahead_saves: KVCopies = NO_COPIES
-    """To the host, though the tokens stay where they are. Nothing else in the plan writes them."""
     ahead_loads: KVCopies = NO_COPIES
     """From the host, for requests that run in a later plan.
 
-    Their slots are none that a row of this plan reads or writes, nor any of `loads` and
-    `ahead_saves`; `saves` may have had them before. Their host slots are none of `saves` and
-    `ahead_saves`."""
+    Their slots are none that a row of this plan reads or writes, nor any of `loads`; `saves` may
+    have had them before. Their host slots are none of `saves`."""
     left_rows: tuple[RowId, ...] = ()
     """Rows whose sequences have ended or paused since the last plan: what is kept for them can go.
     A row of `sequences` may be among them."""

@@ -328,14 +328,33 @@ KV_TOKENS_TAKEN = counter(
 KV_TOKENS_SAVED = counter(
     "kv_tokens_saved_total",
     Origin.ROUTER,
-    "Tokens copied to the host because their slots were needed.",
+    "Tokens of requests copied to the host because their slots were needed.",
     CLASS,
 )
 KV_TOKENS_LOADED = counter(
-    "kv_tokens_loaded_total", Origin.ROUTER, "Tokens copied back from the host.", CLASS
+    "kv_tokens_loaded_total",
+    Origin.ROUTER,
+    "Tokens copied back from the host, those of prefixes included.",
+    CLASS,
 )
-KV_HOST_SLOTS = gauge("kv_host_slots", Origin.ROUTER, "Size of the host pool in tokens, per rank.")
+KV_HOST_SLOTS = gauge(
+    "kv_host_slots",
+    Origin.ROUTER,
+    "Size of the host pool in tokens, per rank, that of prefixes aside.",
+)
 KV_HOST_SLOTS_USED = gauge("kv_host_slots_used", Origin.ROUTER, "Tokens that it holds.")
+PREFIX_HOST_SLOTS = gauge(
+    "prefix_host_slots",
+    Origin.ROUTER,
+    "Tokens of prefixes that the host may hold beside those of requests, per rank.",
+)
+PREFIX_HOST_SLOTS_USED = gauge("prefix_host_slots_used", Origin.ROUTER, "Tokens that it holds.")
+PREFIX_HOST_TOKENS = counter(
+    "prefix_host_tokens_total",
+    Origin.ROUTER,
+    "Tokens of prefixes that were saved to the host, loaded back, or given up there.",
+    ("event",),
+)
 STEPS = counter("steps_total", Origin.ROUTER, "Steps finished.")
 STEP_TIME = histogram(
     "step_time_seconds",

@@ -213,6 +213,7 @@ class StepCommit:
         """Book a step planned since the last event; return the message to send."""
         encoding.note_orders(step.encodes)
         self.skip_counters.note(step)
+        kv.begin_plan(step.found.values())
         self._make_room(step, kv, now_s)
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
@@ -225,7 +226,8 @@ class StepCommit:
             self.counters[request.request_class].loaded_tokens += found.num_loaded
             request.state = RUNNING
         for request, num_tokens in step.loaded:
-            self.counters[request.request_class].loaded_tokens += kv.load_ahead(request, num_tokens)
+            num_loaded = kv.load(request, num_tokens, is_ahead=True)
+            self.counters[request.request_class].loaded_tokens += num_loaded
         if self._drafting.most and len(step.decodes):
             self._drafting.note(step.decodes)
         num_tokens_each = step.decodes.num_tokens

@@ -68,6 +68,8 @@ class WorkersReady:
     """Slots that the state of a sequence takes (`WorkerHello`)."""
     encoder: EncoderWork | None = None
     """The work of their encoder of images."""
+    num_prefix_slots: int = 0
+    """Tokens of prefixes that it holds besides (`WorkerHello`)."""
 
 
 @dataclass(frozen=True, slots=True)

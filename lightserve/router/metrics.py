@@ -41,6 +41,9 @@ from lightserve.metrics.catalogue import (
     PREEMPTED_TOKENS,
     PREFIX_CACHE_HITS,
     PREFIX_CACHE_QUERIES,
+    PREFIX_HOST_SLOTS,
+    PREFIX_HOST_SLOTS_USED,
+    PREFIX_HOST_TOKENS,
     RAISED_TARGETS,
     REQUEST_PARAMETER_BYTES,
     REQUEST_QUEUE_TIME,
@@ -162,8 +165,14 @@ class RouterMetrics:
             recorder.gauge(REQUEST_PARAMETER_BYTES, request_class.value).value = num_bytes
         recorder.gauge(REQUESTS_UNFINISHED).value = core.num_unfinished
         recorder.gauge(BURST_HEADROOM).value = core.burst_headroom_tokens
-        recorder.gauge(KV_HOST_SLOTS).value = core.num_host_slots
+        kv = core.kv
+        recorder.gauge(KV_HOST_SLOTS).value = 0 if kv is None else kv.checkpoints.num_slots
         recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
+        if kv is not None and kv.tree is not None and (tier := kv.tree.tier) is not None:
+            recorder.gauge(PREFIX_HOST_SLOTS).value = tier.num_slots
+            recorder.gauge(PREFIX_HOST_SLOTS_USED).value = tier.num_used
+            for event, num_tokens in tier.num_tokens.items():
+                recorder.counter(PREFIX_HOST_TOKENS, event).value = num_tokens
         recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
         recorder.counter(PREEMPTED_TOKENS).value = core.num_preempted_tokens
         recorder.counter(STEPS).value = status.num_steps

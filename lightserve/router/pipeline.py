@@ -84,8 +84,6 @@ class Pipeline:
         self._had_work = False
         self._shape = StepShape()
         """Shape of the step that finished last."""
-        self._num_in_the_way = 0
-        """Tokens that the step that finished last has saved ahead; loads ahead are made in time."""
 
     @property
     def is_empty(self) -> bool:
@@ -164,7 +162,7 @@ class Pipeline:
         self.best_effort_time.observe(planned.predicted_s, planned.best_effort_s)
         self.num_steps_in_time = 0 if planned.hits_limit else self.num_steps_in_time + 1
         ahead = bool(self._in_flight)
-        behind_s = self.ahead_seconds(_num_ahead(plan))
+        behind_s = self.ahead_seconds(len(plan.ahead_loads.slots) // 4)
         if self.overlaps_copies:
             behind_s = max(0.0, behind_s - planned.predicted_s)
         start_s = None if ahead else now_s
@@ -193,8 +191,7 @@ class Pipeline:
         self._shape = _computed_shape(done, result)
         computed_s = max(0.0, result.exec_s - result.copy_s - result.encode_s)
         self.cost.observe(self._shape, computed_s)
-        self.copy_cost.observe(_num_copied(done.plan), result.copy_s, self._num_in_the_way)
-        self._num_in_the_way = len(done.plan.ahead_saves.slots) // 4
+        self.copy_cost.observe(_num_copied(done.plan), result.copy_s)
         self.num_finished += 1
         self.busy_s += result.exec_s
         self._launch_s = max(result.launch_s, (1.0 - RATIO_MEMORY) * self._launch_s)
@@ -210,7 +207,6 @@ class Pipeline:
         """Forget the steps in flight: their worker is gone."""
         self._in_flight.clear()
         self._had_work = False
-        self._num_in_the_way = 0
 
     def stalled_s(self, now_s: float) -> float:
         """Return how long the running step has been running, 0 without one."""
@@ -297,11 +293,6 @@ def _check_other(request: Request, row: PlanRow | None, other: RowResult, num_sa
         raise ProtocolError(
             f"{len(other.prompt_logprobs)} log-probabilities of the prompt of row {other.row}"
         )
-
-
-def _num_ahead(plan: StepPlan) -> int:
-    """Return how many tokens are copied though the step does not wait for them."""
-    return (len(plan.ahead_saves.slots) + len(plan.ahead_loads.slots)) // 4
 
 
 def _num_copied(plan: StepPlan) -> int:

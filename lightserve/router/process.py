@@ -378,11 +378,14 @@ class RouterProcess:
             return
         num_kv_slots = min(rank.num_kv_slots for rank in self._group.hellos.values())
         num_host_slots = min(rank.num_host_slots for rank in self._group.hellos.values())
+        num_prefix_slots = min(rank.num_prefix_slots for rank in self._group.hellos.values())
         first = self._group.hellos[0]
         log.info(
-            "workers ready, %d KV slots, %d on the host, at most %d tokens in a step",
+            "workers ready, %d KV slots, %d on the host and %d more for prefixes, at most %d tokens"
+            " in a step",
             num_kv_slots,
             num_host_slots,
+            num_prefix_slots,
             first.max_num_batched_tokens,
         )
         if (config := self._spec.config).keeps_pace:
@@ -403,6 +406,7 @@ class RouterProcess:
                 first.graph_sizes,
                 first.num_state_slots,
                 first.encoder,
+                num_prefix_slots,
             )
         )
         device = self._group.hellos[0].device

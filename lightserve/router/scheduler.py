@@ -288,6 +288,7 @@ class Scheduler:
             ready.num_kv_slots,
             self._config.kv,
             num_host_slots=ready.num_host_slots,
+            num_prefix_slots=ready.num_prefix_slots,
             num_state_slots=ready.num_state_slots,
             load_is_cheaper=self._pipeline.load_is_cheaper,
         )
@@ -569,9 +570,9 @@ class Scheduler:
         return 0 if self._kv is None else self._kv.num_cached
 
     @property
-    def num_host_slots(self) -> int:
-        """Size of the host pool."""
-        return 0 if self._kv is None else self._kv.checkpoints.num_slots
+    def kv(self) -> KVStore | None:
+        """The KV pool with its share of the host, to be read; None without workers."""
+        return self._kv
 
     @property
     def num_used_host_slots(self) -> int:

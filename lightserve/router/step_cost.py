@@ -42,17 +42,13 @@ class CopyCost:
         self._variance = self._covariance = 0.0
         """Weighted sums of products of deviations from the means."""
 
-    def observe(self, num_tokens: int, seconds: float, num_ahead: int = 0) -> None:
-        """Learn from a step that waited for copies of `num_tokens` tokens.
-
-        `num_ahead` are those that the plan before copied ahead: the most that may have been in
-        the way.
-        """
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step that waited for copies of `num_tokens` tokens."""
         if num_tokens == 0:
             return
         kept = (1.0 - SPREAD_MEMORY) * self._weight
         self._weight = kept + 1.0
-        tokens_off = num_tokens + num_ahead - self._mean_tokens
+        tokens_off = num_tokens - self._mean_tokens
         seconds_off = seconds - self._mean_s
         self._mean_tokens += tokens_off / self._weight
         self._mean_s += seconds_off / self._weight

@@ -136,6 +136,8 @@ class HybridConfig:
     capacity_tokens: int = 60_000
     host_kv_tokens: int = -1
     """-1: half of the pool."""
+    prefix_host_tokens: int = 0
+    """More of them, for prefixes that leave the pool."""
     policy: str = "unified"
     admission: str = "risk"
     """A choice of --admission, or "oracle"."""
@@ -162,10 +164,10 @@ class HybridConfig:
     decision_log: str | None = None
     """File to record the core's inputs and decisions in; not with the oracle."""
 
-    @property
-    def num_host_slots(self) -> int:
-        """Tokens of the host pool."""
-        return self.capacity_tokens // 2 if self.host_kv_tokens < 0 else self.host_kv_tokens
+
+def _host_tokens(config: HybridConfig) -> int:
+    """Return the tokens of the host pool, those of prefixes aside."""
+    return config.capacity_tokens // 2 if config.host_kv_tokens < 0 else config.host_kv_tokens
 
 
 def run_hybrid(
@@ -198,6 +200,16 @@ class HybridRun:
                 f"--duration-s must be above {2 * config.margin_s:g}: the first and the last"
                 f" {config.margin_s:g} s do not count, got {config.duration_s:g}"
             )
+        if num_tokens := config.prefix_host_tokens:
+            if config.hardware.num_state_slots:
+                raise ConfigError(
+                    f"--prefix-host-tokens {num_tokens} does not go with --hardware of a model that"
+                    " has recurrent layers: its prefixes stay in the KV pool"
+                )
+            if config.serve_options.get("cache_policy") == "off":
+                raise ConfigError(
+                    f"--prefix-host-tokens {num_tokens} needs --cache-policy task-aware or lru"
+                )
         self.config = config
         rt_seed, be_seed, noise_seed, profile_seed = np.random.SeedSequence(config.seed).spawn(4)
         seeds = {RequestClass.RT: rt_seed, RequestClass.BE: be_seed}
@@ -237,7 +249,8 @@ class HybridRun:
             self.worker,
             self.worker.seconds,
             num_slots=config.capacity_tokens,
-            num_host_slots=config.num_host_slots,
+            num_host_slots=_host_tokens(config),
+            num_prefix_slots=config.prefix_host_tokens,
             num_state_slots=config.hardware.num_state_slots,
             frontend=self._on_news,
             hears_tokens=False,
@@ -258,7 +271,7 @@ class HybridRun:
             return self.lengths_worker
         return SimulatedWorker(
             num_slots=self.config.capacity_tokens,
-            num_host_slots=self.config.num_host_slots,
+            num_host_slots=_host_tokens(self.config) + self.config.prefix_host_tokens,
             num_state_slots=self.config.hardware.num_state_slots,
             max_num_seqs=core_config.max_num_seqs,
             max_model_len=core_config.max_model_len,

@@ -228,6 +228,7 @@ class Simulation:
         *,
         num_slots: int,
         num_host_slots: int = 0,
+        num_prefix_slots: int = 0,
         num_state_slots: int = 0,
         step_cost: StepCoefficients | None = None,
         overlaps_copies: bool = False,
@@ -245,6 +246,7 @@ class Simulation:
             step_time: how long it takes for each.
             num_slots: size of the pool.
             num_host_slots: of that on the host.
+            num_prefix_slots: of its further part, for prefixes.
             num_state_slots: slots that the state of a request takes.
             step_cost: what the workers' hello says of their steps.
             overlaps_copies: and of copies.
@@ -282,6 +284,7 @@ class Simulation:
             overlaps_copies,
             graph_sizes=graph_sizes,
             num_state_slots=num_state_slots,
+            num_prefix_slots=num_prefix_slots,
         )
         core.on_message(ready, 0.0)
 

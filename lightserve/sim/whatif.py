@@ -228,13 +228,15 @@ class Recording:
                 hardware, noise=hardware.spread, rng=profile_rng
             )
         traffic = _Traffic(self, settings.rate)
+        num_state_slots = (settings.hardware or self.workers).num_state_slots
         simulation = Simulation(
             Scheduler(core_config),
             worker,
             worker.seconds,
             num_slots=num_slots,
             num_host_slots=self.workers.num_host_slots,
-            num_state_slots=(settings.hardware or self.workers).num_state_slots,
+            num_prefix_slots=0 if num_state_slots else self.workers.num_prefix_slots,
+            num_state_slots=num_state_slots,
             step_cost=known_cost,
             overlaps_copies=hardware.overlaps_copies,
             graph_sizes=hardware.graph_sizes,

@@ -125,7 +125,6 @@ class SimulatedWorker:
             self._write_states(columns)
             self._copy_states(plan.state_saves)
         self._check_ahead_loads(plan)
-        self._save(plan.ahead_saves)
         self._load(plan.ahead_loads)
         return StepResult(
             step_id=plan.step_id,
@@ -318,16 +317,11 @@ def verified(
 
 def _check_copies(plan: StepPlan) -> None:
     """Raise PlanError if copies of a plan disturb each other."""
-    for saves, loads in (
-        (plan.saves, plan.loads),
-        (plan.saves, plan.ahead_loads),
-        (plan.ahead_saves, plan.ahead_loads),
-    ):
-        if _have_common(saves.host_slots, loads.host_slots):
+    for loads in (plan.loads, plan.ahead_loads):
+        if _have_common(plan.saves.host_slots, loads.host_slots):
             raise PlanError("a host slot is saved to and loaded from by one plan")
-    for others in (plan.loads, plan.ahead_saves):
-        if _have_common(others.slots, plan.ahead_loads.slots):
-            raise PlanError("a slot that is loaded ahead is in another copy of the plan")
+    if _have_common(plan.loads.slots, plan.ahead_loads.slots):
+        raise PlanError("a slot that is loaded ahead is in another copy of the plan")
 
 
 def _have_common(places: bytes, others: bytes) -> bool:
@@ -385,7 +379,6 @@ class WorkSums:
     num_tokens: int = 0
     """Computed, of prompts and decodes."""
     saved_tokens: int = 0
-    ahead_tokens: int = 0
     loaded_tokens: int = 0
     """Tokens loaded from the host, the ones loaded ahead included."""
     ahead_wait_s: float = 0.0
@@ -433,15 +426,13 @@ class VirtualWorker:
         if self._noise:
             forward_s *= self._rng.lognormal(-0.5 * self._noise**2, self._noise)
         forward_s += self._hardware.gather_seconds(
-            sum(map(_num_copied, (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads)))
+            sum(map(_num_copied, (plan.saves, plan.loads, plan.ahead_loads)))
         )
         self._copy_s = self._hardware.copy_seconds(
             num_saved=_num_copied(plan.saves), num_loaded=_num_copied(plan.loads)
         )
         self._waited_s = self._link_left_s
-        ahead_s = self._hardware.copy_seconds(
-            num_saved=_num_copied(plan.ahead_saves), num_loaded=_num_copied(plan.ahead_loads)
-        )
+        ahead_s = self._hardware.copy_seconds(num_loaded=_num_copied(plan.ahead_loads))
         beside_s = forward_s if self._hardware.overlaps_copies else 0.0
         self._link_left_s = max(0.0, ahead_s - beside_s)
         self._add(plan, shape.num_new, forward_s + self._copy_s)
@@ -459,7 +450,6 @@ class VirtualWorker:
         sums.saved_tokens += _num_copied(plan.saves)
         sums.ahead_wait_s += self._waited_s
         sums.loaded_tokens += _num_copied(plan.loads) + _num_copied(plan.ahead_loads)
-        sums.ahead_tokens += _num_copied(plan.ahead_saves)
         sums.plan_bytes += len(self._encoder.encode(plan))
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:

@@ -70,9 +70,9 @@ from lightserve.worker.memory import (
     KVPool,
     MemoryStatistics,
     free_memory_bytes,
+    host_sizes,
     measure_step,
     num_device_slots,
-    num_host_slots,
     num_kv_slots,
     num_staged_slots,
 )
@@ -128,12 +128,14 @@ def make_pools(
         )
     else:
         num_slots = num_kv_slots(config, layout, free_bytes=free_bytes)
-    num_on_host = num_host_slots(
+    sizes = host_sizes(
         config, layout, num_slots=num_slots, free_bytes=free_bytes, is_beside_gpu=is_on_gpu
     )
     pool = KVPool(layout, num_slots, device)
-    num_staged = min(num_staged, num_on_host)
-    return Pools(pool, make_host_pool(num_on_host, pool, num_staged=num_staged, is_shown=is_shown))
+    num_staged = min(num_staged, sum(sizes))
+    host_pool = make_host_pool(sum(sizes), pool, num_staged=num_staged, is_shown=is_shown)
+    host_pool.num_prefix_slots = sizes.num_prefix_slots
+    return Pools(pool, host_pool)
 
 
 def measure_gpu(
@@ -284,7 +286,7 @@ def _layout(
 
 def _slots_in_words(pool: KVPool, host_pool: HostPool) -> str:
     states = f" ({pool.num_state_slots} for the state of a sequence)" * bool(pool.num_state_slots)
-    return f"{pool.num_slots} KV slots{states}, {host_pool.num_slots} on the host"
+    return f"{pool.num_slots} KV slots{states}, {host_pool} on the host"
 
 
 def _unlike_the_model(config: ServeConfig, dtype: str, kv_type: str) -> str:

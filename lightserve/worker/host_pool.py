@@ -1,4 +1,5 @@
-"""The host pool of one rank: KV of paused requests, and copies between it and the KV pool.
+"""The host pool of one rank: KV of paused requests and of prefixes, and copies between it and the
+KV pool.
 
 KV bytes are never altered on the way. Here: the common part of host pools, and the host pool of a
 KV pool on the CPU, which copies between the steps. Beside a GPU: `staged_host_pool`.
@@ -52,7 +53,17 @@ class HostPool(ABC):
     def __init__(self, num_slots: int, pool: KVPool) -> None:
         """`pool` is the KV pool that is copied from and to."""
         self.num_slots = num_slots
+        self.num_prefix_slots = 0
+        """So many of them are for prefixes alone."""
         self._pool = pool
+
+    @property
+    def num_request_slots(self) -> int:
+        """Slots for paused requests."""
+        return self.num_slots - self.num_prefix_slots
+
+    def __str__(self) -> str:
+        return f"{self.num_request_slots} and {self.num_prefix_slots} more for prefixes"
 
     def check(self, plan: StepPlan) -> None:
         """Look at all copies of a plan before any is made.
@@ -61,7 +72,7 @@ class HostPool(ABC):
             ProtocolError: a place is outside its pool, or comes twice in a list, or is loaded
                 from though the same plan saves to it, or loaded to by two lists.
         """
-        lists = (plan.saves, plan.loads, plan.ahead_saves, plan.ahead_loads)
+        lists = (plan.saves, plan.loads, plan.ahead_loads)
         if not any(copies.slots or copies.host_slots for copies in lists):
             return  # as most plans
         for copies in lists:
@@ -70,16 +81,11 @@ class HostPool(ABC):
                 raise ProtocolError(f"{len(slots)} slots to copy, {len(host_slots)} on the host")
             _check_places(slots, self._pool.num_slots)
             _check_places(host_slots, self.num_slots)
-        for saves, loads in (
-            (plan.saves, plan.loads),
-            (plan.saves, plan.ahead_loads),
-            (plan.ahead_saves, plan.ahead_loads),
-        ):
-            if _have_common(saves.host_slots, loads.host_slots):
+        for loads in (plan.loads, plan.ahead_loads):
+            if _have_common(plan.saves.host_slots, loads.host_slots):
                 raise ProtocolError("a host slot is saved to and loaded from by one plan")
-        for others in (plan.loads, plan.ahead_saves):
-            if _have_common(others.slots, plan.ahead_loads.slots):
-                raise ProtocolError("a slot that is loaded ahead is in another copy of the plan")
+        if _have_common(plan.loads.slots, plan.ahead_loads.slots):
+            raise ProtocolError("a slot that is loaded ahead is in another copy of the plan")
 
     @abstractmethod
     def begin(self, plan: StepPlan) -> CopyWait:
@@ -118,7 +124,6 @@ class DirectHostPool(HostPool):
 
     def end(self, plan: StepPlan) -> None:
         """See `HostPool.end`."""
-        self.save(plan.ahead_saves)
         self.load(plan.ahead_loads)
 
     def save(self, copies: KVCopies) -> None:

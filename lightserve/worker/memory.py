@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightserve.config import ServeConfig
-from lightserve.config.fields import parse_memory
+from lightserve.config.fields import flag_name, parse_memory
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.weights import StateBank
 from lightserve.messages.common import unpack_int32
@@ -311,44 +311,67 @@ def _slots_within(budget: int, layout: KVLayout) -> int:
     return budget // layout.bytes_per_token if layout.bytes_per_token else SLOTS_WITHOUT_KV
 
 
-def num_host_slots(
+class HostSizes(NamedTuple):
+    """Tokens that the host pool of a rank holds."""
+
+    num_slots: int
+    """For requests that are paused."""
+    num_prefix_slots: int
+    """More of them, for prefixes that left the KV pool."""
+
+
+def host_sizes(
     config: ServeConfig,
     layout: KVLayout,
     *,
     num_slots: int,
     free_bytes: int,
     is_beside_gpu: bool = False,
-) -> int:
-    """Return the size of this rank's host pool in tokens.
+) -> HostSizes:
+    """Return the sizes of this rank's host pool.
 
     Args:
-        config: --host-kv-memory (per rank, or auto), --tp.
+        config: --host-kv-memory and --prefix-host-memory (per rank, or auto), --tp.
         layout: knows the bytes of one token on this rank.
         num_slots: size of its KV pool; one on the CPU has not touched its memory yet.
         free_bytes: free memory of the machine that all ranks share, the pools not taken off.
         is_beside_gpu: the KV pool is on a GPU: it takes nothing off, but memory will be locked.
 
     Raises:
-        ConfigError: --host-kv-memory is more than is free beside the KV pool.
+        ConfigError: one of them is more than is free beside the KV pool, or has no use.
     """
-    if config.preemption == "recompute" or not layout.bytes_per_token:
-        return 0  # nothing is ever copied there
-    pool_bytes = num_slots * layout.bytes_per_token
-    num_ranks = len(config.local_ranks)
-    rest = max(0, free_bytes // num_ranks - (0 if is_beside_gpu else pool_bytes))
-    if config.host_kv_memory == "auto":
-        budget = min(pool_bytes, rest) // 2
-        if is_beside_gpu:
-            budget = min(budget, AUTO_LOCKED_BYTES)
-        return budget // layout.bytes_per_token
-    budget = parse_memory(config.host_kv_memory, "--host-kv-memory")
+    token_bytes = layout.bytes_per_token
+    if not token_bytes:
+        return HostSizes(0, 0)  # nothing is ever copied there
+    pool_bytes = num_slots * token_bytes
+    rest = max(0, free_bytes // len(config.local_ranks) - (0 if is_beside_gpu else pool_bytes))
+    most = AUTO_LOCKED_BYTES if is_beside_gpu else pool_bytes
+    for_requests = for_prefixes = 0
+    if config.preemption != "recompute":
+        most_auto = min(pool_bytes, rest) // 2
+        for_requests = _host_bytes(config, "host_kv_memory", rest, min(most_auto, most))
+    if layout.num_state_slots and config.prefix_host_memory not in ("auto", "0"):
+        raise ConfigError(
+            f"--prefix-host-memory {config.prefix_host_memory} does not go with a model that has"
+            " recurrent layers: its prefixes, with their states, stay in the KV pool"
+        )
+    if config.cache_policy != "off" and not layout.num_state_slots:
+        rest -= for_requests
+        most_auto = min(pool_bytes, rest // 2)
+        for_prefixes = _host_bytes(config, "prefix_host_memory", rest, min(most_auto, most))
+    return HostSizes(for_requests // token_bytes, for_prefixes // token_bytes)
+
+
+def _host_bytes(config: ServeConfig, option: str, rest: int, most_auto: int) -> int:
+    """Return the bytes of host memory that an option asks for. Raises ConfigError: too many."""
+    flag, text = flag_name(option), getattr(config, option)
+    budget = most_auto if text == "auto" else parse_memory(text, flag)
     if budget > rest:
         raise ConfigError(
-            f"--host-kv-memory {config.host_kv_memory} for {num_ranks} rank(s) is more than the"
-            f" {rest / 2**20:.0f} MiB that "
-            + ("are free for each" if is_beside_gpu else "the KV pool leaves for each")
+            f"{flag} {text} for {len(config.local_ranks)} rank(s) is more than the"
+            f" {rest / 2**20:.0f} MiB that are free for each beside the other pools"
         )
-    return budget // layout.bytes_per_token
+    return budget
 
 
 _FILES = {
@@ -472,9 +495,9 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
 
 def num_staged_slots(config: ServeConfig, layout: KVLayout, *, total_bytes: int) -> int:
     """Return how many tokens on their way to the host the GPU has staging memory for."""
-    if config.preemption == "recompute" or config.host_kv_memory == "0":
-        return 0
-    if not layout.bytes_per_token:
+    saves = config.preemption != "recompute" and config.host_kv_memory != "0"
+    keeps = config.cache_policy != "off" and config.prefix_host_memory != "0"
+    if not layout.bytes_per_token or not (saves or (keeps and not layout.num_state_slots)):
         return 0
     return max(1, min(MAX_STAGED_TOKENS, total_bytes // STAGING_SHARE // layout.bytes_per_token))
 

@@ -293,7 +293,7 @@ class ModelRunner:
         When its result has been sent, and always before the next plan is launched. Where copies
         run beside a step they have begun with it.
         """
-        if plan.ahead_saves.slots or plan.ahead_loads.slots:
+        if plan.ahead_loads.slots:
             self.host_pool.end(plan)
             if not self.host_pool.overlaps_copies:
                 self._free_since = self._queue.mark()

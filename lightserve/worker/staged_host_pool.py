@@ -7,8 +7,8 @@ GPU's processors: copies are put into the order of their host slots, which mostl
 that lie together in memory. Only where they are scattered, a kernel takes them one by one.
 
     compute:  forward i-1 ┬─────────────────── wait ─ forward i ───────────── wait ─ forward i+1
-    pool:                 └ saves i ─ loads i ─┘─ ahead saves i ─ ahead loads i ─┘
-    drain:                     └ saves i to the host ─ └ ahead saves i to the host ──
+    pool:                 └ saves i ─ loads i ─┘────────── ahead loads i ────────┘
+    drain:                     └ saves i to the host ──────
 
 Ordering, with pool copies and drains each in the order in which they are queued:
 
@@ -208,13 +208,12 @@ class StagedHostPool(HostPool):
         """See `HostPool.begin`; the host waits for nothing."""
         compute, pool, _ = self._queues
         is_waited_for = bool(plan.saves.slots or plan.loads.slots)
-        is_ahead = bool(plan.ahead_saves.slots or plan.ahead_loads.slots)
+        is_ahead = bool(plan.ahead_loads.slots)
         if is_waited_for or is_ahead:
             pool.wait(compute.record())  # rule 1
         wait = self._copy_now(plan) if is_waited_for else self._wait_for_last_plan()
         self._ahead = None
         if is_ahead:
-            self._save(plan.ahead_saves)
             self._load(plan.ahead_loads)
             self._ahead = pool.record()
         return wait

@@ -4,16 +4,19 @@ log, the same seed gives the same run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.grids import every_value, long_but
 
 from lightserve import sim
+from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients, pack_int32
 from lightserve.messages.router_worker import (
     KVCopies,
@@ -25,7 +28,7 @@ from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
-from lightserve.sim.virtual_gpus import ProfiledHardware
+from lightserve.sim.virtual_gpus import ProfiledHardware, read_hardware
 from lightserve.sim.worker import (
     A100_LLAMA2_7B,
     Hardware,
@@ -220,7 +223,7 @@ class TestVirtualWorker:
         plan = self.plan((0, 1), saves=100, loads=50)
         assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6)
         assert worker.execute(plan, exec_s=1.0, idle_s=0.0).copy_s == pytest.approx(150 * 21e-6)
-        ahead = self.plan((0, 1), ahead_saves=100, ahead_loads=300)
+        ahead = self.plan((0, 1), ahead_loads=400)
         assert worker.seconds(ahead) == pytest.approx(floor_s)
         assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6), "made beside it"
         assert worker.seconds(self.plan((0, 1), ahead_loads=1000)) == pytest.approx(floor_s)
@@ -231,7 +234,7 @@ class TestVirtualWorker:
         assert result.copy_s == pytest.approx(150 * 21e-6)
         assert worker.seconds(plan) == pytest.approx(floor_s + 150 * 21e-6)
         sums = worker.sums
-        assert (sums.saved_tokens, sums.loaded_tokens, sums.ahead_tokens) == (400, 1500, 100)
+        assert (sums.saved_tokens, sums.loaded_tokens) == (400, 1600)
         assert sums.ahead_wait_s == pytest.approx(left_s)
 
     def test_copies_ahead_follow_a_step_that_they_do_not_overlap(self) -> None:
@@ -458,3 +461,27 @@ def test_real_time_requests_keep_their_kv_while_best_effort_ones_have_any(
         report = run(policy, rate, seed)
         assert report.be.evictions > 0, "memory is short"
         assert report.kv.rt_evictions_beside_be == 0
+
+
+class TestPrefixesOnTheHost:
+    def test_there_is_room_for_as_many(self) -> None:
+        config = dataclasses.replace(SMALL, host_kv_tokens=70, prefix_host_tokens=300)
+        with contextlib.closing(HybridRun(config)) as run:
+            assert run.core.kv is not None and run.core.kv.tree is not None
+            tier = run.core.kv.tree.tier
+            assert tier is not None and tier.num_slots == 370
+            assert run.core.kv.checkpoints.num_slots == 70
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"serve_options": {"cache_policy": "off"}}, "300 needs --cache-policy"),
+            ({"hardware": read_hardware("qwen3.5-0.8b@a100-80g")}, "300 does not go with"),
+        ],
+    )
+    def test_where_none_is_kept_there_it_is_refused(
+        self, fields: dict[str, Any], message: str
+    ) -> None:
+        config = dataclasses.replace(SMALL, prefix_host_tokens=300, **fields)
+        with pytest.raises(ConfigError, match=f"--prefix-host-tokens {message}"):
+            HybridRun(config)

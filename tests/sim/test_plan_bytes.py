@@ -232,8 +232,7 @@ class _Weighed(Storm):
 
         def weigh(step: PlannedStep, now_s: float) -> StepPlan:
             plan = commit(step, now_s)
-            copied = len(plan.saves.slots) + len(plan.ahead_saves.slots)
-            most = self._said + copied // SLOT_BYTES * COPY_BYTES
+            most = self._said + len(plan.saves.slots) // SLOT_BYTES * COPY_BYTES
             assert len(msgspec.msgpack.encode(plan)) <= most + 160
             return plan
 

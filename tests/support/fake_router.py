@@ -81,6 +81,8 @@ def kv_pool(**changes: Any) -> KVPool:
         "mean_run_length": 2.0,
         "num_host_slots": 10,
         "num_used_host_slots": 7,
+        "num_prefix_host_slots": 30,
+        "num_used_prefix_host_slots": 20,
         "slots": PackedKinds(bytes([1, 1, 3, 0, 1, 4, 2, 2]), b""),
     }
     return KVPool(**(values | changes))

@@ -41,7 +41,6 @@ class Seen:
     num_loaded: int = 0
     num_loaded_ahead: int = 0
     """Of them, those that no step waited for."""
-    num_ahead: int = 0
     num_overwritten: int = 0
     """Saved in the step that took them, and then written by another request."""
     num_own_again: int = 0
@@ -117,21 +116,14 @@ class WatchedModel:
             self._known_of_row[sequence.row] = unpack_int32(known)
             if seed in self._hashes:
                 self._resumed.add(seed)
-        for copies, is_ahead in ((plan.saves, False), (plan.ahead_saves, True)):
-            slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)
-            if is_ahead:
-                self.seen.num_ahead += len(slots)
-                continue
-            self.seen.num_saved += len(slots)
-            for slot, host_slot in zip(slots.tolist(), host_slots.tolist(), strict=True):
-                owner = self._writers.get(slot, -1)  # -1: a state, which no token is
-                self._unwritten[slot], self._origins[host_slot] = owner, (owner, slot)
+        slots, host_slots = unpack_int32(plan.saves.slots), unpack_int32(plan.saves.host_slots)
+        self.seen.num_saved += len(slots)
+        for slot, host_slot in zip(slots.tolist(), host_slots.tolist(), strict=True):
+            owner = self._writers.get(slot, -1)  # -1: a state, which no token is
+            self._unwritten[slot], self._origins[host_slot] = owner, (owner, slot)
         self._note_loads(plan.loads)
         self._note_loads(plan.ahead_loads)
         self.seen.num_loaded_ahead += len(plan.ahead_loads.slots) // 4
-        ahead = (unpack_int32(plan.ahead_saves.slots), unpack_int32(plan.ahead_saves.host_slots))
-        for slot, host_slot in zip(ahead[0].tolist(), ahead[1].tolist(), strict=True):
-            self._origins[host_slot] = (-2, slot)  # never one of the saves
 
     def _note_loads(self, copies: KVCopies) -> None:
         slots, host_slots = unpack_int32(copies.slots), unpack_int32(copies.host_slots)

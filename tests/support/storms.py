@@ -109,6 +109,7 @@ class Storm:
 
     worker_type: type[SimulatedWorker] = SimulatedWorker
     num_state_slots = 0
+    families: tuple[int | None, ...] = (None, 0, 1)
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -123,6 +124,7 @@ class Storm:
         self.load_s = link.choice([1e-5, 1e-4, 1e-3])
         """For each token from the host, as a profile says."""
         self.overlaps_copies = link.random() < 0.5
+        self.num_prefix_slots = self.more_prefix_slots(random.Random(f"prefixes {seed}"))
         self.core = Scheduler(self._config())
         self.now_s = 0.0
         self.num_steps = 0
@@ -222,7 +224,7 @@ class Storm:
             num_slots=num_slots,
             max_num_seqs=self.num_rows,
             max_model_len=MAX_LEN,
-            num_host_slots=self.num_host_slots,
+            num_host_slots=self.num_host_slots + self.num_prefix_slots,
             num_state_slots=self.num_state_slots,
         )
         factor = rng.choice([1.0, 1.0, 0.3, 3.0])
@@ -240,6 +242,7 @@ class Storm:
             profile,
             self.overlaps_copies,
             num_state_slots=self.num_state_slots,
+            num_prefix_slots=self.num_prefix_slots,
         )
         self.take_in(self.core.on_message(ready, self.now_s))
 
@@ -264,7 +267,7 @@ class Storm:
             rng.randint(1, 24),
             frontend_id=rng.randint(0, 2),
             request_class=of,
-            family=rng.choice([None, 0, 1]),
+            family=rng.choice(self.families),
         )
         key = RequestKey(FrontendId(arrival.frontend_id), RequestId(len(self.arrivals)))
         self.arrivals[key], self.outcomes[key] = arrival, Outcome(self.now_s)
@@ -292,6 +295,10 @@ class Storm:
             self.at(
                 rng.uniform(0, 0.3), lambda: self.take_in(self.core.on_message(event, self.now_s))
             )
+
+    def more_prefix_slots(self, rng: random.Random) -> int:
+        """Return how many slots the host pool has for prefixes, beside those of requests."""
+        return 0
 
     def more_of_request(self) -> dict[str, Any]:
         """Return fields of a request that is about to be sent, beside the usual ones."""

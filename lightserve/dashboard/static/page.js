@@ -185,6 +185,9 @@
       ["forecast", "quiet", (t) => value(t, "kv_slots_forecast_peak"), [6, 4]],
       ["cached", "cached", (t) => value(t, "kv_slots_cached")],
       ["capacity", "bad", (t) => value(t, "kv_slots"), [2, 3]]] },
+    { title: "Prefixes on the host, tokens", unit: round, lines: [
+      ["held", "cached", (t) => value(t, "prefix_host_slots_used")],
+      ["capacity", "bad", (t) => value(t, "prefix_host_slots"), [2, 3]]] },
     { title: "Step times, recent steps", unit: seconds, isOfSteps: true, lines: [
       ["predicted", "quiet", (s) => s.predicted_s, [6, 4]],
       ["took", "text", (s) => s.exec_s],

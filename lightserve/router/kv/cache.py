@@ -14,13 +14,12 @@ Where a model has recurrent layers, requests and prefixes hold states as well (`
 
 What is taken from the end of a paused request goes to the host first (`checkpoints`); a part of
 it that was in the tree, with no other as a user, leaves the tree and is private from then on.
+Prefixes that are evicted may go to the host as well, and come back from there (`host_tier`).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,15 +28,14 @@ import numpy as np
 from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.block_events import BlockEvent, BlockEvents
 from lightserve.router.kv.host import Checkpoints, PlanCopies
-from lightserve.router.kv.prefix_node import EvictionOrder, Hit, PrefixKey, PrefixNode, path_of
+from lightserve.router.kv.host_tier import HostTier, LoadIsCheaper
+from lightserve.router.kv.prefix_node import EvictionOrder, Hit, Lease, PrefixNode
 from lightserve.router.kv.prefix_tree import PrefixTree
+from lightserve.router.kv.retained import RetainedPrefixes
 from lightserve.router.kv.slots import BlockSlotPool, IndexArray
 from lightserve.router.kv.states import States, all_slots
 from lightserve.router.request import Found, Request, progress
 from lightserve.types import BE, RT
-
-LoadIsCheaper = Callable[[int, int, int], bool]
-"""Whether computing n tokens from a position on is predicted to cost more than loading m slots."""
 
 EVICTION_PORTIONS = 128
 """Parts of the pool. One part is evicted at least, if it is in few nodes: full pools would evict in
@@ -86,6 +84,7 @@ class KVStore:
         options: KVOptions,
         *,
         num_host_slots: int = 0,
+        num_prefix_slots: int = 0,
         num_state_slots: int = 0,
         load_is_cheaper: LoadIsCheaper = lambda _num_tokens, _start, _num_loaded: True,
     ) -> None:
@@ -94,7 +93,7 @@ class KVStore:
             num_slots = num_slots // options.block_size * options.block_size or num_slots
         self.num_slots = num_slots
         self.options = options
-        self.checkpoints = Checkpoints(num_host_slots)
+        self.checkpoints = Checkpoints(num_host_slots, num_prefix_slots)
         self._pool = BlockSlotPool(
             num_slots, block_size=options.block_size, is_exclusive=options.is_exclusive
         )
@@ -105,6 +104,15 @@ class KVStore:
         if order is not None:
             has_snapshots = num_state_slots > 0
             self._tree = PrefixTree(order, events=self._events, has_snapshots=has_snapshots)
+        self._tier: HostTier | None = None
+        """Prefixes on the host; None where none are kept there."""
+        if self._tree is not None and num_prefix_slots:
+            assert not num_state_slots, "prefixes with states stay in the pool"
+            self._tier = HostTier(self.checkpoints, load_is_cheaper, self._tree.tidy)
+            self._tree.tier = self._tier
+        self._held_ahead: dict[Request, Lease] = {}
+        """Prefixes of requests that do not start with the plan that is being made, which brings
+        back some of what follows them."""
         self.states = States(
             num_state_slots,
             self._pool,
@@ -165,19 +173,22 @@ class KVStore:
         if self.states.num_slots:
             return self._look_up_state(request)
         num_held = request.num_held_tokens
-        num_there, num_pinned, found = num_held, 0, None
+        num_there, num_pinned, num_on_host, found = num_held, 0, 0, None
         if self._tree is not None and request.takes_prefixes:
             known = request.expected if request.lease is None else request.lease.node
             tokens = request.known_token_ids()[:-1]
             hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
-            if hit.num_tokens > request.num_shared_tokens:
+            if hit.num_on_host and request.slots is None:
+                n = hit.num_on_host
+                num_on_host = n if self._load_is_cheaper(n, hit.num_tokens, n) else 0
+            if hit.num_tokens > request.num_shared_tokens or num_on_host:
                 num_there, num_pinned = max(num_held, hit.num_tokens), hit.num_evictable
                 found = hit
         num_lost = request.num_kept_tokens - num_there
         loads = num_lost > 0 and request.host is not None and request.host.start <= num_there
         if loads and not self._load_is_cheaper(num_lost, num_there, num_lost):
             loads = False
-        num_loaded = num_lost if loads else 0
+        num_loaded = num_lost if loads else num_on_host
         start = num_there + num_loaded
         return Found(start, request.num_left_from(start), num_loaded, num_pinned, found)
 
@@ -203,6 +214,12 @@ class KVStore:
         found = hit if hit.num_tokens else None
         return Found(hit.num_tokens, num_left, num_pinned=hit.num_evictable, hit=found)
 
+    def begin_plan(self, found: Iterable[Found]) -> None:
+        """Keep what a plan found on the host until it is brought back: first of all."""
+        if self._tier is not None:
+            hits = [f.hit for f in found if f.num_loaded and f.hit is not None]
+            self._tier.read([hit.host_node for hit in hits if hit.host_node is not None])
+
     def start(self, request: Request, found: Found) -> None:
         """Give a request that begins or resumes its table of slots, and hold its cached prefix.
 
@@ -222,7 +239,18 @@ class KVStore:
         request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
 
     def hold(self, request: Request, found: Found) -> None:
-        """Hold a waiting request's cached prefix, before it loads what is behind it."""
+        """Hold a waiting request's cached prefix, before it loads what is behind it.
+
+        One that has no KV yet does not start: its prefix is held until the plan is whole.
+        """
+        if request.slots is None:
+            assert self._tree is not None
+            tokens = request.known_token_ids()[: found.num_there]
+            is_real_time = request.request_class is RT
+            self._held_ahead[request], _ = self._tree.acquire(
+                request.prefix_salt, tokens, is_real_time=is_real_time
+            )
+            return
         if self._tree is not None:
             self._hold_prefix(request, found)
         request.num_computed_tokens = found.start
@@ -231,24 +259,49 @@ class KVStore:
     def load(self, request: Request, num_tokens: int, *, is_ahead: bool = False) -> int:
         """Bring back from the host some of what `look_up` found, behind what is held.
 
-        `is_ahead`: beside the step of the plan; otherwise the request starts, and its state comes
-        as well. Returns how much.
+        `is_ahead`: beside the step of the plan, and the request goes on waiting; otherwise it
+        starts, and its state comes as well. Returns how much.
         """
         if not is_ahead:
             self.states.start(request)
+        if num_tokens and request.host is None:
+            return self._load_prefix(request, num_tokens)
         if num_tokens:
             assert request.slots is not None
             start = request.num_paused_tokens
             end = start + num_tokens
             request.slots[start:end] = self.acquire([(request, num_tokens)])
             self.checkpoints.load(request, start, end, is_ahead=is_ahead)
+            request.num_paused_tokens += num_tokens if is_ahead else 0
         return num_tokens
 
-    def load_ahead(self, request: Request, num_tokens: int) -> int:
-        """Bring back some of what a request that stays paused lacks; returns how much."""
-        self.load(request, num_tokens, is_ahead=True)
-        request.num_paused_tokens += num_tokens
-        return num_tokens
+    def _load_prefix(self, request: Request, num_tokens: int) -> int:
+        """Bring back as much of a request's prefix; others may read it as well from now on.
+
+        What others have brought back since the plan was made is there already.
+        """
+        assert self._tree is not None and self._tier is not None
+        lease = self._held_ahead.get(request)
+        before = request.lease if lease is None else lease
+        assert before is not None
+        tokens = request.known_token_ids()[: before.num_tokens + num_tokens]
+        is_real_time = request.request_class is RT
+        after, slots = self._tree.acquire(request.prefix_salt, tokens, is_real_time=is_real_time)
+        self._tree.release(before)
+        missing = tokens[len(slots) :]
+        new = self.acquire([(request, len(missing))])
+        copies = self.checkpoints.loads if lease is None else self.checkpoints.ahead_loads
+        copies.add(new, self._tier.bring(after.node, missing))
+        left = self._tree.extend(after, missing, new.copy())
+        assert len(left) == 0, "what is on the host lies no deeper than what is not"
+        if lease is None:
+            assert request.slots is not None
+            request.lease = after
+            request.slots[: len(tokens)] = np.concatenate([slots, new])
+            request.is_prompt_shared = request.num_shared_tokens >= request.num_prompt_tokens
+        else:
+            self._held_ahead[request] = after
+        return len(missing)
 
     def _hold_prefix(self, request: Request, found: Found) -> None:
         """Hold what the tree has of the tokens that are there; own copies of it are freed."""
@@ -374,6 +427,8 @@ class KVStore:
         assert self._tree is not None
         if num_tokens > 0:
             num_spare = max(0, self.num_slots // EVICTION_PORTIONS - num_tokens)
+            if self._tier is not None:
+                self._tier.make_room(min(num_tokens + num_spare, self._tier.num_slots))
             gone = self._tree.evict(
                 num_tokens, num_spare=num_spare, num_protected_rt=num_protected_rt
             )
@@ -498,7 +553,13 @@ class KVStore:
         return [] if self._events is None else self._events.take()
 
     def take_copies(self) -> PlanCopies:
-        """Return what the plan that is being made copies."""
+        """Return what the plan that is being made copies; it is whole."""
+        for lease in self._held_ahead.values():
+            assert self._tree is not None
+            self._tree.release(lease)
+        self._held_ahead.clear()
+        if self._tier is not None:
+            self._tier.end_plan()
         return self.checkpoints.take_copies()
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
@@ -512,7 +573,13 @@ class KVStore:
         assert len(np.unique(held)) == len(held), "a slot has two owners"
         if not self.options.is_exclusive:
             assert len(held) + self._pool.num_free == self.num_slots, "slots leaked"
-        self.checkpoints.check_integrity(holders)
+        copies = [node.host_slots for node in nodes if node.host_slots is not None]
+        self.checkpoints.check_integrity(holders, copies)
+        assert sum(map(len, copies)) == (0 if self._tier is None else self._tier.num_used)
+        for node in nodes:
+            below = [child for child in node.children.values() if child.host_slots is not None]
+            assert node.num_on_host == len(below) and node.num_readers == 0
+            assert node.host_slots is None or len(node.host_slots) == len(node.tokens)
         for request in holders:
             host = request.host
             assert request.num_held_tokens >= request.num_shared_tokens
@@ -531,83 +598,3 @@ def _num_final_tokens(request: Request) -> int:
     if request.num_acknowledged_tokens is not None:
         num_output = min(num_output, request.num_acknowledged_tokens)
     return min(request.num_computed_tokens, request.num_prompt_tokens + num_output)
-
-
-class RetainedPrefixes:
-    """Prefixes that requests asked to be kept longer: a preference, never a pin.
-
-    They are evicted after what no request waits for, but before what one does, and like all else
-    when memory is needed. Of each key only so many tokens are preferred: beyond them, those that
-    were asked for longest ago are again like all others. Times are the router's.
-    """
-
-    def __init__(self, tree: PrefixTree, *, max_tokens: int) -> None:
-        """`max_tokens` of each key."""
-        self._tree = tree
-        self._max_tokens = max_tokens
-        self._until_s: dict[PrefixKey, dict[PrefixNode, float]] = {}
-        """Ends of each key's prefixes and how long they are kept, the newest last."""
-        self._num_tokens: dict[PrefixKey, int] = {}
-        self._num_prefixes = 0
-        self._heap: list[tuple[float, int, PrefixKey, PrefixNode]] = []
-        """Which expire next; those that are kept for another time by now are passed over."""
-        self._ticket = itertools.count()
-
-    def num_tokens(self, key: PrefixKey) -> int:
-        """Return how many tokens of a key are preferred, shared ones counted once."""
-        return self._num_tokens.get(key, 0)
-
-    def keep(self, key: PrefixKey, prefix: Int32Array, *, until_s: float) -> None:
-        """Prefer a prefix, or as much of it as a key may have, until then.
-
-        No prefix begins another: both are one, the longer, until the later time. So what clients
-        ask for leaves few boundaries on a path of the tree.
-        """
-        end, num_more = self._tree.retain(key, prefix[: self._max_tokens])
-        self._num_tokens[key] = self.num_tokens(key) + num_more
-        prefixes = self._until_s.setdefault(key, {})
-        is_longest = end in prefixes or end.num_retained == 1  # then it may have many children
-        longest = end if is_longest else _longest_through(end)
-        covered = [node for node in path_of(longest) if node in prefixes]
-        until_s = max(until_s, *(prefixes[node] for node in covered), 0.0)
-        if longest in prefixes:  # counted already, to its end or beyond this one's
-            self._tree.let_go(end)
-        else:
-            self._num_prefixes += 1
-        prefixes.pop(longest, None)
-        prefixes[longest] = until_s
-        heapq.heappush(self._heap, (until_s, next(self._ticket), key, longest))
-        for node in covered:
-            if node is not longest:
-                self._drop(key, node)
-        while self._num_tokens[key] > self._max_tokens:
-            self._drop(key, next(iter(prefixes)))
-        if len(self._heap) > 2 * self._num_prefixes + 64:
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
-            heapq.heapify(self._heap)
-
-    def expire(self, now_s: float) -> None:
-        """Treat those like all others whose time is over."""
-        while self._heap and self._heap[0][0] <= now_s:
-            entry = heapq.heappop(self._heap)
-            if self._is_current(entry):
-                self._drop(entry[2], entry[3])
-
-    def _is_current(self, entry: tuple[float, int, PrefixKey, PrefixNode]) -> bool:
-        until_s, _, key, node = entry
-        return self._until_s.get(key, {}).get(node) == until_s
-
-    def _drop(self, key: PrefixKey, node: PrefixNode) -> None:
-        del self._until_s[key][node]
-        self._num_prefixes -= 1
-        self._num_tokens[key] -= self._tree.let_go(node)
-        if not self._until_s[key]:
-            del self._until_s[key], self._num_tokens[key]
-
-
-def _longest_through(node: PrefixNode) -> PrefixNode:
-    """Return where a retained prefix ends that begins as the one that ends here; perhaps here."""
-    at = node
-    while below := next((child for child in at.children.values() if child.num_retained), None):
-        at = below
-    return at

@@ -8,11 +8,13 @@ Memory is taken from the end of a paused request; before its slots are overwritt
 tokens in them that are not on the host yet are saved. When the host is full, copies that are spare,
 because their tokens are in the pool as well, are given up; when that is not enough, the tokens are
 lost and will be computed again.
+
+Prefixes that leave the pool take what requests do not (`host_tier`), and give it up for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,25 +84,23 @@ def _packed(parts: Sequence[Int32Array]) -> bytes:
 class Checkpoints:
     """The host ranges of all requests, and the copies that the next plan is to make."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._host = HostSlots(num_slots)
+    def __init__(self, num_slots: int, num_prefix_slots: int = 0) -> None:
+        """`num_slots` for requests, and `num_prefix_slots` more for prefixes."""
+        self.num_slots = num_slots
+        """Slots that requests may have."""
+        self.num_used = 0
+        """Slots that they have."""
+        self.host = HostSlots(num_slots + num_prefix_slots)
+        self.make_room: Callable[[int], None] = lambda _num_slots: None
+        """Lets prefixes give up copies until so many slots are free, if they have so many."""
         self._owners: dict[Request, None] = {}
         """Requests with a host range, those that got it first at the front."""
-        self._saves, self._loads, self._ahead_loads = CopyList(), CopyList(), CopyList()
-
-    @property
-    def num_slots(self) -> int:
-        """Size of the host pool."""
-        return self._host.num_slots
-
-    @property
-    def num_used(self) -> int:
-        """Host slots that hold copies."""
-        return self._host.num_slots - self._host.num_free
+        self.saves, self.loads, self.ahead_loads = CopyList(), CopyList(), CopyList()
+        """Copies of the plan that is being made; no step waits for the last ones."""
 
     def take_copies(self) -> PlanCopies:
         """Return what the plan that is being made has to copy."""
-        lists = self._saves, self._loads, self._ahead_loads
+        lists = self.saves, self.loads, self.ahead_loads
         return PlanCopies(*[copies.take() for copies in lists])
 
     def save(self, request: Request, start: int) -> int | None:
@@ -125,24 +125,28 @@ class Checkpoints:
         The copies stay, now spare. `is_ahead`: the plan's step does not wait for them.
         """
         assert request.host is not None and request.slots is not None
-        copies = self._ahead_loads if is_ahead else self._loads
+        copies = self.ahead_loads if is_ahead else self.loads
         copies.add(request.slots[start:end], request.host.slots_from(start)[: end - start])
 
     def load_state(self, request: Request) -> None:
         """Bring a request's state back to its slots; as the next step changes it, no copy stays."""
         own = request.recurrent
-        self._loads.add(own.slots, own.host_slots)
-        self._host.release(own.host_slots)  # saves of this plan are all booked by now
+        self.loads.add(own.slots, own.host_slots)
+        self._release(own.host_slots)  # saves of this plan are all booked by now
         own.host_slots = NO_INT32
 
     def drop(self, request: Request) -> None:
         """Give up all copies of a request."""
-        self._host.release(request.recurrent.host_slots)
+        self._release(request.recurrent.host_slots)
         request.recurrent.host_slots = NO_INT32
         if request.host is not None:
-            self._host.release(request.host.slots)
+            self._release(request.host.slots)
             request.host = None
             del self._owners[request]
+
+    def _release(self, slots: Int32Array) -> None:
+        self.host.release(slots)
+        self.num_used -= len(slots)
 
     def _cover(self, request: Request, start: int, end: int) -> int | None:
         """Widen a request's host range to start … end-1; None if the host has no room."""
@@ -152,11 +156,12 @@ class Checkpoints:
         count = len(positions) + len(own.slots)
         if count == 0:
             return 0
-        if count > self._host.num_free and not self._displace(count, except_for=request):
+        if not self._displace(count, except_for=request):
             return None
         assert request.slots is not None
-        new = self._host.acquire(count)
-        self._saves.add(np.concatenate([request.slots[positions], own.slots]), new)
+        new = self.host.acquire(count)
+        self.num_used += count
+        self.saves.add(np.concatenate([request.slots[positions], own.slots]), new)
         if len(own.slots):
             new, own.host_slots = np.split(new, [len(positions)])
         num_before = max(0, kept.start - start)
@@ -166,9 +171,12 @@ class Checkpoints:
         return count
 
     def _displace(self, num_slots: int, *, except_for: Request) -> bool:
-        """Give up spare copies, oldest first, until `num_slots` are free; whether they are."""
-        for owner in list(self._owners):
-            if self._host.num_free >= num_slots:
+        """Give up spare copies, oldest first, until there is room for so many; whether there is.
+
+        Those of prefixes go as far as they take what is the requests'.
+        """
+        for owner in list(self._owners) if self.num_slots - self.num_used < num_slots else ():
+            if self.num_slots - self.num_used >= num_slots:
                 break
             host = owner.host
             assert host is not None
@@ -176,13 +184,20 @@ class Checkpoints:
                 continue  # nothing of it is spare: it goes on from there
             if owner is not except_for and owner.num_held_tokens >= host.end:
                 self.drop(owner)
-        return self._host.num_free >= num_slots
+        if self.num_slots - self.num_used < num_slots:
+            return False
+        self.make_room(num_slots)
+        return self.host.num_free >= num_slots
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Assert that every host slot is free or one request's."""
+    def check_integrity(
+        self, requests: Iterable[Request], of_prefixes: Sequence[Int32Array] = ()
+    ) -> None:
+        """Assert that every host slot is free or has one owner, a request or a prefix."""
         requests = list(requests)
         ranges = [request.host.slots for request in requests if request.host is not None]
-        held = np.concatenate([NO_INT32, *ranges, *(r.recurrent.host_slots for r in requests)])
+        own = np.concatenate([NO_INT32, *ranges, *(r.recurrent.host_slots for r in requests)])
+        held = np.concatenate([own, *of_prefixes])
         assert len(np.unique(held)) == len(held), "a host slot has two owners"
-        assert len(held) == self.num_used, "host slots leaked"
+        assert len(own) == self.num_used <= self.num_slots, "host slots leaked"
+        assert len(held) + self.host.num_free == self.host.num_slots, "host slots leaked"
         assert len(ranges) == len(self._owners)

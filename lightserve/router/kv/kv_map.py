@@ -66,6 +66,8 @@ def describe_pool(
     block_size: int,
     num_host_slots: int = 0,
     num_used_host_slots: int = 0,
+    num_prefix_host_slots: int = 0,
+    num_used_prefix_host_slots: int = 0,
 ) -> KVPool:
     """Return the map and its figures; arguments as for `slot_kinds`."""
     use = _use(num_slots, users)
@@ -92,6 +94,8 @@ def describe_pool(
         mean_run_length=num_held / max(1, sum(_num_runs(user.slots) for user in holders)),
         num_host_slots=num_host_slots,
         num_used_host_slots=num_used_host_slots,
+        num_prefix_host_slots=num_prefix_host_slots,
+        num_used_prefix_host_slots=num_used_prefix_host_slots,
         slots=pack_kinds(kinds),
     )
 
@@ -136,6 +140,7 @@ def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
         store: where they hold them.
     """
     nodes = () if store.tree is None else store.tree.nodes()
+    tier = None if store.tree is None else store.tree.tier
     return describe_pool(
         store.num_slots,
         [_user(request) for request in requests if request.slots is not None],
@@ -143,6 +148,8 @@ def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
         block_size=store.options.block_size,
         num_host_slots=store.checkpoints.num_slots,
         num_used_host_slots=store.checkpoints.num_used,
+        num_prefix_host_slots=0 if tier is None else tier.num_slots,
+        num_used_prefix_host_slots=0 if tier is None else tier.num_used,
     )
 
 

@@ -32,8 +32,12 @@ class PrefixNode:
     """int32 [len(tokens)]; None: not resident."""
     snapshot: Int32Array | None = None
     """int32 [n]: slots with the state of recurrent layers behind its last token, see `states`."""
+    host_slots: Int32Array | None = None
+    """int32 [len(tokens)]: where its KV is on the host, see `host_tier`; None: nowhere."""
+    num_on_host: int = 0
+    """Children with KV on the host."""
     num_readers: int = 0
-    """Requests that the plan which is being made copies its snapshot to."""
+    """Requests that the plan which is being made copies its snapshot to, or its KV on the host."""
     children: dict[int, PrefixNode] = field(default_factory=dict)
     """By their first token."""
     residents: dict[int, PrefixNode] = field(default_factory=dict)
@@ -57,6 +61,8 @@ class PrefixNode:
     """Whether its last user was a real-time request."""
     version: int = 0
     """Raised whenever its place in the order of eviction may have changed."""
+    return_share: float = 1.0
+    """Share of a root's copies of late that came back from the host rather than being given up."""
 
     @property
     def first_token(self) -> int:
@@ -77,9 +83,11 @@ class PrefixNode:
             and self.num_users == below.num_users
             and self.num_expected == below.num_expected
             and self.num_retained == below.num_retained
+            and self.num_readers == below.num_readers
             and (self.slots is None) == (below.slots is None)
+            and (self.host_slots is None) == (below.host_slots is None)
             and (
-                self.slots is None
+                (self.slots is None and self.host_slots is None)
                 or (self.last_use == below.last_use and self.was_real_time == below.was_real_time)
             )
         )
@@ -108,6 +116,10 @@ class Hit(NamedTuple):
     """Tokens of the hit that no request reads: holding them ends that they can be evicted."""
     node: PrefixNode | None
     """Where they end, perhaps in the middle; None: there are none."""
+    num_on_host: int = 0
+    """Tokens that follow, with KV on the host."""
+    host_node: PrefixNode | None = None
+    """Where these end."""
 
 
 @dataclass(slots=True, eq=False)

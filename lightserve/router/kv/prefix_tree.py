@@ -4,7 +4,8 @@
                 resident      └─ [4 4 8] ── [5] not resident, 2 expected
 
 A node is a stretch of tokens after its parent's. It is *resident* if it has slots, which then
-belong to the tree; a resident node's parent is resident. *Users* are live requests that read its
+belong to the tree; a resident node's parent is resident. Its KV may be on the host, as well or
+instead (`host_tier`). *Users* are live requests that read its
 slots; they hold a `Lease`. *Expected* are requests that wait and whose prompt runs through the
 whole node: Echo's reference count of future users, exact because a waiting prompt is
 itself inserted, without slots. A user or an expected request of a node is one of its parent too.
@@ -32,6 +33,7 @@ import numpy as np
 
 from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.block_events import BlockEvents
+from lightserve.router.kv.host_tier import HostTier
 from lightserve.router.kv.prefix_node import (
     MAX_DEPTH,
     EvictionOrder,
@@ -77,6 +79,8 @@ class PrefixTree:
         self._has_snapshots = has_snapshots
         self._events = events
         self._max_depth = max_depth
+        self.tier: HostTier | None = None
+        """Keeps KV on the host that is evicted; None: it is lost."""
         self._roots: dict[PrefixKey, PrefixNode] = {}
         self._keys: dict[int, PrefixKey] = {}
         """Key of each root, by its id."""
@@ -107,8 +111,9 @@ class PrefixTree:
         `known` ends a path of this key that has the same tokens, as far as either goes: a lease or
         an expected request of the caller. Those are not compared again: that takes most time.
         """
-        node = self._roots.get(key)
+        at = node = self._roots.get(key)
         path = [] if known is None else [part for part in path_of(known) if part.parent is not None]
+        compared = [] if self.tier is None else path[:]
         last: PrefixNode | None = None
         num_matched = num_evictable = depth = 0
         found = Hit(0, 0, None)
@@ -128,10 +133,43 @@ class PrefixTree:
             num_evictable += common if node.num_users == 0 else 0
             if common < len(node.tokens):
                 break
+            at = node
             if node.snapshot is not None:
                 num_slots = 0 if node.num_readers else len(node.snapshot)
                 found = Hit(num_matched, num_evictable + num_slots, node)
-        return found if self._has_snapshots else Hit(num_matched, num_evictable, last)
+        if self._has_snapshots:
+            return found
+        hit = Hit(num_matched, num_evictable, last)
+        if self.tier is None or at is None or at.num_on_host == 0 or (last and last is not at):
+            return hit
+        return self._with_host(hit, at, tokens, compared, depth)
+
+    def _with_host(
+        self,
+        hit: Hit,
+        at: PrefixNode,
+        tokens: Int32Array,
+        compared: Container[PrefixNode],
+        depth: int,
+    ) -> Hit:
+        """Return a hit that ends with a node, with the KV on the host that follows."""
+        start, num_matched, last = hit.num_tokens, hit.num_tokens, hit.host_node
+        while num_matched < len(tokens) and depth < self._max_depth:
+            child = at.children.get(int(tokens[num_matched]))
+            if child is None or child.slots is not None or child.host_slots is None:
+                break
+            common = min(len(child.tokens), len(tokens) - num_matched)
+            if child not in compared:
+                common = common_len(child.tokens, tokens[num_matched:])
+            depth += 1
+            is_part = common < len(child.tokens)
+            if common == 0 or (is_part and not self._can_split(child, depth)):
+                break
+            at = last = child
+            num_matched += common
+            if is_part:
+                break
+        return hit._replace(num_on_host=num_matched - start, host_node=last)
 
     def freed_by(
         self, leases: Iterable[Lease], pinned: Container[PrefixNode] = ()
@@ -220,6 +258,8 @@ class PrefixTree:
                 left.append(slots[done:end])
             done = end
             self._pin(child, lease)
+            if child.host_slots is not None:
+                self._offer(child)
             node = child
         lease.node = node
         lease.num_tokens += done
@@ -234,7 +274,7 @@ class PrefixTree:
             if node.num_users == 0 and node.slots is not None:
                 self._count_evictable(node, 1)
             self._offer(node)
-        self._tidy(lease.node)
+        self.tidy(lease.node)
 
     def _pin(self, node: PrefixNode, lease: Lease) -> None:
         if node.num_users == 0 and node.slots is not None:
@@ -325,7 +365,7 @@ class PrefixTree:
             self._offer(node)
         if request is not None:
             end.waiting.pop(request, None)
-        self._tidy(end)
+        self.tidy(end)
 
     def waiting(self, key: PrefixKey) -> Iterator[tuple[int, Any]]:
         """Iterate over requests whose prompts begin with resident tokens, and how many these are.
@@ -370,7 +410,7 @@ class PrefixTree:
             part.num_retained -= 1
             num_fewer += len(part.tokens) if part.num_retained == 0 else 0
             self._offer(part)
-        self._tidy(end)
+        self.tidy(end)
         return num_fewer
 
     # ---------------------------------------------------------------- eviction
@@ -409,6 +449,8 @@ class PrefixTree:
             if len(node.tokens) > wanted:
                 self._split(node, len(node.tokens) - wanted)
             assert node.slots is not None and node.parent is not None
+            if self.tier is not None:
+                self.tier.keep(node)
             pieces.append(node.slots)
             missing -= len(node.slots)
             self._count_evictable(node, -1)
@@ -467,6 +509,8 @@ class PrefixTree:
         node.slots = None
         del node.parent.residents[node.first_token]
         self._offer(node.parent)
+        if node.host_slots is not None:
+            self._offer(node)
         if (at := self._prune(node)) is not None:
             self._merge(at)
 
@@ -484,6 +528,8 @@ class PrefixTree:
     def _offer(self, node: PrefixNode) -> None:
         """Put a node where it belongs in the order of eviction, now that it has changed."""
         node.version += 1
+        if self.tier is not None:
+            self.tier.offer(node)
         if not node.is_offered:
             return
         entry = (self._order(node), next(self._ticket), node.version, node)
@@ -543,7 +589,7 @@ class PrefixTree:
         """
         if length == len(node.tokens):
             return node
-        parent, tokens, slots = node.parent, node.tokens, node.slots
+        parent, tokens, slots, host_slots = node.parent, node.tokens, node.slots, node.host_slots
         assert parent is not None
         first = PrefixNode(
             part_of(tokens, 0, length),
@@ -569,6 +615,9 @@ class PrefixTree:
             node.slots = part_of(slots, length, len(slots))
             parent.residents[first.first_token] = first
             first.residents[node.first_token] = node
+        if host_slots is not None:
+            first.host_slots, first.num_on_host = part_of(host_slots, 0, length), 1
+            node.host_slots = part_of(host_slots, length, len(host_slots))
         self._num_nodes += 1
         self._offer(node)
         return first
@@ -603,17 +652,20 @@ class PrefixTree:
         if node.slots is not None:
             node.slots = np.concatenate([part.slots for part in parts if part.slots is not None])
             at.residents[first.first_token] = node
+        if node.host_slots is not None:
+            found = [part.host_slots for part in parts if part.host_slots is not None]
+            node.host_slots = np.concatenate(found)
         change_height(at, first.height, node.height)
         node.parent = at
         for part in above:  # the order of eviction may yet name them; what dies is no cycle
-            part.slots = None
+            part.slots = part.host_slots = None
             part.children.clear()
             part.residents.clear()
             part.awaited.clear()
         self._num_nodes -= len(above)
         return at
 
-    def _tidy(self, node: PrefixNode) -> None:
+    def tidy(self, node: PrefixNode) -> None:
         """Drop and join what nothing holds apart any more, from a node up."""
         at = self._prune(node)
         while at is not None:
@@ -624,7 +676,7 @@ class PrefixTree:
 
         Returns the lowest one that stays; None: not even the root does.
         """
-        while node.slots is None and not (node.children or node.is_wanted):
+        while node.slots is node.host_slots is None and not (node.children or node.is_wanted):
             if node.parent is None:
                 del self._roots[self._keys.pop(id(node))]
                 return None

@@ -189,31 +189,26 @@ def test_a_prompt_that_is_a_little_too_long_is_cut(most: int) -> None:
 PER_COPY_S, PER_TOKEN_S = 1e-4, 21e-6
 
 
-def learnt_copies(*copies: tuple[int, int]) -> CopyCost:
-    """Return what was learnt_copies from copies of so many tokens, behind so many."""
+def learnt_copies(*copies: int) -> CopyCost:
+    """Return what was learnt from copies of so many tokens."""
     cost = CopyCost()
-    for num_tokens, num_ahead in copies:
-        cost.observe(num_tokens, PER_COPY_S + PER_TOKEN_S * (num_tokens + num_ahead), num_ahead)
+    for num_tokens in copies:
+        cost.observe(num_tokens, PER_COPY_S + PER_TOKEN_S * num_tokens)
     return cost
 
 
 def test_nothing_is_known_at_first_and_steps_without_copies_teach_nothing() -> None:
     cost = CopyCost()
-    cost.observe(0, 0.0, 100)
+    cost.observe(0, 0.0)
     assert cost.predict(700) == 0.0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 10, 1000])
 def test_the_rate_is_learnt_from_copies_of_several_sizes(num_tokens: int) -> None:
     sizes = [1, 700, 16, 300, 2, 8, 40, 512]
-    cost = learnt_copies(*((size, 0) for size in itertools.islice(itertools.cycle(sizes), 60)))
+    cost = learnt_copies(*itertools.islice(itertools.cycle(sizes), 60))
     true_s = PER_COPY_S + PER_TOKEN_S * num_tokens
     assert cost.predict(num_tokens) == pytest.approx(true_s, rel=0.05, abs=1e-4)
-
-
-def test_what_is_copied_ahead_is_not_put_down_to_the_tokens_behind_it() -> None:
-    cost = learnt_copies(*((1 + number % 16, 16 * (number % 17)) for number in range(100)))
-    assert cost.predict(700) == pytest.approx(PER_COPY_S + 700 * PER_TOKEN_S, rel=0.1)
 
 
 def test_small_copies_alone_never_make_large_ones_look_dear() -> None:
@@ -227,7 +222,7 @@ def test_small_copies_alone_never_make_large_ones_look_dear() -> None:
 
 
 def test_a_rate_that_changes_is_followed() -> None:
-    cost = learnt_copies(*((700, 0), (10, 0)) * 30)
+    cost = learnt_copies(*(700, 10) * 30)
     for number in range(200):
         num_tokens = (700, 10)[number % 2]
         cost.observe(num_tokens, 5 * PER_TOKEN_S * num_tokens)

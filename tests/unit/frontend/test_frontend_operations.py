@@ -236,6 +236,8 @@ def test_the_answer_in_full() -> None:
                 "mean_run_length": 2.0,
                 "num_host_slots": 10,
                 "num_used_host_slots": 7,
+                "num_prefix_host_slots": 30,
+                "num_used_prefix_host_slots": 20,
                 "kinds": ["free", "rt", "be", "cached", "checkpointed"],
                 "slots": [[1, 1], [1, 1], [3, 1], [0, 1], [1, 1], [4, 1], [2, 1], [2, 1]],
             }

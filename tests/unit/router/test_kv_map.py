@@ -117,6 +117,8 @@ def test_a_small_pool_in_full() -> None:
         mean_run_length=2.0,
         num_host_slots=10,
         num_used_host_slots=7,
+        num_prefix_host_slots=0,
+        num_used_prefix_host_slots=0,
         slots=PackedKinds(bytes([1, 1, 3, 0, 1, 4, 2, 2]), b""),
     )
 

@@ -230,7 +230,7 @@ def test_kv_comes_back_bit_by_bit_and_goes_again_at_no_cost() -> None:
     scene.copies()
     for num_loaded, num_held in ((7, 12), (6, 18)):
         scene.kv.hold(request, scene.kv.look_up(request))
-        assert scene.kv.load_ahead(request, num_loaded) == num_loaded
+        assert scene.kv.load(request, num_loaded, is_ahead=True) == num_loaded
         copies = scene.kv.take_copies()
         assert copies.loads.slots == copies.saves.slots == b""
         assert unpack_int32(copies.ahead_loads.slots).tolist() == (
@@ -257,7 +257,7 @@ def test_what_is_cached_again_is_held_before_the_rest_is_loaded() -> None:
     scene.copies()
     scene.kv.hold(request, scene.kv.look_up(request))
     assert (request.num_held_tokens, request.num_shared_tokens) == (20, 20)
-    scene.kv.load_ahead(request, 2)
+    scene.kv.load(request, 2, is_ahead=True)
     scene.kv.release(other, keep=False)
     scene.kv.check_integrity([request])
     assert scene.kv.look_up(request).num_loaded == 3

@@ -34,9 +34,9 @@ from lightserve.worker.device import facts_of
 from lightserve.worker.memory import (
     AUTO_LOCKED_BYTES,
     DeviceMemory,
+    host_sizes,
     measure_step,
     num_device_slots,
-    num_host_slots,
     num_kv_slots,
     num_staged_slots,
 )
@@ -134,15 +134,15 @@ def test_refused_where_auto_finds_no_gpu() -> None:
 )
 def test_host_pool_beside_a_gpu(options: dict[str, Any], free: int, expected: int) -> None:
     """The KV pool takes nothing off it: that is elsewhere."""
-    found = num_host_slots(
+    found = host_sizes(
         ServeConfig(**options), LAYOUT, num_slots=10**6, free_bytes=free, is_beside_gpu=True
     )
-    assert found == expected // LAYOUT.bytes_per_token
+    assert found.num_slots == expected // LAYOUT.bytes_per_token
 
 
 def test_more_than_the_host_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="more than the 20480 MiB that are free for each"):
-        num_host_slots(
+        host_sizes(
             ServeConfig(host_kv_memory="30GiB"),
             LAYOUT,
             num_slots=10,
@@ -157,8 +157,10 @@ def test_more_than_the_host_has_is_refused() -> None:
         ({}, 140 * GIB, 8192),
         ({}, 24 * GIB, 1536),  # one 128th
         ({}, GIB // 1024, 1),
-        ({"preemption": "recompute"}, 140 * GIB, 0),
-        ({"host_kv_memory": "0"}, 140 * GIB, 0),
+        ({"preemption": "recompute"}, 140 * GIB, 8192),  # for prefixes
+        ({"preemption": "recompute", "prefix_host_memory": "0"}, 140 * GIB, 0),
+        ({"preemption": "recompute", "cache_policy": "off"}, 140 * GIB, 0),
+        ({"host_kv_memory": "0", "prefix_host_memory": "0"}, 140 * GIB, 0),
     ],
 )
 def test_staging_memory(options: dict[str, Any], total: int, expected: int) -> None:
@@ -279,6 +281,8 @@ EXCLUSIVE = {"block_owner": "exclusive", "preemption": "recompute", "cache_polic
         ({"preemption": "recompute", "host_kv_memory": "1MiB"}, "--host-kv-memory needs"),
         ({"cache_policy": "off", "rt_cache_min_tokens": 9}, "--rt-cache-min-tokens needs"),
         ({"host_kv_memory": "much"}, "--host-kv-memory"),
+        ({"prefix_host_memory": "much"}, "--prefix-host-memory"),
+        ({"cache_policy": "off", "prefix_host_memory": "1MiB"}, "--prefix-host-memory needs"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -292,6 +296,7 @@ def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], reason: st
         EXCLUSIVE,
         {"preemption": "checkpoint", "host_kv_memory": "1MiB"},
         {"cache_policy": "lru", "rt_cache_min_tokens": 9},
+        {"prefix_host_memory": "1MiB"},
     ],
 )
 def test_what_has_an_effect_is_taken(fields: dict[str, Any]) -> None:
@@ -302,7 +307,9 @@ def test_what_has_an_effect_is_taken(fields: dict[str, Any]) -> None:
 def test_recompute_takes_no_host_memory() -> None:
     layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"),))
     sizes = [
-        num_host_slots(ServeConfig(preemption=way), layout, num_slots=100, free_bytes=10_000_000)
+        host_sizes(
+            ServeConfig(preemption=way), layout, num_slots=100, free_bytes=10_000_000
+        ).num_slots
         for way in ("checkpoint", "recompute")
     ]
     assert sizes == [50, 0]

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import StepId
 from lightserve.worker.device import CopyStreams, Event
 from lightserve.worker.host_pool import MIN_TOKENS_BY_LAYER, DirectHostPool
-from lightserve.worker.memory import KVPool, num_host_slots
+from lightserve.worker.memory import KVPool, host_sizes
 from lightserve.worker.staged_host_pool import StagedHostPool, make_host_pool
 
 NUM_SLOTS, NUM_HOST_SLOTS = 40, 16
@@ -86,16 +88,14 @@ SCENES = {
     "slot too large": {"saves": ([NUM_SLOTS], [0])},
     "slot too small": {"saves": ([-1], [0])},
     "host slot too large": {"loads": ([0], [NUM_HOST_SLOTS])},
-    "host slot too small": {"ahead_saves": ([0], [-1])},
+    "host slot too small": {"saves": ([0], [-1])},
     "lengths": {"saves": ([0, 1], [0])},
     "slot twice": {"loads": ([3, 3], [0, 1])},
     "host slot twice": {"saves": ([3, 4], [1, 1])},
     "saved and loaded": {"saves": ([3], [1]), "loads": ([4], [1])},
     "ahead: host slot too large": {"ahead_loads": ([0], [NUM_HOST_SLOTS])},
     "saved and loaded ahead": {"saves": ([3], [1]), "ahead_loads": ([4], [1])},
-    "saved ahead and loaded ahead": {"ahead_saves": ([3], [1]), "ahead_loads": ([4], [1])},
     "loaded twice to a slot": {"loads": ([3], [1]), "ahead_loads": ([3], [2])},
-    "slot saved ahead and loaded ahead": {"ahead_saves": ([3], [1]), "ahead_loads": ([3], [2])},
 }
 
 
@@ -166,15 +166,52 @@ def test_sizes(text: str, num_slots: int, free: int, expected: int) -> None:
     layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=12, dtype="float32"),))
     assert layout.bytes_per_token == 96
     config = ServeConfig(host_kv_memory=text)
-    assert num_host_slots(config, layout, num_slots=num_slots, free_bytes=free) == expected
+    sizes = host_sizes(config, layout, num_slots=num_slots, free_bytes=free)
+    assert sizes.num_slots == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (50, 100)),  # as large as the KV pool
+        ({"tp": 2}, (25, 12)),  # of 150 tokens of a rank half of what both other pools leave
+        ({"prefix_host_memory": "9600B"}, (50, 100)),
+        ({"prefix_host_memory": "0"}, (50, 0)),
+        ({"host_kv_memory": "0"}, (0, 100)),
+        ({"preemption": "recompute"}, (0, 100)),
+        ({"cache_policy": "off"}, (50, 0)),
+    ],
+)
+def test_sizes_for_prefixes(fields: dict[str, Any], expected: tuple[int, int]) -> None:
+    layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=12, dtype="float32"),))
+    config, free = ServeConfig(**fields), 28_800 if "tp" in fields else 1_000_000
+    assert host_sizes(config, layout, num_slots=100, free_bytes=free) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_state_slots", "message"),
+    [
+        ({"prefix_host_memory": "1GiB"}, 0, "--prefix-host-memory 1GiB for 1 rank.* 2 MiB"),
+        ({"prefix_host_memory": "1MiB"}, 3, "--prefix-host-memory 1MiB does not go with"),
+    ],
+)
+def test_prefixes_without_room_or_use_are_refused(
+    fields: dict[str, Any], num_state_slots: int, message: str
+) -> None:
+    layout = SimpleNamespace(bytes_per_token=96, num_state_slots=num_state_slots)
+    with pytest.raises(ConfigError, match=message):
+        host_sizes(
+            ServeConfig(**fields),
+            layout,  # type: ignore[arg-type]
+            num_slots=10,
+            free_bytes=2_000_000,
+        )
 
 
 def test_more_than_is_free_is_refused() -> None:
     layout = KVLayout((KVGroup(num_layers=1, num_kv_heads=1, head_dim=12, dtype="float32"),))
     with pytest.raises(ConfigError, match="--host-kv-memory 1GiB for 1 rank"):
-        num_host_slots(
-            ServeConfig(host_kv_memory="1GiB"), layout, num_slots=10, free_bytes=1_000_000
-        )
+        host_sizes(ServeConfig(host_kv_memory="1GiB"), layout, num_slots=10, free_bytes=1_000_000)
 
 
 # Copies beside a GPU's work: right in every order that its streams may choose. Queues of this
@@ -290,7 +327,6 @@ class Step:
 
     saves: list[tuple[int, int]]
     loads: list[tuple[int, int]]
-    ahead_saves: list[tuple[int, int]]
     ahead_loads: list[tuple[int, int]]
     reads: list[tuple[int, int]]
     """Slot and the value that must be in it."""
@@ -324,18 +360,12 @@ def random_step(rng: random.Random, model: Model) -> Step:
     loads = pairs(list(dict.fromkeys(targets)), pick(loadable))
     for slot, host_slot in loads:
         model.slots[slot] = model.host[host_slot]
-    aheads = pick(full(model.slots))
-    ahead_saves = pairs(aheads, [h for h in host_free if h not in saved][: len(aheads)])
-    busy = {slot for slot, _ in (*loads, *ahead_saves)}
-    saved |= {host_slot for _, host_slot in ahead_saves}
-    loadable = [host_slot for host_slot in loadable if host_slot not in saved]
+    busy = {slot for slot, _ in loads}
     ahead_loads = pairs(pick([s for s in range(STAGED_SLOTS) if s not in busy]), pick(loadable))
     ahead_loaded = {slot for slot, _ in ahead_loads}
     usable = [slot for slot in range(STAGED_SLOTS) if slot not in ahead_loaded]
-    written = [s for s in pick(usable) if s not in {slot for slot, _ in ahead_saves}]
+    written = pick(usable)
     reads = [(s, v) for s in usable if (v := model.slots[s]) is not None and s not in written]
-    for slot, host_slot in ahead_saves:
-        model.host[host_slot] = model.slots[slot]
     writes = []
     for slot in written:
         writes.append((slot, model.next_value))
@@ -343,7 +373,7 @@ def random_step(rng: random.Random, model: Model) -> Step:
         model.next_value += 1
     for slot, host_slot in ahead_loads:
         model.slots[slot] = model.host[host_slot]
-    return Step(saves, loads, ahead_saves, ahead_loads, reads, writes)
+    return Step(saves, loads, ahead_loads, reads, writes)
 
 
 def staged_plan_of(step: Step) -> StepPlan:
@@ -357,7 +387,6 @@ def staged_plan_of(step: Step) -> StepPlan:
         rows=[],
         saves=copies(step.saves),
         loads=copies(step.loads),
-        ahead_saves=copies(step.ahead_saves),
         ahead_loads=copies(step.ahead_loads),
     )
 
@@ -497,9 +526,9 @@ def test_nothing_waits_for_drains_where_staging_is_large() -> None:
     late = LateQueues(0, ("compute", "pool", "drain"))
     worker = Worker(late.queues, 64)
     first = [(slot, slot + 1) for slot in range(6)]
-    worker.launch(Step([], [], [], [], [], first))
+    worker.launch(Step([], [], [], [], first))
     again = [(slot, slot + 50) for slot in range(6)]
-    worker.launch(Step([(slot, slot) for slot in range(6)], [], [], [], [], again))
+    worker.launch(Step([(slot, slot) for slot in range(6)], [], [], [], again))
     while any(queue.step() for queue in (late.queues.compute, late.queues.pool)):  # type: ignore[attr-defined]
         pass
     [tensor] = worker.pool.tensors
@@ -512,7 +541,7 @@ def test_nothing_waits_for_drains_where_staging_is_large() -> None:
 def test_a_plan_without_copies_queues_nothing() -> None:
     late = LateQueues(0)
     worker = Worker(late.queues, 4)
-    wait = worker.host_pool.begin(staged_plan_of(Step([], [], [], [], [], [])))
+    wait = worker.host_pool.begin(staged_plan_of(Step([], [], [], [], [])))
     assert wait.seconds() == 0.0
     assert not any(queue.items for queue in late.queues)  # type: ignore[attr-defined]
 

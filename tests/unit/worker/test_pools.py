@@ -126,7 +126,7 @@ def test_a_pool_of_what_was_measured() -> None:
 
     with FakeTensorMode():
         made = build.make_pools(
-            ServeConfig(preemption="recompute"),
+            ServeConfig(preemption="recompute", prefix_host_memory="0"),
             LAYOUT,
             torch.device("cuda"),
             is_shown=False,
