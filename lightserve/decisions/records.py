@@ -44,7 +44,7 @@ from lightserve.types import FrontendId, RequestClass, RequestId, StepId
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HASH_BYTES = 8
 """Bytes of the hash of a plan, and of all lines so far; written as hexadecimal digits."""
 
