@@ -53,6 +53,13 @@ def test_ids_are_of_content_alone() -> None:
     assert text_tokens(first) == 3 and text_tokens(prompt()) == 40
 
 
+def test_clients_that_share_no_prefixes_share_no_encodings() -> None:
+    """Times would tell one that the other has sent the same picture."""
+    numbers, picture = ImageNumbers(), image(0)
+    (own,), (others,) = numbers.of([picture], "a"), numbers.of([picture], "b")
+    assert own != others and numbers.of([picture], "a") == [own]
+
+
 def test_numbers_are_given_once() -> None:
     numbers = ImageNumbers(max_known=3)
     known = [image(0, colour) for colour in range(5)]
