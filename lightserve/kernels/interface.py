@@ -28,16 +28,17 @@ from lightserve.kernels.weights import (
     ClampedGate,
     ConvolutionSizes,
     DeltaRule,
-    DeltaSizes,
     ExpertBiases,
     ExpertChoice,
     Fp4Weight,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    MambaRule,
     PackedExperts,
     PromptRuns,
     StateBank,
+    StateSizes,
     Weight,
 )
 
@@ -209,6 +210,8 @@ class Can(Flag):
     """`delta_rule` with a decay for each channel of keys, see `DeltaRule.decays_channels`."""
     PACKED_EXPERTS = auto()
     """`mix_experts` of packed weights: `pack_fp4` and `stack_experts`."""
+    MAMBA = auto()
+    """`mamba`."""
 
 
 class Kernels(Protocol):
@@ -385,6 +388,26 @@ class Kernels(Protocol):
         key head h // (Hv / Hk). With a decay for each channel of keys, a is diagonal, gates are
         [T, Hv + Hv * Dk]: Kimi Team 2025, "Kimi Linear", equation 1.
         """
+
+    def mamba(
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        rates: Tensor,
+        *,
+        rule: MambaRule,
+        bank: StateBank,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Return what states say to queries, after each token has changed them; [T, H * P].
+
+        A state S [H, N, P], float32, becomes a * S + b (r * x)^T, and says c S + skip * x: Dao and
+        Gu 2024, "Transformers are SSMs", section 6. Results are multiplied by SiLU of z. mixed
+        [T, H * P + 2 * G * N] has x, b and c, z is [T, H * P], rates float32 [T, H]: r = softplus
+        of them and `rate_bias`, a = e to the power of decay times r. Head h reads group
+        h // (H / G).
+        """
+        raise _missing(self, Can.MAMBA)
 
     def add_norm_linear(
         self,
@@ -597,7 +620,7 @@ class KernelShapes:
     """Whether the softmax of attention has a score more."""
     pool_dtype: torch.dtype | None = None
     """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
-    delta: DeltaSizes | None = None
+    delta: StateSizes | None = None
     convolution: ConvolutionSizes | None = None
     """Sizes of layers that are a convolution and nothing else."""
 

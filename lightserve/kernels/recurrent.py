@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, Kernels, sigmoid
-from lightserve.kernels.weights import DeltaRule, StateBank
+from lightserve.kernels.weights import DeltaRule, MambaRule, StateBank
 
 CHUNK = 64
 """Tokens of a prompt whose updates become a few products."""
@@ -134,13 +134,57 @@ class RecurrentOperations(Kernels):
             for x in (q, k)
         )
         beta = rule.beta_scale * sigmoid(gates[:, :num_heads])
-        rates = gates[:, num_heads:] + rule.rate_bias
-        rates = torch.where(rates > 20.0, rates, torch.log1p(torch.exp(rates)))
-        rates, chunk_size = rates.view(len(v), num_heads, -1), self.chunk_size
-        if rule.decays_channels:
-            chunk_size = min(chunk_size, CHANNEL_CHUNK)
-        inputs = q * key_dim**-0.5, k, v, rule.decay[:, None] * rates, beta
-        states = read_states(bank, batch, (num_heads, key_dim, value_dim), torch.float32)
+        rates = _softplus(gates[:, num_heads:], rule.rate_bias).view(len(v), num_heads, -1)
+        chunk_size = min(self.chunk_size, CHANNEL_CHUNK if rule.decays_channels else CHUNK)
+        inputs = (q * key_dim**-0.5, k, v, rule.decay[:, None] * rates, beta)
+        out = self._scan(inputs, chunk_size, bank, batch)
+        scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + rule.eps)
+        gate = z.float().view_as(out)
+        gate = sigmoid(gate) if rule.gates_by_sigmoid else gate * sigmoid(gate)
+        out = out * scale * rule.norm.float() * gate
+        return out.flatten(1).to(mixed.dtype)
+
+    def mamba(
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        rates: Tensor,
+        *,
+        rule: MambaRule,
+        bank: StateBank,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """See `Kernels.mamba`."""
+        num_heads, own = len(rule.decay), rule.num_groups * rule.state_size
+        x, k, q = (
+            part.reshape(len(part), -1, dim).float()
+            for part, dim in zip(
+                mixed.split_with_sizes((num_heads * rule.head_dim, own, own), dim=1),
+                (rule.head_dim, rule.state_size, rule.state_size),
+                strict=True,
+            )
+        )
+        k, q = (part.repeat_interleave(num_heads // rule.num_groups, dim=1) for part in (k, q))
+        rates = _softplus(rates, rule.rate_bias)
+        out = self._scan(
+            (q, k, x * rates[..., None], (rule.decay * rates)[..., None]),
+            self.chunk_size,
+            bank,
+            batch,
+        )
+        gate = z.float().view_as(out)
+        out = (out + rule.skip[:, None] * x) * (gate * sigmoid(gate))
+        return out.flatten(1).to(mixed.dtype)
+
+    def _scan(
+        self, inputs: Sequence[Tensor], chunk_size: int, bank: StateBank, batch: AttentionBatch
+    ) -> Tensor:
+        """Return what states say, [T, H, Dv], and store those behind the tokens; see `_chunk`.
+
+        `inputs` are [T, H, ...].
+        """
+        q, _, v, *_ = inputs
+        states = read_states(bank, batch, (*q.shape[1:], v.shape[2]), torch.float32)
         out = torch.empty_like(v)
         for rows, tokens in _alike(batch):
             own, parts = states[rows], []
@@ -149,29 +193,31 @@ class RecurrentOperations(Kernels):
                 parts.append(result.transpose(1, 2))
             out[tokens], states[rows] = torch.cat(parts, dim=1), own
         write_states(bank, batch, states)
-        scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + rule.eps)
-        gate = z.float().view_as(out)
-        gate = sigmoid(gate) if rule.gates_by_sigmoid else gate * sigmoid(gate)
-        out = out * scale * rule.norm.float() * gate
-        return out.flatten(1).to(mixed.dtype)
+        return out
+
+
+def _softplus(rates: Tensor, bias: Tensor) -> Tensor:
+    rates = rates + bias
+    return torch.where(rates > 20.0, rates, torch.log1p(torch.exp(rates)))
 
 
 def _chunk(state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return results [N, H, n, Dv] of n tokens, and the states [N, H, Dk, Dv] behind them.
 
     `inputs`: q and k [N, H, n, Dk], v [N, H, n, Dv], logarithms of decays [N, H, n, 1 or Dk] and
-    betas [N, H, n]. What n updates add is found by one triangular system: Yang et al. 2024, "Gated
-    Delta Networks", section 3.3.
+    betas [N, H, n]. With betas, what n updates add is found by one triangular system: Yang et al.
+    2024, "Gated Delta Networks", section 3.3. Without, values are added as they are: Dao and Gu
+    2024, section 6.
     """
-    q, k, v, decay, beta = inputs
+    q, k, v, decay, *betas = inputs
     total = decay.cumsum(2)
     grown = total.exp()
-    added = beta[..., None] * (v - (k * grown) @ state)
+    added = betas[0][..., None] * (v - (k * grown) @ state) if betas else v
     between = total[..., :, None, :] - total[..., None, :, :]
     is_before = torch.ones(between.shape[2:4], dtype=torch.bool, device=q.device).tril()[..., None]
     weights = torch.where(is_before, between, 0.0).exp() * is_before
-    if q.shape[2] > 1:
-        system = (beta[..., None] * _weighted(k, k, weights)).tril(-1)
+    if betas and q.shape[2] > 1:
+        system = (betas[0][..., None] * _weighted(k, k, weights)).tril(-1)
         added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
     result = (q * grown) @ state + _weighted(q, k, weights) @ added
     last = total[..., -1:, :]

@@ -39,7 +39,7 @@ from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, KernelShapes,
 from lightserve.kernels.recurrent import read_states, write_states
 from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
 from lightserve.kernels.select import make_kernels
-from lightserve.kernels.weights import ConvolutionSizes, DeltaRule, DeltaSizes, StateBank
+from lightserve.kernels.weights import ConvolutionSizes, DeltaRule, MambaRule, StateBank, StateSizes
 from lightserve.logs import one_line
 
 STEPS = 2.0
@@ -159,10 +159,10 @@ def _comparisons(pair: Pair) -> Iterator[Comparison]:
 
 
 def _states(
-    pair: Pair, case: CheckBatch, sizes: DeltaSizes | ConvolutionSizes
+    pair: Pair, case: CheckBatch, sizes: StateSizes | ConvolutionSizes
 ) -> Iterator[Comparison]:
     """Results and states of a layer, of rows some of which begin."""
-    random, delta = pair.random, sizes if isinstance(sizes, DeltaSizes) else None
+    random, delta = pair.random, sizes if isinstance(sizes, StateSizes) else None
     channels = sizes.channels
     num_decays = delta.key_dim if delta and delta.decays_channels else 1
     num_tokens, num_rows = len(case.batch.positions), len(case.batch.host_rows)
@@ -190,6 +190,11 @@ def _states(
         results = [kernels.convolve(mixed, weight, None, banks[0], given, is_plain=is_plain)]
         if delta is not None:
             norm, gates, rates, _ = others
+            own_gates = gates.float()
+            mamba = MambaRule(
+                *(delta.num_key_heads, delta.key_dim, delta.value_dim, -rates.float().exp()),
+                *(rates.float().repeat_interleave(num_decays), rates.float()),
+            )
             rule = DeltaRule(
                 *(delta.num_key_heads, delta.key_dim, delta.value_dim),
                 decay=-rates.float().exp(),
@@ -199,9 +204,10 @@ def _states(
                 beta_scale=delta.beta_scale,
                 gates_by_sigmoid=delta.decays_channels,
             )
-            own_gates = gates.float()
             results.append(
-                kernels.delta_rule(mixed, z, own_gates, rule=rule, bank=banks[1], batch=given)
+                kernels.mamba(mixed, z, own_gates, rule=mamba, bank=banks[1], batch=given)
+                if delta.is_mamba
+                else kernels.delta_rule(mixed, z, own_gates, rule=rule, bank=banks[1], batch=given)
             )
         after = (
             read_states(bank, behind, state.shape[1:], state.dtype).flatten(1)
@@ -217,7 +223,7 @@ def _states(
     ]
     if delta is not None:
         heads = delta.num_heads
-        num_gates = heads * (1 + num_decays)
+        num_gates = heads if delta.is_mamba else heads * (1 + num_decays)
         inputs += [random(delta.value_dim), random(num_tokens, num_gates), random(heads)]
         inputs.append(random(num_rows, heads, delta.key_dim, delta.value_dim))
     yield from pair.compare("states", f"{case.name}, {num_rows} rows, {sizes}", run, tuple(inputs))

@@ -175,6 +175,20 @@ class StateBank(NamedTuple):
     """Number of them; their last bytes may hold nothing."""
 
 
+class MambaRule(NamedTuple):
+    """The numbers of a Mamba-2 layer, of one rank."""
+
+    num_groups: int
+    state_size: int
+    head_dim: int
+    decay: Tensor
+    """float32 [H], below 0: factor of a token's rate, which gives the logarithm of a decay."""
+    rate_bias: Tensor
+    """float32 [H]."""
+    skip: Tensor
+    """float32 [H], factor of a token's own numbers in its result."""
+
+
 class ConvolutionSizes(NamedTuple):
     """Sizes of a layer that is a short convolution, of one rank."""
 
@@ -182,12 +196,14 @@ class ConvolutionSizes(NamedTuple):
     width: int
 
 
-class DeltaSizes(NamedTuple):
-    """Sizes of a layer that follows the gated delta rule, of one rank."""
+class StateSizes(NamedTuple):
+    """Sizes of a layer with states as matrices, of one rank."""
 
     num_key_heads: int
+    """Groups of a Mamba-2 layer."""
     num_heads: int
     key_dim: int
+    """Size of a Mamba-2 layer's states."""
     value_dim: int
     width: int
     """Tokens that its convolution sees."""
@@ -195,6 +211,8 @@ class DeltaSizes(NamedTuple):
     """See `DeltaRule`."""
     decays_channels: bool = False
     """Whether each channel of keys has a decay, and results are gated by sigmoids."""
+    is_mamba: bool = False
+    """Whether it is a Mamba-2 layer; else it follows the gated delta rule."""
 
     @property
     def channels(self) -> int:

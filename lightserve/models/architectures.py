@@ -22,7 +22,7 @@ from lightserve.models.moe_config import (
     parse_qwen_moe,
 )
 from lightserve.models.plain_config import MAX_LAYERS
-from lightserve.models.recurrent_config import RecurrentConfig
+from lightserve.models.recurrent_config import RecurrentConfig, granite_factors
 from lightserve.models.rope import (
     FULL,
     SLIDING,
@@ -50,6 +50,8 @@ class Architecture(StrEnum):
     QWEN3 = "Qwen3ForCausalLM"
     PHI3 = "Phi3ForCausalLM"
     GRANITE = "GraniteForCausalLM"
+    GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
+    NEMOTRON_H = "NemotronHForCausalLM"
     SEED_OSS = "SeedOssForCausalLM"
     EXAONE4 = "Exaone4ForCausalLM"
     SMOLLM3 = "SmolLM3ForCausalLM"
@@ -261,12 +263,7 @@ def fields_of(fields: JsonFields, architecture: Architecture, num_layers: int) -
         case Architecture.GEMMA | Architecture.GEMMA2 | Architecture.GEMMA3:
             return _gemma(fields, architecture)
         case Architecture.GRANITE:
-            return {
-                "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
-                "residual_multiplier": fields.number("residual_multiplier", default=1.0),
-                "attention_scale": fields.number("attention_multiplier", default=1.0),
-                "logits_divisor": fields.number("logits_scaling", default=1.0),
-            }
+            return granite_factors(fields)
         case Architecture.SMOLLM3:
             return {"unrotated_layers": unrotated_layers(fields, num_layers)}
         case _:

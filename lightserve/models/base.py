@@ -17,13 +17,13 @@ from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES, AttentionBatc
 from lightserve.kernels.weights import (
     ClampedGate,
     ConvolutionSizes,
-    DeltaSizes,
     ExpertChoice,
     StateBank,
+    StateSizes,
 )
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
-from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig
+from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig, MambaConfig
 
 # The sizes of a model's parts as the kernels of one rank see them.
 
@@ -64,7 +64,7 @@ def kernel_shapes(
         expert_gate=None if moe is None or moe.clamp is None else ClampedGate(*moe.clamp),
         has_expert_biases=moe is not None and moe.has_biases,
         has_sinks=config.has_sinks,
-        delta=_delta_sizes(config, tp),
+        delta=_state_sizes(config, tp),
         convolution=_convolution_sizes(config, tp),
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
@@ -87,13 +87,17 @@ def _convolution_sizes(config: ModelConfig, tp: TensorParallel) -> ConvolutionSi
     return ConvolutionSizes(even_part(own.channels, tp).size, own.width)
 
 
-def _delta_sizes(config: ModelConfig, tp: TensorParallel) -> DeltaSizes | None:
+def _state_sizes(config: ModelConfig, tp: TensorParallel) -> StateSizes | None:
     delta = config.recurrent
+    if isinstance(delta, MambaConfig):
+        groups, heads = kv_head_part(delta.num_groups, tp), even_part(delta.num_heads, tp)
+        own = groups.size, heads.size, delta.state_size, delta.head_dim, delta.width
+        return StateSizes(*own, is_mamba=True)
     if not isinstance(delta, DeltaConfig):
         return None
     keys, values = even_part(delta.num_key_heads, tp), even_part(delta.num_value_heads, tp)
     sizes = keys.size, values.size, delta.key_dim, delta.value_dim, delta.width
-    return DeltaSizes(*sizes, delta.beta_scale, decays_channels=delta.rank > 0)
+    return StateSizes(*sizes, delta.beta_scale, decays_channels=delta.rank > 0)
 
 
 def choice_of(moe: MoeConfig) -> ExpertChoice:
@@ -241,8 +245,7 @@ def kv_layout(
         groups.append(group)
     states = None
     if config.recurrent is not None:
-        sizes = config.recurrent.state_bytes(DTYPE_BYTES[model_dtype or dtype])
-        own = tuple(size // tp_size for size in sizes)
+        own = config.recurrent.state_bytes(DTYPE_BYTES[model_dtype or dtype], tp_size)
         states = StateLayout(len(config.recurrent.layers), own)
     return KVLayout(groups=tuple(groups), states=states)
 

@@ -52,9 +52,11 @@ from lightserve.models.plain_config import (
 )
 from lightserve.models.recurrent_config import (
     RecurrentConfig,
+    parse_granite_hybrid,
     parse_kimi_linear,
     parse_lfm2,
     parse_lfm2_moe,
+    parse_nemotron_h,
     parse_olmo_hybrid,
     parse_qwen3_5,
     parse_qwen3_5_moe,
@@ -139,6 +141,8 @@ _PLAIN = {
     Architecture.CHATGLM: parse_chatglm,
     Architecture.CHATGLM_WHOLE: parse_chatglm,
     Architecture.QWEN3_NEXT: parse_qwen3_next,
+    Architecture.GRANITE_HYBRID: parse_granite_hybrid,
+    Architecture.NEMOTRON_H: parse_nemotron_h,
     Architecture.QWEN3_5: parse_qwen3_5,
     Architecture.QWEN3_5_MOE: parse_qwen3_5_moe,
     Architecture.OLMO_HYBRID: parse_olmo_hybrid,
@@ -242,6 +246,8 @@ class ModelConfig:
     """The layers that keep a state in place of keys and values; None: there are none."""
     gemma4: Gemma4Config | None = None
     """Kinds of layers with heads of their own; None: the heads of all layers are alike."""
+    feed_forward_layers: frozenset[int] = frozenset()
+    """Layers that are a feed-forward block alone: the others have none. Empty: all have both."""
     has_output_gate: bool = False
     """Results of attention are multiplied by sigmoids that are made beside the queries."""
     tie_word_embeddings: bool
@@ -296,7 +302,8 @@ class ModelConfig:
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in range(self.num_layers):
             shape = self.shape_of(layer)
-            if shape.states is None and shape.kv_source == layer:
+            is_alone = layer in self.feed_forward_layers
+            if shape.states is None and shape.kv_source == layer and not is_alone:
                 groups.setdefault((shape.num_kv_heads, shape.head_dim), []).append(layer)
         return tuple(map(tuple, groups.values()))
 

@@ -176,6 +176,33 @@ class GraniteLayer(DecoderLayer):
         return x * self._multiplier, residual
 
 
+class SoloLayer(DecoderLayer):
+    """Nemotron-H: x = x + block(norm(x)), of attention, of states, or a feed-forward."""
+
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
+        prefix, config = f"model.layers.{layer}", context.config
+        self._attention_norm = context.norm(f"{prefix}.input_layernorm", size=config.hidden_size)
+        self._is_mixer = layer not in config.feed_forward_layers
+        if self._is_mixer:
+            self._attention = attention(context, f"{prefix}.self_attn", layer=layer)
+        else:
+            self._mlp = feed_forward(context, layer)
+
+    def attend(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.attend`."""
+        if self._is_mixer:
+            return super().attend(x, residual, inputs, kv)
+        return x, torch.zeros_like(x) if residual is None else residual
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        if self._is_mixer:
+            return self._attention.project(heads), residual
+        return self._mlp.behind(self._attention_norm, heads, residual)
+
+
 class Olmo2Layer(DecoderLayer):
     """OLMo 2: x = x + norm(attention(x)); x = x + norm(mlp(x))."""
 
@@ -229,6 +256,8 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.QWEN3_5: Family(attention=HeadNormAttention),
     Architecture.QWEN3_5_MOE: Family(attention=HeadNormAttention),
     Architecture.GRANITE: Family(layer=GraniteLayer),
+    Architecture.GRANITE_HYBRID: Family(layer=GraniteLayer),
+    Architecture.NEMOTRON_H: Family(layer=SoloLayer),
     Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
     Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),
     Architecture.OLMO_HYBRID: Family(Olmo2Layer, WholeNormAttention, DecoderLayer),

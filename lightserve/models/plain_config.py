@@ -21,6 +21,7 @@ class Activation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    RELU_SQUARED = "relu squared"
     QUICK_GELU = "quick_gelu"
     """x * sigmoid(1.702 x), in CLIP's encoder of images alone."""
 
@@ -31,6 +32,7 @@ _ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
 }
 _ONE_NORM = ("input_layernorm",)
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -46,7 +48,7 @@ def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
         **_sizes(fields, heads, is_tied=False),
         **_rotary(fields, heads["head_dim"], share=share, theta=theta),
         "rms_norm_eps": fields.number("layer_norm_eps", default=1e-5),
-        "activation": _activation(fields, "hidden_act", "gelu"),
+        "activation": parse_activation(fields, "hidden_act", "gelu"),
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": True,
@@ -74,7 +76,7 @@ def parse_phi(fields: JsonFields) -> dict[str, Any]:
         **_sizes(fields, heads, is_tied=False),
         **_rotary(fields, heads["head_dim"], share=0.5),
         "rms_norm_eps": fields.number("layer_norm_eps", default=1e-5),
-        "activation": _activation(fields, "hidden_act", "gelu_new"),
+        "activation": parse_activation(fields, "hidden_act", "gelu_new"),
         **_biases(True),
         "lm_head_bias": True,
         "is_parallel": True,
@@ -98,7 +100,7 @@ def parse_starcoder2(fields: JsonFields) -> dict[str, Any]:
         **_rotary(fields, heads["head_dim"]),
         "sliding_windows": (window,) * heads["num_layers"],
         "rms_norm_eps": fields.number("norm_epsilon", default=1e-5),
-        "activation": _activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        "activation": parse_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
         **_biases(has_bias),
         "stored_names": (("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
     }
@@ -125,7 +127,7 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
         "is_post_norm": is_post_norm,
         "word_size": fields.integer("word_embed_proj_dim", default=heads["hidden_size"]),
         "rms_norm_eps": 1e-5,
-        "activation": _activation(fields, "activation_function", "relu"),
+        "activation": parse_activation(fields, "activation_function", "relu"),
         **_biases(has_bias),
         "stored_names": (
             ("post_attention_layernorm", "final_layer_norm"),
@@ -171,7 +173,7 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
         **_sizes(fields, heads, inner=inner),
         **positions,
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
-        "activation": _activation(fields, "activation", "gelu"),
+        "activation": parse_activation(fields, "activation", "gelu"),
         **_biases(has_bias),
         "merged": frozenset({"grouped_qkv"}),
         "is_parallel": is_parallel,
@@ -268,7 +270,7 @@ def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
         **_unrotated(heads["num_layers"]),
         "position_offset": 0,
         "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
-        "activation": _activation(fields, "activation_function", "gelu_pytorch_tanh"),
+        "activation": parse_activation(fields, "activation_function", "gelu_pytorch_tanh"),
         **_biases(True),
         "merged": frozenset({"qkv"}),
         "stored_names": (
@@ -356,7 +358,8 @@ def _unrotated(num_layers: int) -> dict[str, Any]:
     return {"rope": rope, "unrotated_layers": frozenset(range(num_layers))}
 
 
-def _activation(fields: JsonFields, key: str, default: str) -> Activation:
+def parse_activation(fields: JsonFields, key: str, default: str) -> Activation:
+    """Return the activation that a key names."""
     name = fields.string(key, default=default)
     if name not in _ACTIVATIONS:
         raise fields.error(key, f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")

@@ -4,9 +4,12 @@ them. Torch-free.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
@@ -15,13 +18,19 @@ from lightserve.models.moe_config import (
     MAX_EXPERTS,
     MoeConfig,
     Scoring,
+    Stacked,
     num_chosen_of,
     parse_qwen_moe,
 )
-from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.plain_config import MAX_LAYERS, parse_activation
 from lightserve.models.rope import DEFAULT_THETA, has_rope, parse_rope, parse_rotary_dim
 
 FULL_ATTENTION, LINEAR_ATTENTION, CONVOLUTION = "full_attention", "linear_attention", "conv"
+FEED_FORWARD = "mlp"
+PATTERN = {"M": LINEAR_ATTENTION, "*": FULL_ATTENTION, "-": FEED_FORWARD}
+"""Kinds of layers by their letters in Nemotron-H's files."""
+OLDER_KINDS = {"attention": FULL_ATTENTION, "mamba": LINEAR_ATTENTION}
+"""Kinds of layers by the names of older files."""
 MAX_HEAD_DIM = 512
 MAX_CONVOLUTION = 16
 STATE_BYTES = 4
@@ -38,8 +47,8 @@ class RecurrentConfig(ABC):
     """Names of their norms; None: those of the other layers."""
 
     @abstractmethod
-    def state_bytes(self, number_bytes: int) -> tuple[int, ...]:
-        """Return the bytes of each state tensor of a layer of all ranks.
+    def state_bytes(self, number_bytes: int, tp_size: int = 1) -> tuple[int, ...]:
+        """Return the bytes of each state tensor of a layer of one of `tp_size` ranks.
 
         `number_bytes`: of a number of the model's type.
         """
@@ -73,9 +82,9 @@ class ConvolutionConfig(RecurrentConfig):
     """Tokens that the convolution sees, at least 2."""
     has_bias: bool
 
-    def state_bytes(self, number_bytes: int) -> tuple[int, ...]:
+    def state_bytes(self, number_bytes: int, tp_size: int = 1) -> tuple[int, ...]:
         """See `RecurrentConfig.state_bytes`: the last inputs."""
-        return ((self.width - 1) * self.channels * number_bytes,)
+        return ((self.width - 1) * self.channels // tp_size * number_bytes,)
 
     def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """See `RecurrentConfig.tensors`."""
@@ -129,10 +138,11 @@ class DeltaConfig(RecurrentConfig):
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
-    def state_bytes(self, number_bytes: int) -> tuple[int, ...]:
+    def state_bytes(self, number_bytes: int, tp_size: int = 1) -> tuple[int, ...]:
         """See `RecurrentConfig.state_bytes`: inputs, then matrices."""
-        inputs = (self.width - 1) * self.channels * number_bytes
-        return inputs, self.num_value_heads * self.key_dim * self.value_dim * STATE_BYTES
+        inputs = (self.width - 1) * self.channels // tp_size * number_bytes
+        matrices = self.num_value_heads // tp_size * self.key_dim * self.value_dim * STATE_BYTES
+        return inputs, matrices
 
     def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """See `RecurrentConfig.tensors`."""
@@ -166,6 +176,263 @@ class DeltaConfig(RecurrentConfig):
     def divided_sizes(self) -> dict[str, int]:
         """See `RecurrentConfig.divided_sizes`."""
         return {"linear_num_heads" if self.rank else "linear_num_key_heads": self.num_key_heads}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(RecurrentConfig):
+    """Mamba-2 layers (Dao and Gu 2024, "Transformers are SSMs", section 7)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Heads of a group have inputs and outputs of their states in common; a divisor."""
+    state_size: int
+    width: int
+    """Tokens that the convolution sees, at least 2."""
+    has_conv_bias: bool
+    has_bias: bool
+    """Whether the products before and behind have biases."""
+    keys: tuple[str, str] = ("mamba_n_heads", "mamba_n_groups")
+    """Keys of `config.json` that have the numbers of heads and groups."""
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_inner(self) -> int:
+        """Numbers of all groups."""
+        return self.num_groups * self.state_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: numbers of heads, inputs and outputs of states."""
+        return self.inner + 2 * self.group_inner
+
+    def state_bytes(self, number_bytes: int, tp_size: int = 1) -> tuple[int, ...]:
+        """See `RecurrentConfig.state_bytes`."""
+        groups = max(1, self.num_groups // tp_size)
+        channels = self.inner // tp_size + 2 * groups * self.state_size
+        matrices = self.inner // tp_size * self.state_size * STATE_BYTES
+        return (self.width - 1) * channels * number_bytes, matrices
+
+    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """See `RecurrentConfig.tensors`."""
+        products = self.inner + self.channels + self.num_heads
+        tensors: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (products, hidden_size),
+            "conv1d.weight": (self.channels, 1, self.width),
+            "norm.weight": (self.inner,),
+            "out_proj.weight": (hidden_size, self.inner),
+        } | dict.fromkeys(("A_log", "dt_bias", "D"), (self.num_heads,))
+        if self.has_conv_bias:
+            tensors["conv1d.bias"] = (self.channels,)
+        if self.has_bias:
+            tensors |= {"in_proj.bias": (products,), "out_proj.bias": (hidden_size,)}
+        return {f"mamba.{name}": shape for name, shape in tensors.items()}
+
+    def divided_sizes(self) -> dict[str, int]:
+        """See `RecurrentConfig.divided_sizes`; one group is every rank's."""
+        heads, groups = self.keys
+        shared = {groups: self.num_groups} if self.num_groups > 1 else {}
+        return {heads: self.num_heads, **shared}
+
+
+def parse_granite_hybrid(fields: JsonFields) -> dict[str, Any]:
+    """Return Granite 4 with Mamba-2 layers: a block each, or experts beside it."""
+    _check_silu(fields)
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden % num_heads or hidden // num_heads % 2:
+        complaint = f"must be {num_heads} times an even number, got {hidden}"
+        raise fields.error("hidden_size", complaint)
+    num_kv_heads = _kv_heads(fields, num_heads, num_heads)
+    length = fields.integer("max_position_embeddings", default=2048)
+    positions, known = "position_embedding_type", ("rope", "nope")
+    kind = "nope" if fields.is_null(positions) else fields.string(positions, default="nope")
+    if kind not in known:
+        raise fields.error(positions, f"must be one of {', '.join(known)}, got {kind!r}")
+    has_bias = fields.boolean("attention_bias", default=False)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("shared_intermediate_size", default=1024),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": hidden // num_heads,
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=hidden // num_heads),
+        "unrotated_layers": frozenset(range(num_layers) if kind == "nope" else ()),
+        "max_position_embeddings": length,
+        "qkv_bias": has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "merged": frozenset({"gate_up"}),
+        "moe": _granite_experts(fields, num_layers),
+        "stored_names": (
+            ("block_sparse_moe.mlp", "mlp"),
+            ("experts.gate_up_proj", "input_linear.weight"),
+            ("experts.down_proj", "output_linear.weight"),
+            ("mlp.gate_up_proj", "shared_mlp.input_linear"),
+            ("mlp.down_proj", "shared_mlp.output_linear"),
+        ),
+        **granite_factors(fields),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "sliding_windows": (None,) * num_layers,
+        "recurrent": _mamba(fields, num_layers, hidden),
+    }
+
+
+def parse_nemotron_h(fields: JsonFields) -> dict[str, Any]:
+    """Return Nemotron-H: every layer is one block, of states, attention or a feed-forward."""
+    kinds, key = _nemotron_kinds(fields)
+    layers = {kind: frozenset(i for i, own in enumerate(kinds) if own == kind) for kind in kinds}
+    for kind in (FULL_ATTENTION, LINEAR_ATTENTION):
+        if kind not in layers:
+            raise fields.error(key, f"gives no layer of {kind}")
+    num_heads, num_layers = fields.integer("num_attention_heads", default=32), len(kinds)
+    head_dim = fields.integer("head_dim", default=128)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even, got {head_dim}")
+    length = fields.integer("max_position_embeddings", default=4096)
+    keys = heads_key, groups_key = ("mamba_num_heads", "n_groups")
+    mamba_heads = fields.integer(heads_key, default=128)
+    num_groups = fields.integer(groups_key, default=8)
+    if mamba_heads % num_groups:
+        raise fields.error(groups_key, f"must divide {heads_key} {mamba_heads}, got {num_groups}")
+    if (activation := fields.string("mamba_hidden_act", default="silu")) != "silu":
+        raise fields.error("mamba_hidden_act", f"must be 'silu', got {activation!r}")
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size", default=21504),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _kv_heads(fields, num_heads, 8),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
+        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=head_dim),
+        "unrotated_layers": frozenset(range(num_layers)),
+        "max_position_embeddings": length,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "activation": parse_activation(fields, "mlp_hidden_act", "relu2"),
+        "qk_norm": False,
+        "layer_norms": ("input_layernorm",),
+        "feed_forward_layers": layers.get(FEED_FORWARD, frozenset()),
+        "stored_names": (
+            ("input_layernorm", "norm"),
+            ("model.norm", "model.norm_f"),
+            ("embed_tokens", "embeddings"),
+            *((name, "mixer.") for name in ("self_attn.", "mamba.", "mlp.")),
+            ("model.", "backbone."),
+        ),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "sliding_windows": (None,) * num_layers,
+        "recurrent": MambaConfig(
+            layers=layers[LINEAR_ATTENTION],
+            num_heads=mamba_heads,
+            head_dim=fields.integer("mamba_head_dim", default=64, high=MAX_HEAD_DIM),
+            num_groups=num_groups,
+            state_size=fields.integer("ssm_state_size", default=128, high=MAX_HEAD_DIM),
+            width=fields.integer("conv_kernel", default=4, low=2, high=MAX_CONVOLUTION),
+            has_conv_bias=fields.boolean("use_conv_bias", default=True),
+            has_bias=fields.boolean("use_bias", default=False),
+            keys=keys,
+        ),
+    }
+
+
+def _nemotron_kinds(fields: JsonFields) -> tuple[list[object], str]:
+    """Return the kind of each layer, and the key that says so."""
+    key = "hybrid_override_pattern"
+    if fields.has(key):
+        kinds: list[object] = [PATTERN.get(letter, letter) for letter in fields.string(key)]
+    else:
+        key = "layers_block_type" if fields.has("layers_block_type") else "layer_types"
+        found = fields.array(key)
+        kinds = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in found]
+    if len(kinds) > MAX_LAYERS:
+        raise fields.error(key, f"must have at most {MAX_LAYERS} entries, got {len(kinds)}")
+    for kind in kinds:
+        if kind not in PATTERN.values():
+            known = ", ".join(PATTERN.values())
+            raise fields.error(key, f"has the entry {kind!r}; {known} are supported")
+    return kinds, key
+
+
+def _granite_experts(fields: JsonFields, num_layers: int) -> MoeConfig | None:
+    num_experts = fields.integer("num_local_experts", default=8, low=0, high=MAX_EXPERTS)
+    if not num_experts:
+        return None
+    return MoeConfig(
+        layers=frozenset(range(num_layers)),
+        num_experts=num_experts,
+        num_chosen=num_chosen_of(fields, num_experts, default=2),
+        intermediate_size=fields.integer("intermediate_size", default=11008),
+        size_key="intermediate_size",
+        normalises=True,
+        scoring=Scoring.CHOSEN,
+        shared_size=fields.integer("shared_intermediate_size", default=1024),
+        shared_module="mlp",
+        module="block_sparse_moe",
+        router="router.layer",
+        stacked=Stacked.HALVES,
+    )
+
+
+def granite_factors(fields: JsonFields) -> dict[str, float]:
+    """Return the factors of Granite's embeddings, sums, scores and logits."""
+    return {
+        "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
+        "residual_multiplier": fields.number("residual_multiplier", default=1.0),
+        "attention_scale": fields.number("attention_multiplier", default=1.0),
+        "logits_divisor": fields.number("logits_scaling", default=1.0),
+    }
+
+
+def _mamba(fields: JsonFields, num_layers: int, hidden: int) -> MambaConfig:
+    num_heads = fields.integer("mamba_n_heads", default=128)
+    num_groups = fields.integer("mamba_n_groups", default=1)
+    if num_heads % num_groups:
+        raise fields.error("mamba_n_groups", f"must divide mamba_n_heads {num_heads}")
+    inner = fields.integer("mamba_expand", default=2) * hidden
+    key, head_dim = "mamba_d_head", inner // num_heads
+    if dict(fields.items()).get(key, "auto") != "auto":
+        head_dim = fields.integer(key, high=MAX_HEAD_DIM)
+    if head_dim * num_heads != inner:
+        complaint = f"times mamba_n_heads {num_heads} must be {inner}, got {head_dim}"
+        raise fields.error(key, complaint)
+    limits = dict(fields.items()).get("time_step_limit")
+    if limits not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise fields.error("time_step_limit", f"must be [0, Infinity], got {limits!r}")
+    return MambaConfig(
+        layers=_recurrent_layers(fields, num_layers, older=OLDER_KINDS),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_size=fields.integer("mamba_d_state", default=256, high=MAX_HEAD_DIM),
+        width=fields.integer("mamba_d_conv", default=4, low=2, high=MAX_CONVOLUTION),
+        has_conv_bias=fields.boolean("mamba_conv_bias", default=True),
+        has_bias=fields.boolean("mamba_proj_bias", default=False),
+    )
+
+
+def _check_silu(fields: JsonFields) -> None:
+    if (activation := fields.string("hidden_act", default="silu")) != "silu":
+        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
+
+
+def _kv_heads(fields: JsonFields, num_heads: int, default: int | None) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", default=default)
+    if num_heads % num_kv_heads:
+        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
+        raise fields.error("num_key_value_heads", complaint)
+    return num_kv_heads
 
 
 def parse_qwen3_next(fields: JsonFields) -> dict[str, Any]:
@@ -221,8 +488,7 @@ def _decoder(
 
     `share` of a head that is rotated, and base, where the file gives none.
     """
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
+    _check_silu(fields)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     num_kv_heads, head_dim = fields.num_kv_heads(num_heads), hidden // num_heads
@@ -288,14 +554,18 @@ def _delta(
 
 
 def _recurrent_layers(
-    fields: JsonFields, num_layers: int, kind: str = LINEAR_ATTENTION
+    fields: JsonFields,
+    num_layers: int,
+    kind: str = LINEAR_ATTENTION,
+    older: Mapping[str, str] = MappingProxyType({}),
 ) -> frozenset[int]:
-    """Return which layers keep a state; `kind`: their name."""
+    """Return which layers keep a state; `kind`: their name; `older`: other names of kinds."""
     key = "layer_types"
     if fields.has(key):
         kinds = fields.array(key)
         if len(kinds) != num_layers:
             raise fields.error(key, f"must have {num_layers} entries, got {len(kinds)}")
+        kinds = [older.get(own, own) if isinstance(own, str) else own for own in kinds]
         for other in kinds:
             if other not in (FULL_ATTENTION, kind):
                 known = f"{FULL_ATTENTION} and {kind} are supported"

@@ -166,15 +166,18 @@ def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
     hidden, moe, shape = config.hidden_size, config.moe, config.shape_of(layer)
     states = shape.states
     shapes: dict[str, tuple[int, ...]] = {}
-    linears = {} if states else _attention_linears(config, shape)
+    is_block = layer in config.feed_forward_layers
+    linears = {} if states or is_block else _attention_linears(config, shape)
     if states is not None:
         shapes |= states.tensors(hidden)
     if config.gemma4 is not None:
         shapes |= config.gemma4.tensors(hidden, moe)
     if moe is not None and layer in moe.layers:
-        own = _moe_tensors(moe, hidden)
+        own = _moe_tensors(config, moe)
         shapes |= {f"{moe.module}.{name}": shape for name, shape in own.items()}
-    if moe is None or moe.is_beside or layer not in moe.layers:
+    elif is_block or not config.feed_forward_layers:
+        linears |= _block_linears(config, shape.inner_size)
+    if moe is not None and moe.is_beside and layer in moe.layers:
         linears |= _block_linears(config, shape.inner_size)
     for name, (out_size, in_size, has_bias) in linears.items():
         shapes[f"{name}.weight"] = (out_size, in_size)
@@ -348,9 +351,9 @@ def _block_linears(config: ModelConfig, inner: int) -> dict[str, tuple[int, int,
     return linears | {"mlp.down_proj": (hidden, inner, has_bias)}
 
 
-def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+def _moe_tensors(config: ModelConfig, moe: MoeConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a block of experts."""
-    gate, up, down = moe.projections
+    hidden, (gate, up, down) = config.hidden_size, moe.projections
     inner = moe.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {f"{moe.router}.weight": (moe.num_experts, hidden)}
     if moe.has_choice_bias:
@@ -369,9 +372,12 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> dict[str, tuple[int, ...]]:
             f"experts.{expert}.{down}.weight": (hidden, inner),
         }
     if moe.shared_size:
+        sizes = dict.fromkeys(("gate", "up"), moe.shared_size)
+        if "gate_up" in config.merged:
+            sizes = {"gate_up": 2 * moe.shared_size}
         shapes |= {
-            f"{moe.shared_module}.{name}_proj.weight": (moe.shared_size, hidden)
-            for name in ("gate", "up")
+            f"{moe.shared_module}.{name}_proj.weight": (size, hidden)
+            for name, size in sizes.items()
         }
         shapes[f"{moe.shared_module}.down_proj.weight"] = (hidden, moe.shared_size)
     if moe.has_shared_gate:

@@ -13,7 +13,7 @@ from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShape
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
 from lightserve.models.config import ModelConfig, resolve_context_len
-from lightserve.models.recurrent_config import DeltaConfig
+from lightserve.models.recurrent_config import DeltaConfig, MambaConfig
 
 
 def check_options(
@@ -93,6 +93,11 @@ def _check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Ke
         raise ConfigError(
             f"the {kernels.name} kernels do not go with {name}, each of whose channels has a decay:"
             " --attention-backend torch does, on a CPU without --batch-invariant"
+        )
+    if isinstance(recurrent, MambaConfig) and Can.MAMBA not in kernels.can:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not go with {name}, which has Mamba-2 layers: --device"
+            " cpu serves it"
         )
     if config.speculation != "off":
         raise ConfigError(

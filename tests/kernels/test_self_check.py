@@ -26,7 +26,7 @@ from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import ConvolutionSizes, DeltaSizes
+from lightserve.kernels.weights import ConvolutionSizes, StateSizes
 from lightserve.worker import build
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ SHAPES = replace(
     soft_cap=50.0,
     context_len=2048,
     num_experts=0,
-    delta=DeltaSizes(2, 4, 16, 12, 4, beta_scale=2.0),
+    delta=StateSizes(2, 4, 16, 12, 4, beta_scale=2.0),
 )
 IMPLEMENTATIONS = [
     ReferenceKernels,
@@ -114,12 +114,15 @@ def test_triton_kernels() -> None:
         {"context_len": 3, "sliding_windows": (None,)},
         {"sliding_windows": (100_000,)},
         {"qk_norm": False, "qkv_bias": False},
-        {"delta": DeltaSizes(1, 3, 8, 20, 2)},
-        {"delta": DeltaSizes(2, 2, 8, 12, 4, decays_channels=True)},
+        {"delta": StateSizes(1, 3, 8, 20, 2)},
+        {"delta": StateSizes(2, 2, 8, 12, 4, decays_channels=True)},
+        {"delta": StateSizes(2, 4, 20, 12, 4, is_mamba=True)},
+        {"delta": StateSizes(1, 3, 8, 20, 2, is_mamba=True)},
     ],
 )
 def test_other_shapes(changes: dict[str, object]) -> None:
-    check_kernels(TorchKernels(), replace(SHAPES, **changes), CPU)
+    for implementation in IMPLEMENTATIONS if "delta" in changes else [TorchKernels]:
+        check_kernels(implementation(), replace(SHAPES, **changes), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

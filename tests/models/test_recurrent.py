@@ -44,7 +44,10 @@ from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool, num_kv_slots
 from lightserve.worker.model_runner import ModelRunner
 
-NAMES = ("qwen3.5", "qwen3.5-tied", "qwen3-next", "olmo-hybrid", "lfm2", "lfm2-tied")
+NAMES = (
+    *("qwen3.5", "qwen3.5-tied", "qwen3-next", "olmo-hybrid", "lfm2", "lfm2-tied"),
+    *("granite-hybrid", "granite-hybrid-rope", "nemotron-h"),
+)
 KINDS = [(name, False) for name in ("reference", "torch")] + [("torch", True)]
 if not missing_core():
     KINDS += [("auto", False), ("auto", True)]
@@ -176,7 +179,9 @@ def copies(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> StateC
 
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "lfm2", "olmo-hybrid"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5", "qwen3-next", "lfm2", "olmo-hybrid", "granite-hybrid", "nemotron-h"]
+)
 def test_snapshots_and_pauses_change_no_token(name: str, tmp_path: Path) -> None:
     """A row goes on from a snapshot of another's, and from the host, to the same tokens."""
     scene = make_scene(tmp_path, name)
@@ -335,6 +340,17 @@ def test_another_runner_is_built(name: str, tmp_path: Path) -> None:
     path = write_tiny_model(find_tiny_model(name), tmp_path)
     runner = build_runner(ServeConfig(model=str(path), max_kv_tokens=4000, max_num_seqs=4))
     assert runner.pool.num_state_slots > 0
+
+
+def test_groups_that_ranks_do_not_share_are_told_at_the_start(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("granite-hybrid-rope"), tmp_path)
+    config = load_model_config(path)
+    check_tp(config, 2)
+    with pytest.raises(ModelLoadError, match="'mamba_n_groups' is 2, not divisible by --tp 4"):
+        check_tp(config, 4)
+    served, triton = ServeConfig(model=str(path)), TritonKernels()
+    with pytest.raises(ConfigError, match="the triton kernels do not go with GraniteMoeHybrid"):
+        check_options(served, config, triton, CPU)
 
 
 def test_a_runner_is_built(tmp_path: Path) -> None:

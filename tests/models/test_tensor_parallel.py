@@ -69,6 +69,11 @@ FLOAT32_MODELS = (
     "lfm2",  # each rank's channels of a convolution
     "lfm2-moe",
     "kimi-linear",  # decays of each rank's channels, beside a latent vector on every rank
+    "granite-hybrid",
+    "granite-hybrid-rope",
+    "granite-hybrid-moe",
+    "nemotron-h",
+    "nemotron-h-biased",
     "qwen1",  # a merged tensor by its authors' formula, as the others
     "baichuan-7b",
     "baichuan-13b",

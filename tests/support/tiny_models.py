@@ -108,6 +108,20 @@ GEMMA4: Mapping[str, Any] = {
         },
     },
 }
+LINEAR = "linear_attention"
+MAMBA: Mapping[str, Any] = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+}
+NEMOTRON: Mapping[str, Any] = {
+    "head_dim": 20,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+}
 YARN_ROPE = rope("yarn", theta=1000.0, factor=4.0, original_max_position_embeddings=64)
 DEEPSEEK_YARN_ROPE = rope(
     "yarn",
@@ -602,6 +616,69 @@ TINY_MODELS = (
             "mlp_only_layers": [2],
         },
         sharded=True,
+    ),
+    TinyModel(
+        "granite-hybrid",
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "num_hidden_layers": 5,
+            "layer_types": [LINEAR, LINEAR, "full_attention", LINEAR, LINEAR],
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "granite-hybrid-moe",
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "num_hidden_layers": 3,
+            "layer_types": [LINEAR, "full_attention", LINEAR],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+        },
+    ),
+    TinyModel(
+        "granite-hybrid-rope",
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "num_hidden_layers": 3,
+            "layer_types": [LINEAR, "full_attention", LINEAR],
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    TinyModel(
+        "nemotron-h",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": [LINEAR, "mlp", LINEAR, "full_attention", "mlp", LINEAR],
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "nemotron-h-biased",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["mlp", LINEAR, "full_attention", "mlp"],
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
     ),
     TinyModel("qwen3.5", "Qwen3_5", {**QWEN_DELTA, "head_dim": 32, "num_hidden_layers": 4}),
     TinyModel(

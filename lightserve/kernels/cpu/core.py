@@ -137,6 +137,8 @@ class Operations:
         self.convolve.restype = _INT  # type: ignore[attr-defined]
         self.delta_rule = noted("delta_rule", f"plplplpppffllll{states}pit")
         self.delta_rule.restype = _INT  # type: ignore[attr-defined]
+        self.mamba = noted("mamba", f"plplplpppllll{states}pit")
+        self.mamba.restype = _INT  # type: ignore[attr-defined]
         self.attention = noted("attention", "plpplliplpnllllffppipit")
 
 

@@ -35,6 +35,7 @@ from lightserve.kernels.weights import (
     ExpertChoice,
     GroupedWeight,
     Int8Weight,
+    MambaRule,
     StateBank,
     Weight,
 )
@@ -373,6 +374,36 @@ class NativeKernels(TorchKernels):
                 *(part.data_ptr() for part in (rule.decay, rule.rate_bias, rule.norm)),
                 *(rule.eps, rule.beta_scale),
                 *(rule.num_key_heads, num_heads, rule.key_dim, rule.value_dim),
+                *_numbers_of(bank, batch),
+                *(out.data_ptr(), self._level, torch.get_num_threads()),
+            )
+            if not are_slots_good:
+                raise IndexError("a slot of a state is none of the pool")
+        return out
+
+    def mamba(
+        self,
+        mixed: Tensor,
+        z: Tensor,
+        rates: Tensor,
+        *,
+        rule: MambaRule,
+        bank: StateBank,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """See `Kernels.mamba`: one token after the other."""
+        operations = self._operations.get(mixed.dtype)
+        if operations is None:
+            self._fall_back()
+            return super().mamba(mixed, z, rates, rule=rule, bank=bank, batch=batch)
+        num_heads = len(rule.decay)
+        out = mixed.new_empty(len(mixed), num_heads * rule.head_dim)
+        if len(mixed):
+            are_slots_good = operations.mamba(
+                *(mixed.data_ptr(), mixed.stride(0), z.data_ptr(), z.stride(0)),
+                *(rates.data_ptr(), rates.stride(0)),
+                *(part.data_ptr() for part in (rule.decay, rule.rate_bias, rule.skip)),
+                *(rule.num_groups, num_heads, rule.state_size, rule.head_dim),
                 *_numbers_of(bank, batch),
                 *(out.data_ptr(), self._level, torch.get_num_threads()),
             )

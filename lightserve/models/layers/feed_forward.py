@@ -116,6 +116,7 @@ def activation_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor]
     """Return an activation as a function of numbers of any shape."""
     activations: dict[Activation, Callable[[Tensor], Tensor]] = {
         Activation.RELU: functional.relu,
+        Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
         Activation.GELU: partial(kernels.gelu, is_exact=True),
         Activation.GELU_TANH: kernels.gelu,
         Activation.QUICK_GELU: lambda x: x * sigmoid(1.702 * x),

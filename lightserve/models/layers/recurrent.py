@@ -1,6 +1,8 @@
-"""Layers that keep a state in place of keys and values: the gated delta rule, short convolutions.
+"""Layers that keep a state in place of keys and values: the gated delta rule, Mamba-2, short
+convolutions.
 
-Source: Yang et al. 2024, "Gated Delta Networks", section 3.4, as Qwen3-Next has it; LFM2.
+Sources: Yang et al. 2024, "Gated Delta Networks", section 3.4, as Qwen3-Next has it; Dao and Gu
+2024, "Transformers are SSMs", section 7; LFM2.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightserve.kernels.weights import DeltaRule
-from lightserve.models.base import KVTensors, Part, even_part
+from lightserve.kernels.weights import DeltaRule, MambaRule
+from lightserve.models.base import KVTensors, Part, even_part, kv_head_part
 from lightserve.models.layers.attention import Attention, AttentionInputs, UnfusedAttention
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
@@ -25,6 +27,7 @@ from lightserve.models.recurrent_config import (
     ConvolutionConfig,
     DeltaConfig,
     Joined,
+    MambaConfig,
     RecurrentConfig,
 )
 
@@ -33,6 +36,8 @@ def recurrent_layer(config: RecurrentConfig) -> type[Attention]:
     """Return the class of layers that keep states."""
     if isinstance(config, ConvolutionConfig):
         return ConvolutionLayer
+    if isinstance(config, MambaConfig):
+        return MambaLayer
     is_kimi = isinstance(config, DeltaConfig) and config.rank > 0
     return KimiDeltaLayer if is_kimi else DeltaLayer
 
@@ -166,6 +171,87 @@ class DeltaLayer(UnfusedAttention):
         )
 
 
+class MambaLayer(UnfusedAttention):
+    """A Mamba-2 layer.
+
+    hidden ─► x b c ─► convolution ─► states, times SiLU of z ─► norm of each group ─► hidden
+           └► z, rates
+    """
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        """Load its weights; `prefix` is that of the attention which others have here."""
+        config, reader, mamba = context.config, context.reader, context.config.recurrent
+        assert isinstance(mamba, MambaConfig)
+        prefix = f"{prefix.rpartition('.')[0]}.mamba"
+        heads = even_part(mamba.num_heads, context.tp)
+        groups = kv_head_part(mamba.num_groups, context.tp)
+        rows, own = _features(heads, mamba.head_dim), _features(groups, mamba.state_size)
+        starts = (0, mamba.inner, mamba.inner + mamba.group_inner)
+        channels = [
+            Part(start + part.start, part.size)
+            for start, part in zip(starts, (rows, own, own), strict=True)
+        ]
+        first_rate = mamba.inner + mamba.channels
+        parts = [Part(mamba.inner + part.start, part.size) for part in channels]
+        self._kernels, self._tp, self._eps = context.kernels, context.tp, config.rms_norm_eps
+        self._number = sorted(mamba.layers).index(layer)
+        self._in, self._rates = (
+            ColumnParallelLinear(
+                method,
+                reader,
+                [(f"{prefix}.in_proj", part) for part in those],
+                in_size=config.hidden_size,
+                has_bias=mamba.has_bias,
+            )
+            for method, those in (
+                (context.method.exact_inputs, [*parts, rows]),
+                (UnquantizedMethod(context.kernels), [Part(first_rate + heads.start, heads.size)]),
+            )
+        )
+        self._out = RowParallelLinear(
+            context.method,
+            reader,
+            context.tp,
+            f"{prefix}.out_proj",
+            columns=rows,
+            out_size=config.hidden_size,
+            has_bias=mamba.has_bias,
+        )
+        self._channels = sum(part.size for part in channels)
+        name = f"{prefix}.conv1d"
+        self._convolution = _convolution(
+            context, [(f"{name}.weight", part) for part in channels], mamba.width
+        )
+        self._bias = _joined(context, f"{name}.bias", channels) if mamba.has_conv_bias else None
+        self._norm = _joined(context, f"{prefix}.norm.weight", [rows])
+        self._sizes = (max(1, mamba.num_groups // context.tp.size), mamba.inner // mamba.num_groups)
+        self._rule = MambaRule(
+            groups.size,
+            mamba.state_size,
+            mamba.head_dim,
+            decay=-_floats(context, f"{prefix}.A_log", heads).exp(),
+            rate_bias=_floats(context, f"{prefix}.dt_bias", heads),
+            skip=_floats(context, f"{prefix}.D", heads),
+        )
+
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
+        """See `UnfusedAttention.mix`."""
+        convolution, matrices = kv.states[self._number]
+        wide, rates, batch = self._in(x), self._rates.wide(x), inputs.batch
+        mixed, z = wide[:, : self._channels], wide[:, self._channels :]
+        mixed = self._kernels.convolve(mixed, self._convolution, self._bias, convolution, batch)
+        heads = self._kernels.mamba(mixed, z, rates, rule=self._rule, bank=matrices, batch=batch)
+        num_groups, size = self._sizes
+        if heads.shape[1] == size:
+            return self._kernels.rms_norm(heads, self._norm, self._eps)
+        wide = heads.float().view(len(x), num_groups, -1)
+        squares = wide.square().sum(-1, keepdim=True)
+        if wide.shape[2] < size:  # of a group that the ranks share
+            squares = self._tp.all_reduce(squares)
+        wide = (wide * torch.rsqrt(squares / size + self._eps)).flatten(1)
+        return wide.to(x.dtype) * self._norm
+
+
 class KimiDeltaLayer(DeltaLayer):
     """Kimi Delta Attention: z, and the rates of each channel's decay, are products of low rank.
 
@@ -275,6 +361,15 @@ def _convolution(context: ModelContext, parts: Sequence[tuple[str, Part]], width
         loaded.append(torch.empty(shape, dtype=reader.dtype, device=reader.device))
         reader.read_into(loaded[-1], name, rows=part)
     return torch.cat(loaded)[:, 0].T.contiguous()
+
+
+def _joined(context: ModelContext, name: str, parts: Sequence[Part]) -> Tensor:
+    """Load parts of a vector, one behind the other."""
+    reader, found = context.reader, []
+    for part in parts:
+        found.append(torch.empty(part.size, dtype=reader.dtype, device=reader.device))
+        reader.read_into(found[-1], name, rows=part)
+    return torch.cat(found)
 
 
 def _floats(context: ModelContext, name: str, heads: Part) -> Tensor:

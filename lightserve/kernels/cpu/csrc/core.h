@@ -315,6 +315,7 @@ struct Convolution {
 
 template <typename T>
 struct DeltaRule {
+  static constexpr bool CORRECTS = true;  // what a state says to a key, before it adds the value
   const T* mixed;
   int64_t mixed_stride;
   const T* z;
@@ -325,6 +326,23 @@ struct DeltaRule {
   const float* rate_bias;
   const T* norm;
   float eps, beta_scale;
+  int64_t num_key_heads, num_heads, key_dim, value_dim;
+  States states;  // float32 [num_heads][key_dim][value_dim]
+  T* out;         // [tokens, num_heads, value_dim], contiguous
+};
+
+template <typename T>
+struct Mamba {  // keys are a state's inputs, queries its outputs, key heads its groups
+  static constexpr bool CORRECTS = false;
+  const T* mixed;  // values, keys, queries
+  int64_t mixed_stride;
+  const T* z;
+  int64_t z_stride;
+  const float* rates;
+  int64_t rate_stride;
+  const float* decay;  // of each head
+  const float* rate_bias;
+  const float* skip;
   int64_t num_key_heads, num_heads, key_dim, value_dim;
   States states;  // float32 [num_heads][key_dim][value_dim]
   T* out;         // [tokens, num_heads, value_dim], contiguous

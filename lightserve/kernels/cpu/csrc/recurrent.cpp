@@ -1,13 +1,13 @@
-// Recurrent layers: a short convolution, and the gated delta rule; see `Kernels`.
+// Recurrent layers: a short convolution, the gated delta rule, and Mamba-2; see `Kernels`.
 #include "core.h"
 
 namespace avx2 {
 template <typename T> void convolve(const Convolution<T>&, int);
-template <typename T> void delta_rule(const DeltaRule<T>&, int);
+template <typename Task> void walk_rows(const Task&, int);
 }  // namespace avx2
 namespace avx512 {
 template <typename T> void convolve(const Convolution<T>&, int);
-template <typename T> void delta_rule(const DeltaRule<T>&, int);
+template <typename Task> void walk_rows(const Task&, int);
 }  // namespace avx512
 
 void States::copy(int64_t row, int64_t first_byte, int64_t num_bytes, char* buffer,
@@ -51,7 +51,7 @@ bool States::are_good() const {
   {pieces,     part_stride, head_stride,  slot_stride, num_heads_of_slot, piece_bytes,            \
    pool_slots, table,       table_stride, first,       num_slots,       rows, num_rows}
 
-// Both return 0, and do nothing, if a slot of a state is none of the pool.
+// All return 0, and do nothing, if a slot of a state is none of the pool.
 #define OPERATIONS(T, name)                                                                     \
   EXPORT int32_t core_convolve_##name(const T* x, int64_t x_stride, const T* weight,            \
                                       const T* bias, int64_t width, int64_t channels,           \
@@ -73,9 +73,24 @@ bool States::are_good() const {
                             gate_stride, decay,      rate_bias, norm, eps, beta_scale, num_key_heads, \
                             num_heads, key_dim,      value_dim, STATES_OF, out};                \
     if (!task.states.are_good()) return 0;                                                      \
-    (level >= AVX512 ? avx512::delta_rule<T> : avx2::delta_rule<T>)(task, num_threads);         \
+    (level >= AVX512 ? avx512::walk_rows<DeltaRule<T>> : avx2::walk_rows<DeltaRule<T>>)(        \
+        task, num_threads);                                                                     \
     return 1;                                                                                   \
   }                                                                                             \
-  BY_WORDS(core_delta_rule_##name)
+  BY_WORDS(core_delta_rule_##name)                                                              \
+  EXPORT int32_t core_mamba_##name(                                                             \
+      const T* mixed, int64_t mixed_stride, const T* z, int64_t z_stride, const float* rates,   \
+      int64_t rate_stride, const float* decay, const float* rate_bias, const float* skip,       \
+      int64_t num_groups, int64_t num_heads, int64_t state_size, int64_t head_dim, STATES,      \
+      T* out, int32_t level, int32_t num_threads) {                                             \
+    const Mamba<T> task{mixed, mixed_stride, z,         z_stride,   rates,    rate_stride,      \
+                        decay, rate_bias,    skip,      num_groups, num_heads, state_size,      \
+                        head_dim, STATES_OF, out};                                              \
+    if (!task.states.are_good()) return 0;                                                      \
+    (level >= AVX512 ? avx512::walk_rows<Mamba<T>> : avx2::walk_rows<Mamba<T>>)(task,           \
+                                                                                num_threads);   \
+    return 1;                                                                                   \
+  }                                                                                             \
+  BY_WORDS(core_mamba_##name)
 OPERATIONS(float, f32)
 OPERATIONS(bf16, bf16)

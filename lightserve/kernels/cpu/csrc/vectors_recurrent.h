@@ -77,7 +77,7 @@ TARGET static void unit(const T* from, int64_t size, float scale, float* to) {
 }
 
 // Changes N vectors of columns by each token's key, and asks them each token's query.
-template <int64_t N>
+template <int64_t N, bool CORRECTS>
 TARGET static void columns(const HeadTokens& head, int64_t num_tokens, int64_t key_dim,
                            int64_t key_stride, int64_t value_stride, float* state, int64_t stride,
                            int64_t first) {
@@ -85,12 +85,12 @@ TARGET static void columns(const HeadTokens& head, int64_t num_tokens, int64_t k
     const float *q = head.q + token * key_stride, *k = head.k + token * key_stride;
     F known[N], said[N];
     for (int n = 0; n < N; n++) known[n] = said[n] = F{};
-    for (int64_t i = 0; i < key_dim; i++)
+    for (int64_t i = 0; CORRECTS && i < key_dim; i++)
       for (int n = 0; n < N; n++) known[n] += load(state + i * stride + n * W) * (F{} + k[i]);
     const F grown = F{} + head.grown[token];
     for (int n = 0; n < N; n++) {
       const F value = load(head.v + token * value_stride + first + n * W);
-      known[n] = (value - grown * known[n]) * head.beta[token];
+      known[n] = CORRECTS ? (value - grown * known[n]) * head.beta[token] : value;
     }
     for (int64_t i = 0; i < key_dim; i++)
       for (int n = 0; n < N; n++) {
@@ -102,6 +102,8 @@ TARGET static void columns(const HeadTokens& head, int64_t num_tokens, int64_t k
     for (int n = 0; n < N; n++) store(head.out + token * value_stride + first + n * W, said[n]);
   }
 }
+
+INLINE float softplus(float rate) { return rate > 20.0f ? rate : std::log1p(std::exp(rate)); }
 
 template <typename T>
 TARGET static void widen_tokens(const DeltaRule<T>& task, int64_t head, int64_t first,
@@ -118,9 +120,45 @@ TARGET static void widen_tokens(const DeltaRule<T>& task, int64_t head, int64_t 
       store(to.v + i * padded_to_vectors(task.value_dim) + offset, load_some(v + offset, count));
     const float* gates = task.gates + (first + i) * task.gate_stride + head;
     const float rate = gates[task.num_heads] + task.rate_bias[head];
-    const float soft = rate > 20.0f ? rate : std::log1p(std::exp(rate));
-    to.grown[i] = std::exp(task.decay[head] * soft);
+    to.grown[i] = std::exp(task.decay[head] * softplus(rate));
     to.beta[i] = task.beta_scale / (1.0f + std::exp(-gates[0]));
+  }
+}
+
+template <typename T>
+TARGET static void widen_tokens(const Mamba<T>& task, int64_t head, int64_t first,
+                                int64_t num_tokens, const HeadTokens& to) {
+  const int64_t keys = task.num_key_heads * task.key_dim, key_stride = padded_to_vectors(task.key_dim);
+  const int64_t key_head = head / (task.num_heads / task.num_key_heads);
+  for (int64_t i = 0; i < num_tokens; i++) {
+    const T* v = task.mixed + (first + i) * task.mixed_stride + head * task.value_dim;
+    const T* k = task.mixed + (first + i) * task.mixed_stride + task.num_heads * task.value_dim +
+                 key_head * task.key_dim;
+    const float rate = task.rates[(first + i) * task.rate_stride + head] + task.rate_bias[head];
+    const float soft = softplus(rate);
+    to.grown[i] = std::exp(task.decay[head] * soft);
+    FOR_VECTORS(offset, count, task.key_dim) {
+      store(to.k + i * key_stride + offset, load_some(k + offset, count));
+      store(to.q + i * key_stride + offset, load_some(k + keys + offset, count));
+    }
+    FOR_VECTORS(offset, count, task.value_dim)
+      store(to.v + i * padded_to_vectors(task.value_dim) + offset,
+            load_some(v + offset, count) * soft);
+  }
+}
+
+// A head's result with the token's own numbers, gated.
+template <typename T>
+TARGET static void store_result(const Mamba<T>& task, const float* from, int64_t head,
+                                int64_t token) {
+  const int64_t size = task.value_dim;
+  const T* x = task.mixed + token * task.mixed_stride + head * size;
+  const T* z = task.z + token * task.z_stride + head * size;
+  T* out = task.out + (token * task.num_heads + head) * size;
+  FOR_VECTORS(offset, count, size) {
+    const F gate = load_some(z + offset, count);
+    const F value = load_some(from + offset, count) + load_some(x + offset, count) * task.skip[head];
+    store_some(out + offset, value * gate / (exp_of(-gate) + 1.0f), count);
   }
 }
 
@@ -144,8 +182,8 @@ TARGET static void store_result(const DeltaRule<T>& task, const float* from, int
   }
 }
 
-template <typename T>
-TARGET static void delta_head(const DeltaRule<T>& task, const int64_t* row, int64_t head) {
+template <typename Task>
+TARGET static void walk_head(const Task& task, const int64_t* row, int64_t head) {
   const int64_t keys = task.key_dim, values = padded_to_vectors(task.value_dim);
   const int64_t key_stride = padded_to_vectors(keys);
   const int64_t stride = values + W;  // so that rows of a state begin in different sets of a cache
@@ -169,8 +207,9 @@ TARGET static void delta_head(const DeltaRule<T>& task, const int64_t* row, int6
     widen_tokens(task, head, first, num_tokens, some);
     for (int64_t column = 0; column < values; column += COLUMNS * W) {
       static void (*const functions[])(const HeadTokens&, int64_t, int64_t, int64_t, int64_t,
-                                       float*, int64_t, int64_t) = {columns<1>, columns<2>,
-                                                                    columns<3>, columns<4>};
+                                       float*, int64_t, int64_t) = {
+          columns<1, Task::CORRECTS>, columns<2, Task::CORRECTS>, columns<3, Task::CORRECTS>,
+          columns<4, Task::CORRECTS>};
       functions[smaller(COLUMNS, (values - column) / W) - 1](
           some, num_tokens, keys, key_stride, values, state + column, stride, column);
     }
@@ -182,17 +221,18 @@ TARGET static void delta_head(const DeltaRule<T>& task, const int64_t* row, int6
                      reinterpret_cast<char*>(state + i * stride), true);
 }
 
-template <typename T>
-void delta_rule(const DeltaRule<T>& task, int num_threads) {
+template <typename Task>
+void walk_rows(const Task& task, int num_threads) {
   parallel(num_threads, task.states.num_rows * task.num_heads, [&](Cursor& cursor) {
     for (int64_t i; (i = cursor.take()) < cursor.total;)
-      delta_head(task, task.states.rows + i / task.num_heads * 4, i % task.num_heads);
+      walk_head(task, task.states.rows + i / task.num_heads * 4, i % task.num_heads);
   });
 }
 
-#define INSTANCES(T)                                         \
-  template void convolve<T>(const Convolution<T>&, int);     \
-  template void delta_rule<T>(const DeltaRule<T>&, int);
+#define INSTANCES(T)                                             \
+  template void convolve<T>(const Convolution<T>&, int);         \
+  template void walk_rows<DeltaRule<T>>(const DeltaRule<T>&, int); \
+  template void walk_rows<Mamba<T>>(const Mamba<T>&, int);
 INSTANCES(float)
 INSTANCES(bf16)
 #undef INSTANCES
