@@ -38,8 +38,12 @@ MAX_SIDE = 32_768
 """Pixels of a side behind resizing: narrow pictures become long ones."""
 MAX_WORK_BYTES = 1024 * 1024 * 1024
 """Memory for one picture, beside the memory of the process at its start."""
+MAX_SCANS = 64
+"""Scans of a JPEG: a progressive one has about ten, and each costs as much as the whole picture."""
 MAX_CPU_S = 10
 """Processor time of one picture; the kernel counts whole seconds: it may be one more."""
+_BEGIN_OF_SCAN = b"\xff\xda"
+"""In the data of a scan such bytes stand apart, by a zero."""
 
 
 class Given(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +96,8 @@ def decode(data: bytes, processor: ImageProcessor) -> Decoded:
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 return Decoded(f"must have at most {MAX_PIXELS} pixels, got {width} x {height}")
+            if picture.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > MAX_SCANS:
+                return Decoded(f"must have at most {MAX_SCANS} scans")
             picture.load()
             return _processed(_in_rgb(ImageOps.exif_transpose(picture)), processor)
     except UnidentifiedImageError:

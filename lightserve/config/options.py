@@ -521,7 +521,8 @@ class MemoryOptions:
         "Host memory per rank for prefixes that leave the KV pool, such as 8GiB, beside"
         " --host-kv-memory, the free part of which they use as well; 0: what leaves the pool is"
         " lost. auto is half of what both pools leave free, at most the KV pool's size, and beside"
-        " a GPU at most 16GiB; 0 without --cache-policy, and for models with recurrent layers.",
+        " a GPU at most 16GiB of both; 0 without --cache-policy, and for models with recurrent"
+        " layers.",
         scope=Scope.PROFILE,
         needs=(Need("cache_policy", ("task-aware", "lru")),),
     )

@@ -33,7 +33,7 @@ from lightserve.frontend.middleware import caller_of
 from lightserve.frontend.openai.chat import ChatRequest, encode_chat
 from lightserve.frontend.openai.completions import CompletionRequest, encode_prompts
 from lightserve.frontend.request_options import check_token_range
-from lightserve.frontend.response import new_request_id
+from lightserve.frontend.response import new_request_id, prepared_for
 from lightserve.frontend.service import Service
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import KindRuns, KVPool, RouterStatus, unpack_kinds
@@ -519,7 +519,10 @@ def render_router(service: Service) -> APIRouter:
         body = await service.bodies.read(request, ChatRequest)
         body.check(service)
         size: int = request.scope[BODY_BYTES_KEY]
-        prompt = await encode_chat(service, body, body.tool_use(service), size)
+        tools = body.tool_use(service)
+        prompt = await prepared_for(
+            service, request, lambda: encode_chat(service, body, tools, size)
+        )
         return _encoded(_object("chatcmpl", prompt.token_ids))
 
     @router.post("/v1/completions/render")

@@ -30,6 +30,18 @@ _CONNECT_S = 3.0
 """For each of a host's addresses."""
 _PORTS = {"http": 80, "https": 443}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        # Addresses of IPv4 in old forms, a site's own NAT64, site-local ones, two ranges for
+        # documents and segments, and the host of Azure's machines.
+        (
+            *("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48", "fec0::/10", "3fff::/20", "5f00::/16"),
+            "168.63.129.16/32",
+        ),
+    )
+)
+"""Beside those that Python knows."""
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "lightserve"}
 
 
@@ -69,7 +81,7 @@ class ImageHosts:
                     return await self._follow(httpx.URL(url), most)
             except TimeoutError:
                 raise FetchError("did not arrive in time") from None
-            except httpx.InvalidURL:
+            except (httpx.InvalidURL, UnicodeError):
                 raise FetchError("must be a valid URL") from None
             except (httpx.HTTPError, httpx.StreamError):
                 raise FetchError("could not be fetched: its host does not answer") from None
@@ -151,6 +163,8 @@ async def _read(url: httpx.URL, response: httpx.Response, most: int) -> bytes | 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Whether an address is one of the internet, so that it leads to no neighbour."""
+    if any(address in network for network in _NOT_PUBLIC):
+        return False
     if isinstance(address, IPv6Address):
         if address.sixtofour or address.teredo:
             return False

@@ -53,6 +53,8 @@ FETCH_S = 15.0
 DETAILS = ("auto", "low", "high")
 _LOW_PIXELS = 512 * 512
 """Most pixels of an image of the detail low, as OpenAI has it."""
+READING_BYTES = 256 * 1024 * 1024
+"""Memory for pictures of requests that are being read, and for their images so far."""
 KEPT_BYTES = 64 * 1024 * 1024
 """Memory for images that were decoded before; the client with the most loses its oldest."""
 REPLY_TIMEOUT_S = 60.0
@@ -133,6 +135,7 @@ class PictureReader:
         self._max_images, self._max_bytes = config.max_images, config.max_image_bytes
         self._threads = TurnThreads(1, "pictures")
         self._backlog = Backlog()
+        self._reading = Backlog(max_size=READING_BYTES)
         self._process = _Process()
         self._hosts: ImageHosts | None = None
         if vision is not None and config.allow_image_hosts:
@@ -178,7 +181,13 @@ class PictureReader:
                 code="request_too_large",
                 status=413,
             )
-        return [await self._image(picture, vision, left) for picture in pictures]
+        images: list[Image] = []
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._reading.admitted(sum(len(p.url) for p in pictures)))
+            for picture in pictures:
+                images.append(image := await self._image(picture, vision, left))
+                held.enter_context(self._reading.admitted(image.num_bytes))
+        return images
 
     async def _image(self, picture: Picture, vision: VisionConfig, left: _Left) -> Image:
         data = await self._fetched(picture, left)

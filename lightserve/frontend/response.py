@@ -17,8 +17,9 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from lightserve.frontend.tracing import RequestTrace
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONNECTION_KEY = "lightserve.connection"
 """Key in the ASGI scope: the `Connection`, where there is one."""
@@ -191,6 +194,30 @@ class EventWriter:
                 await self.write(self._keep_alive)
                 idle_s = 0.0
             await asyncio.sleep(self._keepalive_s - idle_s)
+
+
+async def prepared_for(service: Service, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    """Return what is prepared for a request that generates nothing, while its client stays.
+
+    Raises:
+        ClientGone: the client has left.
+        RequestFailed: too much is waiting, or the server is about to end.
+    """
+    scope = request.scope
+    with service.in_flight.admitted(owner_of(scope), scope.get(KEPT_BYTES_KEY, 0)):
+        gone = asyncio.create_task(client_leaves(request.receive))
+        preparing = service.in_flight.prepare(work())
+        awaited: set[asyncio.Future[Any]] = {preparing, gone}
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if not preparing.done():
+                raise ClientGone
+            if preparing.cancelled():
+                raise draining()
+            return preparing.result()
+        finally:
+            gone.cancel()
+            preparing.cancel()
 
 
 class CompletionResponse(Response):

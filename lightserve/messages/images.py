@@ -112,6 +112,22 @@ def digest_of(height: int, width: int, pixels: bytes) -> bytes:
     return hashlib.blake2b(size + pixels, digest_size=DIGEST_BYTES).digest()
 
 
+def salted(images: Sequence[Image], prefix_salt: str) -> tuple[Image, ...]:
+    """Return images with digests that only requests with this salt have.
+
+    Router and workers keep by digests what they know of images: so no time tells a client what
+    those of another salt have sent.
+    """
+    key = hashlib.blake2b(prefix_salt.encode(), digest_size=DIGEST_BYTES).digest()
+    return tuple(
+        msgspec.structs.replace(
+            image,
+            digest=hashlib.blake2b(image.digest, key=key, digest_size=DIGEST_BYTES).digest(),
+        )
+        for image in images
+    )
+
+
 def without_pixels(image: Image) -> Image:
     """Return an image as decision logs have it."""
     return msgspec.structs.replace(image, pixels=b"")
@@ -136,30 +152,29 @@ def check_images(images: Sequence[Image], num_prompt_tokens: int) -> None:
 
 
 class ImageNumbers:
-    """A number for each content of images, by its digest and by who may share it.
+    """A number for each content of images, by its digest.
 
     All 256 bits of a digest are compared, however few tokens an image has. A number is not given
-    again before 2**30 others: no prefix cache holds as many tokens. Workers keep what they have
-    encoded by its number, so no time tells a client what those of another prefix salt have sent.
+    again before 2**30 others: no prefix cache holds as many tokens.
     """
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
         self._max_known = max_known
-        self._numbers: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._num_given = 0
 
-    def of(self, images: Sequence[Image], prefix_salt: str = "") -> list[int]:
+    def of(self, images: Sequence[Image]) -> list[int]:
         """Return the number of each image's content."""
-        return [self._number((prefix_salt, image.digest)) for image in images]
+        return [self._number(image.digest) for image in images]
 
-    def _number(self, content: tuple[str, bytes]) -> int:
-        if (number := self._numbers.get(content)) is None:
-            number = self._numbers[content] = self._num_given % IMAGE_ID
+    def _number(self, digest: bytes) -> int:
+        if (number := self._numbers.get(digest)) is None:
+            number = self._numbers[digest] = self._num_given % IMAGE_ID
             self._num_given += 1
             if len(self._numbers) > self._max_known:
                 self._numbers.popitem(last=False)
         else:
-            self._numbers.move_to_end(content)
+            self._numbers.move_to_end(digest)
         return number
 
 

@@ -237,7 +237,7 @@ class StepPlan(Message, frozen=True):
     """Rows whose sequences have ended or paused since the last plan: what is kept for them can go.
     A row of `sequences` may be among them."""
     encodes: tuple[EncodeOrder, ...] = ()
-    """Layers of images that rows of later plans compute tokens of; before the forward pass, which
+    """Layers of images that rows of later plans compute tokens of; behind the forward pass, which
     encodes the rest of what its own rows need."""
     state_loads: StateCopies = NO_STATE_COPIES
     """Snapshots that rows go on from, to the slots of these rows: after `loads`, before the forward

@@ -199,7 +199,8 @@ def sliding_windows(
     if architecture in _NO_DEFAULT:
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     elif not fields.is_null("sliding_window"):
-        window = fields.integer("sliding_window", default=4096)
+        default = fields.default("sliding_window") or 4096
+        window = fields.integer("sliding_window", default=default)
     if window is None:
         return everything
     if architecture in _SAME_WINDOW:

@@ -157,6 +157,9 @@ def _any_size(fields: JsonFields, factor: int) -> AnySize:
     merge = fields.integer("merge_size", default=2)
     if (found := fields.integer("patch_size", default=14) * merge) != factor:
         raise fields.error("patch_size", f"times merge_size must be {factor}, got {found}")
+    if factor**2 > MAX_PIXELS:
+        most = math.isqrt(MAX_PIXELS)
+        raise fields.error("patch_size", f"times merge_size must be at most {most}, got {factor}")
     if limits["min_pixels"] > limits["max_pixels"]:
         raise fields.error("min_pixels", f"must be at most max_pixels, got {limits['min_pixels']}")
     return AnySize(

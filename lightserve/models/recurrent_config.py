@@ -23,7 +23,7 @@ from lightserve.models.moe_config import (
     parse_qwen_moe,
 )
 from lightserve.models.plain_config import MAX_LAYERS, parse_activation
-from lightserve.models.rope import DEFAULT_THETA, has_rope, parse_rope, parse_rotary_dim
+from lightserve.models.rope import DEFAULT_THETA, parse_rope, parse_rotary_dim
 
 FULL_ATTENTION, LINEAR_ATTENTION, CONVOLUTION = "full_attention", "linear_attention", "conv"
 FEED_FORWARD = "mlp"
@@ -254,6 +254,8 @@ def parse_granite_hybrid(fields: JsonFields) -> dict[str, Any]:
     if kind not in known:
         raise fields.error(positions, f"must be one of {', '.join(known)}, got {kind!r}")
     has_bias = fields.boolean("attention_bias", default=False)
+    kinds = fields.array("layer_types") if fields.has("layer_types") else []
+    is_plain = len(kinds) == num_layers and {*map(str, kinds)} <= {"attention", FULL_ATTENTION}
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
@@ -282,7 +284,7 @@ def parse_granite_hybrid(fields: JsonFields) -> dict[str, Any]:
         **granite_factors(fields),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "sliding_windows": (None,) * num_layers,
-        "recurrent": _mamba(fields, num_layers, hidden),
+        "recurrent": None if is_plain else _mamba(fields, num_layers, hidden),
     }
 
 
@@ -305,6 +307,7 @@ def parse_nemotron_h(fields: JsonFields) -> dict[str, Any]:
         raise fields.error(groups_key, f"must divide {heads_key} {mamba_heads}, got {num_groups}")
     if (activation := fields.string("mamba_hidden_act", default="silu")) != "silu":
         raise fields.error("mamba_hidden_act", f"must be 'silu', got {activation!r}")
+    _check_rates(fields)
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
@@ -407,9 +410,7 @@ def _mamba(fields: JsonFields, num_layers: int, hidden: int) -> MambaConfig:
     if head_dim * num_heads != inner:
         complaint = f"times mamba_n_heads {num_heads} must be {inner}, got {head_dim}"
         raise fields.error(key, complaint)
-    limits = dict(fields.items()).get("time_step_limit")
-    if limits not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
-        raise fields.error("time_step_limit", f"must be [0, Infinity], got {limits!r}")
+    _check_rates(fields)
     return MambaConfig(
         layers=_recurrent_layers(fields, num_layers, older=OLDER_KINDS),
         num_heads=num_heads,
@@ -420,6 +421,12 @@ def _mamba(fields: JsonFields, num_layers: int, hidden: int) -> MambaConfig:
         has_conv_bias=fields.boolean("mamba_conv_bias", default=True),
         has_bias=fields.boolean("mamba_proj_bias", default=False),
     )
+
+
+def _check_rates(fields: JsonFields) -> None:
+    limits = dict(fields.items()).get("time_step_limit")
+    if limits not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise fields.error("time_step_limit", f"must be [0, Infinity], got {limits!r}")
 
 
 def _check_silu(fields: JsonFields) -> None:
@@ -604,7 +611,9 @@ def parse_olmo_hybrid(fields: JsonFields) -> dict[str, Any]:
         }
     )
     own = _decoder(fields)
-    is_rotated = has_rope(fields) and fields.child("rope_parameters").has("rope_theta")
+    is_rotated = fields.has("rope_scaling") or fields.has("rope_theta")
+    if not fields.has("rope_scaling") and fields.has("rope_parameters"):
+        is_rotated = not fields.child("rope_parameters").is_null("rope_theta")
     key_heads = fields.integer("linear_num_key_heads", default=num_heads)
     key_dim = max(1, 3 * own["hidden_size"] // (4 * key_heads))
     key_dim = fields.integer("linear_key_head_dim", default=key_dim)

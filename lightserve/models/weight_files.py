@@ -464,7 +464,8 @@ def as_in_files(config: ModelConfig, files: WeightFiles) -> ModelConfig:
         return config
     if not files.has(f"model.layers.{min(moe.layers)}.{moe.module}.experts.gate_up_proj"):
         return config
-    return replace(config, moe=replace(moe, stacked=Stacked.HALVES))
+    names = ("gate_proj", "up_proj", "down_proj")  # by which `StackedExperts` knows them
+    return replace(config, moe=replace(moe, stacked=Stacked.HALVES, projections=names))
 
 
 def quantised_as(path: Path, config: ModelConfig) -> str | None:

@@ -211,7 +211,6 @@ class StepCommit:
 
     def book(self, step: PlannedStep, kv: KVStore, encoding: Encoding, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
-        encoding.note_orders(step.encodes)
         self.skip_counters.note(step)
         kv.begin_plan(step.found.values())
         self._make_room(step, kv, now_s)
@@ -259,6 +258,7 @@ class StepCommit:
             request.num_inflight_tokens += num_tokens
             request.next_position += num_tokens
             request.num_inflight_steps += 1
+        encoding.note_orders(step.encodes)  # workers encode them behind the forward pass
         return plan
 
     def _note_states(self, step: PlannedStep, states: States) -> None:

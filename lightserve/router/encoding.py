@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 from lightserve.messages.images import (
+    MAX_KEPT_TOKENS,
     MAX_PIXEL_BYTES,
     EncodeOrder,
     EncoderWork,
@@ -50,7 +51,8 @@ class Encoding:
         for image in request.parameters.images:
             if image.start >= start + num_tokens:
                 break
-            if image.end > start and self.num_left(image):
+            is_held = request.row is not None and image.start < start  # by its row, from then on
+            if image.end > start and not is_held and self.num_left(image):
                 return image
         return None
 
@@ -100,6 +102,8 @@ class StepEncodes:
         """The time that they take, as predicted."""
         self._num_bytes = 0
         """Bytes of images that begin."""
+        self._num_tokens = 0
+        """Tokens of all that are ordered: of more than are kept, one would push out another."""
 
     def before(self, request: Request, start: int, num_tokens: int) -> Image | None:
         """Return an image of a request's next tokens that has to be encoded before them."""
@@ -111,6 +115,8 @@ class StepEncodes:
         """Encode as many of an image's layers as there is time for; the step's first has one."""
         encoding = self._encoding
         if any(order.image.digest == image.digest for order in self.orders):
+            return
+        if self.orders and self._num_tokens + image.num_tokens > MAX_KEPT_TOKENS:
             return
         is_begun = encoding.num_left(image) < (encoding.work.num_layers if encoding.work else 0)
         if self.orders and not is_begun:
@@ -124,6 +130,7 @@ class StepEncodes:
         elif layer_s == 0.0:
             count = 0
         if count := max(count, int(not self.orders)):
+            self._num_tokens += image.num_tokens
             self._num_bytes += 0 if is_begun else image.num_bytes
             self.orders.append(EncodeOrder(without_pixels(image) if is_begun else image, count))
             self.seconds += count * layer_s

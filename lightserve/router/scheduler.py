@@ -170,7 +170,7 @@ class Scheduler:
             now_s=now_s,
             arrival_number=self._num_arrivals,
             admission_limit=self._config.admission_limit,
-            image_numbers=self._image_numbers.of(submit.images, submit.prefix_salt),
+            image_numbers=self._image_numbers.of(submit.images),
         )
         self._num_arrivals += 1
         if self._kv is not None:

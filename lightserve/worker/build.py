@@ -146,10 +146,12 @@ def measure_gpu(
     *,
     graph_sizes: GraphSizes,
     tp: TensorParallel,
+    dtype: torch.dtype | None = None,
 ) -> DeviceMemory:
     """Run the largest steps on `pool`, capture some CUDA graphs, and return the memory of it all.
 
-    Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool.
+    Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool; `dtype` is the
+    model's type, None: that of keys and values.
     """
     statistics = CudaStatistics(pool.device)
     most = config.max_tokens_of_step(pool.device.type)
@@ -164,10 +166,9 @@ def measure_gpu(
     )
 
     def graph_bytes(tables: DecodeTables) -> int:
-        make = make_graphs(model, pool, tables, tp=tp) if graph_sizes.decodes else None
-        if make is None:
+        if not graph_sizes.decodes:
             return 0
-        taken = 0
+        make, taken = make_graphs(model, pool, tables, tp=tp, dtype=dtype), 0
         if graph_sizes.mixed:
             # The capture itself says what cannot be recorded; ranks must not differ in it.
             with suppress(*([StartupError] if tp.size == 1 else [])):
@@ -256,7 +257,7 @@ def build_runner(
 
     def measure(pool: KVPool) -> DeviceMemory:
         make = partial(make_runner, host_pool=DirectHostPool(0, pool))
-        return measure_gpu(config, model, pool, make, graph_sizes=sizes, tp=tp)
+        return measure_gpu(config, model, pool, make, graph_sizes=sizes, tp=tp, dtype=torch_dtype)
 
     pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
     kinds = dtype + _unlike_the_model(config, dtype, kv_type)
@@ -266,7 +267,8 @@ def build_runner(
         _tell_of_slower_kernels(kernels, torch_dtype)
     runner = make_runner(pool, host_pool)
     # In this order: a capture begins by giving back the memory that steps have got ready.
-    capture_graphs(runner, model, pool, sizes, tp=tp, is_limited=config.cuda_graph_max_tokens > 0)
+    is_limited = config.cuda_graph_max_tokens > 0
+    capture_graphs(runner, model, pool, sizes, tp=tp, dtype=torch_dtype, is_limited=is_limited)
     warm_up(runner, max_num_batched_tokens=config.max_tokens_of_step(device.type))
     return runner
 

@@ -68,6 +68,8 @@ class GraphMaker(NamedTuple):
     recorder: GraphRecorder
     """Recorder of all graphs, which share memory for intermediate results."""
     tp: TensorParallel
+    dtype: torch.dtype | None = None
+    """Type of the model; None: that of keys and values."""
 
     def decodes(self, sizes: Sequence[int]) -> DecodeGraphs:
         """Return graphs of steps of decodes alone."""
@@ -78,6 +80,7 @@ class GraphMaker(NamedTuple):
             sizes=sizes,
             recorder=self.recorder,
             has_logits=self.tp.rank == 0,
+            dtype=self.dtype,
         )
 
     def mixed(self, sizes: Sequence[int]) -> MixedGraphs:
@@ -86,11 +89,16 @@ class GraphMaker(NamedTuple):
 
 
 def make_graphs(
-    model: Model, pool: KVTensors, tables: DecodeTables, *, tp: TensorParallel
+    model: Model,
+    pool: KVTensors,
+    tables: DecodeTables,
+    *,
+    tp: TensorParallel,
+    dtype: torch.dtype | None = None,
 ) -> GraphMaker:
     """Return what makes the graphs of a rank."""
     recorder = CudaGraphRecorder(tables.token_ids.device, recording=tp.recording)
-    return GraphMaker(model, pool, tables, recorder, tp)
+    return GraphMaker(model, pool, tables, recorder, tp, dtype)
 
 
 def capture_graphs(
@@ -100,6 +108,7 @@ def capture_graphs(
     sizes: GraphSizes,
     *,
     tp: TensorParallel,
+    dtype: torch.dtype | None = None,
     is_limited: bool = False,
 ) -> None:
     """Capture graphs with a progress bar, for `runner` to use; nothing without sizes.
@@ -112,6 +121,7 @@ def capture_graphs(
         pool: its KV.
         sizes: what graphs are captured for.
         tp: this rank's group.
+        dtype: type of the model; None: that of keys and values.
         is_limited: whether the largest number of new tokens was asked for.
 
     Raises:
@@ -121,7 +131,7 @@ def capture_graphs(
     if not sizes.decodes:
         return
     start_s = time.monotonic()
-    make = make_graphs(model, pool, runner.tables, tp=tp)
+    make = make_graphs(model, pool, runner.tables, tp=tp, dtype=dtype)
     graphs, mixed = make.decodes(sizes.decodes), None
     count = len(sizes.decodes) + len(sizes.mixed)
     with progress("capturing CUDA graphs", count, is_shown=tp.rank == 0) as advance:
@@ -134,7 +144,7 @@ def capture_graphs(
             taken = capture_mixed(mixed, is_needed=is_needed, advance=advance)
             used, mixed = taken or [], mixed if taken else None
         used += graphs.capture(advance)
-    graphs.check(LIMITS[pool.k[0].dtype])
+    graphs.check(LIMITS[dtype or pool.k[0].dtype])
     static_bytes = graphs.static_bytes
     if mixed is not None:
         mixed.check()

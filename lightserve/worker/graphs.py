@@ -292,6 +292,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
         recorder: GraphRecorder,
         has_logits: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Make the static tensors; `capture` does the rest.
 
@@ -302,6 +303,7 @@ class DecodeGraphs:
             sizes: numbers of rows to record passes for, rising.
             recorder: records and repeats them.
             has_logits: True on rank 0, which alone gets any.
+            dtype: type of the model; None: that of keys and values, which may have 8 bits.
         """
         self._model, self._pool, self._tables = model, pool, tables
         self._sizes = tuple(sizes)
@@ -315,12 +317,12 @@ class DecodeGraphs:
         self._rows, self._positions, *_ = self._inputs
         self._rows.fill_(padding_row)
         self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        hidden_size, dtype = model.config.hidden_size, pool.k[0].dtype
+        hidden_size, dtype = model.config.hidden_size, dtype or pool.k[0].dtype
         self._hidden = torch.empty(largest, hidden_size, dtype=dtype, device=device)
         self._logits: Tensor | None = None
         if has_logits:
             shape = (largest, model.config.vocab_size)
-            dtype = logits_dtype(pool.k[0].dtype, device)
+            dtype = logits_dtype(dtype, device)
             self._logits = torch.empty(shape, dtype=dtype, device=device)
 
     @torch.inference_mode()

@@ -221,9 +221,9 @@ class RowImages:
                 found.embeddings, found.encoding = found.encoding.embeddings(), None
                 self._note(start, image, found.num_left)
                 found.num_left = 0
-            self._kept.put(image, found)
             assert found.embeddings is not None
             held.embeddings = found.embeddings
+        self._kept.put(held.image, _Encoded(None, 0, held.embeddings))  # as the router does
         return held.embeddings
 
     def _forget(self, row: RowId, end: int) -> None:

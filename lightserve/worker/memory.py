@@ -23,7 +23,7 @@ from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.weights import StateBank
 from lightserve.messages.common import unpack_int32
 from lightserve.messages.router_worker import SlotRange, StateCopies
-from lightserve.models.base import KVLayout
+from lightserve.models.base import DTYPE_BYTES, KVLayout
 from lightserve.worker.device import DeviceQueue
 
 # Linux control groups: where the limits of this process's container are, and those of CPU time.
@@ -358,6 +358,7 @@ def host_sizes(
     if config.cache_policy != "off" and not layout.num_state_slots:
         rest -= for_requests
         most_auto = min(pool_bytes, rest // 2)
+        most = max(0, most - for_requests) if is_beside_gpu else most  # locked: one limit for both
         for_prefixes = _host_bytes(config, "prefix_host_memory", rest, min(most_auto, most))
     return HostSizes(for_requests // token_bytes, for_prefixes // token_bytes)
 
@@ -476,6 +477,10 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
     num_slots = _slots_within(budget, layout) - 1
     if config.max_kv_tokens:
         num_slots = min(num_slots, config.max_kv_tokens)
+    # With the scratch slot an even number: each layer of 8-bit heads begins at a multiple of 16,
+    # without which kernels read byte by byte.
+    if any(DTYPE_BYTES[group.dtype] == 1 and group.head_size % 16 for group in layout.groups):
+        num_slots -= 1 - num_slots % 2
     needed = (num_slots + 1) * layout.bytes_per_token
     if config.kv_memory != "auto" and needed > limit - memory.taken:
         raise StartupError(

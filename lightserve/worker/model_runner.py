@@ -224,8 +224,8 @@ class ModelRunner:
         masks = None if before_sampling is not None else self._begin_masks(plan, inputs, lengths)
         self._states.take_in(plan.slot_ranges)
         self.pool.copy(plan.state_loads, self._queue)
-        self._images.encode(plan)
         passed = self._forward(inputs)
+        self._images.encode(plan)
         self.pool.copy(plan.state_saves, self._queue)
         self._begin_sampling(plan)  # while the device has work
         if before_sampling is not None:

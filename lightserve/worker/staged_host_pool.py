@@ -129,7 +129,7 @@ def _lock(address: int, num_bytes: int) -> None:
     if error:
         raise StartupError(
             f"cannot page-lock {_gib(num_bytes)} of host memory (CUDA error {error}):"
-            " --host-kv-memory takes less"
+            " less of --host-kv-memory or --prefix-host-memory would do"
         )
 
 

@@ -28,7 +28,8 @@ from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.models.config import load_model_config
 from lightserve.supervisor.startup import check_model
 from lightserve.types import DraftSource
-from lightserve.worker.build import _check_options, build_runner
+from lightserve.worker.build import build_runner
+from lightserve.worker.checks import check_options
 
 FAMILIES = ("glm4-moe", "deepseek-v3", "glm4-moe-lite")
 
@@ -176,7 +177,7 @@ def test_gpus_have_no_such_guesses_yet(tmp_path: Path) -> None:
     kernels: Any = build_runner(config)._model._passes._kernels  # type: ignore[attr-defined]
     model_config = load_model_config(tmp_path, has_draft_head=True)
     with pytest.raises(ConfigError, match="--speculation mtp needs --device cpu"):
-        _check_options(config, model_config, kernels, torch.device("cuda"))
+        check_options(config, model_config, kernels, torch.device("cuda"))
 
 
 def test_its_keys_and_values_are_one_layer_more(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from lightserve.metrics.catalogue import IMAGES
 from lightserve.metrics.recording import Recorder
 from lightserve.models.config import load_model_config
 from lightserve.models.image_processor import AnySize, ImageProcessor
-from lightserve.picture_process import MAX_PIXELS, MAX_WORK_BYTES, Given, decode
+from lightserve.picture_process import MAX_PIXELS, MAX_SCANS, MAX_WORK_BYTES, Given, decode
 from lightserve.turn_threads import WHOSE
 
 MEAN, STD = tuple(PROCESSOR["image_mean"]), tuple(PROCESSOR["image_std"])
@@ -123,6 +123,15 @@ def test_a_size_of_both_sides() -> None:
     processor = clip(28, shortest_edge=None, size=(21, 35), crop=None)
     made = values(decode(file_of(image), processor), processor)
     assert made.shape == (3, 21, 35) and np.abs(made - expected).max() < 1e-6
+
+
+def test_a_jpeg_has_few_scans() -> None:
+    """Each scan of a progressive file is as much work as the whole picture."""
+    data = file_of(picture(1, 60, 40), "JPEG", progressive=True)
+    assert decode(data, clip(28)).complaint == ""
+    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    bomb = data[:end] + data[last:end] * MAX_SCANS + data[end:]
+    assert decode(bomb, clip(28)).complaint == f"must have at most {MAX_SCANS} scans"
 
 
 def test_kinds_of_files() -> None:

@@ -32,7 +32,7 @@ from lightserve.frontend.openai.chat import ChatRequest, answer_chat, encode_cha
 from lightserve.frontend.openai.messages import AnswerPart, parts_of
 from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
 from lightserve.frontend.request_options import with_objective
-from lightserve.frontend.response import sse_event
+from lightserve.frontend.response import prepared_for, sse_event
 from lightserve.frontend.service import Service
 from lightserve.types import FinishReason
 
@@ -237,7 +237,9 @@ def messages_router(service: Service) -> APIRouter:
         with renamed(CHAT_NAMES):
             chat.check(service)
             tools, size = chat.tool_use(service), request.scope[BODY_BYTES_KEY]
-            prompt = await encode_chat(service, chat, tools, size)
+            prompt = await prepared_for(
+                service, request, lambda: encode_chat(service, chat, tools, size)
+            )
         count = encode({"input_tokens": len(prompt.token_ids)})
         return Response(count, media_type="application/json")
 

@@ -55,7 +55,7 @@ from lightserve.frontend.structured_output import (
     specs_of_aliases,
 )
 from lightserve.messages.common import Constraint, Thinking, TokenSegment, pack_int32
-from lightserve.messages.images import Image
+from lightserve.messages.images import MAX_PIXEL_BYTES, Image, salted
 from lightserve.types import GivenBy, RequestClass, SamplingParams
 
 NoEffect = Mapping[str, tuple[Any, ...] | None]
@@ -431,6 +431,8 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
         )
         eos_ids = () if self.ignore_eos else model.tokenizer.eos_token_ids
         _check_any_allowed(params, {*eos_ids, *stop_ids}, vocab_size=model.vocab_size)
+        images = salted(images, level.caller.prefix_salt)
+        self._check_pixels(images)
         for prompt_token_ids, max_tokens in prompts:
             self._check_min_tokens(params, max_tokens)
             options = OutputOptions(
@@ -459,7 +461,7 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
                     constraint=constraint,
                     thinking=thinking,
                     prediction=prediction,
-                    images=tuple(images),
+                    images=images,
                 )
                 yield request, options
 
@@ -469,6 +471,15 @@ class CommonFields(RequestFields, sampling_model(GivenBy.OPENAI)):  # type: igno
         if choice == 0 or self.echoes:
             return params
         return msgspec.structs.replace(params, num_prompt_logprobs=None)
+
+    def _check_pixels(self, images: Sequence[Image]) -> None:
+        num_bytes = self.num_choices * sum(image.num_bytes for image in images)
+        if num_bytes > MAX_PIXEL_BYTES:
+            raise InvalidRequest(
+                f"n times the images must take at most {MAX_PIXEL_BYTES} bytes, as the encoder"
+                f" reads them, got {num_bytes}",
+                param="n",
+            )
 
     @staticmethod
     def _check_min_tokens(params: SamplingParams, max_tokens: int) -> None:

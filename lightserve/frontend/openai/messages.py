@@ -26,7 +26,8 @@ def _text_of(content: Any) -> Any:
     if not content:
         raise ValueError("must have at least one part, got 0")
     for part in content:
-        if not isinstance(part, dict) or (kind := part.get("type")) not in _PART_FIELDS:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in _PART_FIELDS:
             raise ValueError(_PART_FORM)
         required, allowed = {"type", kind}, _PART_FIELDS[kind]
         if not required <= set(part) <= allowed:

@@ -212,8 +212,10 @@ def _rotate_and_write_kernel(
             tl.store(v_line + columns, codes, mask=mask)
             _store_factors(v_line + 2 * HALF + REST, factors, heads < NUM_KV_HEADS)
         k, k_to = k_ptr + token * k_stride_t, k_pool_ptr + slot * k_pool_stride_s * UNIT
+        # A head of a small model's pool may have more bytes than 32 bits count.
+        head_stride = tl.cast(k_pool_stride_h, tl.int64) * UNIT
         _rotate(
-            k, k_stride_h, k_to, k_pool_stride_h * UNIT, cos, sin, k_norm_ptr, eps, heads,
+            k, k_stride_h, k_to, head_stride, cos, sin, k_norm_ptr, eps, heads,
             NUM_KV_HEADS, HALF, REST, BLOCK_HALF, BLOCK_REST, HAS_NORM, False, KIND, TOP,
         )  # fmt: skip
 

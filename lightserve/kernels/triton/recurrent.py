@@ -204,7 +204,11 @@ def _rates(
     gates = ptr + tokens * stride
     beta = BETA_SCALE / (1.0 + tl.exp(-tl.load(gates, mask=is_token, other=0.0)))
     rate = tl.load(gates + HEADS, mask=is_token, other=0.0) + rate_bias
-    rate = tl.where(rate > 20.0, rate, tl.log(1.0 + tl.exp(rate)))
+    power = tl.exp(rate)
+    # Of a number beside 1 little is left: there the logarithm's first terms.
+    small = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))
+    large = tl.where(rate > 20.0, rate, tl.log(1.0 + power))
+    rate = tl.where(power < 0.01, small, large)
     return tl.where(is_token, beta, 0.0), tl.where(is_token, decay * rate, 0.0)
 
 

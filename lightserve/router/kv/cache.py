@@ -292,7 +292,7 @@ class KVStore:
         new = self.acquire([(request, len(missing))])
         copies = self.checkpoints.loads if lease is None else self.checkpoints.ahead_loads
         copies.add(new, self._tier.bring(after.node, missing))
-        left = self._tree.extend(after, missing, new.copy())
+        left = self._tree.extend(after, missing, new.copy(), is_found=True)
         assert len(left) == 0, "what is on the host lies no deeper than what is not"
         if lease is None:
             assert request.slots is not None

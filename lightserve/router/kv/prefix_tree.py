@@ -224,13 +224,16 @@ class PrefixTree:
             self._pin(part, lease)
         return lease, np.concatenate(slots) if slots else NO_INT32
 
-    def extend(self, lease: Lease, tokens: Int32Array, slots: Int32Array) -> Int32Array:
+    def extend(
+        self, lease: Lease, tokens: Int32Array, slots: Int32Array, *, is_found: bool = False
+    ) -> Int32Array:
         """Put computed tokens that follow a lease's prefix into the tree, and hold them too.
 
         Args:
             lease: ends further on afterwards.
             tokens: int32 [n], what follows.
             slots: int32 [n], where their KV is; the tree takes them.
+            is_found: the tree knows them already, without KV: nothing is too deep then.
 
         Returns:
             Those of `slots` that stay the caller's, int32: their tokens were here already, or would
@@ -238,7 +241,7 @@ class PrefixTree:
         """
         self._clock += 1
         node, done = lease.node, 0
-        depth = sum(1 for _ in path_of(node)) - 1
+        depth = -len(tokens) * MAX_DEPTH if is_found else sum(1 for _ in path_of(node)) - 1
         left: list[Int32Array] = []
         while done < len(tokens):
             depth += 1

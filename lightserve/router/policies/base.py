@@ -302,7 +302,10 @@ class Step:
         """Return whether a request of a class could have started by now, and is left out."""
         if self.skips.stopped_by.get(request_class) in (Reason.KV_NOW, Reason.BYTES):
             return False
-        return any(map(self.could_start, self.waiting.of(request_class)))
+        return any(
+            self.could_start(request) and self.skips.reason_of(request) is not Reason.ENCODING
+            for request in self.waiting.of(request_class)
+        )
 
     def could_start(self, request: Request) -> bool:
         """Whether a request that waits is not in it, though it has something to compute."""
@@ -476,14 +479,14 @@ class Step:
     def _skip(self, request: Request, reason: Reason, classes: tuple[RequestClass, ...]) -> None:
         """Leave a request out; no more newcomers of `classes` are tried if it may not be passed."""
         self.skips.note(request, reason)
-        if request.state is not WAITING or reason in (Reason.BLOCKED, Reason.ENCODING):
+        if request.state is not WAITING or reason is Reason.BLOCKED:
             return
         is_best_effort = request.request_class is BE
         has_no_positions = self._num_positions_left <= 0 and request.wants_prompt_logprobs(
             self.found(request).start
         )
         if (
-            reason is Reason.LOADING
+            reason in (Reason.LOADING, Reason.ENCODING)
             or (reason is Reason.KV_FUTURE and is_best_effort)
             or (reason is Reason.TOKENS and has_no_positions)
         ):

@@ -180,7 +180,8 @@ class _Order:
                     self._is_left = True
                     return
         self._is_left = not step.waits_for_memory(RT) and any(
-            step.could_start(request) and step.skips.reason_of(request) not in MEMORY_REASONS
+            step.could_start(request)
+            and step.skips.reason_of(request) not in (*MEMORY_REASONS, Reason.ENCODING)
             for request in step.waiting.of(RT)
         )
 

@@ -13,8 +13,10 @@ from lightserve.messages.images import (
     IMAGE_ID,
     Image,
     ImageNumbers,
+    KeptImages,
     check_images,
     digest_of,
+    salted,
     text_tokens,
     with_image_ids,
     without_image_ids,
@@ -55,9 +57,12 @@ def test_ids_are_of_content_alone() -> None:
 
 def test_clients_that_share_no_prefixes_share_no_encodings() -> None:
     """Times would tell one that the other has sent the same picture."""
-    numbers, picture = ImageNumbers(), image(0)
-    (own,), (others,) = numbers.of([picture], "a"), numbers.of([picture], "b")
-    assert own != others and numbers.of([picture], "a") == [own]
+    kept: KeptImages[int] = KeptImages()
+    (own,), (others,) = salted([image(0)], "a"), salted([image(0)], "b")
+    kept.put(own, 1)
+    assert kept.get(others) is None and kept.get(salted([image(0)], "a")[0]) == 1
+    numbers = ImageNumbers()
+    assert numbers.of([own, others, own]) == [0, 1, 0]
 
 
 def test_numbers_are_given_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int3
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.images import (
     MAX_KEPT_TOKENS,
+    EncodeOrder,
     EncoderWork,
     Image,
     KeptImages,
@@ -220,6 +222,25 @@ def test_an_image_that_begins_does_not_push_out_another_that_is_on_its_way() -> 
     assert [order.num_layers for order in again.orders] == [1]
     encoding.note_orders(again.orders)
     assert encoding.num_left(first) == NUM_LAYERS - 2 and encoding.num_left(second) == NUM_LAYERS
+
+
+def test_images_of_a_step_do_not_push_out_each_other() -> None:
+    encoding, most = Encoding(WORK), MAX_KEPT_TOKENS // 2 + 1
+    first, second = image(0, 1, most), image(0, 2, most)
+    encoding.note_orders([EncodeOrder(first, 5)])
+    step = StepEncodes(encoding)
+    step.order(second, math.inf)  # of a request with an earlier deadline
+    step.order(first, math.inf)
+    assert [order.image.digest for order in step.orders] == [second.digest]
+
+
+def test_best_effort_tokens_go_on_beside_images_of_newcomers() -> None:
+    others = request(9, 20, of=RequestClass.BE, max_tokens=200, sampling=SamplingParams(seed=220))
+    arrivals = [(0.1, request(n, 80, image(0, n))) for n in range(1, 4)]
+    run = Run("unified", (0.0, LONG), (0.0, others), *arrivals)
+    encoding = [plan for plan in run.plans if plan.encodes]
+    assert any(len(plan.decodes.rows) == 8 for plan in encoding), "both of them"
+    assert all(len(run.outcomes[RequestId(n)].token_ids) == 4 for n in range(1, 4))
 
 
 def test_rates_are_learnt() -> None:

@@ -11,6 +11,7 @@ from lightserve.messages.common import unpack_int32
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.host_tier import LONG_ODDS
 from lightserve.router.kv.prefix_node import task_aware
+from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Found, Request, RequestState
 from lightserve.types import (
     FrontendId,
@@ -291,6 +292,16 @@ def test_some_comes_back_beside_a_step_for_a_request_that_goes_on_waiting() -> N
         scene.kv.check_integrity([])
     assert request.slots is None and scene.kv.num_used == 0
     assert scene.kv.look_up(request).num_there == 50
+
+
+def test_what_comes_back_is_never_too_deep() -> None:
+    """Loading a part of a node splits it, which makes the path deeper than prompts make it."""
+    tree = PrefixTree(task_aware, max_depth=2)
+    lease, _ = tree.acquire("", np.empty(0, np.int32), is_real_time=False)
+    tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
+    assert [len(tree.extend(lease, own, own)) for own in tokens[:3]] == [0, 0, 2]
+    assert len(tree.extend(lease, tokens[2], tokens[2], is_found=True)) == 0
+    assert lease.num_tokens == 6
 
 
 def test_no_option_no_tier() -> None:

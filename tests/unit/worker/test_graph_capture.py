@@ -191,6 +191,20 @@ def test_a_start_with_graphs(
     assert last.startswith("3 CUDA graphs of 1 to 4 decodes: ") and last.endswith(" GiB")
 
 
+def test_graphs_over_keys_of_8_bits_have_the_type_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hidden states and logits in the type of such a pool would be cut to its integers."""
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    config = tiny_config()
+    pool = KVPool(layout_of(config, dtype="int8"), 20, torch.device("cpu"))
+    model = random_model(TensorKernels(), config)
+    make = capture.make_graphs(model, pool, Runner().tables, tp=SingleRank(), dtype=torch.float32)
+    graphs = make.decodes((1, 4))
+    assert graphs._logits is not None
+    assert graphs._hidden.dtype == graphs._logits.dtype == torch.float32
+
+
 def test_a_start_with_graphs_of_steps_with_prompts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
