@@ -190,7 +190,8 @@ class Pipeline:
         done = self._in_flight.popleft()
         self._shape = _computed_shape(done, result)
         computed_s = max(0.0, result.exec_s - result.copy_s - result.encode_s)
-        self.cost.observe(self._shape, computed_s)
+        if computed_s or not result.encode_s:  # clocks may give an encoder all of the time
+            self.cost.observe(self._shape, computed_s)
         self.copy_cost.observe(_num_copied(done.plan), result.copy_s)
         self.num_finished += 1
         self.busy_s += result.exec_s

@@ -382,6 +382,7 @@ def test_a_servers_work_is_counted_once_and_never_lost(watched: LiveServer) -> N
     names = {name for name, _ in lines}
     quiet = {"lightserve_request_failure_total", "lightserve_http_rejections_total"}
     quiet.add("lightserve_trace_spans_total")  # no traces are sent
+    quiet.add("lightserve_images_total")  # nor pictures
     of_batches = (
         "batches",
         "batches_late",

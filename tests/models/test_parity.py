@@ -205,7 +205,7 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
         report = prepared.report(chunk=chunk, alone=alone)
         largest = max(largest, report.max_logprob_delta)
         if keeps_states:
-            assert report.num_different <= 0.005 * report.num_positions, report
+            assert report.num_different <= max(1, 0.005 * report.num_positions), report
             assert report.num_excused <= 0.08 * report.num_positions, report
             continue
         if tiny.chooses_experts:

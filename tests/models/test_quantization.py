@@ -302,7 +302,9 @@ def test_a_worker_keeps_its_kv_in_8_bits(caplog: pytest.LogCaptureFixture) -> No
     """Twice the slots but for the factors; copies to the host are of the same bytes."""
     with caplog.at_level("INFO"):
         plain, small = (
-            build_runner(config_of("none", kv_dtype=name, host_kv_memory="512KiB"))
+            build_runner(
+                config_of("none", kv_dtype=name, host_kv_memory="512KiB", prefix_host_memory="0")
+            )
             for name in ("auto", "int8")
         )
     assert "bfloat16 and int8 KV, native kernels on cpu" in caplog.text

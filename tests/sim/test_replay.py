@@ -207,8 +207,8 @@ def test_a_last_line_cut_off_is_left_out(log_path: Path, tmp_path: Path) -> None
         (b"", "not a decision log"),
         (b"hello\n", "not a decision log"),
         (b'{"kind":"header","format_version":99}\n', "format version 99"),
-        (b'{"kind":"result","format_version":2}\n', "not a decision log"),
-        (b'{"kind":"header","format_version":2}\n', "line 1: .*missing"),
+        (b'{"kind":"result","format_version":3}\n', "not a decision log"),
+        (b'{"kind":"header","format_version":3}\n', "line 1: .*missing"),
     ],
 )
 def test_what_is_no_log_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def test_llama_on_one_gpu_is_what_was_fitted() -> None:
     found = virtual_gpus(MODELS["llama-2-7b"], GPUS["a100-80g"], 1)
     assert 0 < found.per_gathered_token_s < 0.05 * found.per_copied_token_s
     fitted = replace(A100_LLAMA2_7B, per_gathered_token_s=found.per_gathered_token_s)
-    assert asdict(found) == pytest.approx(asdict(fitted), rel=0.02)
+    numbers, expected = asdict(found), asdict(fitted)
+    assert numbers.pop("name") == expected.pop("name") == ""
+    assert numbers == pytest.approx(expected, rel=0.02)
 
 
 def test_ranks_share_the_work_and_pay_for_what_they_exchange() -> None:

@@ -22,7 +22,7 @@ Where a path is so deep, prefixes are found up to the end of a node, and nothing
 """
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # its text would be that of the whole tree
 class PrefixNode:
     """One stretch of tokens. Only the tree writes to it."""
 

@@ -127,10 +127,13 @@ class Number:
         body: dict[str, Any] = json.loads(json.dumps(ROUTES[self.path][1]))
         place: Any = body
         for key, following in zip(self.keys, self.keys[1:], strict=False):
-            if isinstance(key, str) and not isinstance(place.get(key), dict | list):
-                place[key] = [None] if isinstance(following, int) else {}
             if isinstance(following, int):
                 place[key] = [None]
+            elif isinstance(key, int) and place[key] is None:
+                picture = {"type": following, following: {"url": "data:image/png;base64,AA=="}}
+                place[key] = {"role": "user"} if following == "content" else picture
+            elif isinstance(key, str) and not isinstance(place.get(key), dict | list):
+                place[key] = {}
             place = place[key]
         place[self.keys[-1]] = value
         return body
