@@ -441,9 +441,9 @@ def test_long_bodies_wait_in_a_bounded_queue_off_the_event_loop(
         assert may_go_on.wait(PATIENCE_S)
         return parse(*args, **options)
 
-    async def noted(reader: json_body.BodyReader, body: bytes, model: Any) -> Any:
+    async def noted(reader: json_body.BodyReader, body: bytes, *others: Any) -> Any:
         waiting.append(body)
-        return await enter(reader, body, model)
+        return await enter(reader, body, *others)
 
     async def scenario() -> None:
         async with frontend(says([5, 2])) as setup:
