@@ -280,7 +280,7 @@ class SchedulingOptions:
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether a layer of the model guesses tokens."""
+        """Whether `--speculation mtp` has a layer of the model guess tokens."""
         return self.speculation == "mtp"
 
     def be_by_sharing(self) -> bool:

@@ -162,7 +162,7 @@ async def _read(url: httpx.URL, response: httpx.Response, most: int) -> bytes | 
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the internet, so that it leads to no neighbour."""
+    """Whether an address is public, that of a host on the internet and of no neighbour."""
     if any(address in network for network in _NOT_PUBLIC):
         return False
     if isinstance(address, IPv6Address):

@@ -130,7 +130,7 @@ class PictureReader:
         """Images that were decoded before; the thread alone uses it."""
         self._held: Held[_Name] = Held(KEPT_BYTES)
         self._is_shared = not config.api_key_file
-        """Whether all clients are one; lines of batches, whose key is not known, keep nothing."""
+        """Whether all clients share images, as none has a key; lines of batches keep none else."""
         self._vision, self._model = vision, config.model_names[0]
         self._max_images, self._max_bytes = config.max_images, config.max_image_bytes
         self._threads = TurnThreads(1, "pictures")

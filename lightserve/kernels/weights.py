@@ -210,9 +210,9 @@ class StateSizes(NamedTuple):
     beta_scale: float = 1.0
     """See `DeltaRule`."""
     decays_channels: bool = False
-    """Whether each channel of keys has a decay, and results are gated by sigmoids."""
+    """Whether the layer has a decay for each channel of keys, and gates results by sigmoids."""
     is_mamba: bool = False
-    """Whether it is a Mamba-2 layer; else it follows the gated delta rule."""
+    """Whether the layer is one of Mamba-2; else it follows the gated delta rule."""
 
     @property
     def channels(self) -> int:
@@ -236,7 +236,7 @@ class DeltaRule(NamedTuple):
     beta_scale: float = 1.0
     """Factor of the share of a token's value that takes the place of what a state says."""
     gates_by_sigmoid: bool = False
-    """Whether results are multiplied by the sigmoid of z, not by its SiLU."""
+    """Whether the rule multiplies results by the sigmoid of z, not by its SiLU."""
 
     @property
     def decays_channels(self) -> bool:
