@@ -118,6 +118,8 @@ def salted(images: Sequence[Image], prefix_salt: str) -> tuple[Image, ...]:
     Router and workers keep by digests what they know of images: so no time tells a client what
     those of another salt have sent.
     """
+    if not images:
+        return ()
     key = hashlib.blake2b(prefix_salt.encode(), digest_size=DIGEST_BYTES).digest()
     return tuple(
         msgspec.structs.replace(

@@ -22,7 +22,8 @@ from lightserve.models.moe_config import (
     parse_qwen_moe,
 )
 from lightserve.models.plain_config import MAX_LAYERS
-from lightserve.models.recurrent_config import RecurrentConfig, granite_factors
+from lightserve.models.recurrent_config import RecurrentConfig
+from lightserve.models.recurrent_families import granite_factors
 from lightserve.models.rope import (
     FULL,
     SLIDING,

@@ -50,8 +50,8 @@ from lightserve.models.plain_config import (
     parse_phi,
     parse_starcoder2,
 )
-from lightserve.models.recurrent_config import (
-    RecurrentConfig,
+from lightserve.models.recurrent_config import RecurrentConfig
+from lightserve.models.recurrent_families import (
     parse_granite_hybrid,
     parse_kimi_linear,
     parse_lfm2,

@@ -1,0 +1,602 @@
+"""Families some of whose layers keep a state, as their `config.json` describes them. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from lightserve.models.json_fields import JsonFields
+from lightserve.models.latent_config import DEEPSEEK_V3, parse_latent
+from lightserve.models.moe_config import (
+    MAX_EXPERTS,
+    MoeConfig,
+    Scoring,
+    Stacked,
+    num_chosen_of,
+    parse_qwen_moe,
+)
+from lightserve.models.plain_config import MAX_LAYERS, parse_activation
+from lightserve.models.recurrent_config import (
+    ConvolutionConfig,
+    DeltaConfig,
+    Joined,
+    MambaConfig,
+)
+from lightserve.models.rope import DEFAULT_THETA, parse_rope, parse_rotary_dim
+
+FULL_ATTENTION, LINEAR_ATTENTION, CONVOLUTION = "full_attention", "linear_attention", "conv"
+FEED_FORWARD = "mlp"
+PATTERN = {"M": LINEAR_ATTENTION, "*": FULL_ATTENTION, "-": FEED_FORWARD}
+"""Kinds of layers by their letters in Nemotron-H's files."""
+OLDER_KINDS = {"attention": FULL_ATTENTION, "mamba": LINEAR_ATTENTION}
+"""Kinds of layers by the names of older files."""
+MAX_HEAD_DIM = 512
+MAX_CONVOLUTION = 16
+
+
+def parse_granite_hybrid(fields: JsonFields) -> dict[str, Any]:
+    """Return Granite 4, with Mamba-2 layers or without: a block each, or experts beside it."""
+    _check_silu(fields)
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden % num_heads or hidden // num_heads % 2:
+        complaint = f"must be {num_heads} times an even number, got {hidden}"
+        raise fields.error("hidden_size", complaint)
+    num_kv_heads = _kv_heads(fields, num_heads, num_heads)
+    length = fields.integer("max_position_embeddings", default=2048)
+    positions, known = "position_embedding_type", ("rope", "nope")
+    kind = "nope" if fields.is_null(positions) else fields.string(positions, default="nope")
+    if kind not in known:
+        raise fields.error(positions, f"must be one of {', '.join(known)}, got {kind!r}")
+    has_bias = fields.boolean("attention_bias", default=False)
+    kinds = fields.array("layer_types") if fields.has("layer_types") else []
+    is_plain = len(kinds) == num_layers and {*map(str, kinds)} <= {"attention", FULL_ATTENTION}
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("shared_intermediate_size", default=1024),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": hidden // num_heads,
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=hidden // num_heads),
+        "unrotated_layers": frozenset(range(num_layers) if kind == "nope" else ()),
+        "max_position_embeddings": length,
+        "qkv_bias": has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "merged": frozenset({"gate_up"}),
+        "moe": _granite_experts(fields, num_layers),
+        "stored_names": (
+            ("block_sparse_moe.mlp", "mlp"),
+            ("experts.gate_up_proj", "input_linear.weight"),
+            ("experts.down_proj", "output_linear.weight"),
+            ("mlp.gate_up_proj", "shared_mlp.input_linear"),
+            ("mlp.down_proj", "shared_mlp.output_linear"),
+        ),
+        **granite_factors(fields),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "sliding_windows": (None,) * num_layers,
+        "recurrent": None if is_plain else _mamba(fields, num_layers, hidden),
+    }
+
+
+def parse_nemotron_h(fields: JsonFields) -> dict[str, Any]:
+    """Return Nemotron-H: every layer is one block, of states, attention or a feed-forward."""
+    kinds, key = _nemotron_kinds(fields)
+    layers = {kind: frozenset(i for i, own in enumerate(kinds) if own == kind) for kind in kinds}
+    for kind in (FULL_ATTENTION, LINEAR_ATTENTION):
+        if kind not in layers:
+            raise fields.error(key, f"gives no layer of {kind}")
+    num_heads, num_layers = fields.integer("num_attention_heads", default=32), len(kinds)
+    head_dim = fields.integer("head_dim", default=128)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even, got {head_dim}")
+    length = fields.integer("max_position_embeddings", default=4096)
+    keys = heads_key, groups_key = ("mamba_num_heads", "n_groups")
+    mamba_heads = fields.integer(heads_key, default=128)
+    num_groups = fields.integer(groups_key, default=8)
+    if mamba_heads % num_groups:
+        raise fields.error(groups_key, f"must divide {heads_key} {mamba_heads}, got {num_groups}")
+    if (activation := fields.string("mamba_hidden_act", default="silu")) != "silu":
+        raise fields.error("mamba_hidden_act", f"must be 'silu', got {activation!r}")
+    _check_rates(fields)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size", default=21504),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _kv_heads(fields, num_heads, 8),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
+        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=head_dim),
+        "unrotated_layers": frozenset(range(num_layers)),
+        "max_position_embeddings": length,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "activation": parse_activation(fields, "mlp_hidden_act", "relu2"),
+        "qk_norm": False,
+        "layer_norms": ("input_layernorm",),
+        "feed_forward_layers": layers.get(FEED_FORWARD, frozenset()),
+        "stored_names": (
+            ("input_layernorm", "norm"),
+            ("model.norm", "model.norm_f"),
+            ("embed_tokens", "embeddings"),
+            *((name, "mixer.") for name in ("self_attn.", "mamba.", "mlp.")),
+            ("model.", "backbone."),
+        ),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "sliding_windows": (None,) * num_layers,
+        "recurrent": MambaConfig(
+            layers=layers[LINEAR_ATTENTION],
+            num_heads=mamba_heads,
+            head_dim=fields.integer("mamba_head_dim", default=64, high=MAX_HEAD_DIM),
+            num_groups=num_groups,
+            state_size=fields.integer("ssm_state_size", default=128, high=MAX_HEAD_DIM),
+            width=fields.integer("conv_kernel", default=4, low=2, high=MAX_CONVOLUTION),
+            has_conv_bias=fields.boolean("use_conv_bias", default=True),
+            has_bias=fields.boolean("use_bias", default=False),
+            keys=keys,
+        ),
+    }
+
+
+def _nemotron_kinds(fields: JsonFields) -> tuple[list[object], str]:
+    """Return the kind of each layer, and the key that says so."""
+    key = "hybrid_override_pattern"
+    if fields.has(key):
+        kinds: list[object] = [PATTERN.get(letter, letter) for letter in fields.string(key)]
+    else:
+        key = "layers_block_type" if fields.has("layers_block_type") else "layer_types"
+        found = fields.array(key)
+        kinds = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in found]
+    if len(kinds) > MAX_LAYERS:
+        raise fields.error(key, f"must have at most {MAX_LAYERS} entries, got {len(kinds)}")
+    for kind in kinds:
+        if kind not in PATTERN.values():
+            known = ", ".join(PATTERN.values())
+            raise fields.error(key, f"has the entry {kind!r}; {known} are supported")
+    return kinds, key
+
+
+def _granite_experts(fields: JsonFields, num_layers: int) -> MoeConfig | None:
+    num_experts = fields.integer("num_local_experts", default=8, low=0, high=MAX_EXPERTS)
+    if not num_experts:
+        return None
+    return MoeConfig(
+        layers=frozenset(range(num_layers)),
+        num_experts=num_experts,
+        num_chosen=num_chosen_of(fields, num_experts, default=2),
+        intermediate_size=fields.integer("intermediate_size", default=11008),
+        size_key="intermediate_size",
+        normalises=True,
+        scoring=Scoring.CHOSEN,
+        shared_size=fields.integer("shared_intermediate_size", default=1024),
+        shared_module="mlp",
+        module="block_sparse_moe",
+        router="router.layer",
+        stacked=Stacked.HALVES,
+    )
+
+
+def granite_factors(fields: JsonFields) -> dict[str, float]:
+    """Return the factors of Granite's embeddings, sums, scores and logits."""
+    return {
+        "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
+        "residual_multiplier": fields.number("residual_multiplier", default=1.0),
+        "attention_scale": fields.number("attention_multiplier", default=1.0),
+        "logits_divisor": fields.number("logits_scaling", default=1.0),
+    }
+
+
+def _mamba(fields: JsonFields, num_layers: int, hidden: int) -> MambaConfig:
+    num_heads = fields.integer("mamba_n_heads", default=128)
+    num_groups = fields.integer("mamba_n_groups", default=1)
+    if num_heads % num_groups:
+        raise fields.error("mamba_n_groups", f"must divide mamba_n_heads {num_heads}")
+    inner = fields.integer("mamba_expand", default=2) * hidden
+    key, head_dim = "mamba_d_head", inner // num_heads
+    if dict(fields.items()).get(key, "auto") != "auto":
+        head_dim = fields.integer(key, high=MAX_HEAD_DIM)
+    if head_dim * num_heads != inner:
+        complaint = f"times mamba_n_heads {num_heads} must be {inner}, got {head_dim}"
+        raise fields.error(key, complaint)
+    _check_rates(fields)
+    return MambaConfig(
+        layers=_recurrent_layers(fields, num_layers, older=OLDER_KINDS),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_size=fields.integer("mamba_d_state", default=256, high=MAX_HEAD_DIM),
+        width=fields.integer("mamba_d_conv", default=4, low=2, high=MAX_CONVOLUTION),
+        has_conv_bias=fields.boolean("mamba_conv_bias", default=True),
+        has_bias=fields.boolean("mamba_proj_bias", default=False),
+    )
+
+
+def _check_rates(fields: JsonFields) -> None:
+    limits = dict(fields.items()).get("time_step_limit")
+    if limits not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise fields.error("time_step_limit", f"must be [0, Infinity], got {limits!r}")
+
+
+def _check_silu(fields: JsonFields) -> None:
+    if (activation := fields.string("hidden_act", default="silu")) != "silu":
+        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
+
+
+def _kv_heads(fields: JsonFields, num_heads: int, default: int | None) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", default=default)
+    if num_heads % num_kv_heads:
+        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
+        raise fields.error("num_key_value_heads", complaint)
+    return num_kv_heads
+
+
+def parse_qwen3_next(fields: JsonFields) -> dict[str, Any]:
+    """Return Qwen3-Next as fields of `ModelConfig`; absent keys are as in transformers."""
+    own = _parse_qwen(fields, joined=Joined.GROUPS)
+    moe = _experts(fields, own["num_layers"], (512, 10))
+    return {**own, "intermediate_size": fields.integer("intermediate_size"), "moe": moe}
+
+
+def parse_qwen3_5(fields: JsonFields) -> dict[str, Any]:
+    """Return the text part of Qwen3.5; its layers for several tokens at once are left out."""
+    own = _parse_qwen(fields, joined=Joined.HEADS)
+    return {**own, "intermediate_size": fields.integer("intermediate_size")}
+
+
+def parse_qwen3_5_moe(fields: JsonFields) -> dict[str, Any]:
+    """Return the text part of Qwen3.5-MoE: every layer has experts."""
+    own = _parse_qwen(fields, joined=Joined.HEADS)
+    moe = _experts(fields, own["num_layers"], (256, 8))
+    return {**own, "intermediate_size": moe.shared_size, "moe": moe}
+
+
+def _experts(fields: JsonFields, num_layers: int, experts: tuple[int, int]) -> MoeConfig:
+    return parse_qwen_moe(
+        fields, num_layers, experts=experts, size=512, shared=512, normalises=True
+    )
+
+
+def _parse_qwen(fields: JsonFields, *, joined: Joined) -> dict[str, Any]:
+    kv_heads = 2 if joined is Joined.GROUPS else None
+    fields = fields.with_defaults(
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    own = _decoder(fields, share=0.25)
+    return own | {
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "has_output_gate": True,
+        "recurrent": _delta(fields, own["num_layers"], joined=joined),
+    }
+
+
+def _decoder(
+    fields: JsonFields, *, share: float = 1.0, theta: float = DEFAULT_THETA
+) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that all decoders here have.
+
+    `share` of a head that is rotated, and base, where the file gives none.
+    """
+    _check_silu(fields)
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    num_kv_heads, head_dim = fields.num_kv_heads(num_heads), hidden // num_heads
+    if fields.default("head_dim") or fields.has("head_dim"):
+        head_dim = fields.even("head_dim")
+    elif hidden % num_heads or head_dim % 2:
+        raise fields.error("hidden_size", f"must be {num_heads} times an even number, got {hidden}")
+    rotary_dim = parse_rotary_dim(fields, head_dim, share=share)
+    length = fields.integer("max_position_embeddings")
+    rope = parse_rope(
+        fields, max_position_embeddings=length, rotary_dim=rotary_dim, default_theta=theta
+    )
+    has_bias = fields.boolean("attention_bias", default=False)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": rope,
+        "rotary_share": rotary_dim,
+        "max_position_embeddings": length,
+        "qkv_bias": has_bias,
+        "attention_output_bias": has_bias,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "tie_word_embeddings": fields.boolean(
+            "tie_word_embeddings", default=bool(fields.default("tie_word_embeddings"))
+        ),
+        "sliding_windows": (None,) * num_layers,
+    }
+
+
+def _delta(
+    fields: JsonFields,
+    num_layers: int,
+    *,
+    joined: Joined,
+    heads: tuple[int, int] = (16, 32),
+    sizes: tuple[int, int] = (128, 128),
+    **own: Any,
+) -> DeltaConfig:
+    """Return the layers of the delta rule; `heads` and `sizes`, of keys and of values, where the
+    file is silent, and fields of `DeltaConfig` that are a family's own.
+    """
+    key_heads = fields.integer("linear_num_key_heads", default=heads[0])
+    value_heads = fields.integer("linear_num_value_heads", default=heads[1])
+    if value_heads % key_heads:
+        complaint = f"must be a multiple of linear_num_key_heads {key_heads}, got {value_heads}"
+        raise fields.error("linear_num_value_heads", complaint)
+    return DeltaConfig(
+        layers=_recurrent_layers(fields, num_layers),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=fields.integer("linear_key_head_dim", default=sizes[0], high=MAX_HEAD_DIM),
+        value_dim=fields.integer("linear_value_head_dim", default=sizes[1], high=MAX_HEAD_DIM),
+        width=fields.integer("linear_conv_kernel_dim", default=4, low=2, high=MAX_CONVOLUTION),
+        joined=joined,
+        **own,
+    )
+
+
+def _recurrent_layers(
+    fields: JsonFields,
+    num_layers: int,
+    kind: str = LINEAR_ATTENTION,
+    older: Mapping[str, str] = MappingProxyType({}),
+) -> frozenset[int]:
+    """Return which layers keep a state; `kind`: their name; `older`: other names of kinds."""
+    key = "layer_types"
+    if fields.has(key):
+        kinds = fields.array(key)
+        if len(kinds) != num_layers:
+            raise fields.error(key, f"must have {num_layers} entries, got {len(kinds)}")
+        kinds = [older.get(own, own) if isinstance(own, str) else own for own in kinds]
+        for other in kinds:
+            if other not in (FULL_ATTENTION, kind):
+                known = f"{FULL_ATTENTION} and {kind} are supported"
+                raise fields.error(key, f"has the entry {other!r}; {known}")
+        layers = frozenset(i for i, other in enumerate(kinds) if other == kind)
+    elif kind == CONVOLUTION:
+        key = "full_attn_idxs"
+        full = fields.array(key)
+        if not all(type(layer) is int and 0 <= layer < num_layers for layer in full):
+            raise fields.error(key, f"must hold layers from 0 to {num_layers - 1}, got {full!r}")
+        layers = frozenset(range(num_layers)) - frozenset(full)
+    else:
+        key = "full_attention_interval"
+        interval = fields.integer(key, default=4)
+        layers = frozenset(layer for layer in range(num_layers) if (layer + 1) % interval)
+    if not 0 < len(layers) < num_layers:
+        found = "no" if not layers else "only"
+        raise fields.error(key, f"gives {found} layers of {kind} where both kinds are needed")
+    return layers
+
+
+# OLMo-Hybrid.
+
+
+def parse_olmo_hybrid(fields: JsonFields) -> dict[str, Any]:
+    """Return OLMo-Hybrid: OLMo 3's attention, with rotary embeddings or without, between layers of
+    the delta rule that have their norms in front.
+    """
+    num_heads = fields.integer("num_attention_heads")
+    fields = fields.with_defaults(
+        {
+            "num_hidden_layers": 32,
+            "num_key_value_heads": num_heads,
+            "max_position_embeddings": 65_536,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+    own = _decoder(fields)
+    is_rotated = fields.has("rope_scaling") or fields.has("rope_theta")
+    if not fields.has("rope_scaling") and fields.has("rope_parameters"):
+        is_rotated = not fields.child("rope_parameters").is_null("rope_theta")
+    key_heads = fields.integer("linear_num_key_heads", default=num_heads)
+    key_dim = max(1, 3 * own["hidden_size"] // (4 * key_heads))
+    key_dim = fields.integer("linear_key_head_dim", default=key_dim)
+    recurrent = _delta(
+        fields,
+        own["num_layers"],
+        joined=Joined.NONE,
+        heads=(num_heads, num_heads),
+        sizes=(key_dim, 2 * key_dim),
+        norms=("input_layernorm", "post_attention_layernorm"),
+        beta_scale=2.0 if fields.boolean("linear_allow_neg_eigval", default=True) else 1.0,
+        norm_eps=1e-5,
+    )
+    return own | {
+        "intermediate_size": fields.integer("intermediate_size"),
+        "unrotated_layers": frozenset(() if is_rotated else range(own["num_layers"])),
+        "has_whole_qk_norm": True,
+        "layer_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        "recurrent": recurrent,
+        "stored_names": (
+            ("linear_attn.in_proj_z", "linear_attn.g_proj"),
+            *((f"linear_attn.in_proj_{name}.", f"linear_attn.{name}_proj.") for name in "qkvab"),
+            ("linear_attn.norm", "linear_attn.o_norm"),
+            ("linear_attn.out_proj", "linear_attn.o_proj"),
+        ),
+    }
+
+
+# Kimi-Linear.
+
+
+_KIMI = DEEPSEEK_V3 | {
+    "hidden_size": 2304,
+    "num_attention_heads": 32,
+    "q_lora_rank": None,
+    "max_position_embeddings": 1_048_576,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 1024,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+}
+"""Values that transformers takes where a file of Kimi-Linear is silent."""
+_KIMI_KEYS = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+
+
+def parse_kimi_linear(fields: JsonFields) -> dict[str, Any]:
+    """Return Kimi-Linear: DeepSeek-V3's attention without positions, and Kimi Delta Attention."""
+    stated = {_KIMI_KEYS.get(key, key): value for key, value in fields.items()}
+    stated.setdefault("q_lora_rank", None)
+    own = parse_latent(JsonFields(fields.path, stated, defaults=_KIMI), "noaux_tc")
+    num_layers = own["num_layers"]
+    key, inner = "linear_attn_config", fields
+    sizes = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    width = "linear_conv_kernel_dim"
+    if fields.has(key):
+        inner, width, sizes = fields.child(key), "short_conv_kernel_size", {}
+    num_heads, head_dim = (
+        inner.integer(sizes.get(name, name), default=default, high=high)
+        for name, default, high in (("num_heads", 32, 4096), ("head_dim", 128, MAX_HEAD_DIM))
+    )
+    if fields.has("layer_types"):
+        layers = _recurrent_layers(fields, num_layers)
+    elif inner is not fields:
+        layers = _layers_from_one(inner, num_layers)
+    else:
+        layers = frozenset(layer for layer in range(num_layers) if layer % 4 or not layer)
+    recurrent = DeltaConfig(
+        layers=layers,
+        num_key_heads=num_heads,
+        num_value_heads=num_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        width=inner.integer(width, default=4, low=2, high=MAX_CONVOLUTION),
+        joined=Joined.NONE,
+        rank=head_dim,
+    )
+    moe = replace(own["moe"], module="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return own | {
+        "unrotated_layers": frozenset(range(num_layers)),
+        "moe": moe,
+        "recurrent": recurrent,
+        "stored_names": (
+            *((f"linear_attn.in_proj_{name}.", f"linear_attn.{name}_proj.") for name in "qkvb"),
+            ("linear_attn.norm", "linear_attn.o_norm"),
+            ("linear_attn.out_proj", "linear_attn.o_proj"),
+            ("linear_attn.", "self_attn."),
+        ),
+    }
+
+
+def _layers_from_one(fields: JsonFields, num_layers: int) -> frozenset[int]:
+    """Return the layers of Kimi Delta Attention, which the file counts from one."""
+    numbers = fields.array(key := "kda_layers")
+    is_good = all(type(number) is int and 1 <= number <= num_layers for number in numbers)
+    if not is_good or not 0 < len(set(numbers)) < num_layers:
+        complaint = f"must hold layers from 1 to {num_layers}, and not all, got {numbers!r}"
+        raise fields.error(key, complaint)
+    return frozenset(number - 1 for number in numbers)
+
+
+# LFM2.
+
+
+_LFM2: dict[str, Any] = {
+    "vocab_size": 65_536,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""Values that transformers takes where a file of LFM2 is silent."""
+
+
+def parse_lfm2(fields: JsonFields) -> dict[str, Any]:
+    """Return LFM2: short convolutions, and attention in a few layers."""
+    inner = fields.integer(
+        "block_ff_dim" if fields.has("block_ff_dim") else "intermediate_size", default=12_288
+    )
+    if fields.boolean("block_auto_adjust_ff_dim", default=True):
+        inner = int(fields.number("block_ffn_dim_multiplier", default=1.0) * int(2 * inner / 3))
+        multiple = fields.integer("block_multiple_of", default=256)
+        inner = multiple * -(-inner // multiple)
+    return _parse_lfm2(fields, inner)
+
+
+def parse_lfm2_moe(fields: JsonFields) -> dict[str, Any]:
+    """Return LFM2-MoE: experts behind some dense layers."""
+    own = _parse_lfm2(fields, fields.integer("intermediate_size", default=7168))
+    num_layers = own["num_layers"]
+    num_experts = fields.integer("num_experts", default=32, high=MAX_EXPERTS)
+    num_dense = fields.integer("num_dense_layers", default=2, low=0, high=num_layers - 1)
+    moe = MoeConfig(
+        layers=frozenset(range(num_dense, num_layers)),
+        num_experts=num_experts,
+        num_chosen=num_chosen_of(fields, num_experts, default=4),
+        intermediate_size=fields.integer("moe_intermediate_size", default=1792),
+        normalises=fields.boolean("norm_topk_prob", default=True),
+        scoring=Scoring.SIGMOID,
+        has_choice_bias=fields.boolean("use_expert_bias", default=True),
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        module="feed_forward",
+        projections=("w1", "w3", "w2"),
+    )
+    names = ((".gate.e_score_correction_bias", ".expert_bias"), *own["stored_names"])
+    return {**own, "moe": moe, "stored_names": names}
+
+
+def _parse_lfm2(fields: JsonFields, inner: int) -> dict[str, Any]:
+    stated = dict(fields.items())
+    stated |= {
+        ours: stated[theirs]
+        for ours, theirs in (("rms_norm_eps", "norm_eps"), ("tie_word_embeddings", "tie_embedding"))
+        if theirs in stated
+    }
+    own = _decoder(JsonFields(fields.path, stated, defaults=_LFM2), theta=1_000_000.0)
+    return own | {
+        "intermediate_size": inner,
+        "qk_norm": True,
+        "recurrent": ConvolutionConfig(
+            layers=_recurrent_layers(fields, own["num_layers"], CONVOLUTION),
+            channels=own["hidden_size"],
+            width=fields.integer("conv_L_cache", default=3, low=2, high=MAX_CONVOLUTION),
+            has_bias=fields.boolean("conv_bias", default=False),
+        ),
+        "stored_names": (
+            ("model.norm.", "model.embedding_norm."),
+            ("self_attn.o_proj", "self_attn.out_proj"),
+            ("self_attn.q_norm", "self_attn.q_layernorm"),
+            ("self_attn.k_norm", "self_attn.k_layernorm"),
+            ("input_layernorm", "operator_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("mlp.gate_proj", "feed_forward.w1"),
+            ("mlp.up_proj", "feed_forward.w3"),
+            ("mlp.down_proj", "feed_forward.w2"),
+        ),
+    }
