@@ -292,6 +292,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("granite-hybrid", {"mamba_d_head": 5}, "'mamba_d_head' times mamba_n_heads 8 must be 128"),
         ("granite-hybrid", {"mamba_d_conv": 17}, "'mamba_d_conv' must be between 2 and 16"),
         ("granite-hybrid", {"time_step_limit": [0, 1]}, "must be [0, Infinity], got [0, 1]"),
+        ("nemotron-h", {"time_step_limit": [0, 1]}, "must be [0, Infinity], got [0, 1]"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "must be one of rope, nope, got"),
         ("granite-hybrid", {"layer_types": ["mamba"] * 5}, "gives only layers of linear_attention"),
         ("granite-hybrid", {"layer_types": ["mlp"] * 5}, "'layer_types' has the entry 'mlp'"),

@@ -198,6 +198,11 @@ def test_addresses_that_are_not_public(monkeypatch: pytest.MonkeyPatch) -> None:
                 *("64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:1::1"),
             )
         ),
+        ("64:ff9b:1::a9fe:a9fe", False),
+        ("::127.0.0.1", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("fec0::1", False),
+        ("168.63.129.16", False),
     ],
 )
 def test_public_addresses(address: str, expected: bool) -> None:
@@ -315,3 +320,7 @@ def test_names() -> None:
     ServeConfig(allow_image_hosts="a.example, b.example:8080 ,10.0.0.5,[::1]:80")
     with pytest.raises(ConfigError, match="at least one name"):
         ServeConfig(allow_image_hosts=",")
+
+
+def test_half_a_character_is_no_url() -> None:
+    assert asyncio.run(refused(NAME, f"http://{NAME}/\ud800")) == "must be a valid URL"
