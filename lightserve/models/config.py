@@ -394,10 +394,8 @@ def _model_config(path: Path, fields: JsonFields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_position_embeddings = fields.integer("max_position_embeddings")
-    is_glm_moe, is_seed = (
-        architecture is Architecture.GLM4_MOE,
-        architecture is Architecture.SEED_OSS,
-    )
+    is_glm_moe = architecture is Architecture.GLM4_MOE
+    is_seed = architecture is Architecture.SEED_OSS
     attention_bias = fields.boolean("attention_bias", default=architecture in _GLM or is_seed)
     reads_mlp_bias = architecture in (
         Architecture.LLAMA,

@@ -271,42 +271,18 @@ def _inverse_kernel(
     tl.store(scores_ptr + out, scores, mask=is_token[:, None])
 
 
+# fmt: off
 @launched
 @triton.jit
 def _delta_kernel(
-    mixed_ptr,
-    gates_ptr,
-    decay_ptr,
-    rate_bias_ptr,
-    inverse_ptr,
-    scores_ptr,
-    out_ptr,
-    pieces_ptr,
-    table_ptr,
-    rows_ptr,
-    starts_ptr,
-    lengths_ptr,
-    mixed_stride,
-    gates_stride,
-    part_stride,
-    head_stride,
-    slot_stride,
-    table_stride,
-    first_slot,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    mixed_ptr, gates_ptr, decay_ptr, rate_bias_ptr, inverse_ptr, scores_ptr, out_ptr, pieces_ptr,
+    table_ptr, rows_ptr, starts_ptr, lengths_ptr, mixed_stride, gates_stride, part_stride,
+    head_stride, slot_stride, table_stride, first_slot, scale, NUM_HEADS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, PIECE: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, BETA_SCALE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):
+    # fmt: on
     """Update some columns of a head's state by all new tokens of a row.
 
     CHUNK 1: of rows that have one; else of rows that have more.
