@@ -34,7 +34,7 @@ from lightserve.router.drafting import (
 )
 from lightserve.router.request import Parameters, Request
 from lightserve.router.request_table import Decodes
-from lightserve.router.step_cost import StepCost
+from lightserve.router.step_cost import REFIT_STEPS, StepCost
 from lightserve.types import (
     MAX_DRAFTS,
     DraftSource,
@@ -89,6 +89,16 @@ def decoding(number: int, **changes: Any) -> Request:
 
 def test_free_tokens_are_all_taken() -> None:
     scene = Scene([decoding(0), decoding(1)], BOUND_BY_WEIGHTS)
+    assert scene.choose() == [MAX_DRAFTS] * 2
+
+
+def test_none_before_it_is_known_how_long_steps_take() -> None:
+    """Learnt from steps with drafts alone, a draft would seem to cost nothing."""
+    scene = Scene([decoding(0), decoding(1)], BOUND_BY_WEIGHTS)
+    scene.cost, shape = StepCost(), StepShape().plus_decodes(2, 20)
+    for _ in range(REFIT_STEPS):
+        assert scene.choose() == []
+        scene.cost.observe(shape, STEP_S)
     assert scene.choose() == [MAX_DRAFTS] * 2
 
 
