@@ -67,16 +67,13 @@ class Sources:
         """Lines without comments, docstrings and blank ones."""
         return sum(map(code_lines, self.texts.values()))
 
-    def edges(self, inside: str = "") -> set[tuple[str, str]]:
-        """Return which imports which among the modules whose names start with `inside`.
-
-        Imports for type checkers count, and those within functions.
-        """
+    def edges(self) -> set[tuple[str, str]]:
+        """Return which module imports which; for type checkers and within functions as well."""
         found = set()
         for name, text in self.texts.items():
             for node in ast.walk(ast.parse(text)):
                 found |= {(name, other) for other in self._imported(node) if other != name}
-        return {(a, b) for a, b in found if _is_in(a, inside) and _is_in(b, inside)}
+        return found
 
     def _imported(self, node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -88,10 +85,6 @@ class Sources:
                     yield name
                 elif node.module in self.texts:
                     yield node.module
-
-
-def _is_in(module: str, package: str) -> bool:
-    return not package or module == package or module.startswith(package + ".")
 
 
 def code_lines(text: str) -> int:
@@ -324,8 +317,8 @@ def measure(root: Path) -> dict[str, int]:
     """Return the counts of the sources under a root."""
     product = Sources.of(root, "lightserve")
     edges = product.edges()
-    router = {name for name in product.texts if _is_in(name, "lightserve.router")}
-    router_edges = product.edges("lightserve.router")
+    router = {name for name in product.texts if f"{name}.".startswith("lightserve.router.")}
+    router_edges = {(a, b) for a, b in edges if {a, b} <= router}
     bench = Sources.of(root, "bench")
     return {
         "product: files": len(product.texts),

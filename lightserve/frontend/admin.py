@@ -530,7 +530,7 @@ def render_router(service: Service) -> APIRouter:
         """Return the prompts that the same body would have at /v1/completions."""
         body = await service.bodies.read(request, CompletionRequest)
         body.check(service)
-        prompts = await encode_prompts(service, body)
+        prompts = await prepared_for(service, request, lambda: encode_prompts(service, body))
         return _encoded([_object("cmpl", token_ids) for token_ids in prompts])
 
     return router

@@ -205,19 +205,42 @@ async def prepared_for(service: Service, request: Request, work: Callable[[], Aw
     """
     scope = request.scope
     with service.in_flight.admitted(owner_of(scope), scope.get(KEPT_BYTES_KEY, 0)):
-        gone = asyncio.create_task(client_leaves(request.receive))
-        preparing = service.in_flight.prepare(work())
-        awaited: set[asyncio.Future[Any]] = {preparing, gone}
+        client_gone = asyncio.create_task(client_leaves(request.receive))
         try:
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if not preparing.done():
-                raise ClientGone
-            if preparing.cancelled():
-                raise draining()
-            return preparing.result()
+            return await _prepared(service, work(), client_gone)
         finally:
-            gone.cancel()
-            preparing.cancel()
+            client_gone.cancel()
+
+
+async def _prepared(
+    service: Service,
+    work: Awaitable[T],
+    client_gone: asyncio.Task[None],
+    level: ServiceLevel | None = None,
+) -> T:
+    """Return the result of `work`, which ends with its client, or with the time of `level`.
+
+    Raises:
+        ClientGone: the client has left before.
+        RequestFailed: the time is over, or the server is about to end.
+    """
+    preparing = service.in_flight.prepare(work)
+    awaited: set[asyncio.Future[Any]] = {preparing, client_gone}
+    try:
+        timeout_s = None if level is None else level.left_s
+        await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if client_gone.done():
+            if preparing.done() and not preparing.cancelled():
+                preparing.exception()  # there may be one, and no client to be told
+            raise ClientGone
+        if preparing.cancelled():
+            raise draining()
+        if not preparing.done():
+            assert level is not None and level.timeout_s is not None
+            raise timed_out(level.timeout_s)
+        return preparing.result()
+    finally:
+        preparing.cancel()
 
 
 class CompletionResponse(Response):
@@ -267,53 +290,27 @@ class CompletionResponse(Response):
             self._service.router.check_ready()  # before anything is spent on the prompt
             client_gone = asyncio.create_task(client_leaves(receive))
             try:
-                if (requests := await self._prepared(client_gone)) is None:
-                    if self._trace is not None:
-                        self._trace.refuse("client_gone")
-                else:
-                    self._mark("lightserve.tokenised")
-                    self._owner = owner_of(scope)
-                    self._connection = scope.get(CONNECTION_KEY)
-                    await self._generate(requests, client_gone, send)
+                requests = await self._requests(client_gone)
+                self._mark("lightserve.tokenised")
+                self._owner = owner_of(scope)
+                self._connection = scope.get(CONNECTION_KEY)
+                await self._generate(requests, client_gone, send)
+            except ClientGone:
+                if self._trace is not None and self._choices is None:
+                    self._trace.refuse("client_gone")
             finally:
                 client_gone.cancel()
 
-    async def _prepared(self, client_gone: asyncio.Task[None]) -> Sequence[Prepared] | None:
-        """Return the requests, or None if the client has left before they were ready.
-
-        Raises:
-            InvalidRequest, RequestFailed: they cannot be made, or not in time.
-        """
-        preparing = self._service.in_flight.prepare(self._prepare())
-        awaited: set[asyncio.Future[Any]] = {preparing, client_gone}
-        try:
-            await asyncio.wait(
-                awaited,
-                timeout=self._level.left_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if client_gone.done():
-                if preparing.done() and not preparing.cancelled():
-                    preparing.exception()  # there may be one, and no client to be told
-                return None
-            if preparing.cancelled():
-                raise draining()
-            if not preparing.done():
-                assert self._level.timeout_s is not None
-                raise timed_out(self._level.timeout_s)
-            return preparing.result()
-        except RequestFailed as failure:
-            self._count_early(failure)
-            raise
-        finally:
-            preparing.cancel()
-
-    def _count_early(self, failure: RequestFailed) -> None:
-        """Count a request that ended before its prompt was there: refused, or out of time."""
+    async def _requests(self, client_gone: asyncio.Task[None]) -> Sequence[Prepared]:
+        """Return what is to be submitted; count a request that ends before that."""
         level = self._level
-        self._service.observation.requests.request(
-            level.request_class, arrival_s=level.arrival_s, num_prompt_tokens=0, slo=level.slo
-        ).on_failure(failure.code)
+        try:
+            return await _prepared(self._service, self._prepare(), client_gone, level)
+        except RequestFailed as failure:
+            self._service.observation.requests.request(
+                level.request_class, arrival_s=level.arrival_s, num_prompt_tokens=0, slo=level.slo
+            ).on_failure(failure.code)
+            raise
 
     async def _generate(
         self,

@@ -29,6 +29,7 @@ from lightserve.channels import ZmqAsyncLink
 from lightserve.errors import ChannelFull
 from lightserve.frontend.http_server import HttpProtocol
 from lightserve.frontend.news import MAX_TOKENS_PER_TURN
+from lightserve.frontend.prompts import PromptEncoder
 from lightserve.frontend.structured_output import GrammarProcess
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import (
@@ -95,6 +96,40 @@ def test_a_client_that_leaves_is_aborted_in_every_state(
             await client.until(b"data: ")
         client.hang_up()
         await eventually(lambda: len(hub.of(Abort)) == 2)
+
+    _serve(tmp_path, scenario)
+
+
+def test_a_client_that_leaves_ends_the_work_on_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is generated, and where other prompts of its body were to follow."""
+    ends: list[str] = []
+
+    async def in_thread(*_: Any) -> None:
+        ends.append("begun")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async def scenario(running: Running) -> None:
+        await running.router_up()
+        monkeypatch.setattr(PromptEncoder, "_in_thread", in_thread)
+        prompt = "hi " * 1000  # a short one is encoded at once
+        chat = {**CHAT, "messages": [{"role": "user", "content": prompt}]}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/chat/completions/render", chat),
+            ("/v1/completions/render", {**COMPLETION, "prompt": [prompt, prompt]}),
+            ("/v1/messages/count_tokens", chat),
+        ):
+            client = await running.post(path, json.dumps(body))
+            await eventually(lambda: ends == ["begun"])
+            client.hang_up()
+            await eventually(lambda: ends == ["begun", "cancelled"])
+            ends.clear()
 
     _serve(tmp_path, scenario)
 

@@ -16,7 +16,7 @@ from support.grids import choose, more_when_long
 from support.immediate_copies import TorchCopies
 from torch import Tensor
 
-from lightserve.kernels.interface import Kernels, QKNorm
+from lightserve.kernels.interface import WORD_BYTES, Kernels, QKNorm
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import copies, elementwise
 from lightserve.kernels.triton.copies import TritonCopies
@@ -181,6 +181,32 @@ def test_fused_is_what_the_single_operations_give(dtype: torch.dtype, has_norm: 
         assert error(fused[0], q) <= limit
         assert error(fused[1][scene.slots], single.k_pool[scene.slots]) <= limit
         assert torch.equal(fused[2][scene.slots], single.v_pool[scene.slots])
+
+
+def test_heads_may_lie_apart_by_more_than_32_bits_count() -> None:
+    """In bytes: the numbers that a launch is given have fewer. Memory is taken where written."""
+    scene, size = Scene((2, 2, 64, 32), torch.float32, 3, norm=False), 64 + WORD_BYTES
+    room = torch.empty(2**32 + 2 * NUM_SLOTS * size, dtype=torch.int8)
+    near = torch.zeros(2, 2, NUM_SLOTS, size, dtype=torch.int8).transpose(1, 2).unbind()
+    far = [
+        room.as_strided((NUM_SLOTS, 2, size), (size, 2**31, 1), 2**31 + part * NUM_SLOTS * size)
+        for part in range(2)
+    ]
+    for pools in (near, far):
+        TRITON.rotate_and_write(
+            scene.q.clone(),
+            scene.k,
+            scene.v,
+            cos=scene.cos,
+            sin=scene.sin,
+            k_pool=pools[0],
+            v_pool=pools[1],
+            slot_mapping=scene.slots,
+            qk_norm=None,
+        )
+    for expected, found in zip(near, far, strict=True):
+        written = expected[scene.slots]
+        assert torch.equal(found[scene.slots][..., :68], written[..., :68]) and written.any()
 
 
 @pytest.mark.parametrize("fault", ["sin", "norm", "slot", "head", "epsilon"])

@@ -63,6 +63,15 @@ def test_a_runner_is_built(kv_type: str, tmp_path: Path) -> None:
     assert [len(runner.pool.k), len(runner.pool.tensors)] == [4, 2]
 
 
+def test_a_file_without_its_window_has_that_of_transformers(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("gemma4-moe"), tmp_path)
+    values = json.loads((path / "config.json").read_text())
+    del values["sliding_window"]
+    (path / "config.json").write_text(json.dumps(values))
+    theirs = transformers.Gemma4TextConfig(**values)
+    assert {*load_model_config(path).sliding_windows} == {theirs.sliding_window, None}
+
+
 def test_published_files_say_the_same_as_those_of_transformers(tmp_path: Path) -> None:
     """By keys for all layers that see everything, where transformers writes an object for each."""
     text = {

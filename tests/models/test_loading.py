@@ -152,9 +152,12 @@ def test_the_text_part_of_a_model_that_sees_images(
         load_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "glm4-moe", "lfm2-moe"])
 def test_experts_may_be_stacked_in_files(name: str, tmp_path: Path) -> None:
-    """Each layer's in one tensor, gates before ups: Qwen3.5-MoE is published so."""
+    """Each layer's in one tensor, gates before ups: Qwen3.5-MoE is published so.
+
+    LFM2-MoE has names of its own for experts that stand apart.
+    """
     tiny = dataclasses.replace(find_tiny_model(name), sharded=False)
     write(tiny, tmp_path)
     sequence = TokenSequence(torch.arange(3, 30), torch.empty(0))
@@ -165,15 +168,15 @@ def test_experts_may_be_stacked_in_files(name: str, tmp_path: Path) -> None:
     moe = apart.config.moe
     assert moe is not None
     for layer in moe.layers:
-        prefix = f"model.layers.{layer}.mlp.experts"
+        prefix = f"model.layers.{layer}.{moe.module}.experts"
         gates, ups, downs = (
             torch.stack(
                 [
-                    tensors.pop(f"{prefix}.{number}.{half}_proj.weight")
+                    tensors.pop(f"{prefix}.{number}.{part}.weight")
                     for number in range(moe.num_experts)
                 ]
             )
-            for half in ("gate", "up", "down")
+            for part in moe.projections
         )
         tensors[f"{prefix}.gate_up_proj"] = torch.cat([gates, ups], dim=1)
         tensors[f"{prefix}.down_proj"] = downs.contiguous()

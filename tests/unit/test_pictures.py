@@ -331,6 +331,31 @@ def test_sizes_that_are_asked_for() -> None:
     assert Picture("", "x", detail="auto").processor(clip(28)) == clip(28)
 
 
+def test_pictures_that_are_read_have_a_bound_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """URLs count, and images until the last of their request is there: both are given back."""
+    vision = load_model_config(write_llava(tmp_path)).vision
+    urls = [data_url(file_of(picture(number))) for number in range(2)]
+    size = sum(map(len, urls)) + 2 * 3 * SIDE * SIDE
+    pictures = [Picture(url, "x") for url in urls]
+
+    async def scenario(room: int) -> None:
+        monkeypatch.setattr("lightserve.frontend.pictures.READING_BYTES", room)
+        reader = PictureReader(vision, ServeConfig(), Recorder())
+        try:
+            for _ in range(3):
+                with reader._reading.admitted(1):  # another request
+                    assert len(await reader.read(pictures)) == 2
+        finally:
+            reader.close()
+
+    asyncio.run(scenario(size + 1))
+    with pytest.raises(RequestFailed) as caught:
+        asyncio.run(scenario(size - 1))
+    assert caught.value.status == 429
+
+
 def test_images_are_kept_for_each_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = load_model_config(write_llava(tmp_path)).vision
     assert vision is not None

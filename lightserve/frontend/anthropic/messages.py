@@ -31,6 +31,7 @@ from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel
 from lightserve.frontend.openai.chat import ChatRequest, answer_chat, encode_chat
 from lightserve.frontend.openai.messages import AnswerPart, parts_of
 from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
+from lightserve.frontend.prompts import EncodedChat
 from lightserve.frontend.request_options import with_objective
 from lightserve.frontend.response import prepared_for, sse_event
 from lightserve.frontend.service import Service
@@ -233,13 +234,14 @@ def messages_router(service: Service) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a conversation's prompt."""
         body = await service.bodies.read(request, CountTokensRequest)
-        chat = await as_chat(request, body)
-        with renamed(CHAT_NAMES):
-            chat.check(service)
-            tools, size = chat.tool_use(service), request.scope[BODY_BYTES_KEY]
-            prompt = await prepared_for(
-                service, request, lambda: encode_chat(service, chat, tools, size)
-            )
+
+        async def prompt_of_body() -> EncodedChat:
+            chat, size = await as_chat(request, body), request.scope[BODY_BYTES_KEY]
+            with renamed(CHAT_NAMES):
+                chat.check(service)
+                return await encode_chat(service, chat, chat.tool_use(service), size)
+
+        prompt = await prepared_for(service, request, prompt_of_body)
         count = encode({"input_tokens": len(prompt.token_ids)})
         return Response(count, media_type="application/json")
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator
 from typing import Any
@@ -241,7 +242,7 @@ class PrefixTree:
         """
         self._clock += 1
         node, done = lease.node, 0
-        depth = -len(tokens) * MAX_DEPTH if is_found else sum(1 for _ in path_of(node)) - 1
+        depth = -math.inf if is_found else sum(1 for _ in path_of(node)) - 1
         left: list[Int32Array] = []
         while done < len(tokens):
             depth += 1
@@ -562,10 +563,10 @@ class PrefixTree:
             node = child
         return node
 
-    def _child_for(self, parent: PrefixNode, tokens: Int32Array, depth: int) -> PrefixNode | None:
+    def _child_for(self, parent: PrefixNode, tokens: Int32Array, depth: float) -> PrefixNode | None:
         """Return a child whose tokens begin `tokens`, made for that; None: it would lie too deep.
 
-        `depth` is that of the child, 1 below the root.
+        `depth` is that of the child, 1 below the root; less: no child is too deep.
         """
         if depth > self._max_depth:
             return None
@@ -625,7 +626,7 @@ class PrefixTree:
         self._offer(node)
         return first
 
-    def _can_split(self, node: PrefixNode, depth: int) -> bool:
+    def _can_split(self, node: PrefixNode, depth: float) -> bool:
         """Whether the paths through a node that lies so deep may become longer by one."""
         return depth + node.height <= self._max_depth
 

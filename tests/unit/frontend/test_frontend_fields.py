@@ -15,12 +15,15 @@ from support.fake_router import Setup, frontend, says
 
 import lightserve
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.errors import InvalidRequest
+from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.fields import (
     CHAT_NO_EFFECT,
     COMPLETION_NO_EFFECT,
     MESSAGE_NO_EFFECT,
 )
 from lightserve.messages.frontend_router import Submit
+from lightserve.messages.images import MAX_PIXEL_BYTES, Image
 from lightserve.models.config import load_model_config
 
 VOCAB_SIZE = load_model_config(BUNDLED_MODEL_DIR).vocab_size
@@ -152,6 +155,8 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
             [{"role": "user", "content": ["x"]}],
             [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
             [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+            [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
+            [{"role": "user", "content": [{"type": {}, "text": "x"}]}],
             [{"role": "user", "content": "\ud800"}],
             [{"role": "user", "content": "x" * 5000}],
             [{"role": "user", "content": "x", "colour": "y"}],
@@ -703,6 +708,18 @@ def test_both_names_of_the_token_limit_are_refused() -> None:
             assert _assert_error(await setup.post("/v1/chat/completions", body))["param"]
 
     asyncio.run(scenario())
+
+
+def test_choices_multiply_images() -> None:
+    """Each choice is a request of its own, which a message has to hold."""
+    image = Image(0, 1, 1000, 1000, b"", b"")
+    most = MAX_PIXEL_BYTES // image.num_bytes
+    ChatRequest(**{**CHAT, "n": most})._check_pixels([image])
+    ChatRequest(**CHAT)._check_pixels([image] * most)
+    complaint = f"n times the images must take at most {MAX_PIXEL_BYTES} bytes, .*got 15000000"
+    with pytest.raises(InvalidRequest, match=complaint) as caught:
+        ChatRequest(**{**CHAT, "n": most + 1})._check_pixels([image])
+    assert caught.value.param == "n"
 
 
 def test_a_wrong_model_is_not_found() -> None:

@@ -17,7 +17,7 @@ from support.tiny_models import TINY_MODELS, write_tiny_model
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels.cpu import core
-from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS
+from lightserve.kernels.interface import FEW_TOKENS, MAX_FEW_TOKENS, WORD_BYTES
 from lightserve.messages.common import DeviceFacts, unpack_int32
 from lightserve.messages.router_worker import (
     OutputKind,
@@ -75,6 +75,18 @@ def test_size(options: dict[str, Any], memory: DeviceMemory, num_slots: int) -> 
     assert found == num_slots
     # With the slot of no request, it fits in.
     assert memory.taken + (found + 1) * LAYOUT.bytes_per_token <= memory.total
+
+
+@pytest.mark.parametrize(("head_dim", "found"), [(64, (999, 1001)), (124, (1000, 1001))])
+def test_layers_of_8_bits_begin_where_kernels_read_16_bytes_at_once(
+    head_dim: int, found: tuple[int, int]
+) -> None:
+    """A head of 64 numbers has 72 bytes with its factor: an odd number of slots and the scratch."""
+    own = KVGroup(num_layers=3, num_kv_heads=1, head_dim=head_dim, dtype="int8", word=WORD_BYTES)
+    for most, num_slots in zip((1000, 1001), found, strict=True):
+        config = ServeConfig(max_kv_tokens=most)
+        assert num_device_slots(config, KVLayout((own,)), H200) == num_slots
+        assert (num_slots + 1) * own.head_size % 16 == 0
 
 
 @pytest.mark.parametrize(
@@ -138,6 +150,8 @@ def test_host_pool_beside_a_gpu(options: dict[str, Any], free: int, expected: in
         ServeConfig(**options), LAYOUT, num_slots=10**6, free_bytes=free, is_beside_gpu=True
     )
     assert found.num_slots == expected // LAYOUT.bytes_per_token
+    locked = (found.num_slots + found.num_prefix_slots) * LAYOUT.bytes_per_token
+    assert locked <= max(AUTO_LOCKED_BYTES, expected), "one limit for requests and prefixes"
 
 
 def test_more_than_the_host_has_is_refused() -> None:
