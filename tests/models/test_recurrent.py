@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.grids import long_but
 from support.model_runs import CONTEXT_LEN, LoadedModel, load_tiny
-from support.parity import CPU, FP32_LOGPROB, Chunk, TokenSequence, run_sequences
-from support.tiny_models import find_tiny_model, write_tiny_model
+from support.parity import (
+    CPU,
+    FP32_LOGPROB,
+    Chunk,
+    TokenSequence,
+    compare_all,
+    make_sequences,
+    run_sequences,
+)
+from support.tiny_models import MAMBA, TinyModel, find_tiny_model, load_reference, write_tiny_model
 from torch import Tensor
 
 from lightserve.config import ServeConfig
@@ -63,13 +72,13 @@ def sequence(seed: int, length: int) -> TokenSequence:
     return TokenSequence(tokens, torch.empty(0))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "invariant"),
-    [
-        *((name, *kind) for name in NAMES for kind in KINDS),
-        *(("kimi-linear", *kind) for kind in KINDS if not kind[1]),
-    ],
-)
+CUT = [
+    *((name, *kind) for name in NAMES for kind in KINDS),
+    *(("kimi-linear", *kind) for kind in KINDS if not kind[1]),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "invariant"), long_but(CUT, CUT[::2]))
 def test_a_cut_anywhere_changes_nothing(
     name: str, kind: str, invariant: bool, tmp_path: Path
 ) -> None:
@@ -333,6 +342,32 @@ def test_older_files_of_lfm2_say_the_same(tmp_path: Path) -> None:
     }
     file.write_text(json.dumps(values | older))
     assert load_model_config(path) == config
+
+
+def test_granite_4_may_have_no_states(tmp_path: Path) -> None:
+    """It may have attention alone, by the name of newer files or of older ones."""
+    attention = {**MAMBA, "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
+    path = write_tiny_model(TinyModel("no-states", "GraniteMoeHybrid", attention), tmp_path)
+    loaded = load_tiny(path, torch.float32, make_kernels("torch", batch_invariant=False))
+    sequences = make_sequences(load_reference(path, torch.float32), [(20, 4)], seed=0)
+    logits = loaded.run(sequences, [[Chunk(0, 0, 24)]])
+    assert logits is not None and compare_all(sequences, logits, torch.float32).holds(torch.float32)
+    file = path / "config.json"
+    file.write_text(file.read_text().replace("full_attention", "attention"))
+    assert load_model_config(path) == loaded.config and loaded.config.recurrent is None
+
+
+def test_olmo_hybrid_rotates_where_its_file_has_a_base(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("olmo-hybrid"), tmp_path)
+    config, file = load_model_config(path), path / "config.json"
+    assert not config.unrotated_layers
+    values = json.loads(file.read_text())
+    base = values.pop("rope_parameters")["rope_theta"]
+    for rope in ({}, {"rope_type": "default"}):
+        file.write_text(json.dumps({**values, "rope_theta": base, "rope_scaling": rope or None}))
+        assert load_model_config(path) == config
+    file.write_text(json.dumps(values))
+    assert len(load_model_config(path).unrotated_layers) == config.num_layers
 
 
 @pytest.mark.parametrize("name", ["lfm2-moe", "olmo-hybrid", "kimi-linear"])

@@ -55,6 +55,7 @@ RULES = (
     Rule(r"--nnodes", OPTIONS, "several machines; test_two_nodes has two on one"),
     Rule(r"postgresql://", OPTIONS if POSTGRES else CHECKED, POSTGRES or ""),
     Rule(r"^make (check|test|test-long|fmt)\b", OPTIONS, "is what runs this, or changes files"),
+    Rule(r"^make bench( |$)", OPTIONS, "minutes of measuring"),
     Rule(r"^(prometheus|promtool) ", RUN if which("promtool") else NOT_RUN, "needs prometheus"),
     Rule(r"lightserve (simulate|plan) ", SLOW, "seconds of computing"),
     Rule(r"examples/load_test\.sh|--targets ttft=150ms", SLOW, "seconds of load"),

@@ -64,7 +64,7 @@ def _check_options(arguments: list[str]) -> int:
     return 0 if code in (0, None) and checked else 1
 
 
-_ONLY_CHECKED = {"check", "test", "test-long", "fmt", "gpu-check", "gpu-wheels"}
+_ONLY_CHECKED = {"check", "test", "test-long", "fmt", "bench", "gpu-check", "gpu-wheels"}
 
 
 def make(arguments: list[str]) -> int:
