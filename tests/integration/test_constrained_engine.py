@@ -3,6 +3,7 @@ else runs beside it, and recomputation changes no token."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import torch
 from llguidance import LLMatcher
+from support.grids import long_but
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
 from lightserve.config import ServeConfig
@@ -475,9 +477,13 @@ LARGE = JsonSchemaConstraint(
 LIMITED = "from lightserve.worker import matchers; matchers.MAX_BYTES = {} * 2**20; matchers.main()"
 
 
-@pytest.mark.parametrize("limit_mib", [32, 1024], ids=["dies alone", "is the larger one"])
-@pytest.mark.parametrize("killer", [0, 1])
-@pytest.mark.parametrize("has_left", [False, True])
+@pytest.mark.parametrize(
+    ("limit_mib", "killer", "has_left"),
+    long_but(
+        itertools.product([32, 1024], [0, 1], [False, True]),
+        [(32, 0, False), (32, 1, True), (1024, 0, True), (1024, 1, False)],  # all pairs
+    ),
+)
 def test_of_two_constraints_at_work_the_killer_alone_is_blamed(
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -485,8 +491,9 @@ def test_of_two_constraints_at_work_the_killer_alone_is_blamed(
     killer: int,
     has_left: bool,
 ) -> None:
-    """Memory fails whichever thread asks for it; and a client may leave before its row's process
-    does, and its row be another's by then."""
+    """With 32 MiB it dies alone, with 1024 it is the larger one: memory fails whichever thread asks
+    for it. And a client may leave before its row's process does, and its row be another's by then.
+    """
     enforcer = constraints.RowConstraints(BUNDLED_MODEL_DIR, 4096)
     try:
         enforcer.update([], [sequence(0, SMALL), sequence(1, LARGE), sequence(2, SMALL)])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import choose, more_when_long
 from support.kernel_grid import SMALL_SHAPES
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -169,9 +170,19 @@ def test_a_kernel_gives_a_value_in_one_place(path: Path) -> None:
         assert all(value is function.body[-1] for value in values), function.name
 
 
+PRODUCTS = [
+    *("int8, 8 rows", "int8 by int8, 512", "int4, 512", "uint8, 8 rows", "fp8 of outputs, 512"),
+    *("fp8 in blocks, 8 rows", "fp8 by fp8 of outputs, 8 rows", "fp8 by fp8 in blocks, 512"),
+]
+EXPERTS = ["A3B, 8", "gpt-oss, 4096", "fp4, 8", "int4, 4096", "int8, 4096", "fp8 by fp8, 8"]
+
+
+@more_when_long
 @pytest.mark.skipif(not OLDEST_TRITON.exists(), reason=f"no {OLDEST_TRITON}: `make test` makes it")
 def test_the_oldest_triton(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    names = ["products of", "experts", "28/4 heads of 128, window", "of 896", "of 64, QK", "top-p"]
+    few = [f"products of {name}" for name in PRODUCTS] + [f"{name} tokens" for name in EXPERTS]
+    names = ["28/4 heads of 128, window", "of 896", "of 64, QK", "of 128256, top-p"]
+    names += choose(few, ["products of", "experts", "top-p"])
     rows = compiled(names, tmp_path, pytestconfig, OLDEST_TRITON)
     assert {"_product_kernel", "_features_kernel", "_decode_kernel", "_add_rms_norm_kernel"} <= {
         row["kernel"] for row in rows

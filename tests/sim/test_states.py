@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.core_scenes import MAX_SEQS, Arrival, make_core, step_time, submit
-from support.grids import choose
+from support.grids import choose, more_when_long
 from support.storms import Storm, play
 
 from bench.scheduling.paper_loads import echo_load
@@ -53,7 +53,7 @@ from lightserve.sim.virtual_gpus import GPUS, MODELS, read_hardware, virtual_gpu
 from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
-NUM_STORMS = choose(30, 10_000)
+NUM_STORMS = choose(20, 1000)
 CUT = States.cut
 
 
@@ -141,6 +141,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@more_when_long
 def test_random_schedules(seen: Counter[str]) -> None:
     """No row ever has another state than that of its tokens, whatever happens to it."""
     for seed in range(NUM_STORMS):

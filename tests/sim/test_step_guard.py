@@ -163,17 +163,17 @@ def test_the_router_starts_with_it_or_learns() -> None:
         assert (planned.planned.predicted_s > 0.0) is is_known
 
 
-# `Retry-After` against the wait that comes, at three backlogs of both classes.
+# `Retry-After` against the wait that comes, at two backlogs of both classes.
 
 
-@pytest.mark.parametrize(("request_class", "backlogs"), [(RT, (40, 80, 160)), (BE, (20, 50, 100))])
+@pytest.mark.parametrize(("request_class", "backlogs"), [(RT, (40, 160)), (BE, (20, 100))])
 def test_it_is_within_half_of_the_wait(
-    request_class: RequestClass, backlogs: tuple[int, ...]
+    request_class: RequestClass, backlogs: tuple[int, int]
 ) -> None:
     """Of a request that would have been let in, and of the client that comes when it is told to."""
     waits = [play(Scene(request_class, n, scale=0.1, warm_s=15.0)) for n in backlogs]
     assert all(waited.is_within_half for waited in waits), waits
-    assert waits[0].measured_s > 1.5 and waits[2].measured_s > 4 * waits[0].measured_s
+    assert waits[0].measured_s > 1.5 and waits[1].measured_s > 4 * waits[0].measured_s
 
 
 def test_what_was_seen_corrects_it() -> None:

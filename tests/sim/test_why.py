@@ -81,7 +81,7 @@ def test_what_was_served_instead_is_what_the_log_says(path: Path) -> None:
 
 def test_what_was_missed_is_what_the_story_says(path: Path) -> None:
     late = in_time = 0
-    for request_id in range(1, 20):
+    for request_id in range(1, 20, 2):
         try:
             name = find_request(DecisionLogReader(path), f"0/{request_id}")[0]
         except DecisionLogError:
