@@ -31,7 +31,7 @@ from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import RUNNING, WAITING, Found, Request
 from lightserve.router.request_table import RequestTable
 from lightserve.router.retry_after import QueueDelay
-from lightserve.router.step import PlannedStep, Reason
+from lightserve.router.step import Loading, PlannedStep, Reason
 from lightserve.types import RT, RequestClass, RowId
 
 # From allotments to the message that workers execute.
@@ -212,19 +212,24 @@ class StepCommit:
     def book(self, step: PlannedStep, kv: KVStore, encoding: Encoding, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
         self.skip_counters.note(step)
-        kv.begin_plan(step.found.values())
+        tier, loaded = kv.tier, step.loaded
+        num_saved = 0 if tier is None else tier.num_tokens["saved"]
+        beside = {request for request, _ in loaded} if tier and step.checkpointed else ()
+        kv.begin_plan(found for request, found in step.found.items() if request not in beside)
         self._make_room(step, kv, now_s)
+        if beside:
+            loaded = _left_by_paused(step, kv)
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
             self._start(request, kv, step.found[request])
-        for request, _ in step.loaded:
+        for request, _ in loaded:
             kv.hold(request, step.found[request])
         for request in newcomers:
             found = step.found[request]
             kv.load(request, found.start - found.num_there)
             self.counters[request.request_class].loaded_tokens += found.num_loaded
             request.state = RUNNING
-        for request, num_tokens in step.loaded:
+        for request, num_tokens in loaded:
             num_loaded = kv.load(request, num_tokens, is_ahead=True)
             self.counters[request.request_class].loaded_tokens += num_loaded
         if self._drafting.most and len(step.decodes):
@@ -249,7 +254,8 @@ class StepCommit:
             left_rows=self._rows.take_left(),
             shares_answers=self._shares_answers,
         )
-        self._pipeline.push(step, plan, now_s)
+        num_saved = 0 if tier is None else tier.num_tokens["saved"] - num_saved
+        self._pipeline.push(step, plan, now_s, num_prefix_saves=num_saved)
         self._rows.send(step.decodes.rows, num_tokens_each)
         for (request, num_tokens), samples in zip(step.chunks, step.num_samples, strict=True):
             if request.parameters.images:
@@ -323,6 +329,23 @@ class StepCommit:
             request.was_evicted = True
             counters.num_evicted += 1
             self._risk.note_evicted(request.request_class)
+
+
+def _left_by_paused(step: PlannedStep, kv: KVStore) -> tuple[Loading, ...]:
+    """Return the loads beside a step whose copies are still there, as requests have paused.
+
+    These go before prefixes; the requests of others go on waiting, as they would have.
+    """
+    left = []
+    for request, num_tokens in step.loaded:
+        found = step.found[request]
+        if found.hit is not None and found.hit.num_on_host:
+            now = kv.look_up(request)
+            if now.num_there != found.num_there or now.num_loaded < num_tokens:
+                continue
+            kv.begin_plan([now])
+        left.append(Loading(request, num_tokens))
+    return tuple(left)
 
 
 def _note_slots(step: PlannedStep, decode_slots: Int32Array, chunk_slots: Int32Array) -> None:

@@ -50,6 +50,14 @@ class SentStep:
     """Whether it was sent while another step ran."""
     behind_s: float
     """By how much, as predicted, copies that it does not wait for hold up the next step."""
+    saves_s: float = 0.0
+    """Predicted time of saves of prefixes that its slots were taken from, unknown when it was
+    planned."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted execution time."""
+        return self.planned.predicted_s + self.saves_s
 
 
 class Pipeline:
@@ -100,7 +108,7 @@ class Pipeline:
         assert running.start_s is not None
         lead_s = max(MIN_LEAD_S, LEAD_FACTOR * self._router_s) + self._launch_s
         lead_s += LEAD_FACTOR * self.cost.error_s
-        return running.start_s + running.planned.predicted_s - lead_s
+        return running.start_s + running.predicted_s - lead_s
 
     def next_start_s(self, now_s: float) -> float:
         """Return when a step planned now will start, as predicted."""
@@ -108,7 +116,7 @@ class Pipeline:
             return now_s
         start_s = self._in_flight[0].start_s
         assert start_s is not None
-        steps_s = sum([sent.planned.predicted_s + sent.behind_s for sent in self._in_flight])
+        steps_s = sum([sent.predicted_s + sent.behind_s for sent in self._in_flight])
         return max(now_s, start_s + steps_s)
 
     def next_end_s(self, now_s: float) -> float:
@@ -154,19 +162,31 @@ class Pipeline:
         predict = self.ahead_seconds if self.overlaps_copies else self.copy_cost.predict
         return computed_s == 0.0 or predict(num_loaded) <= computed_s
 
-    def push(self, planned: PlannedStep, plan: StepPlan, now_s: float) -> None:
-        """Book a step that leaves at `now_s`; before its requests have moved."""
+    def push(
+        self, planned: PlannedStep, plan: StepPlan, now_s: float, *, num_prefix_saves: int = 0
+    ) -> None:
+        """Book a step that leaves at `now_s`; before its requests have moved.
+
+        `num_prefix_saves`: tokens of prefixes among its saves.
+        """
         assert planned.step_id == plan.step_id == self.next_step_id, (
             "planned before the last commit"
         )
         self.best_effort_time.observe(planned.predicted_s, planned.best_effort_s)
         self.num_steps_in_time = 0 if planned.hits_limit else self.num_steps_in_time + 1
         ahead = bool(self._in_flight)
+        saves_s = 0.0
+        if num_prefix_saves:
+            num_copied = _num_copied(plan)
+            saves_s = self.copy_seconds(num_copied)
+            saves_s -= self.copy_seconds(num_copied - num_prefix_saves)
         behind_s = self.ahead_seconds(len(plan.ahead_loads.slots) // 4)
         if self.overlaps_copies:
-            behind_s = max(0.0, behind_s - planned.predicted_s)
+            behind_s = max(0.0, behind_s - planned.predicted_s - saves_s)
         start_s = None if ahead else now_s
-        self._in_flight.append(SentStep(planned, plan, planned.shape, start_s, ahead, behind_s))
+        self._in_flight.append(
+            SentStep(planned, plan, planned.shape, start_s, ahead, behind_s, saves_s)
+        )
         self.next_step_id = StepId(self.next_step_id + 1)
         self._router_s += RATIO_MEMORY * (now_s - planned.planned_at_s - self._router_s)
 

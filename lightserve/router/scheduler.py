@@ -92,6 +92,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._rows = RequestTable(config.max_num_seqs)
         self._kv: KVStore | None = None
+        self._prefix_copies: dict[str, int] = {}
         self._pipeline = Pipeline(
             max_steps_in_flight=config.max_steps_in_flight,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -292,6 +293,8 @@ class Scheduler:
             num_state_slots=ready.num_state_slots,
             load_is_cheaper=self._pipeline.load_is_cheaper,
         )
+        if (tier := self._kv.tier) is not None:
+            tier.num_tokens = self._prefix_copies = self._prefix_copies or tier.num_tokens
         for request in list(self._waiting):
             request.recurrent.num_slots = ready.num_state_slots
             self._kv.expect(request)

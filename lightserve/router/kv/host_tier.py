@@ -30,6 +30,7 @@ import numpy as np
 from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.host import Checkpoints
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
+from lightserve.router.request import Request
 
 LoadIsCheaper = Callable[[int, int, int], bool]
 """Whether computing n tokens from a position on is predicted to cost more than loading m slots."""
@@ -65,7 +66,8 @@ class HostTier:
         self.num_used = 0
         """Host slots that hold copies."""
         self.num_tokens = dict.fromkeys(("saved", "loaded", "given_up"), 0)
-        """Tokens so far that were saved, brought back, or given up for others."""
+        """Tokens so far that were saved, brought back, or given up for others; the tier that
+        follows, when workers begin anew, goes on with them."""
         memory.make_room = self.make_room
 
     @property
@@ -152,8 +154,12 @@ class HostTier:
             node.num_readers += 1
             self._read.append(node)
 
-    def bring(self, node: PrefixNode, tokens: Int32Array) -> Int32Array:
-        """Return where the KV of tokens that follow a node is on the host, int32 [len(tokens)]."""
+    def bring(self, node: PrefixNode, tokens: Int32Array, request: Request) -> Int32Array:
+        """Return where the KV of tokens that follow a node is on the host, int32 [len(tokens)].
+
+        They are for a request. What comes back for it in pieces says no more of its key than what
+        comes back at once.
+        """
         found: list[Int32Array] = [NO_INT32]
         missing = len(tokens)
         while missing:
@@ -161,7 +167,9 @@ class HostTier:
             assert node.host_slots is not None, "something changed since"
             found.append(node.host_slots[:missing])
             missing -= len(found[-1])
-        _learn(node, 1.0)
+        if not request.took_prefix:
+            _learn(node, 1.0)
+        request.took_prefix = True
         self.num_tokens["loaded"] += len(tokens)
         return np.concatenate(found)
 

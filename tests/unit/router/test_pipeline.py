@@ -186,6 +186,33 @@ class TestPipeline:
         earlier = [due_s[29] - due for due in due_s[30:]]
         assert earlier == pytest.approx([0.004, 0.0036, 0.00324], abs=1e-4)
 
+    @pytest.mark.parametrize("overlaps", [False, True])
+    def test_saves_of_prefixes_take_time(self, overlaps: bool) -> None:
+        """A plan's slots say which prefixes leave the pool, when it has been planned."""
+        pipeline = Pipeline()
+        pipeline.overlaps_copies = overlaps
+        for number in range(30):
+            pipeline.copy_cost.observe(100 * (number % 3), 0.01 * (number % 3))
+        ends_s = []
+        for num_saved, num_prefix in ((0, 0), (100, 0), (300, 200)):
+            slots = bytes(4 * num_saved)
+            plan = StepPlan(
+                step_id=pipeline.next_step_id,
+                sequences=[],
+                slot_ranges=[],
+                rows=[CHUNK],
+                saves=KVCopies(slots, slots),
+                ahead_loads=KVCopies(bytes(4000), bytes(4000)),
+            )
+            pipeline.push(self.step(pipeline, 0.0), plan, 0.0, num_prefix_saves=num_prefix)
+            (sent,) = pipeline._in_flight
+            assert sent.predicted_s - sent.planned.predicted_s == pytest.approx(num_prefix * 1e-4)
+            ends_s.append(pipeline.next_start_s(0.0))
+            pipeline.clear()
+        assert ends_s[0] == ends_s[1], "what was planned is in the plan's own prediction"
+        later_s = 0.0 if overlaps else 0.02
+        assert ends_s[2] - ends_s[0] == pytest.approx(later_s), "copies beside it take longer"
+
     def test_results_out_of_order_are_refused(self) -> None:
         pipeline = Pipeline()
         self.push(pipeline, 0.0, 0.0)

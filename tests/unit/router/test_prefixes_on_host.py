@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.core_scenes import make_core
 
 from lightserve.messages.common import unpack_int32
+from lightserve.router.commit import _left_by_paused
+from lightserve.router.events import WorkersGone, WorkersReady
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.kv.host_tier import LONG_ODDS
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Found, Request, RequestState
+from lightserve.router.step import Loading
 from lightserve.types import (
     FrontendId,
     RequestClass,
@@ -256,6 +261,27 @@ def test_what_a_plan_brings_back_is_not_given_up_by_it() -> None:
     scene.kv.check_integrity([newcomer])
 
 
+def test_a_request_that_pauses_goes_before_what_comes_back_beside_its_step() -> None:
+    """The request that was to have it goes on waiting; without a need its copies are kept."""
+    for num_taken, is_left in ((20, False), (0, True)):
+        scene = Scene(num_host_slots=60, num_prefix_slots=1)
+        scene.serve(1, 60)
+        victim, waiting = request_for(2, 90), request_for(1, 60)
+        scene.start(victim)
+        scene.copies()
+        found = scene.kv.look_up(waiting)
+        step = SimpleNamespace(loaded=(Loading(waiting, 49),), found={waiting: found})
+        victim.pause()
+        if num_taken:
+            assert scene.kv.take(victim, num_taken) == num_taken
+        left = _left_by_paused(step, scene.kv)  # type: ignore[arg-type]
+        assert left == (step.loaded if is_left else ())
+        scene.tier.make_room(61)
+        assert scene.tier.num_used == (50 if is_left else 40), "what is read stays"
+        scene.copies()
+        scene.kv.check_integrity([victim])
+
+
 def test_two_newcomers_of_a_plan_bring_a_prefix_back_once() -> None:
     scene = Scene()
     scene.serve(1, 40)
@@ -292,6 +318,47 @@ def test_some_comes_back_beside_a_step_for_a_request_that_goes_on_waiting() -> N
         scene.kv.check_integrity([])
     assert request.slots is None and scene.kv.num_used == 0
     assert scene.kv.look_up(request).num_there == 50
+
+
+@pytest.mark.parametrize("num_pieces", [1, 4])
+def test_what_comes_back_in_pieces_comes_back_once(num_pieces: int) -> None:
+    """As of a key that has been without luck before: one return is one."""
+    scene = Scene()
+    scene.serve(1, 60)
+    scene.serve(2, 100)
+    assert scene.kv.tree is not None
+    root = scene.kv.tree._roots[""]
+    root.return_share = 0.0
+    request = request_for(1, 60)
+    for _ in range(num_pieces):
+        found = scene.kv.look_up(request)
+        scene.kv.begin_plan([found])
+        scene.kv.hold(request, found)
+        scene.kv.load(request, 40 // num_pieces, is_ahead=True)
+        scene.copies()
+    assert root.return_share == 1 / LONG_ODDS
+    scene.start(other := request_for(1, 60, number=1))
+    assert root.return_share > 1 / LONG_ODDS, "another request's is another"
+    scene.copies()
+    scene.kv.check_integrity([other])
+
+
+def test_counts_go_on_when_workers_begin_anew() -> None:
+    core = make_core("unified", cache_order=task_aware)
+    ready = WorkersReady(100, 50, num_prefix_slots=100)
+    core.on_message(ready, 1.0)
+    assert core.kv is not None and core.kv.tier is not None
+    core.kv.tier.num_tokens["saved"] += 7
+    core.on_message(WorkersGone(), 2.0)
+    core.on_message(ready, 3.0)
+    assert core.kv.tier.num_tokens == {"saved": 7, "loaded": 0, "given_up": 0}
+    core.kv.tier.num_tokens["loaded"] += 2
+    core.on_message(WorkersGone(), 4.0)
+    core.on_message(WorkersReady(100, 50), 5.0)
+    assert core.kv.tier is None
+    core.on_message(WorkersGone(), 6.0)
+    core.on_message(ready, 7.0)
+    assert core.kv.tier.num_tokens == {"saved": 7, "loaded": 2, "given_up": 0}
 
 
 def test_what_comes_back_is_never_too_deep() -> None:
