@@ -116,6 +116,7 @@ class GraphRecorder(Protocol):
 
         Raises:
             RuntimeError: the function did what cannot be recorded, or memory ran out.
+            TritonError: a kernel does not compile, or not fit the device.
         """
 
     def memory(self) -> MemoryUse:
@@ -171,8 +172,8 @@ class CudaGraphRecorder:
                 ),
             ):
                 function()
-        except RuntimeError as error:
-            self._failure = one_line(error.__context__ or error)
+        except Exception as error:  # of torch, or of Triton, whose types are its own
+            self._failure = _reason(error)
             raise
         return graph.replay
 
@@ -194,6 +195,12 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _reason(error: Exception) -> str:
+    """Return why a capture failed: the end of a broken one fails as well, for another reason."""
+    first = error.__context__ if isinstance(error, RuntimeError) else None
+    return one_line(first or error)
 
 
 def record_sizes(
@@ -228,11 +235,10 @@ def record_sizes(
             replay = replays[size] = recorder.record(partial(run, size))
             replay()  # of padding: the first one takes longer, and may fail
             before, memory = memory, recorder.memory()
-        except RuntimeError as error:
-            # The end of a broken capture fails as well: what came first says why.
-            reason = one_line(error.__context__ or error)
+        except Exception as error:  # Triton's have types of their own
             raise StartupError(
-                f"a CUDA graph of {size} {unit} could not be captured: {reason}; {otherwise}"
+                f"a CUDA graph of {size} {unit} could not be captured: {_reason(error)};"
+                f" {otherwise}"
             ) from error
         used.append(memory.since(before))
         advance(1)

@@ -14,6 +14,7 @@ import torch
 from support.graph_recorders import TapeRecorder
 from support.random_model import layout_of, random_model, tiny_config
 from support.tensor_kernels import TensorKernels
+from triton.runtime.errors import OutOfResources
 
 from lightserve.cli.profile import FIELDS
 from lightserve.config import ServeConfig
@@ -262,6 +263,41 @@ def test_why_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         StartupError, match=r"graph of 4 decodes .* out of memory; --cuda-graphs off"
     ):
         captured(TensorKernels(), (1, 2, 4))
+
+
+def test_a_kernel_that_does_not_compile_for_a_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton's errors are none of torch's: they end the start in words, and chunks do without."""
+
+    class TooLarge(TensorKernels):
+        def attention(self, *args: Any, **kwargs: Any) -> Any:
+            if args[3].most is not None or self.name == "of decodes":
+                raise OutOfResources(300_000, 232_448, "shared memory")
+            return super().attention(*args, **kwargs)
+
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    with caplog.at_level(logging.INFO):
+        assert captured(TooLarge(), (1, 4), (16, 48)).mixed is None
+    assert "launched kernel by kernel, which takes longer" in caplog.text
+    kernels = TooLarge()
+    kernels.name = "of decodes"
+    with pytest.raises(StartupError, match=r"graph of 4 decodes .* shared memory, .*graphs off"):
+        captured(kernels, (1, 4))
+
+
+def test_a_capture_that_triton_breaks_off_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder(CUDA)
+
+    def fail() -> None:
+        if cuda.stack[-1].startswith("capture"):
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    with pytest.raises(OutOfResources):
+        recorder.record(fail)
+    with pytest.raises(RuntimeError, match=r"broken off \(OutOfResources: .*shared memory"):
+        recorder.record(cuda.run)
 
 
 @pytest.mark.parametrize("fault", ["old positions", "no KV is written", "nothing is replayed"])
