@@ -29,7 +29,7 @@ from lightserve.kernels.interface import (
     ScoreMod,
     UnknownValues,
 )
-from lightserve.kernels.triton import elementwise, experts, quantized, recurrent
+from lightserve.kernels.triton import experts, norms, quantized, recurrent
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import GPUS, KV_KINDS, AttentionConfigs, gpu_of
 from lightserve.kernels.triton.copies import TritonCopies
@@ -236,8 +236,8 @@ def latent_case(num_heads: int, rows: str) -> Case:
 
 def norm(width: int) -> None:
     """Normalise, alone and with a residual."""
-    elementwise.rms_norm(meta(256, width), meta(width), 1e-5)
-    elementwise.add_rms_norm(meta(256, width), meta(256, width), meta(width), 1e-5)
+    norms.rms_norm(meta(256, width), meta(width), 1e-5)
+    norms.add_rms_norm(meta(256, width), meta(256, width), meta(width), 1e-5)
 
 
 def norm_case(width: int) -> Case:
@@ -247,7 +247,19 @@ def norm_case(width: int) -> Case:
 
 def gate(width: int) -> None:
     """Launch the gated activation."""
-    elementwise.silu_and_mul(meta(256, 2 * width))
+    norms.silu_and_mul(meta(256, 2 * width))
+
+
+def rounded_case(width: int, group: int) -> Case:
+    """Return norms and gates that round what they give, and the rounding alone."""
+
+    def call() -> None:
+        x = meta(256, width)
+        norms.round_rows(x, group)
+        norms.add_rms_norm_rounded(x, meta(256, width), meta(width), 1e-5, group)
+        norms.silu_and_mul_rounded(meta(256, 2 * width), group)
+
+    return Case(f"rounded rows of {width}, groups of {group or width}", call)
 
 
 def rotate_case(
@@ -513,6 +525,11 @@ CASES: list[Case] = [
     attention_case(32, 8, 128, None, torch.float32),
     *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),
     *(Case(f"silu_and_mul {width}", partial(gate, width)) for width in (4864, 14336)),
+    *(
+        rounded_case(width, group)
+        for width in (128, 896, 4096, 5120, 8192, 14336, 16384)
+        for group in (0, 64, 128)
+    ),
     *(
         rotate_case(*heads, has_norm=has_norm)
         for heads in ((32, 8, 128), (14, 2, 64), (40, 40, 80), (4, 1, 128))

@@ -58,7 +58,7 @@ PARTS: dict[str, Part] = {
     "weights": Part("weights", 60),
     "mission": Part("mission", 190, needs_weights=True),
     "whole-model": Part("whole_model", 90),
-    "eight-bits": Part("whole_model", 120),
+    "eight-bits": Part("whole_model", 240),
     "through-http": Part("through_http", 170, needs_weights=True),
     "kernels": Part("correctness", 200, is_timed=False),
     "self-check": Part("correctness", 120, is_timed=False),

@@ -72,7 +72,7 @@ def tuned_kernels(machine: Machine, heads: Heads, context_len: int) -> TritonKer
         qkv_bias=False,
         context_len=context_len,
     )
-    tune_kernels(kernels, shapes, machine.device, mode="auto", is_shown=False)
+    tune_kernels(kernels, [shapes], machine.device, mode="auto", is_shown=False)
     machine.release()
     print(f"configurations: {kernels.configs}", flush=True)
     return kernels

@@ -35,7 +35,7 @@ from lightserve.errors import StartupError
 from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.self_check import check_kernels, check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import ClampedGate
+from lightserve.kernels.weights import ClampedGate, Packed
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import RowId, SamplingParams
@@ -128,7 +128,7 @@ def self_check(bench: Bench) -> None:
     for name in packed:
         shapes, found = (REHEARSED_SHAPES if bench.rehearse else SHAPES)[name], ""
         try:
-            check_quantized(TritonKernels(), shapes, bench.machine.device, has_int4=True)
+            check_quantized(TritonKernels(), shapes, bench.machine.device, ~Packed.NONE)
         except StartupError as wrong:
             found = str(wrong)[:120]
         bench.rows.claim(f"{name} shape: products by packed weights agree", not found, found)

@@ -13,21 +13,22 @@ from torch.nn import functional
 from bench.gpu.attention import MAX_ERROR, Order, attend, make_batch, slot_table, worst_error
 from bench.gpu.device import Machine, copy_bandwidth
 from bench.gpu.table import Bench
-from lightserve.kernels.interface import KernelShapes
-from lightserve.kernels.reference import numbers_of_groups
-from lightserve.kernels.triton import tuning
+from lightserve.kernels.interface import Can, KernelShapes
+from lightserve.kernels.reference import numbers_of_groups, rounded_to_e4m3
+from lightserve.kernels.triton import product_tuning
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.triton.product_tuning import ProductWork
 from lightserve.kernels.triton.products import ProductChoice, ProductConfig
-from lightserve.kernels.triton.tuning import Choice, ProductWork
+from lightserve.kernels.triton.quantized import SCALED_ROWS, ScaledKey
+from lightserve.kernels.triton.tuning import Choice
 from lightserve.models.base import KVGroup, KVLayout
-from lightserve.models.layers.quantized import rounded_to_fp8, scaled_product
+from lightserve.models.layers.quantized import rounded_to_fp8
 from lightserve.worker.memory import KVPool
 
 SIZES, REHEARSED_SIZES = (14_336, 4096), (96, 128)
 """Outputs and inputs: gates of Llama-3-8B."""
 ROWS, REHEARSED_ROWS = (8, 512), (3, 40)
 GROUP = 128
-FP8_CAPABILITY = (8, 9)
 
 
 class Packed(NamedTuple):
@@ -37,6 +38,8 @@ class Packed(NamedTuple):
     multiply: Callable[[Tensor], Tensor]
     numbers: Tensor
     """Float32 [M, K], what it stands for."""
+    is_rounding: bool = False
+    """Whether rows are e4m3, too."""
 
 
 def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packed]:
@@ -63,6 +66,19 @@ def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packe
     values, factors = rounded_to_fp8(weight)
     fp8 = kernels.pack_fp8(values, factors, group_size=num_inputs)
     yield Packed("fp8", lambda x: kernels.linear(x, fp8, None), values.float() * factors)
+    if Can.FP8_PRODUCTS not in kernels.can:
+        return
+    both, torchs = fp8._replace(rounds_rows=True), TritonKernels()
+    torchs.scaled = frozenset(
+        ScaledKey(num_inputs, num_outputs, num_rows) for num_rows in SCALED_ROWS
+    )
+    for name, own in (("fp8 by fp8", kernels), ("fp8 by fp8 of torch", torchs)):
+        yield Packed(
+            name,
+            lambda x, own=own: own.linear(x, both, None),  # type: ignore[misc]
+            values.float() * factors,
+            is_rounding=True,
+        )
 
 
 def packed_products(bench: Bench) -> None:
@@ -74,7 +90,8 @@ def packed_products(bench: Bench) -> None:
         x = machine.random(num_rows, inputs)
         plain_s = machine.median_s(lambda _, x=x: functional.linear(x, plain))  # type: ignore[misc]
         for packed in kinds(machine, outputs, inputs):
-            name, truth = f"{packed.name}, {num_rows} rows", x.float() @ packed.numbers.T
+            own = rounded_to_e4m3(x, inputs) if packed.is_rounding else x.float()
+            name, truth = f"{packed.name}, {num_rows} rows", own @ packed.numbers.T
             error = float((packed.multiply(x).float() - truth).norm() / truth.norm())
             if not error <= MAX_ERROR:
                 bench.rows.claim(name, False, f"relative error {error:.2g}")
@@ -82,32 +99,7 @@ def packed_products(bench: Bench) -> None:
             seconds = machine.median_s(lambda _, p=packed, x=x: p.multiply(x))  # type: ignore[misc]
             note = f"{1e6 * seconds:.1f} us, bfloat16 {1e6 * plain_s:.1f} us"
             bench.rows.figure(f"{name}, beside bfloat16", seconds / plain_s, "x", note=note)
-        _scaled(bench, x, plain, plain_s)
     _latents(bench)
-
-
-def _scaled(bench: Bench, x: Tensor, weight: Tensor, plain_s: float) -> None:
-    """Report torch's product of 8-bit floating point, which `--quantization fp8` asks for."""
-    name, device = f"fp8 on both sides, {len(x)} rows", bench.machine.device
-    if bench.machine.is_gpu and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        bench.rows.skip(name, "needs compute capability 8.9")
-        return
-    (values, of_rows), (own, of_outputs) = rounded_to_fp8(x), rounded_to_fp8(weight)
-    factors = of_outputs.T.contiguous()
-    truth = (values.float() * of_rows) @ (own.float() * of_outputs).T
-    found = scaled_product(values, own, of_rows, factors).float()
-    error = float((found - truth).norm() / truth.norm())
-    if not error <= MAX_ERROR:
-        bench.rows.claim(name, False, f"relative error {error:.2g}")
-        return
-
-    def work(_: int) -> Tensor:
-        rounded, scales = rounded_to_fp8(x)
-        return scaled_product(rounded, own, scales, factors)
-
-    seconds = bench.machine.median_s(work)
-    note = f"{1e6 * seconds:.1f} us with the rounding of activations"
-    bench.rows.figure(f"{name}, beside bfloat16", seconds / plain_s, "x", note=note)
 
 
 MODELS, REHEARSED_MODELS = (
@@ -127,7 +119,7 @@ def few_rows(bench: Bench) -> None:
     """
     machine = bench.machine
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger(tuning.__name__).setLevel(logging.DEBUG)
+    logging.getLogger(product_tuning.__name__).setLevel(logging.DEBUG)
     bandwidth = copy_bandwidth(machine)
     for model, sizes in (REHEARSED_MODELS if bench.rehearse else MODELS).items():
         hidden, inner, num_heads, num_kv_heads, head_dim = sizes
@@ -145,13 +137,13 @@ def few_rows(bench: Bench) -> None:
             qkv_bias=False,
             context_len=8192,
         )
-        works = tuning.product_works(shapes)
+        works = product_tuning.product_works(shapes)
         for work in works[::7] if bench.rehearse else works:
-            choice = tuning.choose_product(
+            choice = product_tuning.choose_product(
                 work,
                 machine.device,
                 lambda call: machine.median_s(lambda _: call()),
-                max_copies=1 if bench.rehearse else tuning.MAX_COPIES,
+                max_copies=1 if bench.rehearse else product_tuning.MAX_COPIES,
             )
             _few_rows_row(bench, f"{model}, {work.name}", work, choice, bandwidth)
 

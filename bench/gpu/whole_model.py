@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ from bench.gpu.models import (
     run_plans,
 )
 from bench.gpu.table import Bench
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
 from lightserve.types import SamplingParams
@@ -118,30 +122,62 @@ def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rat
 
 
 def eight_bits(bench: Bench) -> None:
-    """Time decodes by FP8 weights in blocks, with KV of FP8, beside those in bfloat16."""
+    """Time decodes by FP8 weights, with KV of FP8, beside those in bfloat16.
+
+    In blocks, with activations rounded inside norms and gates and by kernels of their own; and by
+    outputs, with the products that the start finds faster, torch's or Triton's, and by Triton's
+    alone.
+    """
     scale = REHEARSED if bench.rehearse else GPU
-    small = {"is_fp8": True, "kv_dtype": "fp8" if bench.machine.is_gpu else "int8"}
-    times: list[dict[int, float]] = []
+    kv: dict[str, Any] = {"kv_dtype": "fp8" if bench.machine.is_gpu else "int8"}
+    rows_of = kv | {"quantization": "fp8"}
     with TemporaryDirectory() as directory:
         model = RandomModel.make(Path(directory), scale.llama)
-        for flags in ({}, small):
-            runner = _runner(bench, model, scale, num_rows=scale.batch, **flags)
-            rows = _filled(runner, model, scale, scale.batch)
-            times.append({
-                num_rows: run_plans(
-                    runner, rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
-                ).median_s
-                for num_rows in (1, scale.batch)
-            })  # fmt: skip
-            del runner
-    for num_rows, plain_s in times[0].items():
-        bench.rows.figure(
-            f"Llama-3-8B shape in FP8 with FP8 KV, batch {num_rows}: to bfloat16",
-            times[1][num_rows] / plain_s,
-            "x",
-            at_most=MAX_EIGHT_BITS,
-            note=f"{1e3 * times[1][num_rows]:.4g} ms, bfloat16 {1e3 * plain_s:.4g} ms",
-        )
+        plain = _decode_times(bench, model, scale, {})
+        for name, flags, is_limited in (
+            ("in blocks", kv | {"is_fp8": True}, True),
+            ("in blocks, rounded apart", kv | {"is_fp8": True}, False),
+            ("by outputs", rows_of, True),
+            ("by outputs, Triton's alone", rows_of | {"kernel_tuning": "off"}, False),
+        ):
+            with _rounded_apart() if "apart" in name else nullcontext():
+                times = _decode_times(bench, model, scale, flags)
+            for num_rows, plain_s in plain.items():
+                own_s = times[num_rows]
+                bench.rows.figure(
+                    f"Llama-3-8B shape in FP8 {name} with FP8 KV, batch {num_rows}: to bfloat16",
+                    own_s / plain_s,
+                    "x",
+                    at_most=MAX_EIGHT_BITS if is_limited else None,
+                    note=f"{1e3 * own_s:.4g} ms, bfloat16 {1e3 * plain_s:.4g} ms",
+                )
+
+
+def _decode_times(
+    bench: Bench, model: RandomModel, scale: Scale, flags: Mapping[str, Any]
+) -> dict[int, float]:
+    """Return the median seconds of a step of one decode, and of a batch."""
+    runner = _runner(bench, model, scale, num_rows=scale.batch, **flags)
+    rows = _filled(runner, model, scale, scale.batch)
+    return {
+        num_rows: run_plans(
+            runner, rows.decodes(scale.context, scale.num_steps, num_rows=num_rows)
+        ).median_s
+        for num_rows in (1, scale.batch)
+    }
+
+
+@contextmanager
+def _rounded_apart() -> Iterator[None]:
+    """Let Triton's norms and gates give numbers of the model's type, which others round."""
+
+    def block(self: TritonKernels, x: Tensor, first: Any, second: Any, norm: Any = None) -> Tensor:
+        rows = x if norm is None else self.add_rms_norm(x, *norm)[0]
+        return self.linear(self.linear(rows, *first), *second)
+
+    own = {"gated_block": block, "add_norm_linear": Kernels.add_norm_linear}
+    with patch.multiple(TritonKernels, **own):
+        yield
 
 
 def _mixed(

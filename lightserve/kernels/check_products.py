@@ -26,7 +26,7 @@ from lightserve.kernels.reference import (
     rounded_to_e4m3,
     rounded_to_int8,
 )
-from lightserve.kernels.weights import ExpertBiases, PromptRuns
+from lightserve.kernels.weights import ExpertBiases, Fp8Weight, PromptRuns
 
 CHECKED_FP8_GROUP = 128
 CHOICE_ROWS = 7
@@ -120,28 +120,70 @@ def int4_linears(pair: Pair) -> Iterator[Comparison]:
 
 
 def fp8_linears(pair: Pair) -> Iterator[Comparison]:
-    """Compare products by floating point of 8 bits."""
+    """Compare products by floating point of 8 bits: with factors of groups, and of outputs."""
     for name, (num_rows_of_weight, num_inputs) in linears_of(pair.shapes).items():
         num_outputs = min(num_rows_of_weight, max(16, MAX_WEIGHT_NUMBERS // num_inputs))
         values = pair.random(num_outputs, num_inputs).to(torch.float8_e4m3fn)
-        sizes = (num_outputs, -(-num_inputs // CHECKED_FP8_GROUP))
-        factors = pair.random(*sizes, scale=num_inputs**-0.5).float()
-        packed = pair.kernels.pack_fp8(values, factors, group_size=CHECKED_FP8_GROUP)
-        grid = factors.repeat_interleave(CHECKED_FP8_GROUP, dim=1)[:, :num_inputs]
+        for size in dict.fromkeys((CHECKED_FP8_GROUP, num_inputs)):
+            sizes = (num_outputs, -(-num_inputs // size))
+            factors = pair.random(*sizes, scale=num_inputs**-0.5).float()
+            packed = pair.kernels.pack_fp8(values, factors, group_size=size)
+            wide = values.float() * factors.repeat_interleave(size, dim=1)[:, :num_inputs]
+            for num_rows in LINEAR_ROWS:
+                x = pair.random(num_rows, num_inputs)
+                with Poison():
+                    result = pair.kernels.linear(x, packed, None)
+                truth = ReferenceKernels().linear(x.float(), wide, None)
+                shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
+                yield Comparison(f"fp8 linear ({name})", shape, result, truth)
+                if Can.FP8_PRODUCTS not in pair.kernels.can:
+                    continue
+                with Poison():
+                    result = pair.kernels.linear(x, packed._replace(rounds_rows=True), None)
+                truth = ReferenceKernels().linear(rounded_to_e4m3(x, size), wide, None)
+                yield Comparison(f"fp8 by fp8 linear ({name})", shape, result, truth)
+    if Can.FP8_PRODUCTS in pair.kernels.can:
+        yield from _fp8_blocks(pair)
+
+
+def _fp8_blocks(pair: Pair) -> Iterator[Comparison]:
+    """Compare norms and gates that round what they give with the same and products by themselves.
+
+    Those have been compared with the reference; of it features between two codes would go either
+    way.
+    """
+    kernels, eps, hidden = pair.kernels, pair.shapes.rms_norm_eps, pair.shapes.hidden_size
+    size = min(pair.shapes.intermediate_size, MAX_WEIGHT_NUMBERS // hidden // 64 * 64)
+    if size == 0 or hidden == 0:
+        return
+
+    def weight(outputs: int, inputs: int, group: int, *, is_gated: bool) -> Fp8Weight:
+        values = pair.random(outputs, inputs).to(torch.float8_e4m3fn)
+        factors = pair.random(outputs, -(-inputs // group), scale=inputs**-0.5).float()
+        packed = kernels.pack_fp8(values, factors, group_size=group, is_gated=is_gated)
+        return packed._replace(rounds_rows=True)
+
+    for groups in ((CHECKED_FP8_GROUP, CHECKED_FP8_GROUP), (hidden, size)):
+        first = weight(2 * size, hidden, groups[0], is_gated=True)
+        second = weight(hidden, size, groups[1], is_gated=False)
+        norm = pair.random(hidden)
         for num_rows in LINEAR_ROWS:
-            x = pair.random(num_rows, num_inputs)
+            x, residual = pair.random(num_rows, hidden), pair.random(num_rows, hidden)
+            shape = f"[{num_rows}, {hidden}], {size} features"
+            rows, total = kernels.add_rms_norm(x.clone(), residual.clone(), norm, eps)
+            gated = kernels.linear(rows, first, None)
+            truth = kernels.linear(gated, second, None)
             with Poison():
-                result = pair.kernels.linear(x, packed, None)
-            truth = ReferenceKernels().linear(x.float(), values.float() * grid, None)
-            shape = f"[{num_rows}, {num_inputs}] to {num_outputs}"
-            yield Comparison(f"fp8 linear ({name})", shape, result, truth)
-            if Can.FP8_PRODUCTS not in pair.kernels.can:
-                continue
-            with Poison():
-                result = pair.kernels.linear(x, packed._replace(rounds_rows=True), None)
-            own = rounded_to_e4m3(x, CHECKED_FP8_GROUP)
-            truth = ReferenceKernels().linear(own, values.float() * grid, None)
-            yield Comparison(f"fp8 by fp8 linear ({name})", shape, result, truth)
+                result, kept = kernels.add_norm_linear(
+                    x.clone(), residual.clone(), (norm, eps), first, None, is_gated=True
+                )
+                found = kernels.gated_block(
+                    x.clone(), (first, None), (second, None), (residual, norm, eps)
+                )
+            yield Comparison("fp8 add_norm_linear", shape, result, gated)
+            yield Comparison("fp8 add_norm_linear", shape, kept, total)
+            yield Comparison("fp8 gated_block", shape, found, truth)
+            yield Comparison("fp8 gated_block", shape, residual, total)
 
 
 def _size(shapes: KernelShapes) -> int:

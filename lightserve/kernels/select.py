@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,30 +27,48 @@ log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def tune_kernels(
-    kernels: Kernels, shapes: KernelShapes, device: torch.device, *, mode: str, is_shown: bool
+    kernels: Kernels,
+    shapes: Sequence[KernelShapes],
+    device: torch.device,
+    *,
+    mode: str,
+    is_shown: bool,
+    has_fp8_rows: bool = False,
 ) -> None:
     """Give Triton's kernels on a GPU their measured configurations; others need none.
 
     The first start with a shape takes some seconds per kind of work; later ones read a file.
-    `mode` is --kernel-tuning: auto or off.
+
+    Args:
+        kernels: get the configurations.
+        shapes: of each size of heads.
+        device: where they compute.
+        mode: --kernel-tuning: auto or off.
+        is_shown: whether progress is.
+        has_fp8_rows: see `LinearMethod`.
     """
     if mode == "off" or device.type != "cuda" or kernels.name != "triton":
         return
-    # Optional and slow to import: only where they are used.
+    # Optional and slow to import: only where it is used.
     from lightserve.kernels.triton.kernels import TritonKernels  # noqa: PLC0415
-    from lightserve.kernels.triton.tuning import (  # noqa: PLC0415
-        cuda_timer,
+    from lightserve.kernels.triton.product_tuning import (  # noqa: PLC0415
         product_works,
-        tuned_configs,
+        scaled_works,
         tuned_products,
-        works,
+        tuned_scaled,
     )
+    from lightserve.kernels.triton.tuning import cuda_timer, tuned_configs, works  # noqa: PLC0415
 
     assert isinstance(kernels, TritonKernels)
-    num_works = len(works(shapes)) + len(product_works(shapes))
+    kinds = (works, product_works, *([scaled_works] if has_fp8_rows else []))
+    num_works = sum(len(kind(own)) for own in shapes for kind in kinds)
     with progress("tuning kernels", num_works, is_shown=is_shown) as advance:
-        kernels.configs = tuned_configs(shapes, device, timer=cuda_timer, advance=advance)
-        kernels.products = tuned_products(shapes, device, timer=cuda_timer, advance=advance)
+        options: Any = {"timer": cuda_timer, "advance": advance}
+        for own in shapes:
+            kernels.configs = tuned_configs(own, device, base=kernels.configs, **options)
+            kernels.products = {**kernels.products, **tuned_products(own, device, **options)}
+            if has_fp8_rows:
+                kernels.scaled |= tuned_scaled(own, device, **options)
     torch.cuda.empty_cache()
 
 

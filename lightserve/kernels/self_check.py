@@ -39,7 +39,14 @@ from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, KernelShapes,
 from lightserve.kernels.recurrent import read_states, write_states
 from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
 from lightserve.kernels.select import make_kernels
-from lightserve.kernels.weights import ConvolutionSizes, DeltaRule, MambaRule, StateBank, StateSizes
+from lightserve.kernels.weights import (
+    ConvolutionSizes,
+    DeltaRule,
+    MambaRule,
+    Packed,
+    StateBank,
+    StateSizes,
+)
 from lightserve.logs import one_line
 
 STEPS = 2.0
@@ -65,21 +72,24 @@ def check_kernels(kernels: Kernels, shapes: KernelShapes, device: torch.device) 
 
 
 def check_quantized(
-    kernels: Kernels, shapes: KernelShapes, device: torch.device, *, has_int4: bool
+    kernels: Kernels, shapes: KernelShapes, device: torch.device, kinds: Packed
 ) -> None:
-    """Compare products of 8-bit weights with the reference's, of the same numbers.
+    """Compare products of packed weights with the reference's, of the same numbers.
 
-    `has_int4`: of 4-bit ones as well, and of FP8 where the kernels have it.
+    `kinds`: of the model's weights; kernels that have no such kind made others of them.
 
     Raises:
         StartupError: one disagrees.
     """
-    pair = Pair(kernels, shapes, device)
-    int4 = int4_linears(pair) if has_int4 else ()
-    fp8 = fp8_linears(pair) if has_int4 and Can.FP8 in kernels.can else ()
-    has_experts = has_int4 and shapes.num_experts and Can.PACKED_EXPERTS in kernels.can
-    experts = packed_expert_products(pair) if has_experts else ()
-    comparisons = chain(int8_linears(pair), int4, fp8, experts)
+    pair, can = Pair(kernels, shapes, device), kernels.can
+    comparisons = chain(
+        int8_linears(pair) if Packed.INT8 in kinds and Can.INTEGERS in can else (),
+        int4_linears(pair) if Packed.INT4 in kinds and Can.INTEGERS in can else (),
+        fp8_linears(pair) if Packed.FP8 in kinds and Can.FP8 in can else (),
+        packed_expert_products(pair)
+        if Packed.FP4_EXPERTS in kinds and shapes.num_experts and Can.PACKED_EXPERTS in can
+        else (),
+    )
     reason = _first_difference(comparisons, LIMITS[shapes.dtype])
     if reason is not None:
         raise StartupError(

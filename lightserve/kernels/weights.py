@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Flag, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,16 @@ class PromptRuns:
     has them."""
 
     runs: npt.NDArray[np.int64] = field(default_factory=lambda: NO_RUNS)
+
+
+class Packed(Flag):
+    """Kinds of packed weights; the check of a start tries the products of each."""
+
+    NONE = 0
+    INT8 = auto()
+    INT4 = auto()
+    FP8 = auto()
+    FP4_EXPERTS = auto()
 
 
 class Int8Weight(NamedTuple):
@@ -78,6 +89,11 @@ class Fp8Weight(NamedTuple):
     rounds_rows: bool = False
     """The rows that are multiplied by this weight are rounded to float8_e4m3fn as well, by the
     largest number of each row, or of each of its groups; needs `Can.FP8_PRODUCTS`."""
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a factor; 0: all."""
+        return 0 if self.group_size >= self.packed.shape[1] else self.group_size
 
 
 class Fp4Weight(NamedTuple):

@@ -236,9 +236,10 @@ def build_runner(
     _tell_of_stored(stored_as, method, dtype, is_said=tp.rank == 0)
     layout = _layout(model_config, device, tp, dtype=dtype, kv_type=kv_type)
     shapes = kernel_shapes(model_config, tp, layout, dtype=torch_dtype, context_len=context_len)
-    for own in shapes:
-        tune_kernels(kernels, own, device, mode=config.kernel_tuning, is_shown=tp.rank == 0)
-    check_shapes(kernels, shapes, device, fewest_bits=method.fewest_bits)
+    is_shown, has_rows = tp.rank == 0, method.has_fp8_rows
+    mode = config.kernel_tuning
+    tune_kernels(kernels, shapes, device, mode=mode, is_shown=is_shown, has_fp8_rows=has_rows)
+    check_shapes(kernels, shapes, device, kinds=method.kinds)
     constraints = None if tp.rank else _row_constraints(config, model_config.vocab_size, device)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
@@ -358,7 +359,7 @@ def linear_method(
             return RoundingPromptsMethod(kernels)
         return Int4Method(kernels) if quantization == "int4" else Int8Method(kernels)
     if Can.FP8 in kernels.can and torch.cuda.is_available():
-        check_fp8(torch.cuda.get_device_capability(), dtype)
+        check_fp8(torch.cuda.get_device_capability())
     else:
         check_need(what, Can.WIDE_SUMS, kernels, dtype)
         log.warning(

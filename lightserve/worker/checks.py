@@ -12,6 +12,7 @@ from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShapes
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
+from lightserve.kernels.weights import Packed
 from lightserve.models.config import ModelConfig, resolve_context_len
 from lightserve.models.recurrent_config import DeltaConfig, MambaConfig
 
@@ -154,11 +155,11 @@ def check_rounded_prompts(kernels: Kernels, dtype: torch.dtype) -> None:
         raise ConfigError(f"--quantization w8a8 needs --dtype bfloat16, got {name}")
 
 
-def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
-    """Check that a GPU has products of 8-bit floating point, with factors for each row.
+def check_fp8(capability: tuple[int, int]) -> None:
+    """Check that a GPU has products of 8-bit floating point.
 
     Raises:
-        ConfigError: it has not, or not with results of the model's type.
+        ConfigError: it has not.
     """
     if capability < (8, 9):
         own = ".".join(map(str, capability))
@@ -166,9 +167,6 @@ def check_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
             f"--quantization fp8 needs a GPU of compute capability 8.9 or newer, got {own}:"
             " --quantization int8 does without"
         )
-    if dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization fp8 needs --dtype bfloat16 on a GPU, got {name}")
 
 
 def check_shapes(
@@ -176,11 +174,11 @@ def check_shapes(
     shapes: Sequence[KernelShapes],
     device: torch.device,
     *,
-    fewest_bits: int | None,
+    kinds: Packed,
 ) -> None:
     """Compare all that kernels will do with the reference.
 
-    `shapes`: of each size of heads. `fewest_bits`: of weights' integers; None: there are none.
+    `shapes`: of each size of heads. `kinds`: of weights.
 
     Raises:
         StartupError: an operation disagrees.
@@ -189,5 +187,4 @@ def check_shapes(
         check_kernels(kernels, own, device)
         if own.pool_dtype is not None:
             check_small_kv(kernels, own, device)
-    if fewest_bits is not None:
-        check_quantized(kernels, shapes[0], device, has_int4=fewest_bits == 4)
+    check_quantized(kernels, shapes[0], device, kinds)

@@ -50,7 +50,7 @@ def rehearse(part: str, out: Path) -> list[Row]:
         ("sampling", 14),
         ("graphs", 6),
         ("whole-model", 20),
-        ("eight-bits", 2),
+        ("eight-bits", 8),
         ("checkpoints", 5),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import WORD_BYTES, Kernels, QKNorm
 from lightserve.kernels.reference import ReferenceKernels
-from lightserve.kernels.triton import copies, elementwise
+from lightserve.kernels.triton import copies, norms
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.worker.staged_host_pool import CopyKernels
@@ -239,9 +239,9 @@ def test_a_wrong_rotation_or_write_shows(fault: str) -> None:
 def test_a_wrong_norm_or_gate_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(9, 64, dtype=torch.float32), torch.rand(64) + 0.5
     if fault == "row":  # a program that has fewer rows than it believes
-        launch = elementwise._norm_launch
+        launch = norms._norm_launch
         monkeypatch.setattr(
-            elementwise, "_norm_launch", lambda width: launch(width) | {"ROWS": 4, "BLOCK": 32}
+            norms, "_norm_launch", lambda width: launch(width) | {"ROWS": 4, "BLOCK": 32}
         )
         result = TRITON.rms_norm(x, weight, EPS)
         assert not error(result.nan_to_num(0.0), REFERENCE.rms_norm(x, weight, EPS)) <= 1e-3

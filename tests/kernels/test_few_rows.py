@@ -17,8 +17,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from lightserve.kernels.interface import linears_of
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import disagreement
-from lightserve.kernels.triton import elementwise, products
 from lightserve.kernels.triton import kernels as kernels_module
+from lightserve.kernels.triton import norms, products
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.products import (
     MAX_ROWS,
@@ -69,7 +69,7 @@ def test_products(dtype: torch.dtype, config: ProductConfig, sizes: tuple[int, i
         wide = x.float()
         if has_norm:
             wide, _ = reference.add_rms_norm(wide, residual.float(), norm.float(), 1e-5)
-            _, sums = elementwise.add_rms_norm(x, residual.clone(), norm, 1e-5)
+            _, sums = norms.add_rms_norm(x, residual.clone(), norm, 1e-5)
             assert torch.equal(total, sums), "as many rows have it"
         linear = reference.gated_linear if is_gated else reference.linear
         truth = linear(wide, weight.float(), None if bias is None else bias.float())

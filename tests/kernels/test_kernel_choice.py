@@ -21,7 +21,7 @@ from lightserve.errors import ConfigError
 from lightserve.kernels import select
 from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
-from lightserve.kernels.triton import NEWEST_TRITON, OLDEST_TRITON, tuning
+from lightserve.kernels.triton import NEWEST_TRITON, OLDEST_TRITON, product_tuning, tuning
 from lightserve.kernels.triton.configs import (
     INTERPRETER,
     AttentionConfigs,
@@ -334,7 +334,7 @@ def test_nothing_is_measured_off_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernels.configs
     monkeypatch.setattr(tuning, "tuned_configs", lambda *_, **__: pytest.fail("measured"))
     for mode, device in (("auto", TUNED_ON), ("off", torch.device("cuda"))):
-        tune_kernels(kernels, make_shapes(), device, mode=mode, is_shown=False)
+        tune_kernels(kernels, [make_shapes()], device, mode=mode, is_shown=False)
     assert kernels.configs is before
     assert isinstance(before, AttentionConfigs)
 
@@ -422,12 +422,14 @@ def test_products_are_cublas_unless_another_is_faster(
             timer.install(patch)
             done: list[int] = []
             directory = tmp_path / str(gain)
-            found = tuning.tuned_products(
+            found = product_tuning.tuned_products(
                 shapes, TUNED_ON, timer=timer, directory=directory, advance=done.append
             )
-            assert sum(done) == len(tuning.product_works(shapes)) == 16
+            assert sum(done) == len(product_tuning.product_works(shapes)) == 16
             num_calls = timer.num_calls
-            again = tuning.tuned_products(shapes, TUNED_ON, timer=timer, directory=directory)
+            again = product_tuning.tuned_products(
+                shapes, TUNED_ON, timer=timer, directory=directory
+            )
         assert timer.num_calls == num_calls, "nothing is measured twice"
         assert again == found
         assert len(found) == (16 if is_ours else 0)
@@ -448,7 +450,7 @@ def test_products_are_cublas_unless_another_is_faster(
     ],
 )
 def test_which_products_are_measured(changes: dict[str, object], inputs: set[int]) -> None:
-    found = tuning.product_works(make_shapes(**changes))
+    found = product_tuning.product_works(make_shapes(**changes))
     assert {work.key.num_inputs for work in found} == inputs
     assert not changes.get("value_dim") or all(w.num_outputs in {64, 192} for w in found)
 

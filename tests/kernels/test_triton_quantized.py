@@ -33,7 +33,8 @@ from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_quantized
 from lightserve.kernels.triton import experts, quantized
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import ClampedGate, ExpertBiases
+from lightserve.kernels.triton.norms import RoundedRows
+from lightserve.kernels.weights import ClampedGate, ExpertBiases, Packed
 from lightserve.models.config import load_model_config
 from lightserve.models.layers.linear import (
     Linear,
@@ -225,16 +226,16 @@ def test_products_of_8_bits_are_checked_at_the_start(monkeypatch: pytest.MonkeyP
     kernels = TritonKernels()
     kernels.can |= Can.FP8_PRODUCTS
     assert Can.FP8_PRODUCTS not in TritonKernels.can
-    check_quantized(kernels, SMALL_SHAPES, torch.device("cpu"), has_int4=True)
+    check_quantized(kernels, SMALL_SHAPES, torch.device("cpu"), ~Packed.NONE)
     exact = quantized.round_rows
 
-    def doubled(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        values, factors = exact(x, group)
-        return values, 1.1 * factors
+    def larger(x: Tensor, group: int) -> RoundedRows:
+        rows = exact(x, group)
+        return rows._replace(factors=1.1 * rows.factors)
 
-    monkeypatch.setattr(quantized, "round_rows", doubled)
+    monkeypatch.setattr(quantized, "round_rows", larger)
     with pytest.raises(StartupError, match="fp8 by fp8 linear"):
-        check_quantized(kernels, SMALL_SHAPES, torch.device("cpu"), has_int4=True)
+        check_quantized(kernels, SMALL_SHAPES, torch.device("cpu"), ~Packed.NONE)
 
 
 def test_files_of_floating_point_are_multiplied_in_8_bits(
@@ -393,7 +394,7 @@ def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch)
     module = experts if operation == "mix_experts" else quantized
     cpu, multiply = torch.device("cpu"), getattr(module, operation)
     if operation == "linear_fp8":
-        check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
+        check_quantized(KERNELS, SHAPES, cpu, ~Packed.NONE)
     monkeypatch.setattr(module, operation, shifted)
     name = {
         "linear_int8": "int8 linear",
@@ -402,7 +403,7 @@ def test_the_check_at_the_start(operation: str, monkeypatch: pytest.MonkeyPatch)
         "linear_fp8": "fp8 linear",
     }
     with pytest.raises(StartupError, match=name.get(operation, "packed mix_experts")):
-        check_quantized(KERNELS, SHAPES, cpu, has_int4=True)
+        check_quantized(KERNELS, SHAPES, cpu, ~Packed.NONE)
 
 
 # Experts, as files have them.

@@ -1,4 +1,4 @@
-"""Normalisation, rotary embedding, gating, and the write of KV: a program has a token, or a few.
+"""Rotary embedding, and the write of KV: a program has a token.
 
 Everything is computed in float32 and rounded where transformers rounds.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from lightserve.kernels.interface import WORD_BYTES, QKNorm
 from lightserve.kernels.triton.configs import KV_KINDS
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
+from lightserve.kernels.triton.norms import codes_of, factors_of
 
 # QK-norm, rotary embedding and the write of KV in one kernel: six launches of a layer become one.
 #
@@ -30,38 +30,6 @@ NUM_WARPS = 2
 def _scaled(part, scale, weight, kind: tl.constexpr):
     """Round as the norm of its own does, once before and once after the weight."""
     return ((part * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
-
-
-@triton.jit
-def factors_of(largest, sums, TOP: tl.constexpr):
-    """Return factors of heads float32 [H, 1], and their inverses, by the largest number of each.
-
-    `sums` of a head's numbers, each times 0, are 0, or no number where one of them is none.
-    """
-    is_zero = largest < 1e-30
-    top = tl.full(largest.shape, TOP, tl.float32)
-    factors = tl.where(is_zero, 0.0, tl.div_rn(largest, top)) + sums
-    inverse = tl.div_rn(top, tl.where(is_zero, 1.0, largest))
-    return factors[:, None], tl.where(is_zero, 0.0, inverse)[:, None]
-
-
-@triton.jit
-def codes_of(numbers, KIND: tl.constexpr):
-    """Return float32 numbers of at most 127, or 448, as integers or e4m3 in 8 bits, in int32.
-
-    Ties go to even: sums are rounded where their last bit stands for the unit.
-    """
-    if KIND == "int8":
-        codes = (numbers + 12582912.0).to(tl.int32, bitcast=True)
-    else:
-        size = tl.abs(numbers)
-        bits = size.to(tl.int32, bitcast=True)
-        codes = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2 ** -6 codes count units of 2 ** -9.
-        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        codes = tl.where(size < 0.015625, small, codes)
-        codes |= (numbers.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return codes
 
 
 @triton.jit
@@ -280,63 +248,6 @@ def rotate_and_write(
 
 
 @triton.jit
-def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
-    """Normalise rows [ROWS, BLOCK] in float32, rounding before the weight and after it."""
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
-    return ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
-
-
-@launched
-@triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    num_rows,
-    eps,
-    x_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < num_rows) & (columns < WIDTH)
-    x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
-    out = _normed(x, weight, eps, WIDTH, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
-
-
-@launched
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    num_rows,
-    eps,
-    x_stride,
-    residual_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < num_rows) & (columns < WIDTH)
-    residual = residual_ptr + rows * residual_stride + columns
-    x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    before = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
-    rounded = (x + before).to(residual_ptr.dtype.element_ty)
-    tl.store(residual, rounded, mask=mask)
-    out = _normed(rounded.to(tl.float32), weight, eps, WIDTH, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
-
-
-@triton.jit
 def _rotate_heads(
     x_ptr,
     cos,
@@ -390,19 +301,6 @@ def _rotary_kernel(
 
 @launched
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    gate = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-    kind = out_ptr.dtype.element_ty
-    gated = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + columns, (gated * up).to(kind), mask=mask)
-
-
-@launched
-@triton.jit
 def _write_kv_kernel(
     k_ptr,
     v_ptr,
@@ -436,64 +334,6 @@ def _write_kv_kernel(
     tl.store(v_to, v, mask=mask)
 
 
-SILU_BLOCK = 1024
-THREAD_ELEMENTS = 16
-"""Elements of a row for each thread: two loads of 16 bytes in flight, in a type of 2 bytes."""
-MAX_NORM_WARPS = 16
-SMALL_BLOCK = 1024
-"""Narrower rows share a program, so that its threads have whole loads and a row needs no barrier
-between warps."""
-
-
-def _norm_launch(width: int) -> dict[str, int]:
-    """Return block sizes and warps for rows of a width."""
-    block = next_power_of_2(width)
-    rows = max(1, SMALL_BLOCK // block)
-    warps = min(MAX_NORM_WARPS, max(1, rows * block // (32 * THREAD_ELEMENTS)))
-    return {"WIDTH": width, "ROWS": rows, "BLOCK": block, "num_warps": warps}
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Kernels.rms_norm`."""
-    rows = x.reshape(-1, x.shape[-1])
-    num_rows, width = rows.shape
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    launch = _norm_launch(width)
-    if num_rows:
-        _rms_norm_kernel[cdiv(num_rows, launch["ROWS"]),](
-            rows,
-            weight,
-            out,
-            num_rows,
-            eps,
-            rows.stride(0),
-            **launch,
-            enable_fp_fusion=True,
-        )
-    return out.view(x.shape)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `Kernels.add_rms_norm`; overwrites `residual`."""
-    num_rows, width = x.shape
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    launch = _norm_launch(width)
-    if num_rows:
-        _add_rms_norm_kernel[cdiv(num_rows, launch["ROWS"]),](
-            x,
-            residual,
-            weight,
-            out,
-            num_rows,
-            eps,
-            x.stride(0),
-            residual.stride(0),
-            **launch,
-            enable_fp_fusion=True,
-        )
-    return out, residual
-
-
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See `Kernels.rotary`; in place."""
     half = cos.shape[1]
@@ -515,23 +355,6 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             enable_fp_fusion=True,
         )
     return q, k
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `Kernels.silu_and_mul`."""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(SILU_BLOCK, next_power_of_2(width))
-    if num_rows:
-        _silu_and_mul_kernel[num_rows, cdiv(width, block)](
-            gate_up,
-            out,
-            gate_up.stride(0),
-            WIDTH=width,
-            BLOCK=block,
-            enable_fp_fusion=True,
-        )
-    return out
 
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightserve.kernels.triton import quantized
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
+from lightserve.kernels.triton.norms import round_rows
 from lightserve.kernels.triton.quantized import add_tile, finished, half_of
 from lightserve.kernels.weights import (
     ClampedGate,
@@ -210,8 +211,7 @@ def stack_experts(
         case Int8Weight():
             kind, group, block_k = "int8", 0, 2 * quantized.BLOCK_K
         case Fp8Weight():
-            kind, group, block_k = "fp8", first.group_size, quantized.BLOCK_K
-            group = 0 if len(first.factors) == 1 else group
+            kind, group, block_k = "fp8", first.group, quantized.BLOCK_K
         case Fp4Weight():
             kind, group, block_k = "fp4", first.group_size, half_of(first.group_size)
         case GroupedWeight():
@@ -234,7 +234,7 @@ def _rounded(x: Tensor, weights: PackedExperts) -> tuple[Tensor, Tensor]:
     """Return rows as products by these weights take them, and factors; any, if there are none."""
     if not weights.rounds_rows:
         return x, x
-    return quantized.round_rows(x, weights.group)
+    return round_rows(x, weights.group)[:2]
 
 
 def mix_experts(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightserve.kernels.interface import AttentionBatch, Can, Kernels, QKNorm, ScoreMod
-from lightserve.kernels.triton import elementwise, experts, quantized, recurrent
+from lightserve.kernels.triton import elementwise, experts, norms, quantized, recurrent
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import AttentionConfigs
 from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
@@ -52,6 +52,8 @@ class TritonKernels(Kernels):
         self.configs = configs or AttentionConfigs()
         self.products: ProductChoices = products or {}
         """Products of few rows that are not cuBLAS's."""
+        self.scaled: frozenset[quantized.ScaledKey] = frozenset()
+        """Products of e4m3 by e4m3 that are torch's."""
         if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_SINCE:
             self.can |= Can.FP8_PRODUCTS
 
@@ -64,7 +66,7 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         """See `Kernels.linear`."""
         if not isinstance(weight, Tensor):
-            product = quantized.linear(x, weight, bias, dtype)
+            product = quantized.linear(x, weight, bias, dtype, self.scaled)
             return self.silu_and_mul(product) if weight.is_gated else product
         if dtype is None or dtype is x.dtype:
             config = product_config(self.products, x, weight, has_norm=False, is_gated=False)
@@ -77,17 +79,36 @@ class TritonKernels(Kernels):
         x: Tensor,
         residual: Tensor,
         norm: tuple[Tensor, float],
-        weight: Tensor,
+        weight: Tensor | Fp8Weight,
         bias: Tensor | None,
         *,
         is_gated: bool,
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_norm_linear`."""
+        if isinstance(weight, Fp8Weight):
+            rows, residual = norms.add_rms_norm_rounded(x, residual, *norm, weight.group)
+            product = quantized.linear_fp8(rows, weight, bias, self.scaled)
+            return (norms.silu_and_mul(product) if weight.is_gated else product), residual
         config = product_config(self.products, x, weight, has_norm=True, is_gated=is_gated)
         if config is not None:
             before = NormInputs(residual, *norm)
             return multiply(x, weight, bias, config, norm=before, is_gated=is_gated)
         return super().add_norm_linear(x, residual, norm, weight, bias, is_gated=is_gated)
+
+    def gated_block(
+        self,
+        x: Tensor,
+        first: tuple[Fp8Weight, Tensor | None],
+        second: tuple[Fp8Weight, Tensor | None],
+        norm: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:
+        """See `Kernels.gated_block`."""
+        rows: Tensor | norms.RoundedRows = x
+        if norm is not None:
+            rows = norms.add_rms_norm_rounded(x, *norm, first[0].group)[0]
+        gate_up = quantized.linear_fp8(rows, *first, self.scaled)
+        features = norms.silu_and_mul_rounded(gate_up, second[0].group)
+        return quantized.linear_fp8(features, *second, self.scaled)
 
     def mix_experts(
         self,
@@ -164,13 +185,13 @@ class TritonKernels(Kernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
-        return elementwise.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_rms_norm`."""
-        return elementwise.add_rms_norm(x, residual, weight, eps)
+        return norms.add_rms_norm(x, residual, weight, eps)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.rotary`."""
@@ -178,7 +199,7 @@ class TritonKernels(Kernels):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Kernels.silu_and_mul`."""
-        return elementwise.silu_and_mul(gate_up)
+        return norms.silu_and_mul(gate_up)
 
     def write_kv(
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor

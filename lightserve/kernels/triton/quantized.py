@@ -20,6 +20,7 @@ inputs share a byte, HALF apart, so that each half of a tile is a product of its
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightserve.kernels.triton.elementwise import codes_of, factors_of
-from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
+from lightserve.kernels.triton.launch import cdiv, launched
+from lightserve.kernels.triton.norms import RoundedRows, round_rows
 from lightserve.kernels.weights import (
     Fp4Weight,
     Fp8Weight,
@@ -186,7 +187,7 @@ def finished(
 
 # fmt: off
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr, x_factors_ptr, values_ptr, factors_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows,
     num_outputs, x_stride, factors_stride, NUM_INPUTS: tl.constexpr, NUM_BYTES: tl.constexpr,
@@ -411,85 +412,84 @@ def pack_fp8(values: Tensor, factors: Tensor, *, group_size: int) -> Fp8Weight:
     return Fp8Weight(values.contiguous(), (factors.float() * 256.0).T.contiguous(), group_size)
 
 
-def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """Return the product by floating point of 8 bits, on both sides if rows are rounded."""
-    group = 0 if weight.group_size >= x.shape[1] else weight.group_size
-    own, x_factors = round_rows(x, group) if weight.rounds_rows else (x, None)
+SCALED_ROWS = (16, 64, 256, 2048)
+"""Numbers of rows for which a start finds out whose products of e4m3 are faster."""
+SCALED_UNIT = 16
+"""torch's take inputs and outputs in multiples of it."""
+
+
+class ScaledKey(NamedTuple):
+    """A kind of products of e4m3 by e4m3, with one factor for a row and one for an output."""
+
+    num_inputs: int
+    num_outputs: int
+    num_rows: int
+    """At most so many, one of `SCALED_ROWS`; the last stands for more, too."""
+
+
+def scaled_key(num_rows: int, num_inputs: int, num_outputs: int) -> ScaledKey:
+    """Return the kind of a product, by its sizes alone: a graph records what others compute."""
+    bound = next((some for some in SCALED_ROWS if num_rows <= some), SCALED_ROWS[-1])
+    return ScaledKey(num_inputs, num_outputs, bound)
+
+
+def scaled_product(x: RoundedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """Return torch's product of rows and a weight without groups, bfloat16 [N, M], on a GPU.
+
+    The units of both sides' factors cancel out there.
+    """
+    e4m3 = torch.float8_e4m3fn
+    return torch._scaled_mm(
+        x.values.view(e4m3),
+        weight.packed.view(e4m3).T,
+        bias=bias,
+        scale_a=x.factors.view(-1, 1),
+        scale_b=weight.factors,
+        out_dtype=torch.bfloat16,
+    )
+
+
+def linear_fp8(
+    x: Tensor | RoundedRows,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    scaled: Set[ScaledKey] = frozenset(),
+) -> Tensor:
+    """Return the product by floating point of 8 bits, on both sides if rows are rounded.
+
+    `scaled`: products that are torch's.
+    """
+    if weight.rounds_rows and isinstance(x, Tensor):
+        x = round_rows(x, weight.group)
+    values, factors, group = weight.packed.view(torch.uint8), weight.factors, weight.group
+    if isinstance(x, Tensor):
+        return _multiply(x, values, factors, None, bias, kind="fp8", group=group, block_k=BLOCK_K)
+    assert weight.rounds_rows and x.group == group, "rows are rounded for this weight"
+    key = scaled_key(len(x.values), values.shape[1], len(values))
+    if key in scaled and group == 0 and x.dtype is torch.bfloat16 and len(x.values):
+        return scaled_product(x, weight, bias)
     return _multiply(
-        own,
-        weight.packed.view(torch.uint8),
-        weight.factors,
+        x.values,
+        values,
+        factors,
         None,
         bias,
         kind="fp8",
         group=group,
-        block_k=BLOCK_K if x_factors is None else group or 2 * BLOCK_K,
+        block_k=group or 2 * BLOCK_K,
         dtype=x.dtype,
-        x_factors=x_factors,
+        x_factors=x.factors,
     )
 
 
-@launched
-@triton.jit
-def _round_rows_kernel(
-    x_ptr, out_ptr, factors_ptr, num_rows, x_stride, NUM_INPUTS: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Round BLOCK_G groups of SIZE numbers of a row: out [num_rows, NUM_INPUTS] of e4m3.
-
-    Factors float32 [groups, num_rows] are in UNIT.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
-    inner = tl.arange(0, BLOCK_S)[None, :]
-    places = groups[:, None] * SIZE + inner
-    mask = (inner < SIZE) & (places < NUM_INPUTS)
-    x = tl.load(x_ptr + row * x_stride + places, mask=mask, other=0.0).to(tl.float32)
-    largest, sums = tl.max(tl.abs(x), axis=1), tl.sum(x * 0.0, axis=1)
-    factors, inverse = factors_of(largest, sums, 448.0)
-    codes = codes_of(x * inverse, "fp8").to(tl.uint8)
-    tl.store(out_ptr + row * NUM_INPUTS + places, codes, mask=mask)
-    own = factors_ptr + groups[:, None] * num_rows + row
-    tl.store(own, factors * UNIT, mask=groups[:, None] * SIZE < NUM_INPUTS)
-
-
-def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return rows [N, K] as e4m3, uint8 [N, K], and factors float32 [groups, N].
-
-    `group`: numbers of a row that share a factor, the largest's; 0: all. Factors are such that
-    products by an `Fp8Weight` need no other, see `pack_fp8`.
-    """
-    num_rows, num_inputs = x.shape
-    size = group or num_inputs
-    out = torch.empty((num_rows, num_inputs), dtype=torch.uint8, device=x.device)
-    num_groups = cdiv(num_inputs, size)
-    factors = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
-    block_s = next_power_of_2(size)
-    block_g = min(next_power_of_2(num_groups), max(1, 2048 // block_s))
-    x = x if x.stride(1) == 1 else x.contiguous()
-    is_interpreted = x.device.type == "cpu"  # there both sides are 256ths
-    if num_rows:
-        _round_rows_kernel[num_rows, cdiv(num_groups, block_g)](
-            x,
-            out,
-            factors,
-            num_rows,
-            x.stride(0),
-            NUM_INPUTS=num_inputs,
-            SIZE=size,
-            BLOCK_G=block_g,
-            BLOCK_S=block_s,
-            UNIT=256.0 if is_interpreted else 2.0**-8,
-            num_warps=min(16, max(1, block_g * block_s // 512)),
-            enable_fp_fusion=True,
-        )
-    return out, factors
-
-
 def linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype | None
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    scaled: Set[ScaledKey] = frozenset(),
 ) -> Tensor:
-    """See `Kernels.linear`; gates are not applied."""
+    """See `Kernels.linear`; gates are not applied. `scaled`: see `linear_fp8`."""
     if isinstance(weight, Int8Weight):
         if weight.rounds_rows and dtype is None:
             return linear_rounded(x, weight, bias)
@@ -497,4 +497,4 @@ def linear(
     assert dtype is None, "no output layer has such a weight"
     if isinstance(weight, GroupedWeight):
         return linear_groups(x, weight, bias)
-    return linear_fp8(x, weight, bias)
+    return linear_fp8(x, weight, bias, scaled)

@@ -1,10 +1,9 @@
 """Which configuration of the kernels is fastest on this GPU, measured at the start.
 
-Per kind of work: kernel, shape and, for prefill, class of chunks; for products of few rows see the
-end of the file. For decodes one configuration
-serves all batches, as a row's bits must not depend on its neighbours: the best over several.
-Done before the pool is made, graphs are recorded or anything is served; kept in a file. The timer
-is an argument, so that the choice can be tested without a GPU.
+Per kind of work: kernel, shape and, for prefill, class of chunks; `product_tuning` has those of
+products. For decodes one configuration serves all batches, as a row's bits must not depend on its
+neighbours: the best over several. Done before the pool is made, graphs are recorded or anything is
+served; kept in a file. The timer is an argument, so that the choice can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from lightserve import __version__
 from lightserve.cost.profile import cache_dir, write_whole
-from lightserve.kernels.interface import WORD_BYTES, AttentionBatch, KernelShapes, linears_of
+from lightserve.kernels.interface import WORD_BYTES, AttentionBatch, KernelShapes
 from lightserve.kernels.reference import kv_in_8_bits
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import (
@@ -46,15 +45,7 @@ from lightserve.kernels.triton.configs import (
     prefill_bytes,
     programs_per_sm,
 )
-from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.merge import MIN_DOT
-from lightserve.kernels.triton.products import (
-    PRODUCT_ROWS,
-    ProductChoice,
-    ProductConfig,
-    ProductKey,
-)
-from lightserve.kernels.triton.products import candidates as candidates_of_product
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +120,7 @@ def save_choices(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None
     write_whole(path, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
 
 
-KERNEL_VERSION = 5
+KERNEL_VERSION = 6
 """Version of the kernels: raised when measured configurations may no longer be the best."""
 MAX_POOL_BYTES = 1 << 30
 """Most bytes of the keys and values that are made up for a measurement."""
@@ -182,14 +173,15 @@ def tuned_configs(
     timer: Timer,
     directory: Path | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    base: AttentionConfigs | None = None,
 ) -> AttentionConfigs:
-    """Return the fastest configurations for a model, measuring those that no file has.
+    """Return `base` with the fastest configurations for a model, measuring those no file has.
 
     `advance` is told of each of `num_works(shapes)` kinds of work when it is done.
     """
     gpu = gpu_of(device)
     kept = Kept(gpu, directory)
-    configs = AttentionConfigs()
+    configs = base or AttentionConfigs()
     for work in works(shapes):
         choice = kept.choices.get(work.name)
         config = None if choice is None else _read(work, choice)
@@ -247,7 +239,7 @@ def choose(work: Work, context_len: int, device: torch.device, timer: Timer) -> 
         if device.type == "cuda":
             compile_ahead(list(calls.values()), device, num_threads=torch.get_num_threads())
         for config, call in calls.items():
-            time_s = _time(call, timer)
+            time_s = time_of(call, timer)
             if time_s is None:
                 del times[config]
             else:
@@ -270,7 +262,7 @@ def compile_ahead(calls: Sequence[Call], device: torch.device, *, num_threads: i
 
     def first(call: Call) -> None:
         with torch.cuda.device(device):  # a thread begins on the first GPU
-            _time(call, _once)
+            time_of(call, _once)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as threads:
         list(threads.map(first, calls))
@@ -410,7 +402,7 @@ def cuda_timer(call: Call) -> float:
         call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(begin.elapsedtime_of(end) / 1e3)
     return statistics.median(times)
 
 
@@ -420,7 +412,7 @@ def _once(call: Call) -> float:
     return 0.0
 
 
-def _time(call: Call, timer: Timer) -> float | None:
+def time_of(call: Call, timer: Timer) -> float | None:
     """Return a call's time in seconds; None: the GPU cannot run it."""
     try:
         return timer(call)
@@ -471,124 +463,3 @@ def _save(path: Path, key: TuningKey, choices: dict[str, Choice]) -> None:
         save_choices(path, key, choices)
     except OSError as error:
         log.warning("measured kernel configurations are not kept: %s", error)
-
-
-# Products of few rows (see `products`): a model's own weights, beside cuBLAS and what stands before
-# and behind it. A choice without a configuration is cuBLAS.
-
-MIN_PRODUCT_BYTES = 128 << 20
-MAX_COPIES = 16
-"""Weights that are multiplied by in turn, so many or of so many bytes: caches hold no more."""
-
-
-@dataclass(frozen=True)
-class ProductWork:
-    """One kind of product that gets a configuration, or none."""
-
-    key: ProductKey
-    num_outputs: int
-    """Outputs of the weight: gates and ups together."""
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        """Its name in the file."""
-        key, dtype = self.key, str(self.dtype).removeprefix("torch.")
-        kind = ("norm, " if key.has_norm else "") + ("gated " if key.is_gated else "") + "product"
-        return f"{kind} {key.num_rows}x{key.num_inputs} to {self.num_outputs} {dtype}"
-
-
-def product_works(shapes: KernelShapes) -> list[ProductWork]:
-    """Return a model's kinds of products; of latents and float32 there are none."""
-    if shapes.dtype.itemsize != 2:
-        return []
-    left_out = {"qkv", "out"} if shapes.value_dim is not None else set()
-    return [
-        ProductWork(
-            ProductKey(num_inputs, num_rows, name in {"qkv", "gate_up"}, name == "gate_up"),
-            num_outputs,
-            shapes.dtype,
-        )
-        for name, (num_outputs, num_inputs) in linears_of(shapes).items()
-        if num_outputs and num_inputs and name not in left_out
-        for num_rows in PRODUCT_ROWS
-    ]
-
-
-def tuned_products(
-    shapes: KernelShapes,
-    device: torch.device,
-    *,
-    timer: Timer,
-    directory: Path | None = None,
-    advance: Callable[[int], None] = lambda _: None,
-) -> dict[ProductKey, ProductChoice]:
-    """Return configurations for those of a model's products that are faster with one.
-
-    `advance` is told of each of `product_works(shapes)` when it is done.
-    """
-    kept = Kept(gpu_of(device), directory)
-    found: dict[ProductKey, ProductChoice] = {}
-    for work in product_works(shapes):
-        choice = kept.choices.get(work.name)
-        if choice is None or not _is_product_choice(choice):
-            choice = choose_product(work, device, timer)
-            kept.add(choice)
-        if choice.config:
-            found[work.key] = ProductChoice(ProductConfig(**choice.config), work.num_outputs)
-        advance(1)
-    return found
-
-
-def _is_product_choice(choice: Choice) -> bool:
-    try:
-        return not choice.config or bool(ProductConfig(**choice.config))
-    except TypeError:
-        return False
-
-
-def choose_product(
-    work: ProductWork, device: torch.device, timer: Timer, *, max_copies: int = MAX_COPIES
-) -> Choice:
-    """Measure a product's candidates beside cuBLAS, which is taken in doubt."""
-    key = work.key
-    num_bytes = work.num_outputs * key.num_inputs * work.dtype.itemsize
-    num_copies = max(1, min(max_copies, MIN_PRODUCT_BYTES // num_bytes))
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=work.dtype)
-
-    weights = normal(num_copies, work.num_outputs, key.num_inputs)
-    x, residual = normal(key.num_rows, key.num_inputs), normal(key.num_rows, key.num_inputs)
-    norm = normal(key.num_inputs)
-
-    def call(config: ProductConfig | None) -> Call:
-        choices = {} if config is None else {key: ProductChoice(config, work.num_outputs)}
-        kernels = TritonKernels(products=choices)
-
-        def run() -> None:
-            for weight in weights:
-                if key.has_norm:
-                    kernels.add_norm_linear(
-                        x, residual, (norm, 1e-5), weight, None, is_gated=key.is_gated
-                    )
-                else:
-                    kernels.linear(x, weight, None)
-
-        return run
-
-    calls = {config: call(config) for config in (None, *candidates_of_product(key, work.dtype))}
-    if device.type == "cuda":
-        compile_ahead(list(calls.values()), device, num_threads=torch.get_num_threads())
-    timed = {config: _time(run, timer) for config, run in calls.items()}
-    times = {config: time_s / num_copies for config, time_s in timed.items() if time_s is not None}
-    for config, time_s in times.items():
-        log.debug("%s: %.2f us by %s", work.name, 1e6 * time_s, config or "cuBLAS")
-    default = times[None]
-    best = min(times, key=times.__getitem__)
-    if times[best] > (1 - MIN_GAIN) * default:
-        best = None
-    log.info("%s: %s, %.1f us (cuBLAS: %.1f)", work.name, best, 1e6 * times[best], 1e6 * default)
-    config = {} if best is None else asdict(best)
-    return Choice(work.name, config, 1e6 * times[best], 1e6 * default)

@@ -25,10 +25,12 @@ from lightserve.models.layers.linear import (
     ModuleShard,
     Norm,
     RMSNorm,
+    RoundingWeight,
     RowParallelLinear,
     UnquantizedMethod,
     WeightLinear,
     read_vector,
+    rounding_weight,
 )
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.plain_config import Activation
@@ -77,18 +79,30 @@ class MLP:
             out_size=context.config.hidden_size,
             has_bias=context.config.mlp_bias,
         )
+        self._kernels, self._tp = context.kernels, context.tp
+        first_weight = rounding_weight(first.linear)
+        second_weight = rounding_weight(self._down.linear)
+        self._pair: tuple[RoundingWeight, RoundingWeight] | None = None
+        """The weights of a whole block that kernels compute in one call."""
+        if first_weight and second_weight and first_weight[0].is_gated:
+            self._pair = first_weight, second_weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        return self._down(self._activate(self._first(x)))
+        return self._tp.all_reduce(self.share(x))
 
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `FeedForward.behind`."""
-        x, residual = self._first.behind(norm, x, residual)
-        return self._down(self._activate(x)), residual
+        if self._pair is None or not isinstance(norm, RMSNorm):
+            x, residual = self._first.behind(norm, x, residual)
+            return self._down(self._activate(x)), residual
+        before = residual, norm.weight, norm.eps
+        return self._tp.all_reduce(self._kernels.gated_block(x, *self._pair, before)), residual
 
     def share(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum."""
+        if self._pair is not None:
+            return self._kernels.gated_block(x, *self._pair)
         return self._down.share(self._activate(self._first(x)))
 
 

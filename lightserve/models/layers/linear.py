@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch, Kernels
-from lightserve.kernels.weights import Fp4Weight, Fp8Weight, GroupedWeight, Int8Weight, Weight
+from lightserve.kernels.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    Packed,
+    Weight,
+)
 from lightserve.models.base import Part, TensorParallel, logits_dtype
 from lightserve.models.config import ModelConfig
 from lightserve.models.stored_weights import StoredWeight
@@ -258,8 +265,10 @@ class LinearMethod(Protocol):
     """How weights are kept."""
 
     kernels: Kernels
-    fewest_bits: int | None
-    """Fewest bits of integers in the packed weights that it makes; None: it makes no integers."""
+    kinds: Packed
+    """Kinds of packed weights that it may make."""
+    has_fp8_rows: bool
+    """Whether it has made weights for which whole rows are rounded to e4m3."""
 
     @property
     def exact_inputs(self) -> LinearMethod:
@@ -349,14 +358,26 @@ class WeightLinear:
         return self.kernels.rows_of(self.weight, in_size, dtype)
 
 
+RoundingWeight = tuple[Fp8Weight, Tensor | None]
+"""A weight for which rows are rounded to e4m3, and perhaps its bias."""
+
+
+def rounding_weight(linear: Linear) -> RoundingWeight | None:
+    """Return the weight and bias of a map that rounds its rows to e4m3; None: it does not."""
+    if not isinstance(linear, WeightLinear) or not isinstance(linear.weight, Fp8Weight):
+        return None
+    return (linear.weight, linear.bias) if linear.weight.rounds_rows else None
+
+
 class UnquantizedMethod:
     """Weights as the checkpoint has them, in the model's dtype and the kernels' layout."""
 
-    fewest_bits: int | None = None
+    kinds = Packed.NONE
     """See `LinearMethod`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
+        self.has_fp8_rows = False
 
     @property
     def exact_inputs(self) -> LinearMethod:
@@ -390,7 +411,7 @@ class UnquantizedMethod:
 class ColumnParallelLinear:
     """Several modules with one input merged; each rank computes its part of the outputs."""
 
-    __slots__ = ("_is_gated", "_linear", "_plain")
+    __slots__ = ("_is_gated", "_joined", "_kernels", "linear")
 
     def __init__(
         self,
@@ -412,34 +433,35 @@ class ColumnParallelLinear:
             for name, rows in parts
         ]
         self._is_gated = is_gated
-        self._linear = linear = method.create(reader, shards, is_gated=is_gated)
-        self._plain: tuple[Kernels, Tensor, Tensor | None] | None = None
+        self.linear = linear = method.create(reader, shards, is_gated=is_gated)
+        self._kernels = method.kernels
+        self._joined: tuple[Tensor | Fp8Weight, Tensor | None] | None = rounding_weight(linear)
+        """A weight by which kernels multiply in one call with the norm before, and its bias."""
         if isinstance(linear, WeightLinear) and isinstance(linear.weight, Tensor):
-            self._plain = (linear.kernels, linear.weight, linear.bias)
+            self._joined = linear.weight, linear.bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's outputs; x [T, in] -> [T, sum of part sizes], gated: half of it."""
-        return self._linear.apply(x)
+        return self.linear.apply(x)
 
     def wide(self, x: Tensor) -> Tensor:
         """Return this rank's outputs in float32."""
-        return self._linear.apply(x, dtype=torch.float32)
+        return self.linear.apply(x, dtype=torch.float32)
 
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs of norm(x + residual), x + residual); may overwrite `residual`."""
-        if self._plain is None or not isinstance(norm, RMSNorm):
+        if self._joined is None or not isinstance(norm, RMSNorm):
             x, residual = norm.add(x, residual)
-            return self._linear.apply(x), residual
-        kernels, weight, bias = self._plain
-        return kernels.add_norm_linear(
-            x, residual, (norm.weight, norm.eps), weight, bias, is_gated=self._is_gated
+            return self.linear.apply(x), residual
+        return self._kernels.add_norm_linear(
+            x, residual, (norm.weight, norm.eps), *self._joined, is_gated=self._is_gated
         )
 
 
 class RowParallelLinear:
     """Each rank multiplies its part of the inputs; the sum over the ranks is the output."""
 
-    __slots__ = ("_linear", "_tp")
+    __slots__ = ("_tp", "linear")
 
     def __init__(
         self,
@@ -459,7 +481,7 @@ class RowParallelLinear:
             columns=columns,
             has_bias=has_bias and tp.rank == 0,
         )
-        self._linear = method.create(reader, [shard])
+        self.linear = method.create(reader, [shard])
         self._tp = tp
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -468,7 +490,7 @@ class RowParallelLinear:
 
     def share(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum."""
-        return self._linear.apply(x)
+        return self.linear.apply(x)
 
 
 @dataclass(frozen=True, kw_only=True)

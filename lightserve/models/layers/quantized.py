@@ -2,8 +2,8 @@
 
 --quantization fp8: a weight is rounded to float8_e4m3fn when it is read, by the largest number of
 each output, and activations when they come, by the largest of each token, as FP8 Formats for Deep
-Learning (Micikevicius et al. 2022) has it. GPUs multiply these numbers by their tensor cores; on a
-CPU they are widened, and the same product costs as much as the model's own type does.
+Learning (Micikevicius et al. 2022) has it. GPUs multiply these numbers by their tensor cores, as
+those of FP8 files; on a CPU they are widened, and a product costs as much as the model's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from torch import Tensor
 
 from lightserve.errors import ModelLoadError
 from lightserve.kernels.interface import AttentionBatch, Can, Kernels
-from lightserve.kernels.weights import Fp4Weight, Fp8Weight, Int8Weight, PackedWeight, PromptRuns
+from lightserve.kernels.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    Int8Weight,
+    Packed,
+    PackedWeight,
+    PromptRuns,
+)
 from lightserve.models.layers.linear import (
     AnyPacked,
     Linear,
@@ -31,14 +38,12 @@ from lightserve.models.stored_weights import StoredWeight, fp8_of, groups_of
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """448."""
-UNIT = 16
-"""Inputs and outputs of a product on a GPU must be a multiple of this."""
 
 
 class Int8Method(UnquantizedMethod):
     """Weights rounded to 8 bits as they are read, by each output's largest: --quantization int8."""
 
-    fewest_bits: int | None = 8
+    kinds = Packed.INT8
 
     def make(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """See `LinearMethod.make`."""
@@ -100,7 +105,7 @@ class Int4Method(Int8Method):
     """
 
     GROUP_SIZE = 32
-    fewest_bits: int | None = 4
+    kinds = Packed.INT8 | Packed.INT4
 
     def create(
         self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
@@ -130,7 +135,7 @@ def rounded_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RoundingLinear:
-    """A weight whose products are by numbers of 8 bits, and perhaps a bias [out]."""
+    """A weight on a CPU whose products are by numbers of 8 bits, and perhaps a bias [out]."""
 
     __slots__ = ("_bias", "_factors", "_is_gated", "_kernels", "_weight")
 
@@ -140,18 +145,15 @@ class RoundingLinear:
         values, factors = rounded_to_fp8(weight)
         self._kernels, self._bias, self._is_gated = kernels, bias, is_gated
         self._factors = factors.T.contiguous()
-        # On a CPU numbers of 8 bits are those of the model's type, too.
-        self._weight = values if weight.is_cuda else kernels.pack_weight(values.to(weight.dtype))
+        # Numbers of 8 bits are those of the model's type, too.
+        self._weight = kernels.pack_weight(values.to(weight.dtype))
 
     def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """See `Linear.apply`."""
         assert dtype is None, "the output layer is not rounded"
         values, factors = rounded_to_fp8(x)
-        if x.is_cuda:
-            product = scaled_product(values, self._weight, factors, self._factors)
-        else:
-            sums = self._kernels.linear(values.to(x.dtype), self._weight, None, dtype=torch.float32)
-            product = sums.mul_(factors).mul_(self._factors)
+        sums = self._kernels.linear(values.to(x.dtype), self._weight, None, dtype=torch.float32)
+        product = sums.mul_(factors).mul_(self._factors)
         if self._bias is not None:
             product = product + self._bias
         product = product.to(x.dtype)
@@ -162,23 +164,13 @@ class RoundingLinear:
         return None
 
 
-def scaled_product(x: Tensor, weight: Tensor, of_rows: Tensor, of_outputs: Tensor) -> Tensor:
-    """Return x [N, K] times weight [M, K], both float8_e4m3fn, bfloat16 [N, M].
-
-    of_rows [N, 1] and of_outputs [1, M] are factors, float32.
-    """
-    return torch._scaled_mm(
-        x, weight.T, scale_a=of_rows, scale_b=of_outputs, out_dtype=torch.bfloat16
-    )
-
-
 class Fp8Method(Int8Method):
     """Weights rounded to 8-bit floating point as they are read: --quantization fp8.
 
     The output layer, which `make` is for, stays as it is: it decides between tokens.
     """
 
-    fewest_bits: int | None = None
+    kinds = Packed.FP8
 
     make = UnquantizedMethod.make
 
@@ -187,18 +179,16 @@ class Fp8Method(Int8Method):
     ) -> Linear:
         """See `LinearMethod.create`."""
         weight, bias = merged_shards(reader, shards)
-        if weight.is_cuda and any(size % UNIT for size in weight.shape):
-            names = ", ".join(shard.name for shard in shards)
-            raise ModelLoadError(
-                f"{names}: --quantization fp8 needs sizes that are multiples of {UNIT} on a GPU,"
-                f" got {list(weight.shape)}"
-            )
-        return RoundingLinear(self.kernels, weight, bias, is_gated=is_gated)
+        if Can.FP8 not in self.kernels.can:
+            return RoundingLinear(self.kernels, weight, bias, is_gated=is_gated)
+        self.has_fp8_rows = True
+        rounded = self._rounded(weight, shards, is_gated=is_gated)
+        return WeightLinear(self.kernels, rounded._replace(rounds_rows=True), bias)
 
     def _rounded(
         self, weight: Tensor, shards: Sequence[ModuleShard], *, is_gated: bool = False
-    ) -> PackedWeight:
-        """Round a weight of an expert; activations stay as they are."""
+    ) -> Fp8Weight:
+        """Round a weight; of an expert activations stay as they are."""
         values, factors = rounded_to_fp8(weight)
         return self.kernels.pack_fp8(values, factors, group_size=values.shape[1], is_gated=is_gated)
 
@@ -209,7 +199,7 @@ class StoredMethod(UnquantizedMethod):
     Where the kernels cannot hold them without a loss, they become plain as well.
     """
 
-    fewest_bits: int | None = 4
+    kinds = ~Packed.NONE
 
     def __init__(self, kernels: Kernels, *, rounds_tokens: bool = False) -> None:
         """`rounds_tokens`: see `WeightFormat`."""
@@ -265,7 +255,9 @@ class StoredMethod(UnquantizedMethod):
         if isinstance(packed, Int8Weight):
             return self._rounds_tokens
         self.num_fp8 += 1
-        return Can.FP8_PRODUCTS in self.kernels.can
+        is_rounded = Can.FP8_PRODUCTS in self.kernels.can
+        self.has_fp8_rows |= is_rounded and packed.group == 0
+        return is_rounded
 
     def _stored(self, reader: WeightReader, shards: Sequence[ModuleShard]) -> list[StoredWeight]:
         """Return the parts that are quantised in the files."""
