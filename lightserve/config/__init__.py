@@ -111,8 +111,9 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     )
     kernel_tuning: str = option(
         "auto",
-        "Block sizes of Triton kernels, and products of few rows by them or by cuBLAS: auto"
-        " (measured at the start on a GPU, and cached), or off (the built-in ones, and cuBLAS).",
+        "Block sizes of Triton kernels, and products of few rows by them or by cuBLAS, of"
+        " FP8 by them or by torch: auto (measured at the start on a GPU, and cached), or off (the"
+        " built-in ones, cuBLAS, and Triton for FP8).",
         choices=("auto", "off"),
         scope=Scope.PROFILE,
         needs=GPU_KERNELS,

@@ -212,7 +212,7 @@ class StepCommit:
     def book(self, step: PlannedStep, kv: KVStore, encoding: Encoding, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
         self.skip_counters.note(step)
-        tier, loaded = kv.tier, step.loaded
+        tier, loaded = None if kv.tree is None else kv.tree.tier, step.loaded
         num_saved = 0 if tier is None else tier.num_tokens["saved"]
         beside = {request for request, _ in loaded} if tier and step.checkpointed else ()
         kv.begin_plan(found for request, found in step.found.items() if request not in beside)
@@ -230,7 +230,8 @@ class StepCommit:
             self.counters[request.request_class].loaded_tokens += found.num_loaded
             request.state = RUNNING
         for request, num_tokens in loaded:
-            num_loaded = kv.load(request, num_tokens, is_ahead=True)
+            num_left = step.found[request].num_loaded - num_tokens
+            num_loaded = kv.load(request, num_tokens, is_ahead=True, left=num_left)
             self.counters[request.request_class].loaded_tokens += num_loaded
         if self._drafting.most and len(step.decodes):
             self._drafting.note(step.decodes)

@@ -221,8 +221,6 @@ class Request:
     """Whether its prompt was offered to the prefix tree since it started or resumed."""
     num_cached_tokens: int | None = None
     """Prompt tokens that were not computed when it first started."""
-    took_prefix: bool = False
-    """Whether some of its prompt's KV was brought back from the host, see `host_tier`."""
     keeps_kv: bool = True
     """Whether its KV may become cache: it has been finite so far."""
     expected: PrefixNode | None = None

@@ -293,7 +293,7 @@ class Scheduler:
             num_state_slots=ready.num_state_slots,
             load_is_cheaper=self._pipeline.load_is_cheaper,
         )
-        if (tier := self._kv.tier) is not None:
+        if (tree := self._kv.tree) is not None and (tier := tree.tier) is not None:
             tier.num_tokens = self._prefix_copies = self._prefix_copies or tier.num_tokens
         for request in list(self._waiting):
             request.recurrent.num_slots = ready.num_state_slots

@@ -65,8 +65,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(HostTier, "keep", lambda _, node: node.host_slots is not None)
     count(HostTier, "_give_up")
-    count(HostTier, "bring", lambda _, node, tokens, request: len(tokens) > 0)
-    count(KVStore, "_load_prefix", lambda self, request, _: request in self._held_ahead)
+    count(HostTier, "bring", lambda _, node, tokens, **named: len(tokens) > 0)
+    count(KVStore, "_load_prefix", lambda self, request, *_, **__: request in self._held_ahead)
     return found
 
 
@@ -101,8 +101,8 @@ def keeps_too_late(self: HostTier, node: PrefixNode) -> None:
         self._memory.saves.take()
 
 
-def brings_another(self: HostTier, *of: Any) -> Int32Array:
-    return np.roll(BRING(self, *of), 1)
+def brings_another(self: HostTier, *of: Any, **named: Any) -> Int32Array:
+    return np.roll(BRING(self, *of, **named), 1)
 
 
 def is_end(node: PrefixNode) -> bool:

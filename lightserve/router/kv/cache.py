@@ -97,19 +97,17 @@ class KVStore:
         self._pool = BlockSlotPool(
             num_slots, block_size=options.block_size, is_exclusive=options.is_exclusive
         )
-        order = options.cache_order
-        size = options.event_block_size
+        order, size = options.cache_order, options.event_block_size
         self._events = BlockEvents(size) if size and order is not None else None
         self._tree: PrefixTree | None = None
         if order is not None:
-            has_snapshots = num_state_slots > 0
-            self._tree = PrefixTree(order, events=self._events, has_snapshots=has_snapshots)
-        self.tier: HostTier | None = None
+            self._tree = PrefixTree(order, events=self._events, has_snapshots=num_state_slots > 0)
+        self._tier: HostTier | None = None
         """Prefixes on the host; None where none are kept there."""
         if self._tree is not None and num_prefix_slots:
             assert not num_state_slots, "prefixes with states stay in the pool"
-            self.tier = HostTier(self.checkpoints, load_is_cheaper, self._tree.tidy)
-            self._tree.tier = self.tier
+            self._tier = HostTier(self.checkpoints, load_is_cheaper, self._tree.tidy)
+            self._tree.tier = self._tier
         self._held_ahead: dict[Request, Lease] = {}
         """Prefixes of requests that do not start with the plan that is being made, which brings
         back some of what follows them."""
@@ -216,9 +214,9 @@ class KVStore:
 
     def begin_plan(self, found: Iterable[Found]) -> None:
         """Keep what a plan found on the host until it is brought back: first of all."""
-        if self.tier is not None:
+        if self._tier is not None:
             hits = [f.hit for f in found if f.num_loaded and f.hit is not None]
-            self.tier.read([hit.host_node for hit in hits if hit.host_node is not None])
+            self._tier.read([hit.host_node for hit in hits if hit.host_node is not None])
 
     def start(self, request: Request, found: Found) -> None:
         """Give a request that begins or resumes its table of slots, and hold its cached prefix.
@@ -256,16 +254,18 @@ class KVStore:
         request.num_computed_tokens = found.start
         request.num_paused_tokens = found.num_there
 
-    def load(self, request: Request, num_tokens: int, *, is_ahead: bool = False) -> int:
+    def load(
+        self, request: Request, num_tokens: int, *, is_ahead: bool = False, left: int = 0
+    ) -> int:
         """Bring back from the host some of what `look_up` found, behind what is held.
 
         `is_ahead`: beside the step of the plan, and the request goes on waiting; otherwise it
-        starts, and its state comes as well. Returns how much.
+        starts, and its state comes as well. `left` were found, too. Returns how much.
         """
         if not is_ahead:
             self.states.start(request)
         if num_tokens and request.host is None:
-            return self._load_prefix(request, num_tokens)
+            return self._load_prefix(request, num_tokens, is_last=not left)
         if num_tokens:
             assert request.slots is not None
             start = request.num_paused_tokens
@@ -275,12 +275,12 @@ class KVStore:
             request.num_paused_tokens += num_tokens if is_ahead else 0
         return num_tokens
 
-    def _load_prefix(self, request: Request, num_tokens: int) -> int:
+    def _load_prefix(self, request: Request, num_tokens: int, *, is_last: bool) -> int:
         """Bring back as much of a request's prefix; others may read it as well from now on.
 
         What others have brought back since the plan was made is there already.
         """
-        assert self._tree is not None and self.tier is not None
+        assert self._tree is not None and self._tier is not None
         lease = self._held_ahead.get(request)
         before = request.lease if lease is None else lease
         assert before is not None
@@ -291,7 +291,7 @@ class KVStore:
         missing = tokens[len(slots) :]
         new = self.acquire([(request, len(missing))])
         copies = self.checkpoints.loads if lease is None else self.checkpoints.ahead_loads
-        copies.add(new, self.tier.bring(after.node, missing, request))
+        copies.add(new, self._tier.bring(after.node, missing, is_last=is_last))
         left = self._tree.extend(after, missing, new.copy(), is_found=True)
         assert len(left) == 0, "what is on the host lies no deeper than what is not"
         if lease is None:
@@ -427,8 +427,8 @@ class KVStore:
         assert self._tree is not None
         if num_tokens > 0:
             num_spare = max(0, self.num_slots // EVICTION_PORTIONS - num_tokens)
-            if self.tier is not None:
-                self.tier.make_room(min(num_tokens + num_spare, self.tier.num_slots))
+            if self._tier is not None:
+                self._tier.make_room(min(num_tokens + num_spare, self._tier.num_slots))
             gone = self._tree.evict(
                 num_tokens, num_spare=num_spare, num_protected_rt=num_protected_rt
             )
@@ -558,8 +558,8 @@ class KVStore:
             assert self._tree is not None
             self._tree.release(lease)
         self._held_ahead.clear()
-        if self.tier is not None:
-            self.tier.end_plan()
+        if self._tier is not None:
+            self._tier.end_plan()
         return self.checkpoints.take_copies()
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
@@ -575,7 +575,7 @@ class KVStore:
             assert len(held) + self._pool.num_free == self.num_slots, "slots leaked"
         copies = [node.host_slots for node in nodes if node.host_slots is not None]
         self.checkpoints.check_integrity(holders, copies)
-        assert sum(map(len, copies)) == (0 if self.tier is None else self.tier.num_used)
+        assert sum(map(len, copies)) == (0 if self._tier is None else self._tier.num_used)
         for node in nodes:
             below = [child for child in node.children.values() if child.host_slots is not None]
             assert node.num_on_host == len(below) and node.num_readers == 0

@@ -30,7 +30,6 @@ import numpy as np
 from lightserve.messages.common import NO_INT32, Int32Array
 from lightserve.router.kv.host import Checkpoints
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
-from lightserve.router.request import Request
 
 LoadIsCheaper = Callable[[int, int, int], bool]
 """Whether computing n tokens from a position on is predicted to cost more than loading m slots."""
@@ -154,11 +153,11 @@ class HostTier:
             node.num_readers += 1
             self._read.append(node)
 
-    def bring(self, node: PrefixNode, tokens: Int32Array, request: Request) -> Int32Array:
+    def bring(self, node: PrefixNode, tokens: Int32Array, *, is_last: bool) -> Int32Array:
         """Return where the KV of tokens that follow a node is on the host, int32 [len(tokens)].
 
-        They are for a request. What comes back for it in pieces says no more of its key than what
-        comes back at once.
+        `is_last`: nothing else comes back for the request; of its key that says that a copy came
+        back, in however many pieces.
         """
         found: list[Int32Array] = [NO_INT32]
         missing = len(tokens)
@@ -167,9 +166,8 @@ class HostTier:
             assert node.host_slots is not None, "something changed since"
             found.append(node.host_slots[:missing])
             missing -= len(found[-1])
-        if not request.took_prefix:
+        if is_last:
             _learn(node, 1.0)
-        request.took_prefix = True
         self.num_tokens["loaded"] += len(tokens)
         return np.concatenate(found)
 

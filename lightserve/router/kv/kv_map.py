@@ -140,7 +140,7 @@ def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
         store: where they hold them.
     """
     nodes = () if store.tree is None else store.tree.nodes()
-    tier = store.tier
+    tier = None if store.tree is None else store.tree.tier
     return describe_pool(
         store.num_slots,
         [_user(request) for request in requests if request.slots is not None],
