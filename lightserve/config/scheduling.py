@@ -258,7 +258,7 @@ class SchedulingOptions:
         "Guesses of the next tokens of a request, several of which one step verifies: off, ngram"
         " (what followed its last tokens where these stood before in its prompt or output), suffix"
         " (there, and in recent answers to requests of its key), or mtp (the layer of the model"
-        " that is made for it, on CPUs). Guesses change no answer.",
+        " that is made for it). Guesses change no answer.",
         choices=("off", "ngram", "suffix", "mtp"),
         section="Speculation",
         scope=Scope.SIMULATE,

@@ -35,8 +35,6 @@ def check_options(
             f"--kv-dtype {config.kv_dtype} on a GPU needs heads of a multiple of {FACTOR_BYTES}"
             f" numbers, got {odd[0]}"
         )
-    if config.has_draft_head and device.type != "cpu":
-        raise ConfigError("--speculation mtp needs --device cpu: ngram and suffix guess on GPUs")
     if config.speculation != "off" and device.type != "cpu" and Can.GRAPHS not in kernels.can:
         raise ConfigError(
             f"--speculation {config.speculation} needs kernels that read on the device where rows"

@@ -47,9 +47,11 @@ class Rows(NamedTuple):
     ids: Tensor
     """int64 [D], the same on the device."""
     lengths: Tensor
-    """int64 [D], known tokens of each, at least 1, …"""
-    width: int
-    """… and at most."""
+    """int64 [D], known tokens of each, at least 1."""
+    ends: _Int64Array
+    """[D], the same on the host, or more: see `too_far`."""
+    too_far: Tensor | None
+    """int64 [D] on the device, by how much `ends` are more; None: by nothing."""
     most: _Int64Array
     """[D], guesses that each may have, at least 1."""
     slots: Tensor
@@ -218,7 +220,9 @@ class Lookup:
         is_own, steps = source is DraftSource.NGRAM, torch.arange(most, device=table.device)
         firsts = self._queue.upload([self._firsts(source, rows)])[0]
         empty, parts = table.new_full((1,), NO_TOKEN), []
-        width = rows.width if is_own else max(len(text) for text in texts if text is not None)
+        width = (
+            int(rows.ends.max()) if is_own else max(len(text) for text in texts if text is not None)
+        )
         num_together = max(1, self.MOST_SEARCHED // width)
         for begin in range(0, len(rows.ids), num_together):
             some = slice(begin, begin + num_together)
@@ -492,9 +496,11 @@ class Drafts:
             too_far: see `Begun`.
         """
         index, row_ids, lengths, counts = self._queue.upload([decodes, rows, starts + 1, most])
+        own_too_far = None
         if too_far is not None:
-            lengths = lengths - too_far.index_select(0, index)
-        known = Rows(rows, row_ids, lengths, int(starts.max()) + 1, most, self._slots)
+            own_too_far = too_far.index_select(0, index)
+            lengths = lengths - own_too_far
+        known = Rows(rows, row_ids, lengths, starts + 1, own_too_far, most, self._slots)
         guesses, found, sources = self._proposer.propose(self._token_ids, known)
         if self._queue.is_at_once and not found.any():
             self._lengths.index_copy_(0, row_ids, lengths + 1)

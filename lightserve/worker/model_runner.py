@@ -103,7 +103,7 @@ class ModelRunner:
         self._model = model
         self._head: HeadDrafts | None = None
         if model.draft_head is not None:
-            proposer = self._head = HeadDrafts(model, model.draft_head, pool, tp)
+            proposer = self._head = HeadDrafts(model, model.draft_head, pool, tp, queue)
         self.pool = pool
         self.host_pool = host_pool
         self._tp = tp
@@ -333,6 +333,7 @@ class ModelRunner:
             indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
         is_covered = graphs is not None and graphs.covers(len(inputs.rows))
         is_plain = inputs.is_plain_decode and images is None and not indices
+        is_plain = is_plain and self._head is None  # which takes in hidden states
         if graphs is not None and is_covered and is_plain:
             logits = graphs.logits(inputs.rows, inputs.context_lens - 1, inputs.too_far)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
@@ -361,24 +362,38 @@ class ModelRunner:
 
     def _hidden(self, inputs: StepInputs, images: Replaced | None) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
-        graphs, mixed, wanted = self._graphs, self._mixed, inputs.tensors.logit_rows
+        wanted = inputs.tensors.logit_rows
         if self._head is not None:
+            assert images is None, "no model has both"
             input_ids, batch = self._table.unrecorded(inputs)
-            hidden = self._model.hidden(input_ids, batch, self.pool, None, images)
+            hidden = self._recorded(inputs)
+            if hidden is None:
+                hidden = self._model.hidden(input_ids, batch, self.pool, None)
+            hidden = hidden[: len(input_ids)]
             self._head.take_in(inputs, input_ids, hidden, self._table.req_to_slot)
             return hidden.index_select(0, wanted)
         turned = self._images.turned(inputs)
         if images is not None or (turned is not None and turned.ndim > 1):
             tensors = self._table.unrecorded(inputs, turned)
             return self._model.hidden(*tensors, self.pool, wanted, images)
-        if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.rows)):
-            hidden = graphs.hidden(inputs.rows, inputs.context_lens - 1, inputs.too_far)
+        hidden = self._recorded(inputs)
+        if hidden is not None:
             return hidden.index_select(0, wanted)
-        size = None if mixed is None else mixed.size_of(inputs.q_lens)
-        if mixed is not None and size is not None:
-            rows = inputs.rows, inputs.q_lens, inputs.context_lens, inputs.too_far
-            return mixed.hidden(size, *rows).index_select(0, wanted)
         return self._model.hidden(*self._table.unrecorded(inputs, turned), self.pool, wanted)
+
+    def _recorded(self, inputs: StepInputs) -> Tensor | None:
+        """Return the hidden states of all tokens of a step, and perhaps more, by a graph of it.
+
+        None: there is none.
+        """
+        graphs, mixed = self._graphs, self._mixed
+        if graphs is not None and inputs.is_decode and graphs.covers(len(inputs.rows)):
+            return graphs.hidden(inputs.rows, inputs.context_lens - 1, inputs.too_far)
+        size = None if mixed is None else mixed.size_of(inputs.q_lens)
+        if mixed is None or size is None:
+            return None
+        rows = inputs.rows, inputs.q_lens, inputs.context_lens, inputs.too_far
+        return mixed.hidden(size, *rows)
 
     def _encode(self, inputs: StepInputs, pooling: Pooling) -> _Passed:
         """Run an encoder, each of whose rows is a prompt as a whole."""

@@ -10,26 +10,40 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import head_runs
+from support.graph_recorders import Tape
 from support.grids import choose, more_when_long
-from support.head_runs import PROMPT, Formula, OneRow, config_of, run_row, write_with_head
+from support.head_runs import MAX_LEN, PROMPT, Formula, OneRow, config_of, run_row, write_with_head
+from support.late_queue import LateQueue
 from support.lossless import Catalogue, Tally, make_schedule
 from support.lossless import make_runner as make_lossless_runner
+from support.tensor_kernels import FromTensors, TensorKernels
 from support.tiny_encoders import TINY_ENCODERS, write_tiny_encoder
+from torch import Tensor
 
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ModelLoadError
+from lightserve.kernels.interface import Kernels
+from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import unpack_int32
-from lightserve.messages.router_worker import StepPlan, StepResult
+from lightserve.messages.router_worker import StepPlan, StepResult, pack_decodes
 from lightserve.models.config import load_model_config
+from lightserve.models.layers.linear import UnquantizedMethod
 from lightserve.supervisor.startup import check_model
 from lightserve.types import DraftSource
+from lightserve.worker import build
 from lightserve.worker.build import build_runner
 from lightserve.worker.checks import check_options
+from lightserve.worker.head_drafts import HeadDrafts
+from lightserve.worker.model_runner import ModelRunner
 
 FAMILIES = ("glm4-moe", "deepseek-v3", "glm4-moe-lite")
 
@@ -171,13 +185,120 @@ def test_a_model_that_writes_no_tokens_guesses_none(tmp_path: Path) -> None:
         check_model(ServeConfig(model=str(tmp_path), speculation="ngram"))
 
 
-def test_gpus_have_no_such_guesses_yet(tmp_path: Path) -> None:
+# As on a GPU: where a row is the device alone knows, nothing waits for it, and passes are graphs.
+
+
+class FarRow(OneRow):
+    """Plans say the furthest that the row can be at, as they leave before the last result."""
+
+    surplus = 0
+
+    def decode(self, num_drafts: int) -> None:
+        before, start = len(self._known), len(self._known) - 1 + self.surplus
+        slots = [head_runs._slot(place) for place in range(start, start + 1 + num_drafts)]
+        self._run([], [], [], pack_decodes([head_runs.ROW], [start], slots, [num_drafts]))
+        most = 1 + num_drafts + self.surplus
+        self.surplus = most - (len(self._known) - before) if num_drafts else 0
+
+
+def late_runner(path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    """Return a runner of a late device; its head is not to wait for it."""
+    monkeypatch.setattr(build, "make_queue", lambda _: LateQueue())
+
+    def load(*args: Any, **options: Any) -> Any:
+        own = {"kernels": kernels, "method": UnquantizedMethod(kernels)}
+        return build.load_model(*args, **(options | own))
+
+    runner = build_runner(config_of(path), load=load)
+    for name in ("propose", "take_in", "learn"):
+        plain = getattr(HeadDrafts, name)
+
+        def taped(self: HeadDrafts, *args: Any, plain: Any = plain) -> Any:
+            if not isinstance(kernels, TensorKernels):
+                return plain(self, *args)
+            with Tape():
+                return plain(self, *args)
+
+        monkeypatch.setattr(HeadDrafts, name, taped)
+    return runner
+
+
+class Padded:
+    """Stands for graphs: passes with a token more, whose states are overwritten by the next."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.num_passes = runner, 0
+        size = runner._model.config.hidden_size
+        self._hidden = torch.zeros(MAX_LEN + 1, size)
+
+    def covers(self, num_rows: int) -> bool:
+        return num_rows > 0
+
+    def size_of(self, q_lens: np.ndarray) -> int:
+        return 1 + int(q_lens.sum())
+
+    def hidden(self, rows: np.ndarray, positions: np.ndarray, too_far: Tensor | None) -> Tensor:
+        return self._pass(rows, np.ones_like(rows), positions + 1, too_far)
+
+    def _pass(self, *inputs: Any) -> Tensor:
+        self.num_passes += 1
+        rows, q_lens, ends, too_far = inputs
+        tensors = SimpleNamespace(rows=rows, q_lens=q_lens, context_lens=ends, too_far=too_far)
+        runner = self._runner
+        tokens, batch = runner._table.unrecorded(tensors)  # type: ignore[arg-type]
+        self._hidden.fill_(torch.nan)
+        self._hidden[: len(tokens)] = runner._model.hidden(tokens, batch, runner.pool, None)
+        return self._hidden[: len(tokens) + 1]
+
+
+class PaddedMixed(Padded):
+    def hidden(self, size: int, *inputs: Any) -> Tensor:  # type: ignore[override]
+        return self._pass(*inputs)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_late_device_guesses_the_same(
+    has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formula = Formula(tmp_path, write_with_head("glm4-moe", tmp_path))
+    runner = late_runner(tmp_path, FromTensors(), monkeypatch)
+    if has_graphs:
+        graphs, mixed = Padded(runner), PaddedMixed(runner)
+        runner.use_graphs(graphs, mixed)  # type: ignore[arg-type]
+    row, num_far = FarRow(runner), 0
+    row.begin(PROMPT, cuts=(1, 6))
+    for num_drafts in (4, 3, 0, 1, 8, 2, 0, 5):
+        num_far += row.surplus > 0
+        row.decode(num_drafts)
+    assert num_far > 3 and len(row.guesses) == 6
+    for known, found in row.guesses:
+        assert found == formula.guesses(known, len(found))
+    if has_graphs:
+        assert graphs.num_passes > 0 < mixed.num_passes
+
+
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_gpu_kernels_guess_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's, interpreted: over heads, and over latents."""
+    formula = Formula(tmp_path, write_with_head(name, tmp_path))
+    row = FarRow(late_runner(tmp_path, TritonKernels(), monkeypatch))
+    row.begin(PROMPT[:9], cuts=(5,))
+    for num_drafts in (2, 3, 0, 1):
+        row.decode(num_drafts)
+    for known, found in row.guesses:
+        assert found == formula.guesses(known, len(found))
+
+
+def test_gpus_have_such_guesses(tmp_path: Path) -> None:
+    """By kernels that read on the device where rows are."""
     write_with_head("glm4-moe", tmp_path)
-    config = config_of(tmp_path)
-    kernels: Any = build_runner(config)._model._passes._kernels  # type: ignore[attr-defined]
+    config, cuda = config_of(tmp_path), torch.device("cuda")
     model_config = load_model_config(tmp_path, has_draft_head=True)
-    with pytest.raises(ConfigError, match="--speculation mtp needs --device cpu"):
-        check_options(config, model_config, kernels, torch.device("cuda"))
+    check_options(config, model_config, TritonKernels(), cuda)
+    with pytest.raises(ConfigError, match="mtp needs kernels that read on the device"):
+        check_options(config, model_config, ReferenceKernels(), cuda)
 
 
 def test_its_keys_and_values_are_one_layer_more(tmp_path: Path) -> None:

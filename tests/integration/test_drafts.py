@@ -18,10 +18,9 @@ from support.late_queue import LateQueue
 from support.lossless import MAX_SEQS, Catalogue, Tally, make_runner, make_schedule
 from support.recorded_plans import RecordedStep, record_steps
 from support.recorded_plans import make_runner as make_small_runner
-from support.tensor_kernels import TensorKernels
+from support.tensor_kernels import FromTensors, TensorKernels
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, MostTokens
 from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
@@ -111,16 +110,6 @@ def test_no_schedule_changes_a_token(catalogue: Catalogue, acceptance: float | N
         assert 0.3 < counts["accepted"] / counts["drafted"] < 0.7
     elif acceptance == 0.0:
         assert counts["accepted"] == 0
-
-
-class FromTensors(TensorKernels):
-    """As a GPU's: where rows are is in tensors alone, whatever the host believes."""
-
-    def attention(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, **options: Any
-    ) -> Tensor:
-        batch = replace(batch, most=batch.most or MostTokens(len(q), len(q)))
-        return super().attention(q, k_pool, v_pool, batch, **options)
 
 
 def accept_all(self: Drafts, drafted: Drafted, firsts: Tensor, token_ids: Tensor) -> Tensor:
@@ -255,7 +244,8 @@ class Texts:
         """Return the guesses of each row, and their source."""
         ids = torch.arange(len(self.table) - 1)
         counts = np.full(len(ids), most)
-        rows = Rows(ids.numpy(), ids, self.lengths[:-1], int(self.lengths.max()), counts, ids)
+        lengths = self.lengths[:-1]
+        rows = Rows(ids.numpy(), ids, lengths, lengths.numpy(), None, counts, ids)
         both = []
         for lookup in self.lookups:
             guesses, counts, sources = lookup.propose(self.table, rows)

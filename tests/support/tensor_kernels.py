@@ -5,10 +5,13 @@ Plain torch on any device, for passes that are recorded on the CPU or run on fak
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Can, MostTokens, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels, modified
 
 
@@ -62,3 +65,13 @@ class TensorKernels(ReferenceKernels):
         weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)
         v = v.masked_fill(hidden[:, :, None, None], 0.0)
         return torch.einsum("rhp,rphd->rhd", weights, v).to(q.dtype)
+
+
+class FromTensors(TensorKernels):
+    """As a GPU's: where rows are is in tensors alone, whatever the host believes."""
+
+    def attention(
+        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch, **options: Any
+    ) -> Tensor:
+        batch = replace(batch, most=batch.most or MostTokens(len(q), len(q)))
+        return super().attention(q, k_pool, v_pool, batch, **options)
