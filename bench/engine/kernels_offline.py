@@ -234,32 +234,16 @@ def latent_case(num_heads: int, rows: str) -> Case:
     )
 
 
-def norm(width: int) -> None:
-    """Normalise, alone and with a residual."""
-    norms.rms_norm(meta(256, width), meta(width), 1e-5)
-    norms.add_rms_norm(meta(256, width), meta(256, width), meta(width), 1e-5)
-
-
-def norm_case(width: int) -> Case:
-    """Return both norms of a width."""
-    return Case(f"norms of {width}", lambda: norm(width))
-
-
-def gate(width: int) -> None:
-    """Launch the gated activation."""
-    norms.silu_and_mul(meta(256, 2 * width))
-
-
-def rounded_case(width: int, group: int) -> Case:
-    """Return norms and gates that round what they give, and the rounding alone."""
-
-    def call() -> None:
-        x = meta(256, width)
+def rows(width: int, group: int | None) -> None:
+    """Normalise, alone and with a residual; with `group`, also by gates, and round what is made."""
+    x, weight, gate_up = meta(256, width), meta(width), meta(256, 2 * width)
+    if group is None:
+        norms.rms_norm(x, weight, 1e-5)
+        norms.add_rms_norm(x, meta(256, width), weight, 1e-5)
+    else:
         norms.round_rows(x, group)
-        norms.add_rms_norm_rounded(x, meta(256, width), meta(width), 1e-5, group)
-        norms.silu_and_mul_rounded(meta(256, 2 * width), group)
-
-    return Case(f"rounded rows of {width}, groups of {group or width}", call)
+        norms.add_rms_norm_rounded(x, meta(256, width), weight, 1e-5, group)
+        norms.silu_and_mul_rounded(gate_up, group)
 
 
 def rotate_case(
@@ -523,12 +507,15 @@ CASES: list[Case] = [
     *(latent_case(heads, rows) for heads in (16, 8, 128) for rows in ("mixed", "cut", "recorded")),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
-    *(norm_case(width) for width in (64, 128, 896, 4096, 5120, 8192)),
-    *(Case(f"silu_and_mul {width}", partial(gate, width)) for width in (4864, 14336)),
     *(
-        rounded_case(width, group)
-        for width in (128, 896, 4096, 5120, 8192, 14336, 16384)
-        for group in (0, 64, 128)
+        Case(f"norms of {width}, groups of {group}", partial(rows, width, group))
+        for width in (64, 128, 896, 4096, 5120, 8192, 14336, 16384)
+        for group in (None, 0, 64, 128)
+        if not group or group < width
+    ),
+    *(
+        Case(f"silu_and_mul {width}", partial(norms.silu_and_mul, meta(256, 2 * width)))
+        for width in (4864, 14336)
     ),
     *(
         rotate_case(*heads, has_norm=has_norm)

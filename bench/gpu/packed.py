@@ -18,8 +18,7 @@ from lightserve.kernels.reference import numbers_of_groups, rounded_to_e4m3
 from lightserve.kernels.triton import product_tuning
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.product_tuning import ProductWork
-from lightserve.kernels.triton.products import ProductChoice, ProductConfig
-from lightserve.kernels.triton.quantized import SCALED_ROWS, ScaledKey
+from lightserve.kernels.triton.products import ProductChoice, ProductChoices, ProductConfig
 from lightserve.kernels.triton.tuning import Choice
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.models.layers.quantized import rounded_to_fp8
@@ -38,8 +37,6 @@ class Packed(NamedTuple):
     multiply: Callable[[Tensor], Tensor]
     numbers: Tensor
     """Float32 [M, K], what it stands for."""
-    is_rounding: bool = False
-    """Whether rows are e4m3, too."""
 
 
 def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packed]:
@@ -68,17 +65,8 @@ def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packe
     yield Packed("fp8", lambda x: kernels.linear(x, fp8, None), values.float() * factors)
     if Can.FP8_PRODUCTS not in kernels.can:
         return
-    both, torchs = fp8._replace(rounds_rows=True), TritonKernels()
-    torchs.scaled = frozenset(
-        ScaledKey(num_inputs, num_outputs, num_rows) for num_rows in SCALED_ROWS
-    )
-    for name, own in (("fp8 by fp8", kernels), ("fp8 by fp8 of torch", torchs)):
-        yield Packed(
-            name,
-            lambda x, own=own: own.linear(x, both, None),  # type: ignore[misc]
-            values.float() * factors,
-            is_rounding=True,
-        )
+    both = fp8._replace(rounds_rows=True)
+    yield Packed("fp8 by fp8", lambda x: kernels.linear(x, both, None), values.float() * factors)
 
 
 def packed_products(bench: Bench) -> None:
@@ -90,7 +78,7 @@ def packed_products(bench: Bench) -> None:
         x = machine.random(num_rows, inputs)
         plain_s = machine.median_s(lambda _, x=x: functional.linear(x, plain))  # type: ignore[misc]
         for packed in kinds(machine, outputs, inputs):
-            own = rounded_to_e4m3(x, inputs) if packed.is_rounding else x.float()
+            own = rounded_to_e4m3(x, inputs) if "by fp8" in packed.name else x.float()
             name, truth = f"{packed.name}, {num_rows} rows", own @ packed.numbers.T
             error = float((packed.multiply(x).float() - truth).norm() / truth.norm())
             if not error <= MAX_ERROR:
@@ -153,7 +141,7 @@ def _few_rows_row(
 ) -> None:
     """Compare a choice with float64 and report its bytes of weights by time."""
     key, machine = work.key, bench.machine
-    choices = {}
+    choices = ProductChoices()
     if choice.config:
         choices[key] = ProductChoice(ProductConfig(**choice.config), work.num_outputs)
     kernels = TritonKernels(products=choices)

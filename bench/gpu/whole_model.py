@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gzip
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,10 +33,9 @@ from bench.gpu.models import (
     run_plans,
 )
 from bench.gpu.table import Bench
-from lightserve.kernels.interface import Kernels
-from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import KVCopies, StepPlan
+from lightserve.models.layers import feed_forward, linear
 from lightserve.types import SamplingParams
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.model_runner import ModelRunner
@@ -124,33 +122,28 @@ def _large(bench: Bench, model: RandomModel, scale: Scale, bandwidth: float, rat
 def eight_bits(bench: Bench) -> None:
     """Time decodes by FP8 weights, with KV of FP8, beside those in bfloat16.
 
-    In blocks, with activations rounded inside norms and gates and by kernels of their own; and by
-    outputs, with the products that the start finds faster, torch's or Triton's, and by Triton's
-    alone.
+    In blocks, with activations rounded inside norms and gates and apart; and by outputs, with the
+    products that the start finds faster, torch's or Triton's, and by Triton's alone.
     """
     scale = REHEARSED if bench.rehearse else GPU
     kv: dict[str, Any] = {"kv_dtype": "fp8" if bench.machine.is_gpu else "int8"}
-    rows_of = kv | {"quantization": "fp8"}
+    blocks, outputs = kv | {"is_fp8": True}, kv | {"quantization": "fp8"}
+    apart = _decode_times
+    for room in (linear, feed_forward):
+        apart = patch.object(room, "rounding_weight", lambda _: None)(apart)
     with TemporaryDirectory() as directory:
         model = RandomModel.make(Path(directory), scale.llama)
         plain = _decode_times(bench, model, scale, {})
-        for name, flags, is_limited in (
-            ("in blocks", kv | {"is_fp8": True}, True),
-            ("in blocks, rounded apart", kv | {"is_fp8": True}, False),
-            ("by outputs", rows_of, True),
-            ("by outputs, Triton's alone", rows_of | {"kernel_tuning": "off"}, False),
+        for name, measure, flags, limit in (
+            ("in blocks", _decode_times, blocks, MAX_EIGHT_BITS),
+            ("in blocks, rounded apart", apart, blocks, None),
+            ("by outputs", _decode_times, outputs, MAX_EIGHT_BITS),
+            ("by outputs, Triton's alone", _decode_times, outputs | {"kernel_tuning": "off"}, None),
         ):
-            with _rounded_apart() if "apart" in name else nullcontext():
-                times = _decode_times(bench, model, scale, flags)
-            for num_rows, plain_s in plain.items():
-                own_s = times[num_rows]
-                bench.rows.figure(
-                    f"Llama-3-8B shape in FP8 {name} with FP8 KV, batch {num_rows}: to bfloat16",
-                    own_s / plain_s,
-                    "x",
-                    at_most=MAX_EIGHT_BITS if is_limited else None,
-                    note=f"{1e3 * own_s:.4g} ms, bfloat16 {1e3 * plain_s:.4g} ms",
-                )
+            for num_rows, own_s in measure(bench, model, scale, flags).items():
+                row = f"Llama-3-8B shape in FP8 {name} with FP8 KV, batch {num_rows}: to bfloat16"
+                note = f"{1e3 * own_s:.4g} ms, bfloat16 {1e3 * plain[num_rows]:.4g} ms"
+                bench.rows.figure(row, own_s / plain[num_rows], "x", at_most=limit, note=note)
 
 
 def _decode_times(
@@ -165,19 +158,6 @@ def _decode_times(
         ).median_s
         for num_rows in (1, scale.batch)
     }
-
-
-@contextmanager
-def _rounded_apart() -> Iterator[None]:
-    """Let Triton's norms and gates give numbers of the model's type, which others round."""
-
-    def block(self: TritonKernels, x: Tensor, first: Any, second: Any, norm: Any = None) -> Tensor:
-        rows = x if norm is None else self.add_rms_norm(x, *norm)[0]
-        return self.linear(self.linear(rows, *first), *second)
-
-    own = {"gated_block": block, "add_norm_linear": Kernels.add_norm_linear}
-    with patch.multiple(TritonKernels, **own):
-        yield
 
 
 def _mixed(

@@ -198,7 +198,7 @@ class Can(Flag):
     """Weights of 8-bit floating point (`pack_fp8`), and products of integers by integers
     (`Int8Weight.rounds_rows`)."""
     FP8_PRODUCTS = auto()
-    """Products of floating point of 8 bits by the same (`Fp8Weight.rounds_rows`), `gated_block`."""
+    """Products of floating point of 8 bits by the same, see `Fp8Weight.rounds_rows`, `Fp8Block`."""
     ROUNDED_PROMPTS = auto()
     """Products of integers of 8 bits by integers, of prompts' tokens in bfloat16: those by an
     `Int8Weight` with `prompts`."""
@@ -414,7 +414,7 @@ class Kernels(Protocol):
         x: Tensor,
         residual: Tensor,
         norm: tuple[Tensor, float],
-        weight: Tensor | Fp8Weight,
+        weight: Weight,
         bias: Tensor | None,
         *,
         is_gated: bool,
@@ -427,21 +427,6 @@ class Kernels(Protocol):
         if not isinstance(weight, Tensor):
             return self.linear(x, weight, bias), residual
         return (self.gated_linear if is_gated else self.linear)(x, weight, bias), residual
-
-    def gated_block(
-        self,
-        x: Tensor,
-        first: tuple[Fp8Weight, Tensor | None],
-        second: tuple[Fp8Weight, Tensor | None],
-        norm: tuple[Tensor, Tensor, float] | None = None,
-    ) -> Tensor:
-        """Return the product of the second weight with that of the first, gated; rows are rounded
-        for both. x [T, K] -> [T, outputs of the second], each with its bias.
-
-        `norm`: residual [T, K], which becomes x + residual, and weight and eps of the RMSNorm whose
-        result takes the place of x.
-        """
-        raise _missing(self, Can.FP8_PRODUCTS)
 
     def choose_experts(
         self, products: Tensor, bias: Tensor | None, choice: ExpertChoice

@@ -60,15 +60,17 @@ def tune_kernels(
     from lightserve.kernels.triton.tuning import cuda_timer, tuned_configs, works  # noqa: PLC0415
 
     assert isinstance(kernels, TritonKernels)
-    kinds = (works, product_works, *([scaled_works] if has_fp8_rows else []))
-    num_works = sum(len(kind(own)) for own in shapes for kind in kinds)
+    num_works = 0
+    for own in shapes:
+        num_works += len(works(own)) + len(product_works(own))
+        num_works += len(scaled_works(own)) if has_fp8_rows else 0
     with progress("tuning kernels", num_works, is_shown=is_shown) as advance:
         options: Any = {"timer": cuda_timer, "advance": advance}
         for own in shapes:
             kernels.configs = tuned_configs(own, device, base=kernels.configs, **options)
-            kernels.products = {**kernels.products, **tuned_products(own, device, **options)}
+            kernels.products.update(tuned_products(own, device, **options))
             if has_fp8_rows:
-                kernels.scaled |= tuned_scaled(own, device, **options)
+                kernels.products.scaled |= tuned_scaled(own, device, **options)
     torch.cuda.empty_cache()
 
 

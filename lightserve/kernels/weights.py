@@ -96,6 +96,21 @@ class Fp8Weight(NamedTuple):
         return 0 if self.group_size >= self.packed.shape[1] else self.group_size
 
 
+class Fp8Block(NamedTuple):
+    """The weights of a gated block, which round their rows: a product by them is that of the second
+    with the gated ones of the first; needs `Can.FP8_PRODUCTS`."""
+
+    first: Fp8Weight
+    """Gates and ups, `is_gated`."""
+    first_bias: Tensor | None
+    second: Fp8Weight
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether its products are gated once more."""
+        return False
+
+
 class Fp4Weight(NamedTuple):
     """A weight [M, K] of 4-bit floating point (MXFP4); groups of inputs have a factor each.
 
@@ -125,7 +140,7 @@ class PackedExperts(NamedTuple):
 
 
 PackedWeight = Int8Weight | GroupedWeight | Fp8Weight
-Weight = Tensor | PackedWeight
+Weight = Tensor | PackedWeight | Fp8Block
 
 
 class ExpertBiases(NamedTuple):

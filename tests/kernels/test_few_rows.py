@@ -25,6 +25,7 @@ from lightserve.kernels.triton.products import (
     PRODUCT_ROWS,
     NormInputs,
     ProductChoice,
+    ProductChoices,
     ProductConfig,
     ProductKey,
     candidates,
@@ -108,7 +109,8 @@ def test_large_numbers_of_float16() -> None:
 
 def test_who_multiplies() -> None:
     """Up to 8 rows of a weight that was measured, contiguous; cuBLAS has all else."""
-    choices = {ProductKey(64, 4, False, False): ProductChoice(CONFIGS[0], 32)}
+    key = ProductKey(64, 4, False, False)
+    choices = ProductChoices({key: ProductChoice(CONFIGS[0], 32)})
 
     def of(x: Tensor, weight: Tensor, *, has_norm: bool = False) -> ProductConfig | None:
         return product_config(choices, x, weight, has_norm=has_norm, is_gated=False)
@@ -135,7 +137,7 @@ def few_rows_kernels(config: ProductConfig) -> TritonKernels:
         for has_norm in (False, True)
         for is_gated in (False, True)
     }
-    return TritonKernels(products=choices)
+    return TritonKernels(products=ProductChoices(choices))
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])

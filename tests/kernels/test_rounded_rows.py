@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +22,7 @@ from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.norms import RoundedRows, round_rows
 from lightserve.kernels.triton.product_tuning import ScaledScene, tuned_scaled
 from lightserve.kernels.triton.quantized import ScaledKey, scaled_key
-from lightserve.kernels.weights import Fp8Weight
+from lightserve.kernels.weights import Fp8Block, Fp8Weight, Weight
 from lightserve.models.layers.linear import LinearMethod
 from lightserve.models.layers.quantized import Fp8Method, StoredMethod
 
@@ -92,13 +91,14 @@ def test_a_block_behind_a_norm_is_its_parts(first: int, second: int) -> None:
     """The weights of a block may have groups of different sizes, and biases."""
     weights = fp8(2 * 160, 192, first, is_gated=True), fp8(192, 160, second)
     pairs = (weights[0], normal(320)), (weights[1], normal(192))
+    block = Fp8Block(*pairs[0], weights[1]), pairs[1][1]
     x, residual, norm = normal(5, 192), normal(5, 192, seed=1), normal(192, seed=2)
     rows, total = KERNELS.add_rms_norm(x, residual.clone(), norm, 1e-5)
     gated = KERNELS.linear(rows, *pairs[0])
     truth, kept = KERNELS.linear(gated, *pairs[1]), residual.clone()
-    assert torch.equal(KERNELS.gated_block(x, *pairs, (kept, norm, 1e-5)), truth)
-    assert torch.equal(kept, total)
-    assert torch.equal(KERNELS.gated_block(rows, *pairs), truth)
+    found, kept = KERNELS.add_norm_linear(x, kept, (norm, 1e-5), *block, is_gated=False)
+    assert torch.equal(found, truth) and torch.equal(kept, total)
+    assert torch.equal(KERNELS.linear(rows, *block), truth)
     found, kept = KERNELS.add_norm_linear(
         x, residual.clone(), (norm, 1e-5), *pairs[0], is_gated=True
     )
@@ -127,12 +127,14 @@ class Apart(TritonKernels):
 
     add_norm_linear = Kernels.add_norm_linear
 
-    def gated_block(
-        self, x: Tensor, first: Any, second: Any, norm: tuple[Tensor, Tensor, float] | None = None
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return the product of parts."""
-        rows = x if norm is None else self.add_rms_norm(x, *norm)[0]
-        return self.linear(self.linear(rows, *first), *second)
+        if isinstance(weight, Fp8Block):
+            features = super().linear(x, weight.first, weight.first_bias)
+            return super().linear(features, weight.second, bias)
+        return super().linear(x, weight, bias, dtype=dtype)
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
@@ -172,7 +174,7 @@ def test_which_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         16, 16, 64, 2048, 2048,
     ]  # fmt: skip
     kernels, asked = TritonKernels(), []
-    kernels.scaled = frozenset({ScaledKey(96, 32, 16)})
+    kernels.products.scaled = frozenset({ScaledKey(96, 32, 16)})
 
     def scaled(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         asked.append(len(rows.values))

@@ -34,7 +34,7 @@ from lightserve.kernels.self_check import check_quantized
 from lightserve.kernels.triton import experts, quantized
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.norms import RoundedRows
-from lightserve.kernels.weights import ClampedGate, ExpertBiases, Packed
+from lightserve.kernels.weights import ClampedGate, ExpertBiases, Fp8Weight, Packed
 from lightserve.models.config import load_model_config
 from lightserve.models.layers.linear import (
     Linear,
@@ -49,6 +49,7 @@ from lightserve.models.layers.quantized import (
     Int4Method,
     Int8Method,
     StoredMethod,
+    packed_weight,
     rounded_to_fp8,
 )
 from lightserve.models.stored_weights import StoredWeight, fp8_of
@@ -313,6 +314,27 @@ def test_parts_of_blocks_begin_where_a_factor_does() -> None:
     assert late is not None and late.group_size == 64
     assert late.factors[0].tolist() == [0.0, 1.0, 1.0, 2.0]
     assert fp8_of([part(32, 3)]) is None
+
+
+@pytest.mark.parametrize(("num_ranks", "group"), [(1, 128), (2, 64), (3, 0), (4, None)])
+def test_parts_of_blocks_add_up(num_ranks: int, group: int | None) -> None:
+    """Ranks that begin within a block of inputs; None: theirs are made numbers of."""
+    values, factors = normal(70, 384).to(torch.float8_e4m3fn), torch.rand(70, 3) + 0.1
+    x, size, total = normal(5, 384, seed=1), 384 // num_ranks, torch.zeros(5, 70)
+    for start in range(0, 384, size):
+        end = start + size
+        own = factors[:, start // 128 : -(-end // 128)]
+        stored = StoredWeight(values[:, start:end].clone(), own, None, 8, 128, start % 128)
+        packed = packed_weight(KERNELS, [stored], torch.device("cpu"))
+        if packed is None:
+            assert group is None and start % 64
+            total += x[:, start:end] @ stored.numbers().T
+            continue
+        assert isinstance(packed, Fp8Weight)
+        assert group is None or packed.group == group or start % 128 == 0
+        total += KERNELS.linear(x[:, start:end], packed, None)
+    whole = values.float() * factors.repeat_interleave(128, dim=1)
+    assert relative_error(total, x @ whole.T) < 1e-5
 
 
 PLAIN = TinyModel("", "Llama", {"attention_bias": True, "vocab_size": 203, "num_hidden_layers": 1})

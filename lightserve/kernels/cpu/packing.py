@@ -16,6 +16,7 @@ from torch.nn import functional
 from lightserve.kernels.cpu.core import BYTE_BLOCK, PANEL, Core, Operations, num_panels
 from lightserve.kernels.weights import (
     ExpertChoice,
+    Fp8Block,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
@@ -189,7 +190,9 @@ def numbers_of(weight: Weight) -> PackedNumbers:
 
 def num_outputs_of(weight: Weight) -> int:
     """Return M of a weight [M, K]."""
-    assert not isinstance(weight, Fp8Weight), "the native core has no floating point of 8 bits"
+    assert not isinstance(weight, Fp8Weight | Fp8Block), (
+        "the native core has no floating point of 8 bits"
+    )
     return len(weight) if isinstance(weight, Tensor) else weight.num_outputs
 
 

@@ -50,10 +50,7 @@ class TritonKernels(Kernels):
         self, configs: AttentionConfigs | None = None, products: ProductChoices | None = None
     ) -> None:
         self.configs = configs or AttentionConfigs()
-        self.products: ProductChoices = products or {}
-        """Products of few rows that are not cuBLAS's."""
-        self.scaled: frozenset[quantized.ScaledKey] = frozenset()
-        """Products of e4m3 by e4m3 that are torch's."""
+        self.products = products or ProductChoices()
         if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_SINCE:
             self.can |= Can.FP8_PRODUCTS
 
@@ -66,7 +63,7 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         """See `Kernels.linear`."""
         if not isinstance(weight, Tensor):
-            product = quantized.linear(x, weight, bias, dtype, self.scaled)
+            product = quantized.linear(x, weight, bias, dtype, self.products.scaled)
             return self.silu_and_mul(product) if weight.is_gated else product
         if dtype is None or dtype is x.dtype:
             config = product_config(self.products, x, weight, has_norm=False, is_gated=False)
@@ -79,36 +76,19 @@ class TritonKernels(Kernels):
         x: Tensor,
         residual: Tensor,
         norm: tuple[Tensor, float],
-        weight: Tensor | Fp8Weight,
+        weight: Weight,
         bias: Tensor | None,
         *,
         is_gated: bool,
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_norm_linear`."""
-        if isinstance(weight, Fp8Weight):
-            rows, residual = norms.add_rms_norm_rounded(x, residual, *norm, weight.group)
-            product = quantized.linear_fp8(rows, weight, bias, self.scaled)
-            return (norms.silu_and_mul(product) if weight.is_gated else product), residual
+        if not isinstance(weight, Tensor):
+            return quantized.multiply_behind(x, residual, norm, weight, bias, self.products.scaled)
         config = product_config(self.products, x, weight, has_norm=True, is_gated=is_gated)
         if config is not None:
             before = NormInputs(residual, *norm)
             return multiply(x, weight, bias, config, norm=before, is_gated=is_gated)
         return super().add_norm_linear(x, residual, norm, weight, bias, is_gated=is_gated)
-
-    def gated_block(
-        self,
-        x: Tensor,
-        first: tuple[Fp8Weight, Tensor | None],
-        second: tuple[Fp8Weight, Tensor | None],
-        norm: tuple[Tensor, Tensor, float] | None = None,
-    ) -> Tensor:
-        """See `Kernels.gated_block`."""
-        rows: Tensor | norms.RoundedRows = x
-        if norm is not None:
-            rows = norms.add_rms_norm_rounded(x, *norm, first[0].group)[0]
-        gate_up = quantized.linear_fp8(rows, *first, self.scaled)
-        features = norms.silu_and_mul_rounded(gate_up, second[0].group)
-        return quantized.linear_fp8(features, *second, self.scaled)
 
     def mix_experts(
         self,

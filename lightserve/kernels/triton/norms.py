@@ -162,10 +162,9 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
-    kind: tl.constexpr = residual_ptr.dtype.element_ty
-    rounded = (x + before).to(kind)
+    rounded = (x + before).to(residual_ptr.dtype.element_ty)
     tl.store(residual, rounded, mask=mask)
-    out = _normed(rounded.to(tl.float32), weight, eps, WIDTH, kind)
+    out = _normed(rounded.to(tl.float32), weight, eps, WIDTH, x_ptr.dtype.element_ty)
     if SIZE:
         _store_rounded(
             out.to(tl.float32), out_ptr, factors_ptr, first_row, 0, num_rows, WIDTH, ROWS, BLOCK,

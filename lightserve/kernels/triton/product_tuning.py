@@ -23,6 +23,7 @@ from lightserve.kernels.triton.norms import RoundedRows, round_rows
 from lightserve.kernels.triton.products import (
     PRODUCT_ROWS,
     ProductChoice,
+    ProductChoices,
     ProductConfig,
     ProductKey,
     candidates,
@@ -130,13 +131,13 @@ def tuned_products(
     timer: Timer,
     directory: Path | None = None,
     advance: Callable[[int], None] = lambda _: None,
-) -> dict[ProductKey, ProductChoice]:
+) -> ProductChoices:
     """Return configurations for those of a model's products that are faster with one.
 
     `advance` is told of each of `product_works(shapes)` when it is done.
     """
     kept = Kept(gpu_of(device), directory)
-    found: dict[ProductKey, ProductChoice] = {}
+    found = ProductChoices()
     for work in product_works(shapes):
         choice = kept.choices.get(work.name)
         if choice is None or not _is_product_choice(choice):
@@ -172,7 +173,9 @@ def choose_product(
     norm = normal(key.num_inputs)
 
     def call(config: ProductConfig | None) -> Call:
-        choices = {} if config is None else {key: ProductChoice(config, work.num_outputs)}
+        choices = ProductChoices()
+        if config is not None:
+            choices[key] = ProductChoice(config, work.num_outputs)
         kernels = TritonKernels(products=choices)
 
         def run() -> None:

@@ -15,7 +15,6 @@ is faster, these kernels take no part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from lightserve.kernels.triton.experts import gated
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
+from lightserve.kernels.triton.quantized import ScaledKey
 
 MAX_ROWS = 8
 PRODUCT_ROWS = (1, 2, 4, MAX_ROWS)
@@ -68,7 +68,11 @@ class ProductChoice(NamedTuple):
     layer's."""
 
 
-ProductChoices = Mapping[ProductKey, ProductChoice]
+class ProductChoices(dict[ProductKey, ProductChoice]):
+    """Products of few rows that are not cuBLAS's."""
+
+    scaled: frozenset[ScaledKey] = frozenset()
+    """Products of e4m3 by e4m3 that are torch's."""
 
 
 def product_config(

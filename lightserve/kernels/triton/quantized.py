@@ -29,9 +29,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lightserve.kernels.triton.launch import cdiv, launched
-from lightserve.kernels.triton.norms import RoundedRows, round_rows
+from lightserve.kernels.triton.norms import (
+    RoundedRows,
+    add_rms_norm_rounded,
+    round_rows,
+    silu_and_mul,
+    silu_and_mul_rounded,
+)
 from lightserve.kernels.weights import (
     Fp4Weight,
+    Fp8Block,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
@@ -482,9 +489,36 @@ def linear_fp8(
     )
 
 
+def multiply_block(
+    x: Tensor | RoundedRows, block: Fp8Block, bias: Tensor | None, scaled: Set[ScaledKey]
+) -> Tensor:
+    """Return the product by a block; gated numbers are rounded where they are made."""
+    gate_up = linear_fp8(x, block.first, block.first_bias, scaled)
+    features = silu_and_mul_rounded(gate_up, block.second.group)
+    return linear_fp8(features, block.second, bias, scaled)
+
+
+def multiply_behind(
+    x: Tensor,
+    residual: Tensor,
+    norm: tuple[Tensor, float],
+    weight: PackedWeight | Fp8Block,
+    bias: Tensor | None,
+    scaled: Set[ScaledKey],
+) -> tuple[Tensor, Tensor]:
+    """See `Kernels.add_norm_linear`; rows are rounded where they are normalised."""
+    first = weight.first if isinstance(weight, Fp8Block) else weight
+    assert isinstance(first, Fp8Weight) and first.rounds_rows, "others have no such product"
+    rows, residual = add_rms_norm_rounded(x, residual, *norm, first.group)
+    if isinstance(weight, Fp8Block):
+        return multiply_block(rows, weight, bias, scaled), residual
+    product = linear_fp8(rows, first, bias, scaled)
+    return (silu_and_mul(product) if first.is_gated else product), residual
+
+
 def linear(
     x: Tensor,
-    weight: PackedWeight,
+    weight: PackedWeight | Fp8Block,
     bias: Tensor | None,
     dtype: torch.dtype | None,
     scaled: Set[ScaledKey] = frozenset(),
@@ -495,6 +529,8 @@ def linear(
             return linear_rounded(x, weight, bias)
         return linear_int8(x, weight, bias, dtype)
     assert dtype is None, "no output layer has such a weight"
+    if isinstance(weight, Fp8Block):
+        return multiply_block(x, weight, bias, scaled)
     if isinstance(weight, GroupedWeight):
         return linear_groups(x, weight, bias)
     return linear_fp8(x, weight, bias, scaled)

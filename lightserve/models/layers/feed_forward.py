@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import Can, Kernels, sigmoid
-from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts
+from lightserve.kernels.weights import ClampedGate, ExpertBiases, Fp8Block, PackedExperts
 from lightserve.models.architectures import BESIDE_NORMS
 from lightserve.models.base import Part, choice_of, even_part
 from lightserve.models.layers.linear import (
@@ -25,7 +25,6 @@ from lightserve.models.layers.linear import (
     ModuleShard,
     Norm,
     RMSNorm,
-    RoundingWeight,
     RowParallelLinear,
     UnquantizedMethod,
     WeightLinear,
@@ -80,12 +79,11 @@ class MLP:
             has_bias=context.config.mlp_bias,
         )
         self._kernels, self._tp = context.kernels, context.tp
-        first_weight = rounding_weight(first.linear)
-        second_weight = rounding_weight(self._down.linear)
-        self._pair: tuple[RoundingWeight, RoundingWeight] | None = None
-        """The weights of a whole block that kernels compute in one call."""
-        if first_weight and second_weight and first_weight[0].is_gated:
-            self._pair = first_weight, second_weight
+        self._block: tuple[Fp8Block, Tensor | None] | None = None
+        """The weights of all of it, if kernels compute it in one call, and the last bias."""
+        own, last = rounding_weight(first.linear), rounding_weight(self._down.linear)
+        if own and last and own[0].is_gated:
+            self._block = Fp8Block(*own, last[0]), last[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
@@ -93,16 +91,18 @@ class MLP:
 
     def behind(self, norm: Norm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """See `FeedForward.behind`."""
-        if self._pair is None or not isinstance(norm, RMSNorm):
+        if self._block is None or not isinstance(norm, RMSNorm):
             x, residual = self._first.behind(norm, x, residual)
             return self._down(self._activate(x)), residual
-        before = residual, norm.weight, norm.eps
-        return self._tp.all_reduce(self._kernels.gated_block(x, *self._pair, before)), residual
+        share, residual = self._kernels.add_norm_linear(
+            x, residual, (norm.weight, norm.eps), *self._block, is_gated=False
+        )
+        return self._tp.all_reduce(share), residual
 
     def share(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum."""
-        if self._pair is not None:
-            return self._kernels.gated_block(x, *self._pair)
+        if self._block is not None:
+            return self._kernels.linear(x, *self._block)
         return self._down.share(self._activate(self._first(x)))
 
 

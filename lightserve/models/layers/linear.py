@@ -358,11 +358,7 @@ class WeightLinear:
         return self.kernels.rows_of(self.weight, in_size, dtype)
 
 
-RoundingWeight = tuple[Fp8Weight, Tensor | None]
-"""A weight for which rows are rounded to e4m3, and perhaps its bias."""
-
-
-def rounding_weight(linear: Linear) -> RoundingWeight | None:
+def rounding_weight(linear: Linear) -> tuple[Fp8Weight, Tensor | None] | None:
     """Return the weight and bias of a map that rounds its rows to e4m3; None: it does not."""
     if not isinstance(linear, WeightLinear) or not isinstance(linear.weight, Fp8Weight):
         return None
