@@ -46,7 +46,7 @@ def report_of(
     name: str, dtype: torch.dtype, path: Path, num_sequences: int = NUM_SEQUENCES, **changes: object
 ) -> ParityReport:
     write_tiny_model(find_tiny_model(name), path, dtype=dtype)
-    sequences = standard_sequences(load_reference(path, torch.float32))[:num_sequences]
+    sequences = standard_sequences(load_reference(path, torch.float32), num_sequences)
     loaded = load_tiny(path, dtype, make_kernels("triton", batch_invariant=False), **changes)
     lengths = [len(sequence.tokens) for sequence in sequences]
     logits = loaded.run(sequences, schedule(lengths, chunk=37, num_decodes=2))
@@ -70,7 +70,7 @@ def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path)
 def test_keys_and_values_of_8_bits(name: str, kv_dtype: torch.dtype, tmp_path: Path) -> None:
     """The same numbers as the reference's, from chunks and decodes, with bytes of its pools."""
     write_tiny_model(find_tiny_model(name), tmp_path, dtype=torch.float32)
-    sequences = standard_sequences(load_reference(tmp_path, torch.float32))[:NUM_SEQUENCES]
+    sequences = standard_sequences(load_reference(tmp_path, torch.float32), NUM_SEQUENCES)
     passes = schedule([len(one.tokens) for one in sequences], chunk=37, num_decodes=2)
     found = []
     for kernels in (make_kernels("triton", batch_invariant=False), ReferenceKernels()):

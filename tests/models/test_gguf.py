@@ -70,7 +70,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_says_what_it_says_elsewhere(name: str, tmp_path: Path) -> None:
     plain, file = converted(name, tmp_path)
     packed = unpack(file)
-    sequences = standard_sequences(load_reference(plain, torch.float32))[:4]
+    sequences = standard_sequences(load_reference(plain, torch.float32), 4)
     loaded = load_tiny(packed, torch.float32, ReferenceKernels())
     passes = schedule([len(s.tokens) for s in sequences], chunk=16, num_decodes=8)
     logits = loaded.run(sequences, passes)

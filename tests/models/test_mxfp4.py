@@ -83,7 +83,7 @@ def test_the_native_core_multiplies_by_them_as_they_are(
     method = StoredMethod(kernels)
     loaded = load_tiny(packed, dtype, kernels, method=method)
     assert (method.num_kept, method.num_widened) == (2 * 2 * 3, 0)
-    sequences = standard_sequences(load_reference(plain, torch.float32))[:6]
+    sequences = standard_sequences(load_reference(plain, torch.float32), 6)
     passes = schedule([len(s.tokens) for s in sequences], chunk=16, num_decodes=NUM_DECODES)
     logits = loaded.run(sequences, passes)
     assert logits is not None
@@ -102,7 +102,7 @@ def test_triton_keeps_4_bits_of_a_number(directories: tuple[Path, Path]) -> None
     for layer in loaded.model._layers:  # type: ignore[attr-defined]
         for experts in layer._mlp._experts._weights:
             assert experts.kind == "fp4"
-    sequences = standard_sequences(load_reference(plain, torch.float32))[:1]
+    sequences = standard_sequences(load_reference(plain, torch.float32), 1)
     passes = schedule([len(s.tokens) for s in sequences], chunk=None, num_decodes=1)
     logits = loaded.run(sequences, passes)
     assert logits is not None
@@ -113,7 +113,7 @@ def test_triton_keeps_4_bits_of_a_number(directories: tuple[Path, Path]) -> None
 def test_two_ranks(directories: tuple[Path, Path], tmp_path: Path) -> None:
     """Half of the inputs of `down_proj` begins within a group."""
     packed, plain = directories
-    sequences = standard_sequences(load_reference(plain, torch.float32))[:3]
+    sequences = standard_sequences(load_reference(plain, torch.float32), 3)
     job = Job(
         path=str(packed),
         dtype="float32",

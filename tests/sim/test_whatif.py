@@ -18,8 +18,10 @@ from lightserve.cli.simulate import command as simulate_command
 from lightserve.decisions.records import MessageReceived
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.errors import ConfigError, DecisionLogError
+from lightserve.sim.virtual_gpus import read_hardware
 from lightserve.sim.whatif import (
     Asked,
+    Outcome,
     Recording,
     Settings,
     _Taker,
@@ -51,9 +53,15 @@ def recording(path: Path) -> Recording:
     return read_recording(DecisionLogReader(path))
 
 
-def test_the_same_settings_give_the_same(recording: Recording) -> None:
+@pytest.fixture(scope="module")
+def same(recording: Recording) -> Outcome:
+    """What comes of the settings that were."""
+    return recording.run(Settings())
+
+
+def test_the_same_settings_give_the_same(recording: Recording, same: Outcome) -> None:
     """Within points: the simulated machine is one that was fitted to the simulated machine."""
-    was, again = recording.report(), recording.run(Settings())
+    was, again = recording.report(), same
     for each in RequestClass:
         arrivals = was.classes[each].arrivals
         # Those that wait for answers come a little later or sooner.
@@ -81,15 +89,16 @@ def test_guesses_are_right_as_often_as_in_the_log(tmp_path: Path) -> None:
     assert without.throughput_tps < 0.7 * was.throughput_tps
 
 
-def test_the_same_is_asked_twice_and_the_same_is_said(recording: Recording) -> None:
-    assert recording.run(Settings()) == recording.run(Settings())
+def test_the_same_is_asked_twice_and_the_same_is_said(recording: Recording, same: Outcome) -> None:
+    assert recording.run(Settings()) == same
 
 
-def test_a_policy_that_knows_no_classes_is_worse_for_real_time(recording: Recording) -> None:
-    blind = recording.run(Settings({"policy": "fcfs"})).classes[RT]
-    same = recording.run(Settings()).classes[RT]
-    assert blind.ttft_ms_p99 is not None and same.ttft_ms_p99 is not None
-    assert blind.ttft_ms_p99 > 1.5 * same.ttft_ms_p99
+def test_a_policy_that_knows_no_classes_is_worse_for_real_time(
+    recording: Recording, same: Outcome
+) -> None:
+    blind = recording.run(Settings({"policy": "fcfs"})).classes[RT].ttft_ms_p99
+    sharp = same.classes[RT].ttft_ms_p99
+    assert blind is not None and sharp is not None and blind > 1.5 * sharp
 
 
 def test_another_policy_gives_what_it_gives_when_it_is_run(
@@ -137,8 +146,8 @@ def test_clients_that_wait_for_answers_are_found() -> None:
     assert find_loop([]) is None
 
 
-def test_a_faster_machine_is_felt(recording: Recording) -> None:
-    same, fast = recording.run(Settings()), recording.run(Settings(speed=2.0))
+def test_a_faster_machine_is_felt(recording: Recording, same: Outcome) -> None:
+    fast = recording.run(Settings(speed=2.0))
     assert same.classes[BE].throughput_tps * 1.3 < fast.classes[BE].throughput_tps
     assert fast.classes[RT].ttft_ms_p50 < 0.8 * same.classes[RT].ttft_ms_p50  # type: ignore[operator]
     # Clients that are answered sooner ask more, if need be what was asked before.
@@ -146,10 +155,9 @@ def test_a_faster_machine_is_felt(recording: Recording) -> None:
     assert fast.classes[RT].arrivals == same.classes[RT].arrivals
 
 
-def test_a_smaller_pool_and_a_higher_rate_are_felt(recording: Recording) -> None:
-    same = recording.run(Settings()).classes[BE]
+def test_a_smaller_pool_and_a_higher_rate_are_felt(recording: Recording, same: Outcome) -> None:
     small = recording.run(Settings(max_kv_tokens=700)).classes[BE]
-    assert small.throughput_tps < same.throughput_tps
+    assert small.throughput_tps < same.classes[BE].throughput_tps
     fast = recording.run(Settings(rate=2.0))
     assert fast.window_s == pytest.approx(recording.report().window_s / 2, rel=0.05)
     assert fast.classes[RT].arrivals == recording.report().classes[RT].arrivals
@@ -221,14 +229,14 @@ def test_the_command(path: Path) -> None:
         _asked(path, "--policy", "fcfs", "--set", "policy=sjf")
 
 
-def test_another_machine(path: Path) -> None:
+def test_another_machine(path: Path, recording: Recording) -> None:
     """An H200 is faster than the virtual A100 that the log is of, but without graphs."""
-    first_ms = []
-    for name in ("h200-llama-8b", "h200-llama-8b-eager"):
-        document = json.loads(_asked(path, "--hardware", name, "--json").output)
-        first_ms.append(document["as asked"]["rt"]["ttft_ms_p50"])
-        assert document["as asked"]["rt"]["arrivals"] == document["recorded"]["rt"]["arrivals"]
-    assert first_ms[0] < document["recorded"]["rt"]["ttft_ms_p50"] < first_ms[1]
+    document = json.loads(_asked(path, "--hardware", "h200-llama-8b", "--json").output)
+    fast, recorded = document["as asked"]["rt"], document["recorded"]["rt"]
+    assert fast["arrivals"] == recorded["arrivals"]
+    slow = recording.run(Settings(hardware=read_hardware("h200-llama-8b-eager"))).classes[RT]
+    assert slow.ttft_ms_p50 is not None
+    assert fast["ttft_ms_p50"] < recorded["ttft_ms_p50"] < slow.ttft_ms_p50
     with pytest.raises(ConfigError, match="--speed cannot be combined with --hardware"):
         _asked(path, "--hardware", "h200-llama-8b", "--speed", "2")
     with pytest.raises(ConfigError, match="--speculation must be off with --hardware qwen"):

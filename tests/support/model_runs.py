@@ -23,7 +23,7 @@ NUM_OTHERS = 16
 NUM_DECODES = 8
 """Tokens at the end of each sequence that are run one at a time."""
 
-LENGTHS = ((100, 24), *((30 + 7 * i, 8) for i in range(NUM_OTHERS)))
+LENGTHS = ((100, 24), *((38 + 7 * i, 0) for i in range(NUM_OTHERS)))
 """(prompt length, tokens of the reference) of the sequence under test and of 16 others."""
 
 
@@ -86,6 +86,6 @@ def load_tiny(
     return LoadedModel(model, config, dtype, layout.groups[0].num_kv_heads, device)
 
 
-def standard_sequences(reference: Any, *, seed: int = 0) -> list[TokenSequence]:
-    """Return the sequence under test followed by 16 others."""
-    return make_sequences(reference, LENGTHS, seed=seed)
+def standard_sequences(reference: Any, count: int = len(LENGTHS)) -> list[TokenSequence]:
+    """Return the sequence under test followed by up to 16 others."""
+    return make_sequences(reference, LENGTHS[:count], seed=0)

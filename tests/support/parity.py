@@ -92,12 +92,12 @@ def _continue(
     reference: Any, tokens: Tensor, num_new: int, generator: torch.Generator
 ) -> TokenSequence:
     """Let the reference go on at temperature 1: greedily, random models repeat themselves."""
-    output = reference(tokens[None], use_cache=True)
+    new, known = tokens, None
     for _ in range(num_new):
-        weights = output.logits[0, -1].float().softmax(-1)
-        token = weights.multinomial(1, generator=generator)
-        tokens = torch.cat((tokens, token))
-        output = reference(token[None], past_key_values=output.past_key_values, use_cache=True)
+        output = reference(new[None], past_key_values=known, use_cache=True)
+        known = output.past_key_values
+        new = output.logits[0, -1].float().softmax(-1).multinomial(1, generator=generator)
+        tokens = torch.cat((tokens, new))
     return TokenSequence(tokens, reference(tokens[None], use_cache=False).logits[0].float())
 
 
