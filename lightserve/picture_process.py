@@ -28,7 +28,7 @@ from lightserve.grammar_process import (
     trim,
     write_frame,
 )
-from lightserve.models.image_processor import MAX_RATIO, ImageProcessor
+from lightserve.models.image_processor import MAX_RATIO, ImageProcessor, Tiles
 
 COMMAND = (sys.executable, "-P", "-m", "lightserve.picture_process")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -121,6 +121,8 @@ def _processed(picture: Image.Image, processor: ImageProcessor) -> Decoded:
         square = Image.new("RGB", (side, side), processor.background)
         square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
         picture = square
+    if processor.tiles is not None:
+        return _tiled(picture, processor, processor.tiles)
     height, width = processor.size
     if processor.any_size is not None:
         if (sides := processor.any_size.of(picture.height, picture.width)) is None:
@@ -142,6 +144,20 @@ def _processed(picture: Image.Image, processor: ImageProcessor) -> Decoded:
     if processor.crop is not None:
         picture = _cropped(picture, *processor.crop)
     return Decoded("", picture.height, picture.width, picture.tobytes())
+
+
+def _tiled(picture: Image.Image, processor: ImageProcessor, tiles: Tiles) -> Decoded:
+    """Return the tiles of a picture, below each other."""
+    height, width = processor.size
+    rows, columns = tiles.grid(picture.height, picture.width, height * width)
+    resample = Image.Resampling(processor.resample)
+    whole = picture.resize((columns * width, rows * height), resample)
+    corners = [(x * width, y * height) for y in range(rows) for x in range(columns)]
+    parts = [whole.crop((x, y, x + width, y + height)) for x, y in corners]
+    if len(parts) > 1:
+        parts.append(picture.resize((width, height), resample))
+    pixels = b"".join(part.tobytes() for part in parts)
+    return Decoded("", height * len(parts), width, pixels)
 
 
 def _cropped(picture: Image.Image, height: int, width: int) -> Image.Image:

@@ -84,6 +84,8 @@ class Picture(NamedTuple):
         asked = [self.min_pixels, self.max_pixels, _LOW_PIXELS if self.detail == "low" else None]
         if asked == [None] * 3 and self.detail != "high":
             return own
+        if own.tiles is not None and asked[:2] == [None] * 2:
+            return msgspec.structs.replace(own, tiles=None if self.detail == "low" else own.tiles)
         if (sizes := own.any_size) is None:
             raise _refusal(
                 self,
@@ -258,7 +260,8 @@ class PictureReader:
         if own is not None and given.processor.any_size != own and height * width > own.max_pixels:
             raise _refusal(picture, f"would have {height} x {width} pixels, over {own.max_pixels}")
         digest = digest_of(height, width, pixels)
-        return Image(0, vision.num_tokens(height, width), height, width, pixels, digest)
+        num_tokens = vision.num_tokens(height, width)
+        return Image(0, num_tokens, height, width, pixels, digest, vision.prompt.is_whole)
 
 
 def _data_of(picture: Picture) -> bytes:

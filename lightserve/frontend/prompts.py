@@ -14,9 +14,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from lightserve.errors import InvalidRequest
+from lightserve.errors import InvalidRequest, ModelLoadError
 from lightserve.frontend.json_body import Backlog
 from lightserve.messages.images import Image
+from lightserve.models.vision_config import AS_WRITTEN, VisionConfig
 from lightserve.tokenization.chat_template import ChatTemplate
 from lightserve.tokenization.conversation import Conversation
 from lightserve.tokenization.tokenizer import Spans, Tokenizer, find_infilling, known_families
@@ -56,10 +57,26 @@ class PromptEncoder:
         *,
         vocab_size: int,
         max_model_len: int,
-        placeholder: int | None = None,
+        vision: VisionConfig | None = None,
     ) -> None:
-        """`placeholder`: the token that stands for an image; None: the model reads text alone."""
-        self._placeholder = placeholder
+        """`vision`: the encoder of images; None: the model reads text alone.
+
+        Raises:
+            ModelLoadError: the tokenizer does not know the tokens of images.
+        """
+        self._vision = vision
+        self._placeholder = None if vision is None else vision.placeholder
+        self._shown = AS_WRITTEN if vision is None else vision.prompt
+        self._break: int | None = None
+        if vision is not None and self._shown.known:
+            _, text, row_break, _ = self._shown
+            known = tokenizer.encode(text, add_special_tokens=False)
+            self._break = tokenizer.id_of(row_break) if row_break else None
+            if known.count(vision.placeholder) != 1 or (row_break and self._break is None):
+                raise ModelLoadError(
+                    f"the tokenizer must have the tokens {text}{row_break}, and"
+                    f" {vision.placeholder} once among them"
+                )
         self._bos = tokenizer.special_tokens.names.get("bos_token", "")
         self._own_texts: dict[str, tuple[int, ...]] = {}
         self._tokenizer = tokenizer
@@ -277,20 +294,26 @@ class PromptEncoder:
             self._check_text(text, "messages")
             # Templates of models that see images leave BOS to the processor.
             adds_bos = self._placeholder is not None and not text.startswith(self._bos)
-            token_ids = self._tokenizer.encode(text, add_special_tokens=adds_bos)
+            token_ids = self._encode_shown(text, adds_bos)
             self._check_placeholders(token_ids, len(images))
             whole, placed = self._with_images(token_ids, images)
             kept = self.check_ids(_last(whole, keep), param="messages")
             num_marked = 0
             if known.mark is not None:
                 before = text[: template.marked_length(known, text)]
-                marked = self._tokenizer.encode(before, add_special_tokens=adds_bos)
+                marked = self._encode_shown(before, adds_bos)
                 before_mark, _ = self._with_images(marked, images)
                 num_marked = _common_len(before_mark, whole) - (len(whole) - len(kept))
             ending = self._ending_text(kept)
             return EncodedChat(kept, max(0, num_marked), ending, placed)
 
         return await self._in_thread(encode, size)
+
+    def _encode_shown(self, text: str, adds_bos: bool) -> list[int]:
+        """Return the ids of a template's text, with its images as the model knows them."""
+        if self._shown.written:
+            text = text.replace(self._shown.written, self._shown.known)
+        return self._tokenizer.encode(text, add_special_tokens=adds_bos)
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
         """Raise InvalidRequest unless a prompt has as many place-holders as images."""
@@ -321,8 +344,12 @@ class PromptEncoder:
         placed: list[Image] = []
         for token_id in token_ids:
             if token_id == self._placeholder and len(placed) < len(images):
-                placed.append(msgspec.structs.replace(images[len(placed)], start=len(ids)))
-                ids.extend([token_id] * placed[-1].num_tokens)
+                placed.append(image := msgspec.structs.replace(images[len(placed)], start=len(ids)))
+                own = [token_id] * image.num_tokens
+                if self._break is not None and self._vision is not None:
+                    columns = image.width // self._vision.factor
+                    own[columns :: columns + 1] = [self._break] * (len(own) // (columns + 1))
+                ids.extend(own)
             else:
                 ids.append(token_id)
         return ids, tuple(placed)

@@ -334,7 +334,7 @@ def load_service(config: ServeConfig, router: RouterClient, *, store_problem: st
         template,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
-        placeholder=None if model_config.vision is None else model_config.vision.placeholder,
+        vision=model_config.vision,
     )
     observation = Observation()
     pictures = PictureReader(model_config.vision, config, observation.recorder)

@@ -63,6 +63,18 @@ class MostTokens(NamedTuple):
     more, those of one new token alone are. At least as many as rows."""
 
 
+class SeenWhole(NamedTuple):
+    """New tokens of a row that see all of an image, also those behind them."""
+
+    row: int
+    first: int
+    """The first of them among the new tokens of the pass."""
+    start: int
+    """Its position; the last is that of the image."""
+    end: int
+    """First position behind the image."""
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
     """Index tensors of one mixed pass of prefill chunks and decodes.
@@ -104,6 +116,8 @@ class AttentionBatch:
     `Can.ROUNDED_PROMPTS`; empty: of none."""
     turned: Tensor | None = None
     """int64 [T] or [3, T], positions by which queries and keys are turned; None: `positions`."""
+    seen: Sequence[SeenWhole] = ()
+    """Images whose tokens see each other; kernels do not read this, see `seeing_whole`."""
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """Values that kernels work out from the fields above in the first layer and reuse in the
     others."""

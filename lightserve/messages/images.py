@@ -45,6 +45,9 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     """uint8 [height, width, 3], red, green, blue."""
     digest: bytes
     """DIGEST_BYTES that only the same pixels of the same size have."""
+    is_whole: bool = False
+    """Whether its tokens see each other, those behind them as well: a step computes all that are
+    left of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -135,6 +138,17 @@ def without_pixels(image: Image) -> Image:
     return msgspec.structs.replace(image, pixels=b"")
 
 
+def together(images: Sequence[Image], start: int, num_tokens: int) -> int:
+    """Return how many of a prompt's tokens from `start` on one step computes, for about as many.
+
+    It ends before an image that it could compute in part alone, or behind one that it begins with.
+    """
+    for image in images:
+        if image.is_whole and image.start < start + num_tokens < image.end:
+            return image.start - start if image.start > start else image.end - start
+    return num_tokens
+
+
 def check_images(images: Sequence[Image], num_prompt_tokens: int) -> None:
     """Check that images are what a message may hold.
 
@@ -185,13 +199,14 @@ def with_image_ids(
 ) -> Int32Array:
     """Return a prompt's ids with those of its images in place of place-holders, int32 [n].
 
-    `numbers`: see `ImageNumbers`.
+    `numbers`: see `ImageNumbers`. Tokens among an image's that break its rows are left.
     """
     if not images:
         return token_ids
     ids = token_ids.copy()
     for image, number in zip(images, numbers, strict=True):
-        ids[image.start : image.end] = IMAGE_ID | number
+        own = ids[image.start : image.end]
+        own[own == own[0]] = IMAGE_ID | number
     return ids
 
 

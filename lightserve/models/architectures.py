@@ -44,6 +44,7 @@ class Architecture(StrEnum):
     MINISTRAL3 = "Ministral3ForCausalLM"
     MISTRAL3_WHOLE = "Mistral3ForConditionalGeneration"
     LLAVA = "LlavaForConditionalGeneration"
+    INTERNVL = "InternVLForConditionalGeneration"
     QWEN2_VL = "Qwen2VLForConditionalGeneration"
     QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
     QWEN3_VL = "Qwen3VLForConditionalGeneration"

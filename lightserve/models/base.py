@@ -13,7 +13,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES, AttentionBatch, KernelShapes
+from lightserve.kernels.interface import (
+    FACTOR_BYTES,
+    WORD_BYTES,
+    AttentionBatch,
+    KernelShapes,
+    SeenWhole,
+)
 from lightserve.kernels.weights import (
     ClampedGate,
     ConvolutionSizes,
@@ -283,6 +289,8 @@ class Replaced(NamedTuple):
     values: Tensor
     """[n, (1 + deep) * embedding_size]: embeddings, then what is added behind each of the first
     layers, see `Projector.deep_layers`."""
+    seen: Sequence[SeenWhole] = ()
+    """Images whose tokens see each other."""
 
 
 class DraftHead(Protocol):

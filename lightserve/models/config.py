@@ -73,7 +73,8 @@ from lightserve.models.rope import (
     parse_rope,
     parse_rotary_dim,
 )
-from lightserve.models.vision_config import VisionConfig, parse_vision, text_part
+from lightserve.models.vision_config import VisionConfig, text_part
+from lightserve.models.vision_families import parse_vision
 from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight_format
 
 CONFIG_FILE = "config.json"

@@ -421,8 +421,10 @@ class DecoderModel:
         tables = self._tables(turned)
         if self._layer_inputs is not None:
             tables = (*tables, self._layer_inputs(input_ids, x))
+        if replaced is not None and replaced.seen:
+            batch = replace(batch, seen=replaced.seen)
         inputs = PassInputs(x, batch, tables, logit_rows)
-        if replaced is not None and deep:  # recorded passes add nothing
+        if replaced is not None and (deep or replaced.seen):  # recorded passes know neither
             return self._through_layers(inputs, kv, replaced.places, deep)
         return self._passes.run(inputs, kv)
 

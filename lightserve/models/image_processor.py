@@ -16,11 +16,15 @@ MAX_PIXELS = MAX_PIXEL_BYTES // 3
 """Most pixels of an image that the encoder reads: a message has to hold them."""
 MAX_RATIO = 200
 """By so much a picture may be longer than wide where its size may be any."""
-_CLIP, _LLAVA, _QWEN = "CLIPImageProcessor", "LlavaImageProcessor", "Qwen2VLImageProcessor"
+CLIP, LLAVA, QWEN = "CLIPImageProcessor", "LlavaImageProcessor", "Qwen2VLImageProcessor"
+PIXTRAL, TILES = "PixtralImageProcessor", "GotOcr2ImageProcessor"
+GEMMA3 = "Gemma3ImageProcessor"
+"""Kinds of processors, as their files name them."""
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _MAX_FILTER = 5
-_BICUBIC = 3
+_BILINEAR, _BICUBIC = 2, 3
+_HALVES = (0.5, 0.5, 0.5)
 _MAX_SIDE = 4096
 
 
@@ -32,13 +36,23 @@ class AnySize(msgspec.Struct, frozen=True):
     min_pixels: int
     max_pixels: int
     """At most MAX_PIXELS."""
+    longest_edge: int | None = None
+    """Pixels into which sides are fitted before they are rounded up (Pixtral, section 2.2); None:
+    they are rounded to the nearest multiple."""
 
     def of(self, height: int, width: int) -> tuple[int, int] | None:
         """Return height and width for those of a picture; None: it is too narrow."""
         if max(height, width) > MAX_RATIO * min(height, width):
             return None
         factor = self.factor
-        sides = [round(side / factor) * factor for side in (height, width)]
+        if self.longest_edge is None:
+            sides = [round(side / factor) * factor for side in (height, width)]
+        else:
+            ratio = max(1.0, height / self.longest_edge, width / self.longest_edge)
+            sides = [
+                math.ceil(max(1, math.floor(side / ratio)) / factor) * factor
+                for side in (height, width)
+            ]
         if sides[0] * sides[1] > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
             sides = [
@@ -48,6 +62,41 @@ class AnySize(msgspec.Struct, frozen=True):
             growth = math.sqrt(self.min_pixels / (height * width))
             sides = [math.ceil(side * growth / factor) * factor for side in (height, width)]
         return sides[0], sides[1]
+
+
+class Tiles(msgspec.Struct, frozen=True):
+    """Squares of `ImageProcessor.size` that a picture is cut into (InternVL 1.5, section 3.3).
+
+    The image is these below each other, row after row, and where they are several behind them the
+    whole picture, as small.
+    """
+
+    least: int
+    most: int
+
+    @property
+    def most_in_all(self) -> int:
+        """The most of an image, with the whole picture."""
+        return self.most + (self.most > 1)
+
+    def grid(self, height: int, width: int, area: int) -> tuple[int, int]:
+        """Return the rows and columns whose proportions are nearest to a picture's.
+
+        `area`: pixels of a tile. Of equal ones the larger, unless the picture is much smaller.
+        """
+        grids = [
+            (rows, columns)
+            for columns in range(1, self.most + 1)
+            for rows in range(1, self.most // columns + 1)
+            if rows * columns >= self.least
+        ]
+        best, distance = (1, 1), math.inf
+        for rows, columns in sorted(grids, key=math.prod):
+            own = abs(width / height - columns / rows)
+            is_filled = height * width > 0.5 * area * rows * columns
+            if own < distance or (own == distance and is_filled):
+                best, distance = (rows, columns), own
+        return best
 
 
 class ImageProcessor(msgspec.Struct, frozen=True):
@@ -71,9 +120,14 @@ class ImageProcessor(msgspec.Struct, frozen=True):
     """Numbers by which red, green and blue are divided then."""
     any_size: AnySize | None = None
     """Its size behind resizing, in place of `shortest_edge` and `size`; None: these say it."""
+    tiles: Tiles | None = None
+    """Parts that are resized to `size` each; None: it stays whole."""
 
     def makes(self, height: int, width: int) -> bool:
         """Whether an image may have this size."""
+        if self.tiles is not None:
+            number, rest = divmod(height, self.size[0])
+            return rest == 0 and width == self.size[1] and 1 <= number <= self.tiles.most_in_all
         if self.any_size is None:
             return (height, width) == (self.crop or self.size)
         factor = self.any_size.factor
@@ -82,6 +136,9 @@ class ImageProcessor(msgspec.Struct, frozen=True):
 
     def largest(self, max_pixels: int) -> tuple[int, int]:
         """Return height and width of the largest image of at most so many pixels, if any is."""
+        if self.tiles is not None:
+            number = min(self.tiles.most_in_all, max_pixels // math.prod(self.size))
+            return max(1, number) * self.size[0], self.size[1]
         if self.any_size is None:
             return self.crop or self.size
         factor = self.any_size.factor
@@ -89,16 +146,18 @@ class ImageProcessor(msgspec.Struct, frozen=True):
         return max(side, factor), max(side, factor)
 
 
-def load_image_processor(path: Path, *, image_size: int | None, factor: int = 1) -> ImageProcessor:
+def load_image_processor(
+    path: Path, *known: str, image_size: int = 0, factor: int = 1
+) -> ImageProcessor:
     """Read preprocessor_config.json or processor_config.json of the model in directory `path`.
 
-    `image_size`: height and width that the encoder reads; None: any multiple of `factor`.
+    `known`: kinds that the model may have, first its own. `image_size`: height and width that the
+    encoder reads, or of a tile; where images have any size, their sides are multiples of `factor`.
 
     Raises:
         ModelLoadError: neither is there, or one names what is not supported; names file and key.
     """
     fields = _processor_fields(path)
-    known = (_QWEN,) if image_size is None else (_CLIP, _LLAVA)
     kind = fields.string("image_processor_type", default=known[0])
     base = kind.removesuffix("Fast").removesuffix("Pil")
     if base not in known:
@@ -106,32 +165,62 @@ def load_image_processor(path: Path, *, image_size: int | None, factor: int = 1)
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not fields.boolean(key, default=True):
             raise fields.error(key, "must be true")
-    mean, std = (
-        _colours(fields, key, default)
-        for key, default in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD))
-    )
-    pads = base == _LLAVA and fields.boolean("do_pad", default=False)
+    if fields.boolean("do_pan_and_scan", default=False):
+        raise fields.error("do_pan_and_scan", "must be false")
+    is_gemma = base == GEMMA3
+    mean = _colours(fields, "image_mean", _HALVES if is_gemma else _CLIP_MEAN)
+    std = _colours(fields, "image_std", _HALVES if is_gemma else _CLIP_STD)
+    resample = _BILINEAR if is_gemma else _BICUBIC
+    pads = base == LLAVA and fields.boolean("do_pad", default=False)
     processor = ImageProcessor(
         background=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)) if pads else None,
         shortest_edge=None,
         size=(0, 0),
-        resample=fields.integer("resample", default=_BICUBIC, low=0, high=_MAX_FILTER),
+        resample=fields.integer("resample", default=resample, low=0, high=_MAX_FILTER),
         crop=None,
         scale=fields.number("rescale_factor", default=1 / 255),
         mean=mean,
         std=std,
     )
-    if image_size is None:
-        return msgspec.structs.replace(processor, any_size=_any_size(fields, factor))
-    return _of_one_size(fields, processor, image_size)
+    if base in (QWEN, PIXTRAL):
+        read = _any_size if base == QWEN else _fitted_size
+        return msgspec.structs.replace(processor, any_size=read(fields, factor))
+    if base == TILES:
+        return _in_tiles(fields, processor, image_size)
+    return _of_one_size(fields, processor, image_size, is_gemma=is_gemma)
 
 
-def _of_one_size(fields: JsonFields, processor: ImageProcessor, image_size: int) -> ImageProcessor:
+def _in_tiles(fields: JsonFields, processor: ImageProcessor, image_size: int) -> ImageProcessor:
+    """Return the processor with the steps that cut pictures into tiles of one size.
+
+    `crop_to_patches` is not read: transformers' processor of the model always sets it.
+    """
+    size = _size(fields, "size")
+    if size != (image_size, image_size):
+        raise fields.error("size", f"must be the encoder's {image_size} x {image_size}")
+    most, high = fields.integer("max_patches", default=12), MAX_PIXELS // image_size**2 - 1
+    if most > max(1, high):
+        raise fields.error("max_patches", f"must be at most {max(1, high)}, got {most}")
+    tiles = Tiles(fields.integer("min_patches", default=1, high=most), most)
+    return msgspec.structs.replace(processor, size=size, tiles=tiles)
+
+
+def _fitted_size(fields: JsonFields, factor: int) -> AnySize:
+    """Return the sizes that Pixtral's processor makes."""
+    most, longest = math.isqrt(MAX_PIXELS) // factor * factor, 1024
+    if fields.has("size"):
+        longest = fields.child("size").integer("longest_edge", high=most)
+    return AnySize(factor, 1, MAX_PIXELS, longest)
+
+
+def _of_one_size(
+    fields: JsonFields, processor: ImageProcessor, image_size: int, *, is_gemma: bool
+) -> ImageProcessor:
     """Return the processor with the steps that make images of one size."""
-    size = _size(fields, "size", shortest_edge=224)
+    size = _size(fields, "size", default=(224, 224) if is_gemma else 224)
     crop = None
-    if fields.boolean("do_center_crop", default=True):
-        crop = _size(fields, "crop_size", shortest_edge=None)
+    if fields.boolean("do_center_crop", default=not is_gemma):
+        crop = _size(fields, "crop_size")
     processor = msgspec.structs.replace(
         processor,
         shortest_edge=size if isinstance(size, int) else None,
@@ -184,10 +273,12 @@ def _processor_fields(path: Path) -> JsonFields:
     raise ModelLoadError(f"{file}: no such file, which a model that sees images needs")
 
 
-def _size(fields: JsonFields, key: str, *, shortest_edge: int | None) -> int | tuple[int, int]:
-    """Return a length, or height and width; `shortest_edge`: the default, if there is one."""
-    if not fields.has(key) and shortest_edge is not None:
-        return shortest_edge
+def _size(
+    fields: JsonFields, key: str, *, default: int | tuple[int, int] | None = None
+) -> int | tuple[int, int]:
+    """Return the length of the shorter side, or height and width."""
+    if not fields.has(key) and default is not None:
+        return default
     if isinstance(dict(fields.items()).get(key), int):  # of old files
         return fields.integer(key, high=_MAX_SIDE)
     own = fields.child(key)

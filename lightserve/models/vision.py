@@ -3,7 +3,9 @@
 Patches are embedded, and all see each other (Dosovitskiy et al., 2021, section 3.1), in CLIP
 (Radford et al., 2021, section 2.4) with learned positions. Qwen's encoders rotate queries and keys
 by row and column (Wang et al., 2024, section 2.1), some within windows (Bai et al., 2025, section
-2.1). Two products make embeddings of the language model's size, each of one or several patches.
+2.1), as does Pixtral's (Agrawal et al., 2024, section 2.2). InternVL's sees the tiles of a picture
+one by one (Chen et al., 2024, section 3.3). Two products make embeddings of the language model's
+size, each of one or several patches; Gemma 3 has one, of means of patches.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from lightserve.models.layers.linear import (
 from lightserve.models.vision_config import VisionConfig
 from lightserve.models.weight_files import (
     VISION_CLASS,
+    VISION_LAST_NORM,
     VISION_LAYERS,
     VISION_NORM,
     VISION_PATCHES,
     VISION_POSITIONS,
+    VISION_PROJECTOR,
     projectors,
 )
 
@@ -51,26 +55,37 @@ class _Grid(NamedTuple):
 
 
 class _Layer:
-    """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
+    """x = x + attention(norm(x)); x = x + mlp(norm(x)); both perhaps scaled (LayerScale, Touvron et
+    al., 2021, section 2)."""
 
     def __init__(self, context: ModelContext, vision: VisionConfig, layer: int) -> None:
         prefix = f"{VISION_LAYERS}.{layer}"
         self._attention = EncoderAttention(context, f"{prefix}.self_attn", layer=layer)
-        if vision.layers.activation is None:
-            self._mlp = gated_mlp(context, f"{prefix}.mlp", vision.layers.intermediate_size)
+        activation, size = vision.layers.activation, vision.layers.intermediate_size
+        if vision.layers.is_gated or activation is None:
+            self._mlp = gated_mlp(context, f"{prefix}.mlp", size, activation)
         else:
-            self._mlp = plain_mlp(context, f"{prefix}.mlp", vision.layers.activation)
+            self._mlp = plain_mlp(context, f"{prefix}.mlp", activation)
         self._attention_norm, self._mlp_norm = (
             context.norm(f"{prefix}.norm{n}", size=vision.hidden_size) for n in (1, 2)
         )
+        self._scales: list[Tensor] = []
+        if vision.layers.has_scales:
+            self._scales = [
+                read_vector(context.reader, f"{prefix}.scale{n}", vision.hidden_size)
+                for n in (1, 2)
+            ]
         self._sees_all = vision.layers.window is None or layer in vision.layers.full
 
     def __call__(self, x: Tensor, grid: _Grid) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         groups = grid.whole if self._sees_all else grid.windows
         heads = self._attention.attend(self._attention_norm(x), groups, grid.tables)
-        x = x + self._attention.project(heads)
-        return x + self._mlp(self._mlp_norm(x))
+        x = x + self._scaled(self._attention.project(heads), 0)
+        return x + self._scaled(self._mlp(self._mlp_norm(x)), 1)
+
+    def _scaled(self, x: Tensor, block: int) -> Tensor:
+        return x * self._scales[block] if self._scales else x
 
 
 class _Projector:
@@ -78,30 +93,32 @@ class _Projector:
 
     def __init__(self, context: ModelContext, vision: VisionConfig, name: str, norm: int) -> None:
         """`context` is that of the encoder; `norm`: numbers that are normalised together."""
-        self._group = vision.hidden_size * vision.merge**2
+        own, hidden = vision.projector, vision.hidden_size
+        self._hidden, self._group = hidden, hidden * vision.merge**2
         self._norm: Norm | None = None
-        if vision.projector.has_norm:
-            self._norm = context.norm(f"{name}.norm", size=norm)
+        if own.has_norm:
+            eps = own.norm_eps or vision.layers.norm_eps
+            with_eps = replace(context, config=replace(context.config, rms_norm_eps=eps))
+            self._norm = with_eps.norm(f"{name}.norm", size=norm)
         self._norm_size = norm
         size = context.config.embedding_size
-        inner = vision.projector.inner_size or size
-        self._inner, self._outer = (
-            context.method.create(
-                context.reader,
-                [
-                    ModuleShard(
-                        name=f"{name}.{part}",
-                        rows=Part(0, num_outputs),
-                        columns=Part(0, num_inputs),
-                        has_bias=vision.projector.has_bias,
-                    )
-                ],
+        inner = own.inner_size or size
+
+        def product(part: str, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
+            shard = ModuleShard(
+                name=f"{name}.{part}",
+                rows=Part(0, outputs),
+                columns=Part(0, inputs),
+                has_bias=has_bias,
             )
-            for part, num_outputs, num_inputs in (
-                ("inner", inner, self._group),
-                ("outer", size, inner),
-            )
-        )
+            return context.method.create(context.reader, [shard])
+
+        self._merger: Linear | None = None
+        if own.has_merger:
+            self._merger = product("merger", hidden, self._group, has_bias=False)
+        num_inputs = hidden if own.has_merger else self._group
+        self._inner = product("inner", inner, num_inputs, has_bias=own.has_bias)
+        self._outer = product("outer", size, inner, has_bias=own.has_bias)
         self._activate = activation_of(context.kernels, vision.projector.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -109,7 +126,29 @@ class _Projector:
         if self._norm is not None:
             x = self._norm(x.reshape(-1, self._norm_size))
         x = x.reshape(-1, self._group)
+        if self._merger is not None:  # its weights are of one number of all patches, then the next
+            by_number = x.view(len(x), -1, self._hidden).transpose(1, 2)
+            x = self._merger.apply(by_number.flatten(1))
         return self._outer.apply(self._activate(self._inner.apply(x)))
+
+
+class _PoolingProjector:
+    """outer(norm(mean of an embedding's patches)), as Gemma 3 has it."""
+
+    def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
+        """`context` is that of the encoder."""
+        self._shape = vision.merge**2, vision.hidden_size
+        own = replace(
+            context, config=replace(context.config, layer_norm_bias=None, norm_offset=1.0)
+        )
+        self._norm = own.norm(f"{VISION_PROJECTOR}.norm", size=vision.hidden_size)
+        shape = vision.hidden_size, context.config.embedding_size
+        weight = _read(context, f"{VISION_PROJECTOR}.outer.weight", shape)
+        self._outer = context.method.make(weight.T.contiguous(), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T / merge ** 2, size of an embedding]."""
+        return self._outer.apply(self._norm(x.view(-1, *self._shape).mean(dim=1)))
 
 
 class _Encoding:
@@ -133,7 +172,12 @@ class _Encoding:
         """See `ImageEncoding`."""
         encoder = self._encoder
         self.advance(len(encoder.layers))
-        x = self._x[1:] if encoder.config.drops_class else self._x
+        x = self._x
+        if encoder.config.drops_class:
+            (whole,) = self._grid.whole
+            x = x.view(*whole.tokens.shape, -1)[:, 1:].flatten(0, 1)
+        if encoder.last_norm is not None:
+            x = encoder.last_norm(x)
         deep = (self._deep[number] for number in encoder.config.projector.deep_layers)
         return torch.cat([encoder.projector(x), *deep], dim=1)
 
@@ -152,21 +196,29 @@ class VisionEncoder:
         own = replace(context, method=method, config=_layer_config(context, vision))
         reader, hidden = context.reader, vision.hidden_size
         self._device = reader.device
-        self._class = read_vector(reader, VISION_CLASS, hidden) if vision.has_class else None
+        lead = (1,) * vision.is_batched
+        self._class: Tensor | None = None
+        if vision.has_class:
+            self._class = _read(context, VISION_CLASS, (*lead, *lead, hidden)).view(1, 1, hidden)
         self._positions: Tensor | None = None
         if vision.num_positions:
-            shape = (vision.num_positions, hidden)
-            self._positions = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-            reader.read_into(self._positions, VISION_POSITIONS)
+            shape = (*lead, vision.num_positions, hidden)
+            self._positions = self._in_order(
+                _read(context, VISION_POSITIONS, shape).view(shape[-2:])
+            )
         self._patches = _patch_embedding(context, vision, method)
-        self._first_norm: Norm | None = None
-        if vision.has_first_norm:
-            self._first_norm = own.norm(VISION_NORM, size=hidden)
-        self.layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
-        self.projector, *deep = (
-            _Projector(own, vision, name, size) for name, size in projectors(vision)
+        self._first_norm, self.last_norm = (
+            own.norm(name, size=hidden) if is_there else None
+            for name, is_there in (
+                (VISION_NORM, vision.has_first_norm),
+                (VISION_LAST_NORM, vision.has_last_norm),
+            )
         )
-        self.deep = dict(zip(vision.projector.deep_layers, deep, strict=True))
+        self.layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
+        pairs = [_Projector(own, vision, name, size) for name, size in projectors(vision)]
+        self.projector: _Projector | _PoolingProjector
+        self.projector = pairs.pop(0) if pairs else _PoolingProjector(own, vision)
+        self.deep = dict(zip(vision.projector.deep_layers, pairs, strict=True))
         self._dtype = reader.dtype
         processor = vision.processor
         self._scale = processor.scale
@@ -182,13 +234,25 @@ class VisionEncoder:
         """
         rows, columns = (side // self.config.patch_size for side in pixels.shape[:2])
         x = self._patches.apply(self._by_patch(pixels, rows, columns))
+        num_tiles = 1 if self.config.processor.tiles is None else rows // columns
+        x = x.view(num_tiles, -1, x.shape[1])
         if self._class is not None:
-            x = torch.cat([self._class[None], x])
+            x = torch.cat([self._class.expand(num_tiles, -1, -1), x], dim=1)
         if self._positions is not None:
             x = x + self._positions_of(rows, columns)
+        x = x.flatten(0, 1)
         if self._first_norm is not None:
             x = self._first_norm(x)
-        return _Encoding(self, x, self._grid(rows, columns, len(x)))
+        return _Encoding(self, x, self._grid(rows, columns, len(x) // num_tiles, num_tiles))
+
+    def _in_order(self, positions: Tensor) -> Tensor:
+        """Return learned positions in the order of patches, where all images have one size."""
+        num_own = int(self.config.has_class)
+        if self.config.processor.any_size is not None:
+            return positions
+        side = math.isqrt(len(positions) - num_own)
+        square = positions[num_own:].view(side, side, -1)
+        return torch.cat([positions[:num_own], self._merged(square, side, side)])
 
     def _by_patch(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
         """Return the numbers of each patch, [T, 3 * patch_size ** 2], of one embedding together."""
@@ -218,14 +282,16 @@ class VisionEncoder:
         )
         return self._merged(stretched[0].permute(1, 2, 0), rows, columns).to(self._dtype)
 
-    def _grid(self, rows: int, columns: int, num_tokens: int) -> _Grid:
+    def _grid(self, rows: int, columns: int, num_tokens: int, num_tiles: int) -> _Grid:
+        """`num_tokens`: of each tile, with its class."""
         config, device = self.config, self._device
-        tokens = torch.arange(num_tokens, device=device)
+        tokens = torch.arange(num_tiles * num_tokens, device=device)
         tables = None
-        if config.rope_theta is not None:
+        if (rope := config.rope) is not None:
             size = config.hidden_size // config.layers.num_heads // 2
-            powers = torch.arange(0, size, 2, dtype=torch.float32) / size
-            inverse = 1.0 / config.rope_theta**powers
+            steps = torch.arange(0, size, 2, dtype=torch.float32)
+            powers = torch.stack([steps, steps + rope.alternates]) / size
+            inverse = 1.0 / rope.theta**powers
             places = torch.stack(
                 torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
             )
@@ -241,12 +307,20 @@ class VisionEncoder:
                     by_size.setdefault(part.numel(), []).append(part.flatten())
             stacked = [torch.stack(parts) for parts in by_size.values()]
             windows = [Group(part, part, None) for part in stacked]
-        return _Grid([Group(tokens[None], tokens[None], None)], windows, tables)
+        by_tile = tokens.view(num_tiles, num_tokens)
+        return _Grid([Group(by_tile, by_tile, None)], windows, tables)
 
 
 def _parts(length: int, size: int) -> list[int]:
     """Return the lengths of parts of `size`, of which the last may be shorter."""
     return [min(size, length - start) for start in range(0, length, size)]
+
+
+def _read(context: ModelContext, name: str, shape: tuple[int, ...]) -> Tensor:
+    reader = context.reader
+    values = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+    reader.read_into(values, name)
+    return values
 
 
 def _patch_embedding(
@@ -256,8 +330,7 @@ def _patch_embedding(
     reader, patch = context.reader, vision.patch_size
     frames = () if vision.num_frames is None else (vision.num_frames,)
     shape = (vision.hidden_size, 3, *frames, patch, patch)
-    weight = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-    reader.read_into(weight, f"{VISION_PATCHES}.weight")
+    weight = _read(context, f"{VISION_PATCHES}.weight", shape)
     if frames:
         weight = weight.float().sum(dim=2).to(reader.dtype)
     bias = None
@@ -285,9 +358,9 @@ def _layer_config(context: ModelContext, vision: VisionConfig) -> ModelConfig:
         norm_offset=0.0,
         activation=vision.layers.activation,
         has_gelu=False,
-        qkv_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
+        qkv_bias=vision.layers.qkv_bias,
+        attention_output_bias=vision.layers.has_bias,
+        mlp_bias=vision.layers.has_bias,
         merged=frozenset({"qkv"}) if vision.layers.has_merged_qkv else frozenset(),
         rotates_neighbours=False,
         has_output_gate=False,

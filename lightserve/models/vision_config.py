@@ -1,31 +1,23 @@
-"""Models that see images: their text part and the encoder, as `config.json` says. Torch-free.
-
-LLaVA-1.5 (Liu et al., "Improved Baselines with Visual Instruction Tuning", 2023) has the encoder of
-CLIP, and two products behind it. Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL take images
-of any size, rotate by a patch's row and column, and make one embedding of four patches.
-"""
+"""Models that see images: their text part, and the encoder beside it. Torch-free."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from lightserve.messages.images import EncoderWork, Image
 from lightserve.models.architectures import Architecture
-from lightserve.models.image_processor import (
-    ImageProcessor,
-    has_image_processor,
-    load_image_processor,
-)
+from lightserve.models.image_processor import ImageProcessor
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS, Activation
-from lightserve.models.rope import parse_axes
+from lightserve.models.plain_config import Activation
 
 # The text part.
 
 
-def _text_fields(fields: JsonFields) -> JsonFields:
+def text_fields(fields: JsonFields) -> JsonFields:
     """Return the keys of the text part, which stood beside the others in Qwen's first files."""
     if fields.has("text_config"):
         return fields.child("text_config")
@@ -72,6 +64,11 @@ _TEXT_PARTS = {
         _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
         _TextPart(Architecture.MISTRAL4, "mistral4", {}),
     ),
+    Architecture.INTERNVL: (
+        _TextPart(Architecture.QWEN2, "qwen2", {}),
+        _TextPart(Architecture.QWEN3, "qwen3", {}),
+        _TextPart(Architecture.QWEN3_MOE, "qwen3_moe", {}),
+    ),
     Architecture.QWEN2_VL: (_TextPart(Architecture.QWEN2, "qwen2_vl_text", _QWEN2_VL),),
     Architecture.QWEN2_5_VL: (_TextPart(Architecture.QWEN2, "qwen2_5_vl_text", _QWEN2_VL),),
     Architecture.QWEN3_VL: (
@@ -111,7 +108,7 @@ def text_part(
     parts = _TEXT_PARTS.get(architecture)
     if parts is None:
         return architecture, fields
-    text = _text_fields(fields)
+    text = text_fields(fields)
     kind = text.string("model_type", default=parts[0].model_type)
     part = next((part for part in parts if part.model_type == kind), None)
     if part is None:
@@ -139,7 +136,15 @@ class EncoderLayers:
     intermediate_size: int
     norm_eps: float
     activation: Activation | None
-    """Activation of feed-forward blocks; None: they have gates, by SiLU."""
+    """Activation of feed-forward blocks, or of their gates; None: SiLU."""
+    is_gated: bool = False
+    """Whether feed-forward blocks have gates."""
+    qkv_bias: bool = True
+    """Whether products that make queries, keys and values have biases."""
+    has_bias: bool = True
+    """Whether the other products have biases."""
+    has_scales: bool = False
+    """Whether results of blocks are scaled, each number by a factor of its own (LayerScale)."""
     is_rms: bool = False
     """Norms are RMS norms, not LayerNorm with biases."""
     has_merged_qkv: bool = False
@@ -155,7 +160,15 @@ class Projector:
     """The two products that make embeddings of an encoder's results."""
 
     has_norm: bool = False
-    """Whether patches are normalised before they become an embedding."""
+    """Whether patches are normalised before they become an embedding, …"""
+    norms_squares: bool = False
+    """… all of an embedding together."""
+    norm_eps: float | None = None
+    """Epsilon of this norm; None: that of the layers' norms."""
+    pools: bool = False
+    """Whether an embedding is made of the mean of patches, normalised, by one product."""
+    has_merger: bool = False
+    """Whether a product before the two makes as many numbers as a patch has of an embedding's."""
     inner_size: int | None = None
     """Numbers between the products; None: as many as an embedding has."""
     activation: Activation
@@ -163,6 +176,31 @@ class Projector:
     deep_layers: tuple[int, ...] = ()
     """Layers whose results are made embeddings, too: they are added behind the first layers of the
     language model, in this order (DeepStack, Meng et al., 2024)."""
+
+
+class PatchRope(NamedTuple):
+    """Rotary embeddings by a patch's row and column."""
+
+    theta: float
+    """Base."""
+    alternates: bool = False
+    """Whether a column's frequencies lie between those of a row; else they are the same."""
+
+
+class ImageInPrompt(NamedTuple):
+    """An image in a prompt."""
+
+    written: str = ""
+    """A template's text for it; empty: the place-holder's."""
+    known: str = ""
+    """The text in the place of that, which has the place-holder once."""
+    row_break: str = ""
+    """Token between the rows of its tokens; empty: there is none."""
+    is_whole: bool = False
+    """See `Image.is_whole`."""
+
+
+AS_WRITTEN = ImageInPrompt()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +231,13 @@ class VisionConfig:
     """Learned positions, with that of the class; where sizes differ the square is stretched."""
     has_first_norm: bool = False
     """Whether there is a norm before the layers."""
-    rope_theta: float | None = None
-    """Base of rotary embeddings by row and column; None: there are none."""
+    is_batched: bool = False
+    """Whether the file has the class and the positions with a first dimension of 1."""
+    has_last_norm: bool = False
+    """Whether there is a norm behind the layers."""
+    rope: PatchRope | None = None
+    """Rotary embeddings by row and column; None: there are none."""
+    prompt: ImageInPrompt = AS_WRITTEN
     axes: tuple[int, ...] = ()
     """For each frequency of the language model's rotary embedding, which of a token's three
     positions it turns by: time, row or column; empty: positions are places in the sequence."""
@@ -207,267 +250,36 @@ class VisionConfig:
     def num_tokens(self, height: int, width: int) -> int:
         """Return the tokens of an image in a prompt."""
         own = self.has_class and not self.drops_class
-        return (height // self.factor) * (width // self.factor) + own
+        rows, columns = height // self.factor, width // self.factor
+        return rows * columns + own + (rows - 1 if self.prompt.row_break else 0)
+
+    def image_tokens(
+        self, image: Image, first: int, last: int
+    ) -> tuple[npt.NDArray[np.int64], slice]:
+        """Return which of an image's tokens from `first` to before `last` are not breaks of rows,
+        and the embeddings that stand for them."""
+        places = np.arange(first, last)
+        if not self.prompt.row_break:
+            return places, slice(first, last)
+        length = image.width // self.factor + 1
+        places = places[(places + 1) % length != 0]
+        number = first - first // length
+        return places, slice(number, number + len(places))
 
     @property
     def work(self) -> EncoderWork:
         """The work of its layers, by their products and attention."""
         layers = self.layers
-        num_products = 2 if layers.activation else 3
+        num_products = 3 if layers.is_gated else 2
         products = 4 * self.hidden_size + num_products * layers.intermediate_size
         full = layers.count if layers.window is None else len(layers.full)
         pair_share = 2 * self.merge**2 / products * full / max(1, layers.count)
-        return EncoderWork(layers.count, pair_share)
+        # The tokens of a tile see as many others in each image.
+        return EncoderWork(layers.count, 0.0 if self.processor.tiles else pair_share)
 
     def takes(self, image: Image) -> bool:
         """Whether an image is as the encoder reads it."""
         height, width = image.height, image.width
-        makes = self.processor.makes(height, width)
-        return makes and image.num_tokens == self.num_tokens(height, width)
-
-
-_ACTIVATIONS = {
-    "quick_gelu": Activation.QUICK_GELU,
-    "gelu": Activation.GELU,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-}
-
-
-def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig | None:
-    """Return the encoder of a model; None: it sees no images, or its text part alone is served.
-
-    `fields` are those of the whole file. Raises ModelLoadError naming the key.
-    """
-    match architecture:
-        case Architecture.LLAVA:
-            return _parse_llava(fields)
-        case Architecture.QWEN2_VL | Architecture.QWEN2_5_VL | Architecture.QWEN3_VL:
-            return _parse_qwen(fields, architecture)
-        case Architecture.QWEN3_5_WHOLE | Architecture.QWEN3_5_MOE_WHOLE:
-            sees = has_image_processor(fields.path.parent)
-            return _parse_qwen(fields, architecture) if sees else None
-        case _:
-            return None
-
-
-def _parse_llava(fields: JsonFields) -> VisionConfig:
-    own = _vision_fields(fields, "clip_vision_model")
-    hidden, heads = _heads(own, "hidden_size", 1024, "num_attention_heads")
-    num_layers = own.integer("num_hidden_layers", default=24, high=MAX_LAYERS)
-    strategy = fields.string("vision_feature_select_strategy", default="default")
-    if strategy not in ("default", "full"):
-        raise fields.error(
-            "vision_feature_select_strategy", f"must be 'default' or 'full', got {strategy!r}"
-        )
-    image_size = own.integer("image_size", default=336, high=4096)
-    patch_size = own.integer("patch_size", default=14, high=4096)
-    if not (num_patches := (image_size // patch_size) ** 2):
-        raise own.error("image_size", f"must be at least patch_size {patch_size}, got {image_size}")
-    return VisionConfig(
-        placeholder=_placeholder(fields, 32_000),
-        processor=load_image_processor(fields.path.parent, image_size=image_size),
-        names=_LLAVA_NAMES,
-        prefixes=_LLAVA_PREFIXES,
-        hidden_size=hidden,
-        layers=EncoderLayers(
-            count=_num_used_layers(fields, num_layers),
-            num_heads=heads,
-            intermediate_size=own.integer("intermediate_size", default=4096),
-            norm_eps=own.number("layer_norm_eps", default=1e-5),
-            activation=_activation(own, "hidden_act", "quick_gelu"),
-        ),
-        projector=Projector(
-            activation=_activation(fields, "projector_hidden_act", "gelu"),
-            has_bias=fields.boolean("multimodal_projector_bias", default=True),
-        ),
-        patch_size=patch_size,
-        has_class=True,
-        drops_class=strategy == "default",
-        num_positions=1 + num_patches,
-        has_first_norm=True,
-    )
-
-
-_LLAVA_NAMES = (
-    ("vision.projector.inner", "vision.projector.linear_1"),
-    ("vision.projector.outer", "vision.projector.linear_2"),
-    ("vision.class", "vision.embeddings.class_embedding"),
-    ("vision.patches", "vision.embeddings.patch_embedding"),
-    ("vision.positions", "vision.embeddings.position_embedding"),
-    ("vision.first_norm", "vision.pre_layrnorm"),
-    ("vision.layers", "vision.encoder.layers"),
-    (".norm", ".layer_norm"),
-    ("self_attn.o_", "self_attn.out_"),
-    ("up_proj", "fc1"),
-    ("down_proj", "fc2"),
-)
-_LLAVA_PREFIXES = tuple(
-    (
-        ("vision.projector.", f"{whole}multi_modal_projector."),
-        ("vision.", f"{whole}vision_tower.{inner}"),
-    )
-    for whole in ("", "model.")
-    for inner in ("vision_model.", "")
-)
-
-
-def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
-    """Return the encoder of a Qwen-VL, which takes images of any size; its sizes are the file's."""
-    kind = _QWEN_KINDS[architecture]
-    own, text = (
-        _vision_fields(fields, kind, kind.removesuffix("_vision")),
-        _text_fields(fields),
-    )
-    is_first = architecture is Architecture.QWEN2_VL
-    is_third = not is_first and architecture is not Architecture.QWEN2_5_VL
-    is_deep = architecture is Architecture.QWEN3_VL
-    has_states = is_third and not is_deep
-    size_key, size = ("embed_dim", 1280) if is_first else ("hidden_size", None)
-    hidden, heads = _heads(own, size_key, size, "num_heads")
-    if hidden // heads % 4:
-        raise own.error("num_heads", f"must make heads of a multiple of 4, got {heads} of {hidden}")
-    num_layers = own.integer("depth", default=27 if is_third else 32, high=MAX_LAYERS)
-    merge = own.integer("spatial_merge_size", default=2, high=16)
-    patch_size = own.integer("patch_size", default=16 if is_third else 14, high=4096)
-    factor = patch_size * merge
-    activation: Activation | None = None
-    inner, windows = 0, {}
-    if architecture is Architecture.QWEN2_5_VL:
-        windows = _windows(own, num_layers, factor)
-    else:
-        name = "gelu_pytorch_tanh" if is_third else "quick_gelu"
-        activation = _activation(own, "hidden_act", name)
-    if is_first:
-        inner = int(hidden * own.number("mlp_ratio", default=4))
-    return VisionConfig(
-        placeholder=_placeholder(fields, 248_056 if has_states else 151_655),
-        processor=load_image_processor(fields.path.parent, image_size=None, factor=factor),
-        names=_QWEN2_NAMES if is_first else _QWEN3_NAMES if is_third else _QWEN_NAMES,
-        prefixes=((("vision.", "visual."),), (("vision.", "model.visual."),)),
-        hidden_size=hidden,
-        layers=EncoderLayers(
-            count=num_layers,
-            num_heads=heads,
-            intermediate_size=inner or own.integer("intermediate_size"),
-            norm_eps=1e-6,
-            activation=activation,
-            has_merged_qkv=True,
-            **windows,
-        ),
-        projector=Projector(
-            has_norm=True,
-            inner_size=hidden * merge**2,
-            activation=Activation.GELU,
-            has_bias=True,
-            deep_layers=_deep_layers(own, num_layers, text) if is_deep else (),
-        ),
-        patch_size=patch_size,
-        merge=merge,
-        num_frames=own.integer("temporal_patch_size", default=2, high=16),
-        has_patch_bias=is_third,
-        num_positions=_num_positions(own) if is_third else 0,
-        rope_theta=10_000.0,
-        axes=parse_axes(text, is_interleaved=is_third, has_states=has_states),
-    )
-
-
-def _windows(own: JsonFields, num_layers: int, factor: int) -> dict[str, Any]:
-    """Return fields of Qwen2.5-VL's layers, most of which see windows."""
-    if (activation := own.string("hidden_act", default="silu")) != "silu":
-        raise own.error("hidden_act", f"must be 'silu', got {activation!r}")
-    key, window = "fullatt_block_indexes", own.integer("window_size", default=112)
-    if window < factor:
-        raise own.error("window_size", f"must be at least {factor}, got {window}")
-    layers = _layers(own, key, num_layers) if own.has(key) else (7, 15, 23, 31)
-    return {"is_rms": True, "window": window // factor, "full": frozenset(layers)}
-
-
-def _deep_layers(own: JsonFields, num_layers: int, text: JsonFields) -> tuple[int, ...]:
-    key = "deepstack_visual_indexes"
-    layers = _layers(own, key, num_layers) if own.has(key) else (8, 16, 24)
-    if len(layers) >= (most := text.integer("num_hidden_layers")):
-        raise own.error(key, f"must be fewer than the {most} layers of the language model")
-    return layers
-
-
-def _num_positions(own: JsonFields) -> int:
-    num_positions = own.integer("num_position_embeddings", default=2304)
-    if math.isqrt(num_positions) ** 2 != num_positions:
-        raise own.error("num_position_embeddings", f"must be a square number, got {num_positions}")
-    return num_positions
-
-
-_QWEN_KINDS = {
-    Architecture.QWEN2_VL: "qwen2_vl_vision",
-    Architecture.QWEN2_5_VL: "qwen2_5_vl_vision",
-    Architecture.QWEN3_VL: "qwen3_vl_vision",
-    Architecture.QWEN3_5_WHOLE: "qwen3_5_vision",
-    Architecture.QWEN3_5_MOE_WHOLE: "qwen3_5_moe_vision",
-}
-_QWEN_NAMES = (
-    ("vision.projector.norm", "vision.merger.ln_q"),
-    ("vision.projector.inner", "vision.merger.mlp.0"),
-    ("vision.projector.outer", "vision.merger.mlp.2"),
-    ("vision.patches", "vision.patch_embed.proj"),
-    ("vision.layers", "vision.blocks"),
-    ("self_attn.qkv_proj", "attn.qkv"),
-    ("self_attn.o_proj", "attn.proj"),
-)
-_QWEN2_NAMES = (*_QWEN_NAMES, ("up_proj", "fc1"), ("down_proj", "fc2"))
-_QWEN3_NAMES = (
-    ("vision.projector.deep", "vision.deepstack_merger_list"),
-    ("vision.projector.", "vision.merger."),
-    (".inner", ".linear_fc1"),
-    (".outer", ".linear_fc2"),
-    ("vision.positions", "vision.pos_embed"),
-    *_QWEN_NAMES[3:],
-    ("up_proj", "linear_fc1"),
-    ("down_proj", "linear_fc2"),
-)
-
-
-def _vision_fields(fields: JsonFields, *kinds: str) -> JsonFields:
-    own = fields.child("vision_config")
-    if (kind := own.string("model_type", default=kinds[0])) not in kinds:
-        raise own.error("model_type", f"must be {kinds[0]!r}, got {kind!r}")
-    for key in ("num_channels", "in_channels", "in_chans"):
-        if (channels := own.integer(key, default=3)) != 3:
-            raise own.error(key, f"must be 3, got {channels}")
-    return own
-
-
-def _placeholder(fields: JsonFields, default: int) -> int:
-    key = "image_token_id" if fields.has("image_token_id") else "image_token_index"
-    return fields.integer(key, default=default, low=0)
-
-
-def _heads(own: JsonFields, size_key: str, default: int | None, heads_key: str) -> tuple[int, int]:
-    """Return the numbers of a patch and the heads."""
-    hidden, heads = own.integer(size_key, default=default), own.integer(heads_key, default=16)
-    if hidden % heads:
-        raise own.error(size_key, f"must divide by {heads_key} {heads}, got {hidden}")
-    return hidden, heads
-
-
-def _layers(own: JsonFields, key: str, num_layers: int) -> tuple[int, ...]:
-    layers = own.array(key)
-    if not all(isinstance(n, int) and 0 <= n < num_layers for n in layers):
-        raise own.error(
-            key, f"must hold numbers of layers below {num_layers}, got {layers!r}"[:200]
-        )
-    return tuple(layers)
-
-
-def _num_used_layers(fields: JsonFields, num_layers: int) -> int:
-    """Return how many layers stand before the result that is taken: 0 is that before all."""
-    key = "vision_feature_layer"
-    layer = fields.integer(key, default=-2, low=-num_layers - 1, high=num_layers)
-    return layer if layer >= 0 else num_layers + 1 + layer
-
-
-def _activation(fields: JsonFields, key: str, default: str) -> Activation:
-    name = fields.string(key, default=default)
-    if name not in _ACTIVATIONS:
-        raise fields.error(key, f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
-    return _ACTIVATIONS[name]
+        if not self.processor.makes(height, width) or image.is_whole != self.prompt.is_whole:
+            return False
+        return image.num_tokens == self.num_tokens(height, width)

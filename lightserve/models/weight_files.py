@@ -49,7 +49,8 @@ SCORE_DENSE, SCORE_OUT = "score.dense", "score.out"
 VISION = "vision."
 """Beginning of the names of tensors of the encoder of images, and of the products behind it."""
 VISION_CLASS, VISION_PATCHES = f"{VISION}class", f"{VISION}patches"
-VISION_POSITIONS, VISION_NORM = f"{VISION}positions.weight", f"{VISION}first_norm"
+VISION_POSITIONS = f"{VISION}positions.weight"
+VISION_NORM, VISION_LAST_NORM = f"{VISION}first_norm", f"{VISION}last_norm"
 VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
@@ -194,56 +195,75 @@ def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
 
 def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
-    hidden, inner, patch = vision.hidden_size, vision.layers.intermediate_size, vision.patch_size
+    hidden, patch, projector = vision.hidden_size, vision.patch_size, vision.projector
     frames = () if vision.num_frames is None else (vision.num_frames,)
     shapes: dict[str, tuple[int, ...]] = {
         f"{VISION_PATCHES}.weight": (hidden, 3, *frames, patch, patch)
     }
     if vision.has_patch_bias:
         shapes[f"{VISION_PATCHES}.bias"] = (hidden,)
+    lead = (1,) * vision.is_batched
     if vision.has_class:
-        shapes[VISION_CLASS] = (hidden,)
+        shapes[VISION_CLASS] = (*lead, *lead, hidden)
     if vision.num_positions:
-        shapes[VISION_POSITIONS] = (vision.num_positions, hidden)
-    linears: dict[str, tuple[int, int]] = {}
-    biased: list[str] = []
+        shapes[VISION_POSITIONS] = (*lead, vision.num_positions, hidden)
     norms: dict[str, int] = {}
     if vision.has_first_norm:
         norms[VISION_NORM] = hidden
+    if vision.has_last_norm:
+        norms[VISION_LAST_NORM] = hidden
     group = hidden * vision.merge**2
-    middle = vision.projector.inner_size or size
+    middle = projector.inner_size or size
+    if projector.pools:
+        shapes[f"{VISION_PROJECTOR}.norm.weight"] = (hidden,)
+        shapes[f"{VISION_PROJECTOR}.outer.weight"] = hidden, size
     for name, norm in projectors(vision):
-        own = {f"{name}.inner": (middle, group), f"{name}.outer": (size, middle)}
-        linears |= own
-        biased += own if vision.projector.has_bias else ()
-        if vision.projector.has_norm:
+        if projector.has_merger:
+            shapes[f"{name}.merger.weight"] = hidden, group
+        num_inputs = hidden if projector.has_merger else group
+        for part, shape in (("inner", (middle, num_inputs)), ("outer", (size, middle))):
+            shapes[f"{name}.{part}.weight"] = shape
+            if projector.has_bias:
+                shapes[f"{name}.{part}.bias"] = shape[:1]
+        if projector.has_norm:
             norms[f"{name}.norm"] = norm
     for layer in range(vision.layers.count):
-        prefix = f"{VISION_LAYERS}.{layer}"
-        own = {f"{prefix}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
-        if vision.layers.has_merged_qkv:
-            own = {f"{prefix}.self_attn.qkv_proj": (3 * hidden, hidden)}
-            own[f"{prefix}.self_attn.o_proj"] = (hidden, hidden)
-        for name in ("up",) if vision.layers.activation else ("gate", "up"):
-            own[f"{prefix}.mlp.{name}_proj"] = (inner, hidden)
-        own[f"{prefix}.mlp.down_proj"] = (hidden, inner)
-        norms |= {f"{prefix}.norm{n}": hidden for n in (1, 2)}
-        linears |= own
-        biased += own
-    shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
-    shapes |= {f"{name}.bias": linears[name][:1] for name in biased}
+        shapes |= _vision_layer_tensors(vision, f"{VISION_LAYERS}.{layer}")
+        norms |= {f"{VISION_LAYERS}.{layer}.norm{n}": hidden for n in (1, 2)}
     parts = ("weight",) if vision.layers.is_rms else ("weight", "bias")
     return shapes | {f"{name}.{part}": (n,) for name, n in norms.items() for part in parts}
 
 
-def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
-    """Return names of the products behind the encoder, with the numbers that are normalised.
+def _vision_layer_tensors(vision: VisionConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer but for its norms."""
+    layers, hidden, inner = vision.layers, vision.hidden_size, vision.layers.intermediate_size
+    inputs = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkv"}
+    if layers.has_merged_qkv:
+        inputs = {"self_attn.qkv_proj": (3 * hidden, hidden)}
+    others = {"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (hidden, inner)}
+    for name in ("gate", "up") if layers.is_gated else ("up",):
+        others[f"mlp.{name}_proj"] = (inner, hidden)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for linears, has_bias in ((inputs, layers.qkv_bias), (others, layers.has_bias)):
+        shapes |= {f"{prefix}.{name}.weight": shape for name, shape in linears.items()}
+        if has_bias:
+            shapes |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in linears.items()}
+    if layers.has_scales:
+        shapes |= {f"{prefix}.scale{n}": (hidden,) for n in (1, 2)}
+    return shapes
 
-    First those of the last layer, then those of `Projector.deep_layers`.
+
+def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
+    """Return names of pairs of products behind the encoder, with the numbers that are normalised.
+
+    First those of the last layer, then those of `Projector.deep_layers`; none where it pools.
     """
+    if vision.projector.pools:
+        return []
     deep = [f"{VISION_PROJECTOR}.deep.{n}" for n in range(len(vision.projector.deep_layers))]
     group = vision.hidden_size * vision.merge**2
-    return [(VISION_PROJECTOR, vision.hidden_size), *((name, group) for name in deep)]
+    size = group if vision.projector.norms_squares else vision.hidden_size
+    return [(VISION_PROJECTOR, size), *((name, group) for name in deep)]
 
 
 def _norms(config: ModelConfig, shape: LayerShape) -> dict[str, int]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightserve.messages.images import together
 from lightserve.router.from_submit import FEW_NEWCOMER_BYTES, MAX_NEWCOMER_BYTES, newcomer_bytes
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.prefix_node import PrefixNode, path_of
@@ -323,6 +324,8 @@ class MemoryPlan:
         if missing > 0:
             self._take_from_juniors(request, missing)
             num_tokens = self._most_tokens(request, num_tokens)
+            fitting = together(request.parameters.images, request.next_position, num_tokens)
+            num_tokens = fitting if fitting <= num_tokens else 0
             num_slots = self._num_slots_for(request, num_tokens)
         if num_tokens == 0:
             return None

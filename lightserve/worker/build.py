@@ -35,6 +35,7 @@ from lightserve.models.config import (
     resolve_context_len,
     resolve_dtype,
 )
+from lightserve.models.image_processor import MAX_PIXELS
 from lightserve.models.layers.linear import LinearMethod, UnquantizedMethod
 from lightserve.models.layers.quantized import (
     Fp8Method,
@@ -157,6 +158,9 @@ def measure_gpu(
     most = config.max_tokens_of_step(pool.device.type)
     if model.config.encoder is not None:  # a prompt that is longer is a step of its own
         most = max(most, model.context_len)
+    vision = model.config.vision
+    if vision is not None and vision.prompt.is_whole:  # an image may go beyond
+        most += vision.num_tokens(*vision.processor.largest(MAX_PIXELS))
     plans = largest_steps(
         max_num_batched_tokens=most,
         max_num_seqs=config.max_num_seqs,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightserve.errors import ProtocolError
+from lightserve.kernels.interface import SeenWhole
 from lightserve.messages.images import Image, KeptImages
 from lightserve.messages.router_worker import StepPlan
 from lightserve.models.base import ImageEncoding, Model, Replaced
@@ -188,12 +189,14 @@ class RowImages:
     def embedded(self, inputs: StepInputs) -> Replaced | None:
         """Return embeddings of the images' tokens among a step's; None: there are none.
 
-        Images of which they are the last are forgotten.
+        Images of which they are the last are forgotten. Raises ProtocolError: a step ends within an
+        image whose tokens see each other.
         """
         if not self._held:
             return None
         places: list[np.ndarray] = []
         values: list[Tensor] = []
+        seen: list[SeenWhole] = []
         offset = 0
         for row, count, end in zip(
             *(part.tolist() for part in (inputs.rows, inputs.q_lens, inputs.context_lens)),
@@ -201,17 +204,22 @@ class RowImages:
         ):
             start = end - count
             for held in self._held.get(row, ()):
-                first, last = max(start, held.image.start), min(end, held.image.end)
-                if first < last:
-                    places.append(np.arange(offset + first - start, offset + last - start))
-                    own = self._embeddings(held)
-                    values.append(own[first - held.image.start : last - held.image.start])
+                image, vision = held.image, self._model.config.vision
+                first, last = max(start, image.start), min(end, image.end)
+                if first < last and vision is not None:
+                    own, part = vision.image_tokens(image, first - image.start, last - image.start)
+                    places.append(own + (offset + image.start - start))
+                    values.append(self._embeddings(held)[part])
+                    if image.is_whole and last < image.end:
+                        raise ProtocolError(f"a step with a part of an image, up to {last}")
+                    if image.is_whole:
+                        seen.append(SeenWhole(row, offset + first - start, first, last))
             self._forget(row, end)
             offset += count
         if not places:
             return None
         (uploaded,) = self._queue.upload([np.concatenate(places)])
-        return Replaced(uploaded, torch.cat(values))
+        return Replaced(uploaded, torch.cat(values), seen)
 
     def _embeddings(self, held: _Held) -> Tensor:
         if held.embeddings is None:

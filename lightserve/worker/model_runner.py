@@ -189,6 +189,10 @@ class ModelRunner:
             height, width = vision.processor.largest(most)
             black = torch.zeros(height, width, 3, dtype=torch.uint8, device=self.device)
             self._model.encode(black).advance(2)
+            if vision.prompt.is_whole:  # a layer reads all keys and values of a row at once
+                slots = torch.zeros(self.context_len, dtype=torch.int64, device=self.device)
+                read = [pool[slots] for pool in (self.pool.k[-1], self.pool.v[-1])]
+                _ = [part.float() for part in read if part.dtype.itemsize == 1]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""

@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging as transformers_logging
 
@@ -92,7 +95,7 @@ def write_llava(
     return path
 
 
-FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "gemma3")
 SIZES: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "min_pixels": 14 * 14,
@@ -104,6 +107,19 @@ SIZES: dict[str, Any] = {
     "image_std": [0.3, 0.2, 0.5],
 }
 """Images of 1 to 20 tokens, each of 14 x 14 pixels."""
+FITTED: dict[str, Any] = {
+    "image_processor_type": "PixtralImageProcessorFast",
+    "size": {"longest_edge": 70},
+    "patch_size": {"height": 14, "width": 14},
+}
+"""Images of up to 5 rows and columns."""
+TILED: dict[str, Any] = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": SIDE, "width": SIDE},
+    "crop_to_patches": False,
+    "max_patches": 4,
+}
+"""Images of 1 to 5 tiles, each of 4 tokens."""
 QWEN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}{% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
@@ -112,12 +128,99 @@ QWEN_TEMPLATE = (
 )
 
 
+SQUARE: dict[str, Any] = {
+    "image_processor_type": "Gemma3ImageProcessorFast",
+    "size": {"height": 2 * SIDE, "width": 2 * SIDE},
+    "do_pan_and_scan": None,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+}
+"""Images of 16 tokens, each of the mean of 4 patches."""
+
+
+def write_towered(path: Path, family: str, *, has_old_names: bool = False, **changes: Any) -> Path:
+    """Write a random Mistral 3, a LLaVA with Pixtral's encoder, an InternVL or a Gemma 3.
+
+    `has_old_names`: of Gemma 3 as its authors' files, of others as they are in memory.
+    """
+    transformers_logging.disable_progress_bar()
+    text = {**BASE_CONFIG, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-5, **changes}
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+    }
+    options: dict[str, Any] = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    if family == "internvl":
+        kind = transformers.InternVLForConditionalGeneration
+        vision |= {"attention_bias": True, "model_type": "internvl_vision"}
+        options |= {"text_config": {"model_type": "qwen2", **text}, "image_token_id": PLACEHOLDER}
+    elif family == "gemma3":
+        kind = transformers.Gemma3ForConditionalGeneration
+        vision |= {"image_size": 2 * SIDE, "model_type": "siglip_vision_model"}
+        vision |= {"vision_use_head": False}
+        text |= {"head_dim": 16, "sliding_window": 12, "num_hidden_layers": 3}
+        text |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        options |= {"text_config": text, "image_token_index": PLACEHOLDER}
+        options |= {"mm_tokens_per_image": 16}
+    else:
+        kind = transformers.Mistral3ForConditionalGeneration
+        vision |= {"hidden_act": "silu", "model_type": "pixtral"}
+        options |= {"text_config": {"model_type": "mistral", "sliding_window": None, **text}}
+        options |= {"image_token_index": PLACEHOLDER}
+        if family == "pixtral":
+            kind = transformers.LlavaForConditionalGeneration
+            vision |= {"hidden_act": "gelu"}
+            options |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    reference = kind(kind.config_class(vision_config=vision, **options))
+    randomise(reference, torch.Generator().manual_seed(3))
+    reference.lm_head.weight.data[PLACEHOLDER] = 0  # never the best: it would stand for an image
+    reference.save_pretrained(path)
+    if has_old_names:
+        _rename(path, family)
+    names = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    shown, own = names[0], FITTED
+    if family == "internvl":
+        names, own = ("<IMG_CONTEXT>", "<img>", "</img>"), TILED
+        shown = names[0]
+    elif family == "gemma3":
+        names, own = ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), SQUARE
+        shown = names[1]
+    elif family == "pixtral":
+        own = {**FITTED, "patch_size": {"height": PATCH, "width": PATCH}}
+    _write_tokenizer(path, QWEN_TEMPLATE.replace("[<image>]", shown), *names)
+    write_config(path, "preprocessor_config.json", own)
+    return path
+
+
+def _rename(path: Path, family: str) -> None:
+    """Give tensors the names of Gemma 3's authors, or those that others have in memory."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    if family == "gemma3":
+        inner = "vision_tower.vision_model."
+        tensors = {name.replace("vision_tower.", inner): own for name, own in tensors.items()}
+    else:
+        tensors["lm_head.weight"] = tensors.pop("language_model.lm_head.weight")
+        tensors = {
+            name if name == "lm_head.weight" else f"model.{name.replace('.model.', '.')}": own
+            for name, own in tensors.items()
+        }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def write_vision_model(
     path: Path, family: str, *, has_old_names: bool = False, **changes: Any
 ) -> Path:
     """Write a random model of one of FAMILIES; `has_old_names`: as its authors' files."""
     if family == "llava":
         return write_llava(path, has_old_names=has_old_names, **changes)
+    if family in ("mistral3", "pixtral", "internvl", "gemma3"):
+        return write_towered(path, family, has_old_names=has_old_names, **changes)
     transformers_logging.disable_progress_bar()
     vision: dict[str, Any] = {
         "depth": 3,
@@ -169,11 +272,13 @@ def write_vision_model(
     return path
 
 
-def _write_tokenizer(path: Path, template: str) -> None:
+def _write_tokenizer(path: Path, template: str, *names: str) -> None:
+    """`names`: tokens of images, first the place-holder."""
     write_byte_level(path)
+    names = names or ("<image>",)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
-    assert tokenizer.token_to_id("<image>") == PLACEHOLDER
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    assert tokenizer.token_to_id(names[0]) == PLACEHOLDER
     tokenizer.save(str(path / "tokenizer.json"))
     tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     write_config(path, "tokenizer_config.json", tokenizer_config)
@@ -212,7 +317,19 @@ def given_image(path: Path, image: Image.Image, start: int) -> Given:
         made.width,
         made.pixels,
         digest,
+        vision.prompt.is_whole,
     )
+
+
+def ids_of(path: Path, image: Given) -> list[int]:
+    """Return an image's tokens, with breaks of rows where the model in `path` has them."""
+    vision = load_model_config(path).vision
+    assert vision is not None
+    ids = [PLACEHOLDER] * image.num_tokens
+    if vision.prompt.row_break:
+        columns = image.width // vision.factor
+        ids[columns :: columns + 1] = [PLACEHOLDER + 1] * (len(ids) // (columns + 1))
+    return ids
 
 
 class Reference:
@@ -223,9 +340,16 @@ class Reference:
         kind = getattr(transformers, config.architectures[0])
         self._model = kind.from_pretrained(path, dtype=torch.float32).eval()
         own = json.loads((path / "preprocessor_config.json").read_text())
-        is_llava = own["image_processor_type"] == PROCESSOR["image_processor_type"]
-        made = CLIPImageProcessorPil if is_llava else Qwen2VLImageProcessorPil
-        self._processor = made(**own)
+        made = {
+            PROCESSOR["image_processor_type"]: CLIPImageProcessorPil,
+            SIZES["image_processor_type"]: Qwen2VLImageProcessorPil,
+            FITTED["image_processor_type"]: PixtralImageProcessorPil,
+            TILED["image_processor_type"]: GotOcr2ImageProcessorPil,
+            SQUARE["image_processor_type"]: Gemma3ImageProcessorPil,
+        }[own["image_processor_type"]]
+        if made is GotOcr2ImageProcessorPil:
+            own["crop_to_patches"] = True  # as the model's processor always has it
+        self._processor, self._sees_whole = made(**own), made is Gemma3ImageProcessorPil
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
@@ -235,6 +359,10 @@ class Reference:
         """
         ids = torch.tensor([list(token_ids)])
         inputs = self._processor(list(images), return_tensors="pt") if images else {}
+        inputs.pop("num_patches", None)
+        if self._sees_whole and images:
+            del inputs["num_crops"]
+            inputs["token_type_ids"] = (ids == PLACEHOLDER).int()
         if "image_grid_thw" in inputs:
             inputs["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
         output = self._model(input_ids=ids, **inputs)

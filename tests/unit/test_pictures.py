@@ -18,7 +18,9 @@ from PIL import Image
 from support.bad_pictures import bad_pictures, png_of
 from support.tiny_vision import PROCESSOR, SIDE, data_url, file_of, picture, write_llava
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from lightserve.config import ServeConfig
@@ -29,7 +31,7 @@ from lightserve.messages.images import MAX_IMAGES
 from lightserve.metrics.catalogue import IMAGES
 from lightserve.metrics.recording import Recorder
 from lightserve.models.config import load_model_config
-from lightserve.models.image_processor import AnySize, ImageProcessor
+from lightserve.models.image_processor import AnySize, ImageProcessor, Tiles
 from lightserve.picture_process import MAX_PIXELS, MAX_SCANS, MAX_WORK_BYTES, Given, decode
 from lightserve.turn_threads import WHOSE
 
@@ -104,6 +106,56 @@ def test_any_size_is_that_of_transformers(
     frames = np.array(expected["pixel_values"]).reshape(shape).transpose(5, 4, 0, 2, 6, 1, 3, 7)
     for frame in frames.reshape(2, *made.shape):
         assert np.abs(made - frame).max() < 1e-6
+
+
+@pytest.mark.parametrize(("factor", "longest"), [(14, 70), (28, 1540), (16, 100)])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_fitted_sizes_are_those_of_transformers(
+    size: tuple[int, int], factor: int, longest: int
+) -> None:
+    image = picture(size[0], *size)
+    own: dict[str, Any] = {"size": {"longest_edge": longest}}
+    own |= {"patch_size": {"height": factor, "width": factor}}
+    (expected,) = PixtralImageProcessorPil(**own)(image)["pixel_values"]
+    any_size = AnySize(factor, 1, 4_194_304, longest)
+    processor = clip(28, shortest_edge=None, crop=None, any_size=any_size)
+    made = values(decode(file_of(image), processor), processor)
+    assert processor.makes(*made.shape[1:]) and np.abs(made - expected).max() < 1e-6
+
+
+def test_fitted_sizes_keep_what_is_asked() -> None:
+    own = AnySize(14, 1, 4_194_304, 70)
+    assert own.of(70, 30) == (70, 42) and own.of(2, 400) == (14, 70) and own.of(2, 401) is None
+    smaller = msgspec.structs.replace(own, max_pixels=14 * 14 * 8)
+    assert smaller.of(70, 70) == (28, 28) and smaller.of(28, 50) == (28, 56)
+    assert msgspec.structs.replace(own, min_pixels=14 * 14 * 4).of(14, 14) == (28, 28)
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (3, 7), (1, 12)])
+@pytest.mark.parametrize("size", [*SIZES, (56, 84), (90, 60), (30, 200)], ids=str)
+def test_tiles_are_those_of_transformers(size: tuple[int, int], least: int, most: int) -> None:
+    image = picture(size[0], *size)
+    own: dict[str, Any] = {"size": {"height": 28, "width": 28}}
+    own |= {"min_patches": least, "max_patches": most}
+    expected = GotOcr2ImageProcessorPil(**own, crop_to_patches=True)(image)["pixel_values"]
+    processor = clip(28, shortest_edge=None, size=(28, 28), crop=None, tiles=Tiles(least, most))
+    made = values(decode(file_of(image), processor), processor)
+    below = np.concatenate(list(expected), axis=1)
+    assert processor.makes(*made.shape[1:]) and not processor.makes(made.shape[1] + 1, 28)
+    assert made.shape == below.shape and np.abs(made - below).max() < 1e-6
+    assert processor.largest(28 * 28 * 3)[0] == 28 * min(3, most if most == 1 else most + 1)
+    assert processor.largest(1) == (28, 28) and not processor.makes(28 * 14, 28)
+
+
+def test_a_picture_of_low_detail_is_one_tile() -> None:
+    own = clip(28, shortest_edge=None, size=(28, 28), crop=None, tiles=Tiles(1, 12))
+    data = file_of(picture(1, 300, 100))
+    low = Picture("", "image", detail="low").processor(own)
+    assert decode(data, low).height == 28 and own.makes(28, 28)
+    assert Picture("", "image", detail="high").processor(own) == own
+    assert decode(data, own).height == 28 * 13
+    with pytest.raises(InvalidRequest, match="must have neither min_pixels"):
+        Picture("", "image", detail="low", max_pixels=99).processor(own)
 
 
 def test_largest_images() -> None:

@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
+from lightserve.kernels.reference import numbers_of_8_bit_kv
 from lightserve.models.base import KVTensors, Part, even_part, kv_head_part
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
@@ -76,6 +78,39 @@ def in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
         host_context_lens=context_lens,
         prepared={},
     )
+
+
+def seeing_whole(
+    heads: Tensor,
+    q: Tensor,
+    pools: tuple[Tensor, Tensor],
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Return heads [T, Hq, D] with those of tokens of images that see each other (`batch.seen`).
+
+    As Gemma 3 has it (Gemma Team, 2025; transformers' masks): such a token sees its image to the
+    end, and from the front what its window has, `window` positions with its own. `q` [T, Hq, D].
+    """
+    for image in batch.seen:
+        low = 0 if window is None else max(0, image.start - window + 1)
+        slots = batch.req_to_slot[image.row, low : image.end].long()
+        k, v = (pool[slots] for pool in pools)
+        if k.dtype.itemsize == 1:
+            k, v = (numbers_of_8_bit_kv(part, q.shape[2]).to(q.dtype) for part in (k, v))
+        mask: Tensor | None = None
+        if window is not None and image.end - low > window:
+            places = torch.arange(low, image.end, device=q.device)
+            mask = places > places[image.start - low :, None] - window
+        own = slice(image.first, image.first + image.end - image.start)
+        own_q, k, v = (part.transpose(0, 1)[None] for part in (q[own], k, v))
+        mixed = functional.scaled_dot_product_attention(
+            own_q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        heads[own] = mixed[0].transpose(0, 1)
+    return heads
 
 
 class Attention(Protocol):
@@ -222,6 +257,9 @@ class SelfAttention:
             sliding_window=self._sliding_window,
             score_mod=self._score_mod,
         )
+        if inputs.batch.seen:
+            pools, window = (k_pool, v_pool), self._sliding_window
+            heads = seeing_whole(heads, q, pools, inputs.batch, scale=self._scale, window=window)
         heads = heads.reshape(num_tokens, self._sizes[0])
         return kernels.gated(heads, parts[3]) if len(parts) > 3 else heads
 

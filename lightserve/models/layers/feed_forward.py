@@ -138,10 +138,13 @@ def activation_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor]
     return activations[activation]
 
 
-def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:
+def gated_mlp(
+    context: ModelContext, prefix: str, size: int, activation: Activation | None = None
+) -> MLP:
     """Load a block down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight.
 
-    `size`: intermediate features of all ranks.
+    `size`: intermediate features of all ranks; `activation`: that of gates, a GELU; None: the
+    model's.
     """
     config, kernels = context.config, context.kernels
     part = even_part(size, context.tp)
@@ -149,9 +152,13 @@ def gated_mlp(context: ModelContext, prefix: str, size: int) -> MLP:
     if "gate_up" in config.merged:
         name, up_start = f"{prefix}.gate_up_proj", size + part.start
         parts = [(name, part), (name, Part(up_start, part.size))]
-    first = _first_linear(context, parts, is_gated=not config.has_gelu)
-    activate = partial(_gelu_gate, kernels) if config.has_gelu else (lambda x: x)
-    return MLP(context, prefix, first, part, activate)
+    if activation is None and config.has_gelu:
+        activation = Activation.GELU_TANH
+    first = _first_linear(context, parts, is_gated=activation is None)
+    if activation is None:
+        return MLP(context, prefix, first, part, lambda x: x)
+    is_exact = activation is Activation.GELU
+    return MLP(context, prefix, first, part, partial(_gelu_gate, kernels, is_exact=is_exact))
 
 
 class ExpertMLP:
@@ -364,9 +371,9 @@ def _biases(
     return ExpertBiases(gate_up.flatten(1, 2), outputs)
 
 
-def _gelu_gate(kernels: Kernels, gate_up: Tensor) -> Tensor:
+def _gelu_gate(kernels: Kernels, gate_up: Tensor, *, is_exact: bool = False) -> Tensor:
     """Return GELU(gate) * up [T, I] of gate_up [T, 2*I], gates first."""
-    return kernels.gelu(*gate_up.chunk(2, dim=-1))
+    return kernels.gelu(*gate_up.chunk(2, dim=-1), is_exact=is_exact)
 
 
 class _SeparateExperts:

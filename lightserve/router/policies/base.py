@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lightserve.messages.images import Image
+from lightserve.messages.images import Image, together
 from lightserve.messages.router_worker import MAX_PROMPT_LOGPROB_POSITIONS
 from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.encoding import StepEncodes
@@ -173,6 +173,8 @@ class Step:
         """Newcomers that were passed over for want of memory since the last call."""
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
         """Positions left for prompts whose log-probabilities are wanted."""
+        self._has_whole_image = False
+        """Whether an image is in it for which there were too few tokens or too little time."""
         self._num_be_left = limits.starts.most_be
         """Best-effort requests that may start."""
 
@@ -396,10 +398,11 @@ class Step:
             return Reason.BLOCKED
         if request.wants_prompt_logprobs(start):
             rest = min(rest, self._num_positions_left)
-            if rest == 0:
+            if rest <= 0:
                 return Reason.TOKENS
         if how.num_tokens and not request.is_whole:
-            return Scheduled(request, self.memory.most_at_once(request, how.num_tokens))
+            num_tokens = self.memory.most_at_once(request, how.num_tokens)
+            return Scheduled(request, together(request.parameters.images, start, num_tokens))
         rest = self.memory.most_at_once(request, rest)
         if not budget.is_empty and (image := budget.loads.encodes.before(request, start, rest)):
             if image.start <= start:
@@ -427,7 +430,18 @@ class Step:
             self._short_of = self._lacking(request)
             return self._short_of
         self._short_of = self._lacking(request) if num_tokens < rest else None
-        return Scheduled(request, num_tokens)
+        return self._with_whole_image(Scheduled(request, num_tokens), start)
+
+    def _with_whole_image(self, part: Scheduled, start: int) -> Scheduled | Reason:
+        """Return a part that ends within no image; beside others, one goes beyond the limits."""
+        request, num_tokens = part
+        count = together(request.parameters.images, start, num_tokens)
+        if count > num_tokens and not self.budget.is_empty:
+            if self._has_whole_image:
+                self._short_of = self._lacking(request)
+                return self._short_of
+            self._has_whole_image = True
+        return Scheduled(request, count)
 
     def _encode(self, request: Request, image: Image) -> None:
         """Encode an image that a request comes to, within the time that its tokens would have."""

@@ -7,13 +7,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 from support.fake_router import Answer, copy_bundled_model, frontend, says
+from support.tiny_vision import VOCAB_SIZE, given_image, ids_of, picture, write_vision_model
 from support.tokenizers_made import write_sentencepiece
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.errors import ModelLoadError
+from lightserve.frontend.prompts import PromptEncoder
+from lightserve.models.config import load_model_config
 from lightserve.tokenization.chat_template import ChatTemplate, TemplateSource
 from lightserve.tokenization.conversation import ChatMessage, Conversation, Ending
 from lightserve.tokenization.tokenizer import Tokenizer
@@ -514,3 +519,59 @@ def test_what_the_template_does_not_have_is_refused(
     assert error["param"].startswith("chat_template_kwargs")
     assert complaint in error["message"]
     assert not prompts
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "expected"),
+    [
+        (
+            "mistral3",
+            "[IMG]",
+            [*(["[IMG]"] * 3 + ["[IMG_BREAK]"]) * 2, *["[IMG]"] * 3, "[IMG_END]"],
+        ),
+        ("internvl", "<IMG_CONTEXT>", ["<img>", *["<IMG_CONTEXT>"] * 4, "</img>"]),
+        (
+            "gemma3",
+            "<start_of_image>",
+            [
+                "Ċ",
+                "Ċ",
+                "<start_of_image>",
+                *["<image_soft_token>"] * 16,
+                "<end_of_image>",
+                "Ċ",
+                "Ċ",
+            ],
+        ),
+    ],
+)
+def test_tokens_around_and_within_images(
+    tmp_path: Path, family: str, written: str, expected: list[str]
+) -> None:
+    """As the families' processors write them in the place of a template's text."""
+    vision = load_model_config(write_vision_model(tmp_path, family)).vision
+    assert vision is not None
+    tokenizer = Tokenizer(tmp_path)
+    sizes = {"vocab_size": VOCAB_SIZE, "max_model_len": 256}
+    encoder = PromptEncoder(tokenizer, None, vision=vision, **sizes)
+    ids = encoder._encode_shown(f"a{written}b", adds_bos=False)
+    image = given_image(tmp_path, picture(1), 0)
+    whole, (placed,) = encoder._with_images(ids, [image])
+    assert [tokenizer.name_of(i) for i in whole] == ["a", *expected, "b"]
+    assert whole[placed.start] == whole[placed.end - 1] == vision.placeholder
+    assert vision.placeholder not in (*whole[: placed.start], *whole[placed.end :])
+    other = msgspec.structs.replace(image, start=0)
+    assert ids_of(tmp_path, other) == list(whole[placed.start : placed.end])
+
+
+@pytest.mark.parametrize("lost", ["[IMG]", "[IMG_BREAK]"])
+def test_a_tokenizer_without_the_tokens_of_images(tmp_path: Path, lost: str) -> None:
+    vision = load_model_config(write_vision_model(tmp_path, "mistral3")).vision
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace(f'"{lost}"', '"[OTHER]"'))
+    with pytest.raises(
+        ModelLoadError, match=r"must have the tokens \[IMG\]\[IMG_END\]\[IMG_BREAK\]"
+    ):
+        PromptEncoder(
+            Tokenizer(tmp_path), None, vocab_size=VOCAB_SIZE, max_model_len=256, vision=vision
+        )

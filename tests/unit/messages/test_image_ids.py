@@ -41,6 +41,8 @@ NUMBERS = ImageNumbers()
 
 def prompt(*images: Image, length: int = 40) -> Int32Array:
     text = np.arange(100, 100 + length, dtype=np.int32)
+    for own in images:
+        text[own.start : own.end] = 7
     return with_image_ids(text, images, NUMBERS.of(images))
 
 
@@ -53,6 +55,14 @@ def test_ids_are_of_content_alone() -> None:
     assert (without_image_ids(first, 7)[3:12] == 7).all()
     assert without_image_ids(prompt(), 7).tolist() == prompt().tolist()
     assert text_tokens(first) == 3 and text_tokens(prompt()) == 40
+
+
+def test_breaks_of_rows_keep_their_ids() -> None:
+    text = np.array([5, 7, 7, 8, 7, 7, 9], dtype=np.int32)
+    whole = image(1, num_tokens=5)
+    ids = with_image_ids(text, [whole], NUMBERS.of([whole]))
+    assert (ids >= IMAGE_ID).tolist() == [False, True, True, False, True, True, False]
+    assert without_image_ids(ids, 7).tolist() == text.tolist()
 
 
 def test_clients_that_share_no_prefixes_share_no_encodings() -> None:

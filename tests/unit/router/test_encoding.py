@@ -90,7 +90,7 @@ class Run:
         config = SchedulerConfig(
             max_model_len=1000,
             max_num_seqs=16,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=options.get("budget", 256),
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
             policy=POLICIES[policy](),
             admission=ConservativeAdmission(),
@@ -125,6 +125,43 @@ LONG = request(
     sampling=SamplingParams(seed=220),
     slo=SLO(ttft_ms=40.0, tpot_ms=14.0),
 )
+
+
+@pytest.mark.parametrize("policy", ["chunked", "unified", "round-robin", "fcfs"])
+def test_images_that_are_seen_whole_are_never_cut(policy: str) -> None:
+    """Also beside decodes whose targets leave time for a part of one, and in a small budget."""
+    wholes = [
+        request(
+            number,
+            length,
+            *(
+                msgspec.structs.replace(image(start, 3 * number + place), is_whole=True)
+                for place, start in enumerate(starts)
+            ),
+            of=of,
+            max_tokens=4,
+        )
+        for number, length, starts, of in (
+            (1, 200, (10, 61, 140), RequestClass.RT),
+            (2, 150, (0, 100), RequestClass.BE),
+            (3, 120, (70,), RequestClass.BE),
+        )
+    ]
+    arrivals = [(0.1 + 0.01 * number, own) for number, own in enumerate(wholes)]
+    run = Run(policy, (0.0, LONG), *arrivals, budget=40)
+    assert {len(outcome.token_ids) for outcome in run.outcomes.values()} == {4, 200}
+    of_row: dict[int, tuple[Image, ...]] = {}
+    num_chunks = num_beside = 0
+    for plan in run.plans:
+        of_row |= {sequence.row: sequence.images for sequence in plan.sequences}
+        for row in plan.rows:
+            end = row.start_position + row.num_tokens
+            for own in of_row[row.row]:
+                assert not own.start < end < own.end
+                is_begun = row.start_position <= own.start < end
+                num_chunks += is_begun
+                num_beside += is_begun and len(plan.decodes.rows) > 0
+    assert num_chunks == 6 and (num_beside > 1 or policy == "fcfs")
 
 
 def test_layers_go_beside_decodes_within_their_targets() -> None:
