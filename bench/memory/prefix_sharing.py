@@ -33,7 +33,8 @@ from lightserve.sim.traffic import (
     parse_block_ids,
     read_trace,
 )
-from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 TRACES = ("mooncake_conversation", "mooncake_synthetic")

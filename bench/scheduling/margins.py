@@ -29,7 +29,7 @@ from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepShape
 from lightserve.sim import HybridConfig, Targets
 from lightserve.sim.hybrid import HybridRun
-from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, VirtualHardware
 from lightserve.types import RequestClass
 
 STALLED_SHARE, STALL_S = 0.02, 0.1

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from lightserve.sim.hybrid import Clients, HybridConfig, HybridRun
 from lightserve.sim.traffic import BLOCK_TOKENS, parse_block_ids, read_trace
-from lightserve.sim.worker import VirtualHardware
+from lightserve.sim.virtual_gpus import VirtualHardware
 from lightserve.types import BE, RT
 
 IntArray = npt.NDArray[np.int64]

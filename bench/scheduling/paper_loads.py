@@ -12,8 +12,7 @@ import numpy as np
 from lightserve.cost.model import StepShape
 from lightserve.sim import Targets
 from lightserve.sim.traffic import TraceLengths, read_trace
-from lightserve.sim.virtual_gpus import GPUS, MODELS, num_slots, virtual_gpus
-from lightserve.sim.worker import A100_LLAMA2_7B
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, GPUS, MODELS, num_slots, virtual_gpus
 
 TRACES = Path(__file__).parents[1] / "traces"
 SHAREGPT = str(TRACES / "sharegpt_lengths.csv.gz")

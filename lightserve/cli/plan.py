@@ -94,7 +94,7 @@ def command(trace: Path, *, plot: Path | None, as_json: bool, **asked: Any) -> i
     from lightserve import sim  # noqa: PLC0415
     from lightserve.sim.capacity import PlanConfig, make_plan, read_rows  # noqa: PLC0415
     from lightserve.sim.pictures import check_picture, draw_plan  # noqa: PLC0415
-    from lightserve.sim.worker import A100_LLAMA2_7B  # noqa: PLC0415
+    from lightserve.sim.virtual_gpus import A100_LLAMA2_7B  # noqa: PLC0415
 
     targets = [asked[name] for name in _TARGETS]
     if targets == [None, None, None]:

@@ -170,6 +170,7 @@ _OPTIONS = (
         default=90.0,
         type=FiniteRange(0.0, min_open=True),
     ),
+    option("--be-images", help="Images of best-effort requests, as in --rt-images.", default="0"),
     option("--be-lengths", help="Lengths of best-effort requests, as in --rt-lengths."),
     option(
         "--be",
@@ -180,6 +181,12 @@ _OPTIONS = (
         help="Limit of outputs that real-time requests declare; longer outputs end there.",
         default=2048,
         type=click.IntRange(1),
+    ),
+    option(
+        "--rt-images",
+        help="Images of each request without a trace, beside its prompt of --rt-lengths: N:TOKENS,"
+        " so many of TOKENS each, for --hardware that has an encoder.",
+        default="0",
     ),
     option(
         "--rt-lengths",

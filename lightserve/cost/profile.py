@@ -18,6 +18,7 @@ import msgspec
 from lightserve.config import ServeConfig
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import GraphSizes, StepCoefficients
+from lightserve.messages.images import EncoderWork
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mixed_sizes: tuple[int, ...] = ()
     """To which the worker padded steps, see `GraphSizes`: the coefficients are of padded steps."""
     decode_sizes: tuple[int, ...] = ()
+    encoder: EncoderWork | None = None
+    """The work of the model's encoder of images; None: it has none, or it was not measured."""
 
     @property
     def graph_sizes(self) -> GraphSizes:

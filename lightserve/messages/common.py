@@ -65,6 +65,8 @@ class StepCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Copied to the host; 0: not measured."""
     per_loaded_token_s: float = 0.0
     """Copied back; 0: not measured."""
+    per_encoder_token_s: float = 0.0
+    """For a token's work in a layer of the encoder of images (`EncoderWork`); 0: not measured."""
 
 
 class GraphSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +106,7 @@ def size_within(sizes: Sequence[int], number: int) -> int | None:
     return sizes[place] if number and place < len(sizes) else None
 
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024

@@ -184,6 +184,7 @@ class ArrivalStats:
         self._held_going_on = 0.0
         self._prompt = 0.0
         self._prompt_squared = 0.0
+        self._encode_s = 0.0
         self._max_output = 0.0
         self._num_arrivals = 0
         self._recent = 0.0
@@ -206,6 +207,7 @@ class ArrivalStats:
         num_prompt_tokens: int,
         *,
         max_output_tokens: int,
+        encode_s: float = 0.0,
         ttft_s: float = math.inf,
         slack_s: float = math.inf,
         is_untimed: bool = False,
@@ -216,6 +218,7 @@ class ArrivalStats:
             now_s: the time.
             num_prompt_tokens: its length.
             max_output_tokens: how many it can have.
+            encode_s: what its images take the encoder, as predicted.
             ttft_s: its target, infinite without one.
             slack_s: what its prompt leaves of that on an idle server.
             is_untimed: whether it has no target that its first token is due by.
@@ -232,6 +235,7 @@ class ArrivalStats:
         self._prompt += weight * (num_prompt_tokens - self._prompt)
         self._prompt_squared += weight * (num_prompt_tokens**2 - self._prompt_squared)
         self._max_output += weight * (max_output_tokens - self._max_output)
+        self._encode_s += weight * (encode_s - self._encode_s)
 
     def note_decodes(self, num_decodes: int, held: int, now_s: float) -> None:
         """Learn how many decodes a step has done, and how many tokens they read together."""
@@ -286,7 +290,7 @@ class ArrivalStats:
             num_chunks=1,
         )
         freed = (self._prompt + output) / output if output > 0 else 0.0
-        load = rate * work_s(life)
+        load = rate * (work_s(life) + self._encode_s)
         return Outlook(load, rate * held, ttft_s, slack_s, freed, has_untimed)
 
     @property

@@ -22,7 +22,6 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.router.admission.risk import AcceptedRisk
 from lightserve.router.drafting import Drafting, scope_of
-from lightserve.router.encoding import Encoding
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host import PlanCopies
 from lightserve.router.kv.states import NO_STATE_CHANGES, StateChanges, States
@@ -209,7 +208,7 @@ class StepCommit:
         self.counters = {request_class: KVCounters() for request_class in RequestClass}
         self.skip_counters = SkipCounters()
 
-    def book(self, step: PlannedStep, kv: KVStore, encoding: Encoding, now_s: float) -> StepPlan:
+    def book(self, step: PlannedStep, kv: KVStore, now_s: float) -> StepPlan:
         """Book a step planned since the last event; return the message to send."""
         self.skip_counters.note(step)
         tier, loaded = None if kv.tree is None else kv.tree.tier, step.loaded
@@ -260,12 +259,12 @@ class StepCommit:
         self._rows.send(step.decodes.rows, num_tokens_each)
         for (request, num_tokens), samples in zip(step.chunks, step.num_samples, strict=True):
             if request.parameters.images:
-                encoding.note_chunk(request, num_tokens)
+                self._pipeline.encoding.note_chunk(request, num_tokens)
             request.num_inflight_samples += samples
             request.num_inflight_tokens += num_tokens
             request.next_position += num_tokens
             request.num_inflight_steps += 1
-        encoding.note_orders(step.encodes)  # workers encode them behind the forward pass
+        self._pipeline.encoding.note_orders(step.encodes)  # encoded behind the forward pass
         return plan
 
     def _note_states(self, step: PlannedStep, states: States) -> None:

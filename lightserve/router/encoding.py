@@ -10,8 +10,9 @@ their first tokens: it holds up no token of others. All of this is pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from lightserve.messages.common import MAX_INT32, StepCoefficients
 from lightserve.messages.images import (
     MAX_KEPT_TOKENS,
     MAX_PIXEL_BYTES,
@@ -33,8 +34,12 @@ class Encoding:
         self.work = work
         self._layers: KeptImages[int] = KeptImages()
         """Layers that plans have ordered."""
-        self._rate_s = 0.0
+        self._token_s = 0.0
         """Seconds of one token's work; 0: nothing is known."""
+
+    def use_profile(self, coefficients: StepCoefficients) -> None:
+        """Start from what was measured of fresh workers, if an encoder was."""
+        self._token_s = coefficients.per_encoder_token_s or self._token_s
 
     def num_left(self, image: Image) -> int:
         """Return how many layers an image still needs."""
@@ -44,21 +49,25 @@ class Encoding:
 
     def layer_s(self, image: Image) -> float:
         """Return the seconds of one of its layers, as predicted; 0: nothing is known."""
-        return 0.0 if self.work is None else self._rate_s * self.work.of_layer(image)
+        return 0.0 if self.work is None else self._token_s * self.work.of_layer(image)
 
-    def next_image(self, request: Request, start: int, num_tokens: int) -> Image | None:
-        """Return the first image with tokens among the next ones that is not encoded."""
+    def missing(self, request: Request, start: int, num_tokens: int) -> Iterator[Image]:
+        """Yield the images with tokens among the next ones that are not encoded, each once."""
+        found: set[bytes] = set()
         for image in request.parameters.images:
             if image.start >= start + num_tokens:
                 break
             is_held = request.row is not None and image.start < start  # by its row, from then on
             if image.end > start and not is_held and self.num_left(image):
-                return image
-        return None
+                if image.digest not in found:
+                    yield image
+                found.add(image.digest)
 
-    def seconds_left(self, request: Request, start: int) -> float:
-        """Return the seconds of all layers that a prompt needs from `start` on, as predicted."""
-        images = [image for image in request.parameters.images if image.end > start]
+    def seconds_left(self, request: Request, start: int, num_tokens: int = MAX_INT32) -> float:
+        """Return the seconds of all layers that tokens from `start` on need, as predicted."""
+        if self.work is None or not request.parameters.images:
+            return 0.0
+        images = self.missing(request, start, num_tokens)
         return sum([self.num_left(image) * self.layer_s(image) for image in images])
 
     def can_begin(self, image: Image) -> bool:
@@ -85,8 +94,8 @@ class Encoding:
     def observe(self, seconds: float, work: float) -> None:
         """Learn from a result that encoded so much."""
         if work > 0.0:
-            rate_s = seconds / work
-            self._rate_s += (RATIO_MEMORY if self._rate_s else 1.0) * (rate_s - self._rate_s)
+            token_s = seconds / work
+            self._token_s += (RATIO_MEMORY if self._token_s else 1.0) * (token_s - self._token_s)
 
 
 NO_ENCODING = Encoding()
@@ -100,16 +109,28 @@ class StepEncodes:
         self.orders: list[EncodeOrder] = []
         self.seconds = 0.0
         """The time that they take, as predicted."""
+        self.is_cut = False
+        """Whether there was no time for all layers of an image."""
         self._num_bytes = 0
         """Bytes of images that begin."""
         self._num_tokens = 0
         """Tokens of all that are ordered: of more than are kept, one would push out another."""
+        self._of_chunks: set[bytes] = set()
+        """Digests of images that the step encodes with their tokens."""
 
     def before(self, request: Request, start: int, num_tokens: int) -> Image | None:
         """Return an image of a request's next tokens that has to be encoded before them."""
         if not request.parameters.images or self._encoding.work is None:
             return None
-        return self._encoding.next_image(request, start, num_tokens)
+        images = self._encoding.missing(request, start, num_tokens)
+        return next((image for image in images if image.digest not in self._of_chunks), None)
+
+    def add_chunk(self, request: Request, start: int, num_tokens: int) -> None:
+        """Count the images that a prompt's next tokens encode: an empty step takes them whole."""
+        for image in self._encoding.missing(request, start, num_tokens):
+            if image.digest not in self._of_chunks:
+                self._of_chunks.add(image.digest)
+                self.seconds += self._encoding.num_left(image) * self._encoding.layer_s(image)
 
     def order(self, image: Image, room_s: float) -> None:
         """Encode as many of an image's layers as there is time for; the step's first has one."""
@@ -129,7 +150,9 @@ class StepEncodes:
             count = min(count, max(0, int(room_s / layer_s)))
         elif layer_s == 0.0:
             count = 0
-        if count := max(count, int(not self.orders)):
+        count = max(count, int(not self.orders))
+        self.is_cut |= count < encoding.num_left(image)
+        if count:
             self._num_tokens += image.num_tokens
             self._num_bytes += 0 if is_begun else image.num_bytes
             self.orders.append(EncodeOrder(without_pixels(image) if is_begun else image, count))

@@ -216,6 +216,15 @@ class MemoryPlan:
         placed = self._place_running(Scheduled(*part))
         return Reason.KV_NOW if placed is None else placed
 
+    def lacking(self, part: Scheduled) -> Reason | None:
+        """Return why a request that waits could not be placed; None: it could. Places nothing."""
+        if part.request in self._checkpointed or self._has_stopped(part.request):
+            return Reason.KV_NOW
+        before = self._save()
+        reason = self._place_waiting(part)
+        self._restore(before)
+        return reason
+
     def remove_decodes(self, rows: Rows) -> None:
         """Take out rows that were placed, and undo what was taken if nothing but decodes was."""
         if self._untaken is None:

@@ -25,6 +25,7 @@ from lightserve.messages.router_worker import (
     read_result,
 )
 from lightserve.router.arrivals import TimeShare
+from lightserve.router.encoding import Encoding
 from lightserve.router.policies.step_budget import NO_LIMIT
 from lightserve.router.request import Request
 from lightserve.router.step import PlannedStep
@@ -73,7 +74,9 @@ class Pipeline:
         self.max_num_batched_tokens = max_num_batched_tokens
         """Most tokens of a step that the workers are prepared for."""
         self.cost = StepCost()
-        self.copy_cost = CopyCost()
+        self._copy_cost = CopyCost()
+        self.encoding = Encoding()
+        """Progress of images that the workers encode, and what that takes."""
         self.best_effort_time = TimeShare()
         self.num_steps_in_time = 0
         """Steps sent since one that `PlannedStep.hits_limit`."""
@@ -132,7 +135,7 @@ class Pipeline:
 
         Until copies have been seen, what a profile says of loads.
         """
-        predicted_s = self.copy_cost.predict(num_tokens)
+        predicted_s = self._copy_cost.predict(num_tokens)
         return predicted_s or self.cost.copy_seconds(num_loaded=num_tokens)
 
     def load_seconds(self, num_tokens: int) -> float:
@@ -141,7 +144,7 @@ class Pipeline:
         No less than a profile says: what was learnt from a few tokens may be far too little.
         """
         profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
-        return max(self.copy_cost.predict(num_tokens), profiled_s)
+        return max(self._copy_cost.predict(num_tokens), profiled_s)
 
     def ahead_seconds(self, num_tokens: int) -> float:
         """Return the predicted seconds of copies of so many tokens that no step waits for.
@@ -150,7 +153,7 @@ class Pipeline:
         is believed to be too large, for which there is never time, would never be corrected.
         """
         profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
-        return profiled_s or self.copy_cost.mean_rate_s * num_tokens
+        return profiled_s or self._copy_cost.mean_rate_s * num_tokens
 
     def load_is_cheaper(self, num_tokens: int, start: int, num_loaded: int) -> bool:
         """Whether loading so many slots costs less than computing tokens from `start` on, or may.
@@ -159,7 +162,7 @@ class Pipeline:
         """
         computed_s = self.cost.seconds(self._shape.plus(start, num_tokens))
         computed_s -= self.cost.seconds(self._shape)
-        predict = self.ahead_seconds if self.overlaps_copies else self.copy_cost.predict
+        predict = self.ahead_seconds if self.overlaps_copies else self._copy_cost.predict
         return computed_s == 0.0 or predict(num_loaded) <= computed_s
 
     def push(
@@ -212,7 +215,8 @@ class Pipeline:
         computed_s = max(0.0, result.exec_s - result.copy_s - result.encode_s)
         if computed_s or not result.encode_s:  # clocks may give an encoder all of the time
             self.cost.observe(self._shape, computed_s)
-        self.copy_cost.observe(_num_copied(done.plan), result.copy_s)
+        self._copy_cost.observe(_num_copied(done.plan), result.copy_s)
+        self.encoding.observe(result.encode_s, result.encoded)
         self.num_finished += 1
         self.busy_s += result.exec_s
         self._launch_s = max(result.launch_s, (1.0 - RATIO_MEMORY) * self._launch_s)

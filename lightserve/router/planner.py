@@ -19,7 +19,6 @@ from lightserve.router.admission.peak import SharedPrefixes
 from lightserve.router.arrivals import ArrivalStats, Outlook
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.drafting import Drafting
-from lightserve.router.encoding import NO_ENCODING
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.memory_plan import MemoryPlan
 from lightserve.router.pipeline import Pipeline
@@ -73,8 +72,6 @@ class Planner:
         self._seats = Seats()
         """Seats of the last plan."""
         self.drafting = Drafting(config.max_draft_tokens, rows)
-        self.encoding = NO_ENCODING
-        """The workers' encoding of images."""
 
     def plan(
         self, kv: KVStore, suspects: Sequence[Request], headroom: int, now_s: float
@@ -203,7 +200,7 @@ class Planner:
             outlook=outlook,
             turn=waiting.queue.turn(),
             seats=self._seats,
-            encoding=self.encoding,
+            encoding=pipeline.encoding,
         )
 
     def _planned(self, step: Step, headroom: int, now_s: float) -> PlannedStep:
@@ -321,7 +318,7 @@ class Planner:
         if can_go is None:
             return holders
         due, cost = DueTimes(self._rows, start_s), self._pipeline.cost
-        view = VictimView(kv, due, cost, self._config.lengths)
+        view = VictimView(kv, due, cost, self._config.lengths, self._pipeline.encoding)
         in_order: list[Request] = []
         firsts: set[RequestClass] = set()
         for (of, _), group in itertools.groupby(holders, key=self._standing):

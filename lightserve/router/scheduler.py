@@ -156,6 +156,7 @@ class Scheduler:
                 self._start_workers(ready, deltas)
             case StepTimesKnown(step_cost, max_num_batched_tokens):
                 self._pipeline.cost.use_profile(step_cost)
+                self._pipeline.encoding.use_profile(step_cost)
                 self._pipeline.max_num_batched_tokens = max_num_batched_tokens
             case WorkersGone():
                 self._lose_workers(deltas)
@@ -202,6 +203,7 @@ class Scheduler:
                     now_s,
                     request.num_prompt_tokens,
                     max_output_tokens=request.max_tokens,
+                    encode_s=self._pipeline.encoding.seconds_left(request, 0),
                     ttft_s=math.inf if slo.ttft_ms is None else slo.ttft_ms / 1e3,
                     slack_s=slack_s,
                     is_untimed=slo.ttft_ms is None and slo.completion_s is None,
@@ -281,7 +283,9 @@ class Scheduler:
         assert len(self._rows) == 0, "the group before was not reported as gone"
         self._pipeline.cost.use_workers(ready.step_cost, ready.graph_sizes)
         self._pipeline.overlaps_copies = ready.overlaps_copies
-        self._planner.encoding = Encoding(ready.encoder)
+        self._pipeline.encoding = Encoding(ready.encoder)
+        if ready.step_cost is not None:
+            self._pipeline.encoding.use_profile(ready.step_cost)
         self._pipeline.max_num_batched_tokens = (
             ready.max_num_batched_tokens or self._config.max_num_batched_tokens
         )
@@ -351,7 +355,7 @@ class Scheduler:
         if planned.forecast_peak is not None:
             self.forecast_peak = planned.forecast_peak
         self.burst_headroom_tokens = planned.headroom
-        plan = self._commit.book(planned, self._kv, self._planner.encoding, now_s)
+        plan = self._commit.book(planned, self._kv, now_s)
         self._accounts.charge(planned.computed())
         return plan
 
@@ -367,7 +371,6 @@ class Scheduler:
         if self._kv is not None:
             self._kv.expire(now_s)
         step, output = self._pipeline.pop(result, now_s)
-        self._planner.encoding.observe(result.encode_s, result.encoded)
         assert self._kv is not None
         _, token_ids, others = output
         planned, table, deltas = step.planned, self._rows, DeltaBatch()

@@ -153,6 +153,7 @@ class SchedulingTargets:
     def _idle_times(self, request: Request, num_output: float, *, start: int) -> IdleTimes:
         """Return what the request would take alone: its prompt from `start` on, then decodes."""
         ttft_s = self._prompt_seconds(start, request.num_prompt_tokens - start)
+        ttft_s += self._pipeline.encoding.seconds_left(request, start)
         middle = request.num_prompt_tokens + round(num_output / 2)
         tpot_s = self._cost.seconds(StepShape().plus(middle, 1))
         return IdleTimes(ttft_s, tpot_s, ttft_s + max(0.0, num_output - 1) * tpot_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lightserve.router.encoding import NO_ENCODING, Encoding
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.request import Request
@@ -25,6 +26,7 @@ class VictimView(NamedTuple):
     due: DueTimes
     cost: StepCost
     lengths: OutputLengths
+    encoding: Encoding = NO_ENCODING
 
 
 Dispensability = Callable[[Request, VictimView], float]
@@ -45,7 +47,8 @@ def latest(request: Request, view: VictimView) -> float:
 def cheapest(request: Request, view: VictimView) -> float:
     """AccelGen, section 8: least to compute again per slot; those that are soon done stay."""
     num_held = max(1, request.num_held_tokens)
-    again_s = view.cost.work(StepShape().plus(0, num_held)) / num_held
+    again_s = view.cost.work(StepShape().plus(0, num_held))
+    again_s = (again_s + view.encoding.seconds_left(request, 0, num_held)) / num_held
     num_output = len(request.output_token_ids) + request.num_inflight_samples
     num_to_come = max(1.0, min(request.max_tokens, view.lengths.average) - num_output)
     return num_to_come / again_s if again_s > 0 else num_to_come

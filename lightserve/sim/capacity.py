@@ -24,9 +24,8 @@ from lightserve.errors import ConfigError
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
 from lightserve.sim.report import Targets
 from lightserve.sim.traffic import next_power_of_two, parse_lengths, read_trace
-from lightserve.sim.virtual_gpus import ProfiledHardware
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, Hardware, ProfiledHardware
 from lightserve.sim.whatif import read_recording
-from lightserve.sim.worker import A100_LLAMA2_7B, Hardware
 from lightserve.types import RequestClass
 
 TAIL_S = 60.0
@@ -45,6 +44,8 @@ class Row(NamedTuple):
     num_output: int
     block_ids: str = ""
     """See `Trace.block_ids`."""
+    image_tokens: str = ""
+    """Tokens of each image of its prompt, separated by blanks."""
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -123,7 +124,12 @@ def read_rows(path: Path) -> tuple[list[Row], Hardware | None]:
     if first.startswith(b'{"kind":"header"'):
         recording = read_recording(DecisionLogReader(path))
         rows = [
-            Row(asked.came_s - recording.start_s, asked.num_prompt, len(asked.token_times_s))
+            Row(
+                asked.came_s - recording.start_s,
+                asked.num_prompt,
+                len(asked.token_times_s),
+                image_tokens=" ".join(str(image.num_tokens) for image in asked.submit.images),
+            )
             for asked in recording.requests.values()
             if asked.submit.request_class is RequestClass.RT and asked.token_times_s
         ]
@@ -133,6 +139,7 @@ def read_rows(path: Path) -> tuple[list[Row], Hardware | None]:
             kv_bytes_per_token=0,
             server_budget=budget,
             graph_sizes=recording.workers.graph_sizes,
+            encoder=recording.workers.encoder,
         )
         return sorted(rows), hardware
     if first.startswith(b"{"):
@@ -141,8 +148,9 @@ def read_rows(path: Path) -> tuple[list[Row], Hardware | None]:
     if trace.arrival_s is None:
         raise ConfigError(f"--trace {path}: needs a column t, when requests come")
     blocks = trace.block_ids or [""] * len(trace.arrival_s)
+    images = [" ".join(map(str, own)) for own in trace.images or [()] * len(trace.arrival_s)]
     columns = (trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist())
-    return [Row(*row) for row in zip(*columns, blocks, strict=True)], None
+    return [Row(*row) for row in zip(*columns, blocks, images, strict=True)], None
 
 
 def _read_mooncake(path: Path) -> list[Row]:
@@ -302,11 +310,12 @@ def _be_tokens_per_day(config: PlanConfig, plan: Plan, progress: Callable[[str],
 
 def _written(rows: list[Row], path: Path) -> Path:
     """Write a trace as simulations read it."""
-    has_blocks = any(row.block_ids for row in rows)
+    columns = {"t": "at_s", "prompt_tokens": "num_prompt", "output_tokens": "num_output"}
+    others = {"block_ids_512": "block_ids", "image_tokens": "image_tokens"}
+    columns |= {name: of for name, of in others.items() if any(getattr(row, of) for row in rows)}
     with path.open("w", encoding="ascii", newline="") as file:
         writer = csv.writer(file)
-        names = ["t", "prompt_tokens", "output_tokens", *(["block_ids_512"] if has_blocks else [])]
-        writer.writerow(names)
+        writer.writerow(columns)
         for row in rows:
-            writer.writerow([row.at_s, *row[1 : len(names)]])
+            writer.writerow([getattr(row, of) for of in columns.values()])
     return path

@@ -40,14 +40,8 @@ from lightserve.sim.simulation import (
     router_seconds,
 )
 from lightserve.sim.traffic import Job, Traffic, parse_traffic
-from lightserve.sim.virtual_gpus import check_hardware
-from lightserve.sim.worker import (
-    A100_LLAMA2_7B,
-    Hardware,
-    LengthWorker,
-    SimulatedWorker,
-    VirtualWorker,
-)
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, Hardware, check_hardware
+from lightserve.sim.worker import LengthWorker, SimulatedWorker, VirtualWorker
 from lightserve.types import FinishReason, FrontendId, RequestClass
 
 # What a profile of virtual hardware says: fitted to noisy samples of it, its formula unseen.
@@ -86,6 +80,8 @@ def fitted_profile(
     loaded_s = hardware.copy_seconds(num_loaded=_COPIED_TOKENS) * _factor(noise, rng)
     return msgspec.structs.replace(
         fit(samples),
+        per_encoder_token_s=hardware.per_encoder_token_s
+        and hardware.per_encoder_token_s * _factor(noise, rng),
         per_saved_token_s=saved_s / _COPIED_TOKENS,
         per_loaded_token_s=loaded_s / _COPIED_TOKENS,
     )
@@ -111,6 +107,7 @@ _QUEUE_LIMITS = (
     "rt_max_waiting_tokens",
     "be_max_waiting_requests",
     "be_max_waiting_tokens",
+    "max_parameter_bytes",  # pixels of images
 )
 _UNBOUNDED = 1 << 60
 
@@ -125,11 +122,14 @@ class HybridConfig:
     """With the first three: uniform:P1-P2,O1-O2 or a trace file."""
     rt_max_tokens: int | None = 2048
     """Declared limit of real-time outputs; None: the next power of two over the longest one."""
+    rt_images: str = "0"
+    """Images of each real-time request but those of a trace, N:TOKENS; 0: none."""
     be: str | None = None
     """Best-effort traffic, in the words of `rt`."""
     be_lengths: str | None = None
     be_max_tokens: int | None = None
     """None: the end of a range; for a trace the next power of two over its longest output."""
+    be_images: str = "0"
     duration_s: float = 90.0
     margin_s: float = 30.0
     """At the start and at the end: not in the statistics."""
@@ -259,6 +259,7 @@ class HybridRun:
             step_cost=profile,
             overlaps_copies=config.hardware.overlaps_copies,
             graph_sizes=config.hardware.graph_sizes,
+            encoder=config.hardware.encoder,
         )
         self._events = [
             event
@@ -385,17 +386,22 @@ class Clients:
 def _traffic(config: HybridConfig) -> dict[RequestClass, Traffic]:
     """Return the traffic of each class that has any. Raises ConfigError."""
     of_class = {
-        RequestClass.RT: (config.rt, config.rt_lengths, config.rt_max_tokens),
-        RequestClass.BE: (config.be, config.be_lengths, config.be_max_tokens),
+        RequestClass.RT: (config.rt, config.rt_lengths, config.rt_max_tokens, config.rt_images),
+        RequestClass.BE: (config.be, config.be_lengths, config.be_max_tokens, config.be_images),
     }
     traffic = {}
-    for request_class, (spec, lengths, max_tokens) in of_class.items():
+    for request_class, (spec, lengths, max_tokens, images) in of_class.items():
         if spec is not None:
             traffic[request_class] = parse_traffic(
-                spec, lengths, request_class=request_class, max_tokens=max_tokens
+                spec,
+                lengths,
+                request_class=request_class,
+                max_tokens=max_tokens,
+                images=images,
             )
-        elif lengths is not None:
-            raise ConfigError(f"--{request_class}-lengths needs --{request_class}")
+        elif lengths is not None or images != "0":
+            option = "lengths" if lengths is not None else "images"
+            raise ConfigError(f"--{request_class}-{option} needs --{request_class}")
     if not traffic:
         raise ConfigError("there is nothing to simulate: --rt or --be is needed")
     return traffic

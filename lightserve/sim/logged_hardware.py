@@ -10,6 +10,7 @@ import numpy as np
 
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
+from lightserve.messages.images import EncoderWork
 from lightserve.sim.virtual_gpus import ProfiledHardware
 
 NEIGHBOURS = 12
@@ -45,6 +46,7 @@ class LoggedHardware(ProfiledHardware):
         *,
         overlaps_copies: bool,
         graph_sizes: GraphSizes = NO_SIZES,
+        encoder: EncoderWork | None = None,
         speed: float = 1.0,
         clock: Callable[[], float],
     ) -> None:
@@ -54,6 +56,7 @@ class LoggedHardware(ProfiledHardware):
             kv_bytes_per_token=0,
             overlaps_copies=overlaps_copies,
             graph_sizes=graph_sizes,
+            encoder=encoder,
         )
         self._speed = speed
         self._clock = clock
@@ -69,6 +72,11 @@ class LoggedHardware(ProfiledHardware):
         self._starts_s = [each.start_s for each in samples]
         self._last = -1
         """The step of the log whose moment has been had."""
+
+    @property
+    def per_encoder_token_s(self) -> float:
+        """See `Hardware`."""
+        return super().per_encoder_token_s / self._speed
 
     def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of the next step, and of the gap before it."""

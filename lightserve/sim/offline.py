@@ -44,7 +44,7 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.report import Measurements, Report
 from lightserve.sim.traffic import DISTRIBUTION_MAX_TOKENS, Workload, load_workload
-from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, VirtualHardware
 from lightserve.types import FrontendId, RequestClass, RequestId, SamplingParams
 
 # Runs of identical decode steps in one plan, with the decisions that single steps would bring.

@@ -16,7 +16,8 @@ from lightserve.router.request import Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.simulation import TimedCore
-from lightserve.sim.worker import Hardware, RunLengths, VirtualHardware, WorkSums
+from lightserve.sim.virtual_gpus import Hardware, VirtualHardware
+from lightserve.sim.worker import RunLengths, WorkSums
 from lightserve.types import SLO, RequestClass, largest_gap
 
 # What the requests of one class came to: attainment of targets, goodput, throughput.

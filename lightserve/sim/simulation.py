@@ -35,6 +35,7 @@ from lightserve.messages.frontend_router import (
     Submit,
     TokenDelta,
 )
+from lightserve.messages.images import EncoderWork
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent, WorkersReady
@@ -233,6 +234,7 @@ class Simulation:
         step_cost: StepCoefficients | None = None,
         overlaps_copies: bool = False,
         graph_sizes: GraphSizes = NO_SIZES,
+        encoder: EncoderWork | None = None,
         frontend: Frontend | None = None,
         hears_tokens: bool = True,
         router_time_factor: float = 0.0,
@@ -251,6 +253,7 @@ class Simulation:
             step_cost: what the workers' hello says of their steps.
             overlaps_copies: and of copies.
             graph_sizes: and of padding.
+            encoder: and of their encoder of images.
             frontend: answers news.
             hears_tokens: whether it is told of single tokens, too, which are most of all news.
             router_time_factor: times `router_time` that the router is busy with each plan, which
@@ -284,6 +287,7 @@ class Simulation:
             overlaps_copies,
             graph_sizes=graph_sizes,
             num_state_slots=num_state_slots,
+            encoder=encoder,
             num_prefix_slots=num_prefix_slots,
         )
         core.on_message(ready, 0.0)

@@ -32,6 +32,8 @@ import numpy.typing as npt
 from lightserve.errors import ConfigError
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
+from lightserve.messages.images import Image
+from lightserve.sim.images import draw_images, images_of_rows, parse_images
 from lightserve.sim.worker import EOS_TOKEN_ID
 from lightserve.types import (
     NO_SLO,
@@ -202,6 +204,8 @@ class Trace(NamedTuple):
     """Ids of the prompts' blocks of 512 tokens: numbers and ranges a-b, separated by blanks."""
     slos: list[SLO] | None = None
     """Targets of each row; None: it has no such columns."""
+    images: list[tuple[int, ...]] | None = None
+    """Tokens of each image of the prompts; None: there is no such column."""
 
 
 _SLO_COLUMNS = SLO.__struct_fields__
@@ -224,6 +228,7 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
         )
         arrival_s = np.array([float(row["t"]) for row in rows]) if "t" in rows[0] else None
         block_ids = [row["block_ids_512"] for row in rows] if "block_ids_512" in rows[0] else None
+        images = images_of_rows(rows)
         slos = (
             [_slo_of(row) for row in rows] if not rows[0].keys().isdisjoint(_SLO_COLUMNS) else None
         )
@@ -249,7 +254,7 @@ def read_trace(path: Path, *, flag: str = "--workload") -> Trace:
             raise ConfigError(f"{flag}: {path} needs targets above 0, or none")
         if slo.completion_s is not None and _fields(slo).count(None) < 3:
             raise ConfigError(f"{flag}: {path}: a row has completion_s and another target")
-    return Trace(prompt, output, clients, arrival_s, block_ids, slos)
+    return Trace(prompt, output, clients, arrival_s, block_ids, slos, images)
 
 
 def _slo_of(row: Mapping[str, str]) -> SLO:
@@ -277,6 +282,7 @@ class Job(NamedTuple):
     client: str = ""
     slo: SLO | None = None
     """Targets of its own; None: those of its class."""
+    images: tuple[Image, ...] = ()
 
     def submit(self, number: int, request_class: RequestClass, slo: SLO = NO_SLO) -> Submit:
         """Return the message; its seed tells the simulated worker the true length.
@@ -293,6 +299,7 @@ class Job(NamedTuple):
             prediction_key=self.client,
             slo=slo if self.slo is None else self.slo,
             age_s=0.0,
+            images=self.images,
         )
 
 
@@ -302,6 +309,8 @@ class Drawn(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     slo: SLO | None = None
+    images: tuple[int, ...] = ()
+    """Tokens of each image of the prompt."""
 
 
 class Lengths(Protocol):
@@ -355,7 +364,8 @@ class TraceLengths:
         trace = self._trace
         row = int(rng.integers(len(trace.prompt_tokens)))
         slo = None if trace.slos is None else trace.slos[row]
-        return Drawn(int(trace.prompt_tokens[row]), int(trace.output_tokens[row]), slo)
+        images = () if trace.images is None else trace.images[row]
+        return Drawn(int(trace.prompt_tokens[row]), int(trace.output_tokens[row]), slo, images)
 
 
 def parse_lengths(spec: str, *, flag: str) -> Lengths:
@@ -406,15 +416,18 @@ class DrawnTraffic:
         rate_rps: float | None = None,
         num_clients: int | None = None,
         is_batch: bool = False,
+        images: tuple[int, ...] = (),
     ) -> None:
         """Exactly one of `rate_rps` (Poisson) and `num_clients` is given.
 
-        `max_tokens` is declared by all; None: a limit that cuts nothing. Outputs end there.
+        `max_tokens` is declared by all; None: a limit that cuts nothing. Outputs end there. Images
+        of `images` tokens each join every prompt.
         """
         assert (rate_rps is None) != (num_clients is None)
         self.num_clients = num_clients
         self.is_batch = is_batch
-        self.max_prompt_tokens = lengths.max_prompt_tokens
+        self.max_prompt_tokens = lengths.max_prompt_tokens + sum(images)
+        self._images = images
         self.max_tokens = max_tokens or next_power_of_two(lengths.max_output_tokens)
         self._lengths = lengths
         self._rate_rps = rate_rps
@@ -425,10 +438,12 @@ class DrawnTraffic:
         while True:
             if self._rate_rps is not None:
                 time_s += rng.exponential(1.0 / self._rate_rps)
-            num_prompt, num_output, slo = self._lengths.draw(rng)
+            num_prompt, num_output, slo, images = self._lengths.draw(rng)
+            num_prompt += sum(self._images)
             prompt = rng.integers(*_TOKENS, size=num_prompt, dtype=np.int32)
             num_output = min(num_output, self.max_tokens)
-            yield time_s, Job(prompt, num_output, self.max_tokens, slo=slo)
+            drawn = draw_images((*self._images, *images), rng)
+            yield time_s, Job(prompt, num_output, self.max_tokens, slo=slo, images=drawn)
 
 
 class TraceTraffic:
@@ -459,7 +474,8 @@ class TraceTraffic:
                     place[:] = blocks[block_id][: len(place)]
             output = min(int(trace.output_tokens[row]), self.max_tokens)
             slo = None if trace.slos is None else trace.slos[row]
-            yield time_s, Job(prompt, output, self.max_tokens, trace.clients[row], slo)
+            images = draw_images(() if trace.images is None else trace.images[row], rng)
+            yield time_s, Job(prompt, output, self.max_tokens, trace.clients[row], slo, images)
 
 
 def parse_block_ids(text: str) -> list[int]:
@@ -474,17 +490,23 @@ def parse_traffic(
     *,
     request_class: RequestClass,
     max_tokens: int | None,
+    images: str = "0",
 ) -> Traffic:
     """Return the traffic of `--rt SPEC --rt-lengths LENGTHS`, or of the same options of `--be`.
+
+    `images`: of each request, as in `parse_images`.
 
     Raises:
         ConfigError: a wrong or a missing option, an unreadable file.
     """
     flag, what = f"--{request_class}", "poisson:RATE (per second), closed:N or batch:N"
+    sizes = parse_images(images, flag=f"{flag}-images")
     match = re.fullmatch(r"(poisson):(\d+(?:\.\d+)?)|(closed|batch):(\d+)", spec)
     if match is None and not re.match(r"(poisson|closed|batch):", spec):
         if lengths is not None:
             raise ConfigError(f"{flag}-lengths needs {flag} {what}: a trace has its own")
+        if sizes:
+            raise ConfigError(f"{flag}-images needs {flag} {what}: a trace has its own column")
         trace = read_trace(Path(spec), flag=flag)
         return TraceTraffic(trace, max_tokens=max_tokens)
     rate = float(match[2] or 0) if match else 0.0
@@ -506,4 +528,5 @@ def parse_traffic(
         rate_rps=rate or None,
         num_clients=num_clients or None,
         is_batch=spec.startswith("batch:"),
+        images=sizes,
     )

@@ -6,7 +6,7 @@
     MODEL@GPUxN    qwen2.5-14b@a100-40gx2: tensor parallelism over N of them
 
 Roofline with shares of the peak that make Llama-2-7B on one A100-80G what was fitted to public
-profiles of it (`worker.A100_LLAMA2_7B`): each share stands for its kernels, and is taken to be the
+profiles of it (`A100_LLAMA2_7B`): each share stands for its kernels, and is taken to be the
 same for other shapes. With P parameters of two bytes, L layers of width H, K bytes of KV for a
 token, and N ranks:
 
@@ -15,6 +15,7 @@ token, and N ranks:
     constant          70 us for each layer        + latency of 2 L all-reduces
     context, decode   K / N / (0.78 bandwidth)
     context, prompt   4 H L / N / (0.48 compute)  for each pair of tokens
+    encoder, layer    2 E / N / (0.67 compute)    for each patch, E parameters of a layer
     copies            K / N / (25 GB/s)           each rank has a link of its own
     gathering         2 K / N / (0.78 bandwidth)  of what is copied: read and written on the device
 
@@ -29,7 +30,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
@@ -38,7 +39,160 @@ from lightserve.cost.model import StepModel, StepShape
 from lightserve.cost.profile import read_profile, tokens_of_step
 from lightserve.errors import ConfigError
 from lightserve.messages.common import NO_SIZES, GraphSizes, StepCoefficients
-from lightserve.sim.worker import Hardware, VirtualHardware
+from lightserve.messages.images import EncoderWork
+
+# Hardware of the simulation: how long a step takes, and what copies cost.
+#
+# `VirtualHardware` is a formula; the default is an A100 with Llama-2-7B, fitted to public operator
+# profiles (floor, then linear):
+#
+#     T = max(9.4 ms, 64.1 us x new tokens + 2.25 ms)
+#         + 0.33 us x context of decodes + 3.5 ns x sum of chunk x context
+#
+# and 21 us for each token whose KV is copied to the host or back (512 KiB at 25 GB/s).
+
+
+class Hardware(Protocol):
+    """The hardware of a simulated worker."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV of a token in all layers."""
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots of KV that the state of a sequence takes."""
+
+    @property
+    def name(self) -> str:
+        """Name that --hardware gave it; empty: none."""
+
+    @property
+    def server_budget(self) -> int:
+        """Token budget of a step that a server there takes, unless it is told one."""
+
+    @property
+    def step_cost(self) -> StepCoefficients | None:
+        """Step times that the router is told; None: it learns them from the steps."""
+
+    @property
+    def graph_sizes(self) -> GraphSizes:
+        """See `WorkerHello`."""
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds of a step for each token that it computes, where it computes many."""
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm of a step's time, of steps of one shape."""
+
+    @property
+    def encoder(self) -> EncoderWork | None:
+        """The work of the model's encoder of images; None: it has none."""
+
+    @property
+    def per_encoder_token_s(self) -> float:
+        """See `StepCoefficients`."""
+
+    @property
+    def overlaps_copies(self) -> bool:
+        """Whether copies that are not waited for run beside the steps."""
+
+    def step_seconds(self, shape: StepShape) -> float:
+        """Return the seconds of a step without its copies."""
+
+    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
+        """Return the seconds of copies to the host and back."""
+
+    def gather_seconds(self, num_tokens: int) -> float:
+        """Return what a step takes longer as it gathers the slots of copies, or scatters them:
+
+        on the device, whether it waits for the copies or they go on beside it.
+        """
+
+
+@dataclass(frozen=True)
+class VirtualHardware:
+    """Coefficients of the step-time formula, in seconds."""
+
+    floor_s: float
+    per_new_token_s: float
+    constant_s: float
+    per_decode_context_s: float
+    per_chunk_context_s: float
+    """For each pair of a new prompt token and a token of its context."""
+    per_copied_token_s: float
+    """To the host or back."""
+    kv_bytes_per_token: int
+    overlaps_copies: bool = True
+    spread: float = 0.05
+    per_gathered_token_s: float = 0.0
+    """Seconds of a copy on the device, into one piece or out of it; 0: it is part of the copy."""
+    state_bytes: int = 0
+    """Bytes of a sequence's state in recurrent layers."""
+    encoder: EncoderWork | None = None
+    """The work of its encoder of images; None: it has none."""
+    per_encoder_token_s: float = 0.0
+    name: str = ""
+    """Name that --hardware gave it; empty: none."""
+
+    step_cost = None
+    graph_sizes = NO_SIZES
+    server_budget = AUTO_BATCHED_TOKENS["cuda"]
+
+    def seconds(
+        self, num_new: int, *, decode_context: float = 0, chunk_context: float = 0
+    ) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            num_new: tokens computed, of prompts and decodes.
+            decode_context: sum of the context lengths of decodes.
+            chunk_context: sum over prompt tokens of the context each of them reads.
+        """
+        dense_s = max(self.floor_s, self.per_new_token_s * num_new + self.constant_s)
+        attention_s = self.per_decode_context_s * decode_context
+        return dense_s + attention_s + self.per_chunk_context_s * chunk_context
+
+    @property
+    def per_token_s(self) -> float:
+        """See `Hardware`."""
+        return self.per_new_token_s
+
+    @property
+    def num_state_slots(self) -> int:
+        """See `Hardware`."""
+        return -(-self.state_bytes // self.kv_bytes_per_token)
+
+    def step_seconds(self, shape: StepShape) -> float:
+        """See `Hardware`."""
+        return self.seconds(
+            shape.num_new,
+            decode_context=shape.decode_context,
+            # A token reads itself, too: on average half a token more than pairs count.
+            chunk_context=shape.chunk_pairs + (shape.num_new - shape.num_decodes) / 2,
+        )
+
+    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
+        """See `Hardware`."""
+        return (num_saved + num_loaded) * self.per_copied_token_s
+
+    def gather_seconds(self, num_tokens: int) -> float:
+        """See `Hardware`."""
+        return num_tokens * self.per_gathered_token_s
+
+
+A100_LLAMA2_7B = VirtualHardware(
+    floor_s=9.4e-3,
+    per_new_token_s=64.1e-6,
+    constant_s=2.25e-3,
+    per_decode_context_s=0.33e-6,
+    per_chunk_context_s=3.5e-9,
+    per_copied_token_s=21e-6,
+    kv_bytes_per_token=524_288,
+)
+"""The default of `lightserve simulate`."""
 
 BYTES = 2
 """Size of a number: weights, KV and activations are bfloat16."""
@@ -52,6 +206,22 @@ POOL_SHARE = 0.9
 """Share of a GPU's memory for weights and KV."""
 
 
+class EncoderShape(NamedTuple):
+    """The sizes of an encoder of images that its time depends on."""
+
+    num_params: float
+    num_layers: int
+    width: int
+    num_patches: float
+    """Patches for each token of a prompt."""
+
+    @property
+    def work(self) -> EncoderWork:
+        """The work of its layers: a pair of patches has four FLOPs for each number of the width."""
+        pair_share = 2 * self.width * self.num_patches * self.num_layers / self.num_params
+        return EncoderWork(self.num_layers, pair_share * COMPUTE_SHARE / PAIRS_SHARE)
+
+
 class ModelShape(NamedTuple):
     """The sizes of a model that its step times depend on."""
 
@@ -62,6 +232,8 @@ class ModelShape(NamedTuple):
     """Numbers of a token's keys in one layer, on average; of its values as many."""
     state_bytes: int = 0
     """Bytes of a sequence's state in recurrent layers, whatever its length."""
+    encoder: EncoderShape | None = None
+    """Its encoder of images; None: it has none."""
 
     @property
     def kv_bytes(self) -> int:
@@ -77,6 +249,8 @@ class GPU(NamedTuple):
     memory_bytes: float
 
 
+_CLIP = EncoderShape(0.304e9, 24, 1024, num_patches=1.0)
+"""ViT-L/14 of images of 336 x 336 pixels, without its last layer's results."""
 MODELS = {
     "llama-2-7b": ModelShape(6.74e9, 32, 4096, 4096),
     "llama-13b": ModelShape(13.0e9, 40, 5120, 5120),
@@ -85,6 +259,11 @@ MODELS = {
     "qwen2.5-32b": ModelShape(32.8e9, 64, 5120, 1024),
     "llama-3-70b": ModelShape(70.6e9, 80, 8192, 1024),
     "opt-175b": ModelShape(175e9, 96, 12_288, 12_288),
+    "llava-1.5-7b": ModelShape(6.74e9, 32, 4096, 4096, encoder=_CLIP),
+    "llava-1.5-13b": ModelShape(13.0e9, 40, 5120, 5120, encoder=_CLIP),
+    "qwen-vl-chat": ModelShape(
+        7.7e9, 32, 4096, 4096, encoder=EncoderShape(1.9e9, 48, 1664, num_patches=4.0)
+    ),
     "qwen3.5-0.8b": ModelShape(0.75e9, 24, 1024, 128, state_bytes=19_537_920),
 }
 GPUS = {
@@ -104,6 +283,10 @@ def virtual_gpus(model: ModelShape, gpu: GPU, num_ranks: int) -> VirtualHardware
     flops = 2 * model.num_params / num_ranks
     pair_flops = 4 * model.width * model.num_layers / num_ranks
     kv_bytes = model.kv_bytes / num_ranks
+    encoder, per_encoder_token_s = model.encoder, 0.0
+    if encoder is not None:
+        layer_flops = 2 * encoder.num_params / encoder.num_layers / num_ranks
+        per_encoder_token_s = encoder.num_patches * layer_flops / (COMPUTE_SHARE * gpu.flops)
     return VirtualHardware(
         floor_s=weights / (WEIGHTS_SHARE * gpu.bytes_per_s) + latency_s + per_token_reduce_s,
         per_new_token_s=flops / (COMPUTE_SHARE * gpu.flops) + per_token_reduce_s,
@@ -114,12 +297,15 @@ def virtual_gpus(model: ModelShape, gpu: GPU, num_ranks: int) -> VirtualHardware
         per_gathered_token_s=2 * kv_bytes / (KV_SHARE * gpu.bytes_per_s),
         kv_bytes_per_token=model.kv_bytes,
         state_bytes=model.state_bytes,
+        encoder=None if encoder is None else encoder.work,
+        per_encoder_token_s=per_encoder_token_s,
     )
 
 
 def num_slots(model: ModelShape, gpu: GPU, num_ranks: int) -> int:
     """Return how many tokens have room beside the weights; negative: not even these do."""
-    room = POOL_SHARE * gpu.memory_bytes * num_ranks - BYTES * model.num_params
+    num_params = model.num_params + (model.encoder.num_params if model.encoder else 0.0)
+    room = POOL_SHARE * gpu.memory_bytes * num_ranks - BYTES * num_params
     return int(room // model.kv_bytes)
 
 
@@ -147,6 +333,8 @@ class ProfiledHardware:
     server_budget: int = AUTO_BATCHED_TOKENS["cpu"]
     graph_sizes: GraphSizes = NO_SIZES
     num_state_slots: int = 0
+    encoder: EncoderWork | None = None
+    """The work of its encoder of images; None: it has none."""
     name: str = "of a profile"
 
     @classmethod
@@ -165,7 +353,13 @@ class ProfiledHardware:
             spread=spread,
             server_budget=budget,
             graph_sizes=profile.graph_sizes,
+            encoder=profile.encoder,
         )
+
+    @property
+    def per_encoder_token_s(self) -> float:
+        """See `Hardware`."""
+        return self.formula.per_encoder_token_s
 
     @property
     def step_cost(self) -> StepCoefficients | None:

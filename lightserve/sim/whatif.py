@@ -48,8 +48,8 @@ from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.logged_hardware import LoggedHardware, LoggedStep
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Simulation, TimedEvent
-from lightserve.sim.virtual_gpus import check_hardware, check_states
-from lightserve.sim.worker import EOS_TOKEN_ID, Hardware, LengthWorker, VirtualWorker
+from lightserve.sim.virtual_gpus import Hardware, check_hardware, check_states
+from lightserve.sim.worker import EOS_TOKEN_ID, LengthWorker, VirtualWorker
 from lightserve.types import (
     FinishReason,
     FrontendId,
@@ -200,6 +200,7 @@ class Recording:
             self.steps,
             overlaps_copies=self.workers.overlaps_copies,
             graph_sizes=self.workers.graph_sizes,
+            encoder=self.workers.encoder,
             speed=settings.speed,
             clock=lambda: simulation.now_s,
         )
@@ -240,6 +241,7 @@ class Recording:
             step_cost=known_cost,
             overlaps_copies=hardware.overlaps_copies,
             graph_sizes=hardware.graph_sizes,
+            encoder=hardware.encoder,
             frontend=traffic.on_news,
             hears_tokens=False,
             router_time_factor=1.0,
@@ -463,6 +465,8 @@ class _Taker:
         self.steps: list[LoggedStep] = []
         self.start_s = 0.0
         """When the first request came."""
+        self._encoded = self._encode_s = 0.0
+        """Sums over steps: of the encoder's work, and of its time."""
         self._shapes: dict[StepId, tuple[StepShape, float]] = {}
         self._last_result_s = float("-inf")
 
@@ -510,10 +514,12 @@ class _Taker:
 
     def _note_step(self, result: StepResult, now_s: float) -> None:
         shape, committed_s = self._shapes.pop(result.step_id, (None, 0.0))
-        if shape is not None and result.exec_s > result.copy_s:
+        self._encoded += result.encoded
+        self._encode_s += result.encode_s
+        exec_s = result.exec_s - result.copy_s - result.encode_s
+        if shape is not None and exec_s > 0.0:
             gap_s = result.idle_s if committed_s < self._last_result_s else 0.0
             start_s = now_s - result.exec_s - self.start_s
-            exec_s = result.exec_s - result.copy_s
             self.steps.append(LoggedStep(shape, exec_s, gap_s, start_s))
         self._last_result_s = now_s
 
@@ -531,6 +537,9 @@ class _Taker:
         chosen = self.steps[:: max(1, len(self.steps) // MAX_SAMPLES)]
         sizes = self.workers.graph_sizes if self.workers is not None else NO_SIZES
         cost = fit([StepSample(each.shape, each.exec_s) for each in chosen], sizes=sizes)
+        if self._encoded > 0.0:
+            token_s = self._encode_s / self._encoded
+            cost = msgspec.structs.replace(cost, per_encoder_token_s=token_s)
         if self.step_cost is None:
             return cost
         return msgspec.structs.replace(

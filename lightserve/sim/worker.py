@@ -11,19 +11,15 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.cost.model import StepShape
 from lightserve.messages.common import (
-    NO_SIZES,
-    GraphSizes,
     Int32Array,
-    StepCoefficients,
     TokenLogprob,
     pack_int32,
     unpack_int32,
@@ -44,7 +40,9 @@ from lightserve.messages.router_worker import (
     plan_rows,
     unpack_decodes,
 )
+from lightserve.sim.images import SimulatedEncoder
 from lightserve.sim.simulation import Worker
+from lightserve.sim.virtual_gpus import Hardware
 
 EOS_TOKEN_ID = 0
 
@@ -411,6 +409,10 @@ class VirtualWorker:
         self._encoder = msgspec.msgpack.Encoder()
         self._link_left_s = 0.0
         """Copies ahead that are not finished when the next step could begin."""
+        is_measured = hardware.per_encoder_token_s > 0.0
+        self._images = SimulatedEncoder(hardware.encoder if is_measured else None)
+        self._encoded = self._encode_s = 0.0
+        """Work of the encoder in the step whose seconds were asked last, and its time."""
         self._waited_s = 0.0
         """Before the step whose seconds were asked last, for copies ahead of the one before."""
         self._copy_s = 0.0
@@ -423,8 +425,13 @@ class VirtualWorker:
         """
         shape = _shape_of(plan)
         forward_s = self._hardware.step_seconds(shape)
+        self._encoded = self._images.work_of(plan)
+        self._encode_s = self._hardware.per_encoder_token_s * self._encoded
         if self._noise:
-            forward_s *= self._rng.lognormal(-0.5 * self._noise**2, self._noise)
+            factor = self._rng.lognormal(-0.5 * self._noise**2, self._noise)
+            forward_s *= factor
+            self._encode_s *= factor
+        forward_s += self._encode_s
         forward_s += self._hardware.gather_seconds(
             sum(map(_num_copied, (plan.saves, plan.loads, plan.ahead_loads)))
         )
@@ -455,7 +462,9 @@ class VirtualWorker:
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
         """Run the plan whose seconds were asked last."""
         result = self._inner.execute(plan, exec_s=exec_s - self._waited_s, idle_s=idle_s)
-        return msgspec.structs.replace(result, copy_s=self._copy_s)
+        return msgspec.structs.replace(
+            result, copy_s=self._copy_s, encode_s=self._encode_s, encoded=self._encoded
+        )
 
 
 def _shape_of(plan: StepPlan) -> StepShape:
@@ -542,147 +551,3 @@ class LengthWorker:
             jumps = np.abs(np.diff(self._slots[row.row, :end])) != 1
             num_runs += 1 + int(np.count_nonzero(jumps))
         self.run_lengths = RunLengths(num_tokens, num_runs)
-
-
-# ----------------------------------------------------------------------
-# Hardware of the simulation: how long a step takes, and what copies cost.
-#
-# `VirtualHardware` is a formula; the default is an A100 with Llama-2-7B, fitted to public operator
-# profiles (floor, then linear):
-#
-#     T = max(9.4 ms, 64.1 us x new tokens + 2.25 ms)
-#         + 0.33 us x context of decodes + 3.5 ns x sum of chunk x context
-#
-# and 21 us for each token whose KV is copied to the host or back (512 KiB at 25 GB/s).
-
-
-class Hardware(Protocol):
-    """The hardware of a simulated worker."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV of a token in all layers."""
-
-    @property
-    def num_state_slots(self) -> int:
-        """Slots of KV that the state of a sequence takes."""
-
-    @property
-    def name(self) -> str:
-        """Name that --hardware gave it; empty: none."""
-
-    @property
-    def server_budget(self) -> int:
-        """Token budget of a step that a server there takes, unless it is told one."""
-
-    @property
-    def step_cost(self) -> StepCoefficients | None:
-        """Step times that the router is told; None: it learns them from the steps."""
-
-    @property
-    def graph_sizes(self) -> GraphSizes:
-        """See `WorkerHello`."""
-
-    @property
-    def per_token_s(self) -> float:
-        """Seconds of a step for each token that it computes, where it computes many."""
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the logarithm of a step's time, of steps of one shape."""
-
-    @property
-    def overlaps_copies(self) -> bool:
-        """Whether copies that are not waited for run beside the steps."""
-
-    def step_seconds(self, shape: StepShape) -> float:
-        """Return the seconds of a step without its copies."""
-
-    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
-        """Return the seconds of copies to the host and back."""
-
-    def gather_seconds(self, num_tokens: int) -> float:
-        """Return what a step takes longer as it gathers the slots of copies, or scatters them:
-
-        on the device, whether it waits for the copies or they go on beside it.
-        """
-
-
-@dataclass(frozen=True)
-class VirtualHardware:
-    """Coefficients of the step-time formula, in seconds."""
-
-    floor_s: float
-    per_new_token_s: float
-    constant_s: float
-    per_decode_context_s: float
-    per_chunk_context_s: float
-    """For each pair of a new prompt token and a token of its context."""
-    per_copied_token_s: float
-    """To the host or back."""
-    kv_bytes_per_token: int
-    overlaps_copies: bool = True
-    spread: float = 0.05
-    per_gathered_token_s: float = 0.0
-    """Seconds of a copy on the device, into one piece or out of it; 0: it is part of the copy."""
-    state_bytes: int = 0
-    """Bytes of a sequence's state in recurrent layers."""
-    name: str = ""
-    """Name that --hardware gave it; empty: none."""
-
-    step_cost = None
-    graph_sizes = NO_SIZES
-    server_budget = AUTO_BATCHED_TOKENS["cuda"]
-
-    def seconds(
-        self, num_new: int, *, decode_context: float = 0, chunk_context: float = 0
-    ) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            num_new: tokens computed, of prompts and decodes.
-            decode_context: sum of the context lengths of decodes.
-            chunk_context: sum over prompt tokens of the context each of them reads.
-        """
-        dense_s = max(self.floor_s, self.per_new_token_s * num_new + self.constant_s)
-        attention_s = self.per_decode_context_s * decode_context
-        return dense_s + attention_s + self.per_chunk_context_s * chunk_context
-
-    @property
-    def per_token_s(self) -> float:
-        """See `Hardware`."""
-        return self.per_new_token_s
-
-    @property
-    def num_state_slots(self) -> int:
-        """See `Hardware`."""
-        return -(-self.state_bytes // self.kv_bytes_per_token)
-
-    def step_seconds(self, shape: StepShape) -> float:
-        """See `Hardware`."""
-        return self.seconds(
-            shape.num_new,
-            decode_context=shape.decode_context,
-            # A token reads itself, too: on average half a token more than pairs count.
-            chunk_context=shape.chunk_pairs + (shape.num_new - shape.num_decodes) / 2,
-        )
-
-    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
-        """See `Hardware`."""
-        return (num_saved + num_loaded) * self.per_copied_token_s
-
-    def gather_seconds(self, num_tokens: int) -> float:
-        """See `Hardware`."""
-        return num_tokens * self.per_gathered_token_s
-
-
-A100_LLAMA2_7B = VirtualHardware(
-    floor_s=9.4e-3,
-    per_new_token_s=64.1e-6,
-    constant_s=2.25e-3,
-    per_decode_context_s=0.33e-6,
-    per_chunk_context_s=3.5e-9,
-    per_copied_token_s=21e-6,
-    kv_bytes_per_token=524_288,
-)
-"""The default of `lightserve simulate`."""

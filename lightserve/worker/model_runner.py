@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightserve.messages.common import GraphSizes, pack_int32
-from lightserve.messages.images import EncoderWork
+from lightserve.messages.images import EncoderWork, Image, digest_of
 from lightserve.messages.router_worker import StepPlan, StepResult, check_states
 from lightserve.models.base import Model, Replaced, TensorParallel
 from lightserve.models.encoder import EncoderModel
@@ -184,15 +184,24 @@ class ModelRunner:
     def encode_any(self) -> None:
         """Encode a black image by two layers, for the memory that all take; no effect without an
         encoder."""
-        if (vision := self._model.config.vision) is not None:
-            most = self.context_len * vision.factor**2
-            height, width = vision.processor.largest(most)
-            black = torch.zeros(height, width, 3, dtype=torch.uint8, device=self.device)
+        vision, image = self._model.config.vision, self.black_image(self.context_len)
+        if vision is not None and image is not None:
+            shape = (image.height, image.width, 3)
+            black = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             self._model.encode(black).advance(2)
             if vision.prompt.is_whole:  # a layer reads all keys and values of a row at once
                 slots = torch.zeros(self.context_len, dtype=torch.int64, device=self.device)
                 read = [pool[slots] for pool in (self.pool.k[-1], self.pool.v[-1])]
                 _ = [part.float() for part in read if part.dtype.itemsize == 1]
+
+    def black_image(self, max_tokens: int = 64) -> Image | None:
+        """Return a black image of about so many tokens at most; None: the model sees none."""
+        if (vision := self._model.config.vision) is None:
+            return None
+        height, width = vision.processor.largest(max_tokens * vision.factor**2)
+        pixels, num_tokens = bytes(3 * height * width), vision.num_tokens(height, width)
+        digest, is_whole = digest_of(height, width, pixels), vision.prompt.is_whole
+        return Image(0, num_tokens, height, width, pixels, digest, is_whole)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""

@@ -37,6 +37,7 @@ from lightserve.cost.profile import (
 )
 from lightserve.errors import ConfigError
 from lightserve.messages.common import NO_SIZES, GraphSizes, Int32Array, TokenSegment, pack_int32
+from lightserve.messages.images import EncodeOrder
 from lightserve.messages.router_worker import (
     AddSequence,
     KVCopies,
@@ -249,6 +250,25 @@ class StepTimer:
         load = StepPlan(step_id=StepId(0), sequences=[], slot_ranges=[], rows=row, loads=copies)
         return self._copy_s(save) / count, self._copy_s(load) / count
 
+    def encoder_token_s(self) -> float:
+        """Return the seconds of a token's work in the encoder of images; 0 where there is none.
+
+        The layers of one black image are measured one by one: a whole one may take seconds.
+        """
+        if (image := self._runner.black_image()) is None:
+            return 0.0
+        self.prepare([(1, 1)])
+        plan = StepPlan(
+            step_id=StepId(0),
+            sequences=[],
+            slot_ranges=[],
+            rows=[PlanRow(RowId(0), 1, 1, OutputKind.NONE)],
+            encodes=(EncodeOrder(image, 1),),
+        )
+        results = [self._runner.execute(plan) for _ in range(NUM_REPEATS + 1)]
+        rates = [each.encode_s / each.encoded for each in results if each.encoded]
+        return float(np.median(rates[1:] or rates))  # the first one touches the weights
+
     def _copy_s(self, plan: StepPlan) -> float:
         seconds = [self._runner.execute(plan).copy_s for _ in range(NUM_REPEATS + 1)]
         return float(np.median(seconds[1:]))  # the first one touches the pages
@@ -326,6 +346,7 @@ class _Measuring:
         self._sizes = runner.graph_sizes
         self._steps = random_steps(limits, seed=0)
         self._copy_s = self._timer.copy_seconds(min(num_slots, num_on_host))
+        self._encoder_token_s = self._timer.encoder_token_s()
         self._load = LoadWatch(config)
         self._start_s = time.perf_counter()
         self.samples: list[StepSample] = []
@@ -367,6 +388,7 @@ class _Measuring:
                 fit(self.samples, sizes=self._sizes),
                 per_saved_token_s=saved_s,
                 per_loaded_token_s=loaded_s,
+                per_encoder_token_s=self._encoder_token_s,
             ),
             kv_bytes_per_token=self._config.tp * self._runner.pool.bytes_per_token,
             num_samples=len(self.samples),
@@ -374,6 +396,7 @@ class _Measuring:
             p95_error=held_out.p95,
             mixed_sizes=self._sizes.mixed,
             decode_sizes=self._sizes.decodes,
+            encoder=self._runner.encoder,
             crowding=self._load.crowding(),
         )
 

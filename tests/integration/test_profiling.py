@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from support.tiny_models import TINY_MODELS, write_tiny_model
+from support.tiny_vision import write_llava
 from torch import Tensor
 
 from lightserve.cli import profile as profile_command
@@ -31,7 +32,9 @@ from lightserve.cost.profile import (
 )
 from lightserve.errors import ConfigError, StartupError
 from lightserve.messages.common import GraphSizes, StepCoefficients
+from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.models.base import SingleRank
+from lightserve.sim.virtual_gpus import ProfiledHardware
 from lightserve.worker import profiling
 from lightserve.worker.build import build_runner
 from lightserve.worker.model_runner import ModelRunner
@@ -44,6 +47,7 @@ from lightserve.worker.profiling import (
     random_steps,
     shape_of_rows,
     stored_profile,
+    take_profile,
 )
 
 FLAGS = {"kv_memory": "1MiB", "max_num_seqs": 8, "max_num_batched_tokens": 32}
@@ -110,6 +114,36 @@ def test_a_worker_measures_steps_and_copies(runner: ModelRunner, config: ServeCo
         assert sample.seconds > 0 and sample.shape == shape_of_rows(rows)
     saved_s, loaded_s = timer.copy_seconds(runner.host_pool.num_slots)
     assert saved_s > 0 and loaded_s > 0
+
+
+def test_a_worker_measures_layers_of_its_encoder_of_images(tmp_path: Path) -> None:
+    path = write_llava(tmp_path)
+    config = ServeConfig(model=str(path), num_threads=1, **FLAGS)  # type: ignore[arg-type]
+    runner = build_runner(config)
+    encoded: list[float] = []
+    execute = runner.execute
+
+    def noted(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        if plan.encodes:
+            encoded.append(result.encoded)
+        return result
+
+    runner.execute = noted  # type: ignore[method-assign]
+    profile = take_profile(runner, config, SingleRank(), seconds=0.01)
+    assert runner.encoder is not None and profile.encoder == runner.encoder
+    layer = runner.encoder.of_layer(runner.black_image())  # type: ignore[arg-type]
+    assert encoded == [layer, layer, 0.0, 0.0], "a layer at a time; it has two that count"
+    assert 0.0 < profile.coefficients.per_encoder_token_s < 0.1
+    save_profile(profile, tmp_path / "profile.json")
+    assert ProfiledHardware.read(tmp_path / "profile.json").encoder == runner.encoder
+
+
+def test_one_without_an_encoder_has_nothing_of_it_in_its_profile(
+    runner: ModelRunner, config: ServeConfig
+) -> None:
+    profile = take_profile(runner, config, SingleRank(), seconds=0.01)
+    assert profile.encoder is None and profile.coefficients.per_encoder_token_s == 0.0
 
 
 def test_steps_that_are_measured_read_memory_that_was_written(

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -65,6 +66,7 @@ from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
 from lightserve.router.scheduler import Scheduler
+from lightserve.sim.images import SimulatedEncoder
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
 from lightserve.worker.device import HostQueue
@@ -148,16 +150,22 @@ class Answer(NamedTuple):
     num_cached: int
 
 
+SIMULATED: WeakKeyDictionary[ModelRunner, SimulatedEncoder] = WeakKeyDictionary()
+"""What simulations take for each runner's encoder."""
+
+
 class Worker:
-    """Lets the simulation drive a runner."""
+    """Lets the simulation drive a runner, which has to encode what a simulated one would."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._simulated = SIMULATED.setdefault(runner, SimulatedEncoder(runner.encoder))
         self.encoded = 0.0
         self.num_state_slots = runner.pool.num_state_slots
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
         result = self._runner.execute(plan)
+        assert self._simulated.work_of(plan) == pytest.approx(result.encoded)
         self.encoded += result.encoded
         return result
 
@@ -318,6 +326,7 @@ def test_layers_that_plans_order_are_not_computed_again(path: Path) -> None:
     assert encoder is not None
     image = request.images[0]
     other = make_runner(path, model=None)
+    simulated = SIMULATED.setdefault(other, SimulatedEncoder(encoder))
     for number in range(encoder.num_layers):
         given_pixels = image if number == 0 else without_pixels(image)
         plan = StepPlan(
@@ -329,6 +338,7 @@ def test_layers_that_plans_order_are_not_computed_again(path: Path) -> None:
         )
         result = other.execute(plan)
         assert result.encoded == pytest.approx(encoder.of_layer(image)) and result.encode_s > 0
+        assert simulated.work_of(plan) == pytest.approx(result.encoded)
     lost = msgspec.structs.replace(without_pixels(image), digest=bytes(32))
     plan = msgspec.structs.replace(plan, encodes=(EncodeOrder(lost, 1),))
     assert other.execute(plan).encoded == 0.0  # its row will bring the pixels

@@ -28,13 +28,8 @@ from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
-from lightserve.sim.virtual_gpus import ProfiledHardware, read_hardware
-from lightserve.sim.worker import (
-    A100_LLAMA2_7B,
-    Hardware,
-    LengthWorker,
-    VirtualWorker,
-)
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, Hardware, ProfiledHardware, read_hardware
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import RequestClass, RowId, StepId
 
 SHAREGPT = "bench/traces/sharegpt_lengths.csv.gz"

@@ -44,7 +44,8 @@ from lightserve.router.step import PlannedStep, Reason
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import DrawnTraffic
-from lightserve.sim.worker import A100_LLAMA2_7B, SimulatedWorker, VirtualHardware
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 FRONTEND = FrontendId(0)

@@ -12,7 +12,7 @@ from support.virtual_batches import run_virtually, server
 
 from lightserve.sim.hybrid import HybridConfig
 from lightserve.sim.report import Targets
-from lightserve.sim.worker import A100_LLAMA2_7B
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B
 from lightserve.types import FrontendId
 
 SLOW = dataclasses.replace(

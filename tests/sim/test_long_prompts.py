@@ -31,7 +31,8 @@ from lightserve.router.step import Reason, Skips
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job
-from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import SLO, FrontendId, RequestId, RequestKey
 
 MS_PER_TOKEN = 0.1

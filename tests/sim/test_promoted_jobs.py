@@ -26,7 +26,8 @@ from lightserve.router.slo import CompletionLedger, LineDeadline, SharedDue, Tok
 from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job
-from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import NO_SLO, SLO, FrontendId, RequestId, RequestKey
 
 COMPLETION_S = 4.0

@@ -18,7 +18,7 @@ from lightserve.messages.common import StepCoefficients
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.step_cost import StepCost, StepKind, kind_of
 from lightserve.sim.hybrid import HybridRun, fitted_profile
-from lightserve.sim.worker import A100_LLAMA2_7B
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B
 from lightserve.types import RequestClass
 
 NOISE = 0.05
@@ -128,7 +128,7 @@ def test_copies_cost_what_the_profile_says_until_some_were_seen() -> None:
     pipeline.cost.use_profile(msgspec.structs.replace(measured, per_loaded_token_s=1e-3))
     assert pipeline.predict(StepShape(), 10) == pytest.approx(10e-3)
     for count in (100, 400, 100, 400):
-        pipeline.copy_cost.observe(count, 2e-3 * count)
+        pipeline._copy_cost.observe(count, 2e-3 * count)
     assert pipeline.predict(StepShape(), 250) == pytest.approx(500e-3, rel=0.1)
 
 

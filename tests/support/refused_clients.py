@@ -29,7 +29,8 @@ from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import fitted_profile
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.traffic import Job, Lengths, TraceLengths, UniformLengths, read_trace
-from lightserve.sim.worker import A100_LLAMA2_7B, LengthWorker, VirtualWorker
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B
+from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import FrontendId, RequestClass, RequestKey
 
 RT, BE = RequestClass.RT, RequestClass.BE

@@ -262,6 +262,7 @@ class Step:
                 due=budget.due,
                 found=self.found,
                 cost=self.limits.cost,
+                encoding=self.limits.encoding,
             )
 
     def note_rest(self) -> None:
@@ -366,8 +367,9 @@ class Step:
         if self._is_class_aware:
             classes = (request.request_class,)
         if not isinstance(part, Reason):
-            part = self.memory.place(part)
-            if isinstance(part, Reason):  # time and tokens are left for others
+            part = self._encode(part) if isinstance(part, _Encode) else self.memory.place(part)
+            if isinstance(part, Reason) and part is not Reason.ENCODING:
+                # Time and tokens are left for others.
                 self._short_of = Reason.TOKENS if self.budget.is_full else None
                 classes = (request.request_class,)
         if isinstance(part, Reason):
@@ -386,7 +388,7 @@ class Step:
                 return Reason.BLOCKED
         return None
 
-    def _offer(self, request: Request, how: _How) -> Scheduled | Loading | Reason:
+    def _offer(self, request: Request, how: _How) -> Scheduled | Loading | _Encode | Reason:
         """Return as much of a request as there is time and budget for, or what is short.
 
         An empty step takes something, however little time there is. One that resumes and has too
@@ -406,8 +408,7 @@ class Step:
         rest = self.memory.most_at_once(request, rest)
         if not budget.is_empty and (image := budget.loads.encodes.before(request, start, rest)):
             if image.start <= start:
-                self._encode(request, image)
-                return Reason.ENCODING
+                return _Encode(request, image, min(rest, self.limits.max_num_batched_tokens))
             rest = image.start - start
         if how.is_whole or request.is_whole:
             is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
@@ -443,13 +444,21 @@ class Step:
             self._has_whole_image = True
         return Scheduled(request, count)
 
-    def _encode(self, request: Request, image: Image) -> None:
-        """Encode an image that a request comes to, within the time that its tokens would have."""
-        budget = self.budget
+    def _encode(self, part: _Encode) -> Reason:
+        """Encode an image within the time that its tokens would have; return why these wait.
+
+        One that waits and would not have the memory for them waits for that first.
+        """
+        budget, (request, image, num_tokens) = self.budget, part
+        if request.state is WAITING and (
+            lacking := self.memory.lacking(Scheduled(request, num_tokens))
+        ):
+            return lacking
         limit_s = budget.predicted_limit_s
         if budget.pace is not NO_PACE:
             limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
         budget.loads.encodes.order(image, limit_s - budget.seconds - budget.loads.seconds())
+        return Reason.ENCODING
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""
@@ -513,6 +522,15 @@ class Step:
     def _close(self, request_class: RequestClass, reason: Reason) -> None:
         self._closed.add(request_class)
         self.skips.stop(request_class, reason)
+
+
+class _Encode(NamedTuple):
+    """An image of a request, whose tokens are the next ones."""
+
+    request: Request
+    image: Image
+    num_tokens: int
+    """Most of the next tokens that a step computes once there is the image."""
 
 
 class _How(NamedTuple):

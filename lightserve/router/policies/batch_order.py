@@ -115,7 +115,8 @@ def urgent_lines(step: Step, best_effort: Rows) -> UrgentLines:
 def _prompt_s(step: Step, request: Request) -> float:
     """Return the time of what is left of a prompt, in large steps."""
     found = step.found(request)
-    return step.limits.cost.work(StepShape().plus(found.start, found.num_left))
+    prompt_s = step.limits.cost.work(StepShape().plus(found.start, found.num_left))
+    return prompt_s + step.limits.encoding.seconds_left(request, found.start)
 
 
 def _num_to_come(request: Request, ledger: CompletionLedger) -> float:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightserve.router.arrivals import is_tight
+from lightserve.router.encoding import NO_ENCODING, Encoding
 from lightserve.router.request import FoundOf, Request
 from lightserve.router.request_table import DueTimes, Rows, Running
 from lightserve.router.slo import RESERVE_SHARE
@@ -98,6 +99,7 @@ def kept_pace(
     due: DueTimes,
     found: FoundOf,
     cost: StepCost,
+    encoding: Encoding = NO_ENCODING,
 ) -> PaceLimits:
     """Return the limits of a step; there are none without a stream that keeps a pace.
 
@@ -112,6 +114,7 @@ def kept_pace(
         due: deadlines of the step's tokens.
         found: tells how much of each prompt there is.
         cost: predicts its time.
+        encoding: predicts that of the prompts' images.
     """
     table, rows = running.table, running.of(RT)
     num_generated = table.num_output[rows] + table.inflight_samples[rows]
@@ -130,5 +133,6 @@ def kept_pace(
             start, rest = found(request)[:2]
             chunk = cost.tokens_within(shape, step_s, start + rest // 2, rest)
             done_s += math.ceil(rest / max(1, chunk)) * step_s
+            done_s += encoding.seconds_left(request, start)
             may_be_exceeded |= is_tight(due_s - done_s, due_s)
     return limits._replace(may_be_exceeded=may_be_exceeded)

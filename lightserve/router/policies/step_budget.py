@@ -283,6 +283,8 @@ class StepBudget:
             self.loads.add_beside(num_tokens)
             return
         start, num_left, num_loaded, *_ = self._found(request)
+        if request.parameters.images:
+            self.loads.encodes.add_chunk(request, start, num_tokens)
         shape = self.shape.plus(start, num_tokens)
         if num_tokens == num_left and request.request_class is RT:
             # It yields a token in this step, whose deadline counts if it can be met.
@@ -290,7 +292,7 @@ class StepBudget:
             if residual_s >= self._seconds(shape):
                 self._limit_s = min(self._limit_s, residual_s)
                 self.deadline_s = min(self.deadline_s, residual_s)
-            elif residual_s >= self._cost.seconds(shape):
+            elif residual_s >= self._cost.seconds(shape) + self.loads.encodes.seconds:
                 self._best_effort_limit_s = min(self._best_effort_limit_s, residual_s)
         self.chunks.add(request)
         self.loads.wait_for(num_loaded)
@@ -316,9 +318,7 @@ class StepBudget:
         with what is left beside the decodes: each computes these as well, but those `without`.
         """
         start, rest = self._found(request)[:2]
-        encode_s = 0.0
-        if request.parameters.images:
-            encode_s = self._limits.encoding.seconds_left(request, start) * self._cost.guard
+        encode_s = self._limits.encoding.seconds_left(request, start) * self._cost.guard
         return encode_s + self._seconds_of_tokens(request, start, rest, without)
 
     def _seconds_of_tokens(self, request: Request, start: int, rest: int, without: Rows) -> float:
@@ -340,7 +340,8 @@ class StepBudget:
         """Return the share of the time of full steps that a prompt takes, with the guard."""
         (start, rest), decodes = self._found(request)[:2], self.shape.decodes
         chunk = self._tokens_beside(decodes, request)
-        return rest / chunk * self._seconds(decodes.plus(start, chunk))
+        encode_s = self._limits.encoding.seconds_left(request, start) * self._cost.guard
+        return encode_s + rest / chunk * self._seconds(decodes.plus(start, chunk))
 
     def _tokens_beside(self, decodes: StepShape, request: Request) -> int:
         """Return how much of a prompt goes beside decodes in a step, at least MIN_CHUNK."""
@@ -502,9 +503,14 @@ class StepBudget:
         return num_tokens if is_cut else most
 
     def seconds_added(self, request: Request, num_tokens: int) -> float:
-        """Return what the step takes longer if so many tokens of a prompt join, loads included."""
-        shape = self.shape.plus(self._found(request).start, num_tokens)
-        return self._cost.seconds(shape) - self.seconds + self._seconds_loading(request)
+        """Return what so many tokens of a prompt add to this step, or to earlier ones for them.
+
+        Loads of their KV and the encoding of their images are in it.
+        """
+        start = self._found(request).start
+        added_s = self._cost.seconds(self.shape.plus(start, num_tokens)) - self.seconds
+        added_s += self._limits.encoding.seconds_left(request, start, num_tokens)
+        return added_s + self._seconds_loading(request)
 
     def _seconds_loading(self, request: Request) -> float:
         """Return what the step takes longer for the loads of one more request."""

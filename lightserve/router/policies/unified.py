@@ -120,6 +120,11 @@ class _Order:
         self._is_left = False
         """Whether something urgent that could move or start was left out, or cut."""
 
+    @property
+    def _seconds(self) -> float:
+        """Predicted time of the step so far, images that it encodes included, copies left out."""
+        return self._budget.seconds + self._budget.loads.encodes.seconds
+
     def decode(self) -> None:
         """Try decodes of real-time requests: they make the limit. Jobs' may not break it."""
         step, budget = self._step, self._budget
@@ -233,18 +238,18 @@ class _Order:
         The prompts of these then have what adds nothing to the step: without them steps are short,
         and as more and more of them end, the lines get their memory.
         """
-        step, before_s = self._step, self._budget.seconds
+        step, before_s = self._step, self._seconds
         has_memory = not step.waits_for_memory(RT)
         newcomers = (r for r in self._lines.waiting if has_memory and self._may_be_tried(r))
         lines = step.sort_out(self._lines.rows)
         step.take(lines.prompts, newcomers, decodes=lines.decodes, classes=(BE,))
         if not step.has_run_out:
             step.decode(step.sort_out(self._best_effort).decodes)
-        self.best_effort_s += self._budget.seconds - before_s
+        self.best_effort_s += self._seconds - before_s
 
     def _try_best_effort(self, *, has_decodes: bool = True) -> None:
         """Try those that run, then those that start, up to the limit that is set."""
-        step, before_s = self._step, self._budget.seconds
+        step, before_s = self._step, self._seconds
         running = step.sort_out(self._best_effort)
         if not has_decodes:
             running = running._replace(decodes=NO_ROWS)
@@ -254,8 +259,8 @@ class _Order:
             if self._options.best_first:
                 newcomers = BatchOrder(step).best_first(newcomers)
         in_turns(step, running, newcomers, BE)
-        self.wants_more = step.has_run_out
-        self.best_effort_s += self._budget.seconds - before_s
+        self.wants_more = step.has_run_out or self._budget.loads.encodes.is_cut
+        self.best_effort_s += self._seconds - before_s
 
     def _may_be_tried(self, request: Request) -> bool:
         """Whether a newcomer is neither in the step nor was left out of it for want of memory."""

@@ -18,7 +18,7 @@ from bench.scheduling.paper_bounds import (
 from bench.scheduling.paper_figures import Figure
 from bench.scheduling.papers import UNIFIED, verdict
 from lightserve.sim import HybridConfig, Targets, run_hybrid
-from lightserve.sim.worker import VirtualHardware
+from lightserve.sim.virtual_gpus import VirtualHardware
 
 STEPS = VirtualHardware(
     floor_s=0.01,

@@ -12,7 +12,7 @@ from support.grids import choose, more_when_long
 
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.step_cost import CopyCost, StepCost, StepShape
-from lightserve.sim.worker import A100_LLAMA2_7B, VirtualHardware
+from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, VirtualHardware
 
 KNEE = (A100_LLAMA2_7B.floor_s - A100_LLAMA2_7B.constant_s) / A100_LLAMA2_7B.per_new_token_s
 

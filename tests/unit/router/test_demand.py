@@ -64,6 +64,17 @@ def test_a_steady_stream_is_known() -> None:
     assert outlook.freed_per_decode == pytest.approx((60 + 39) / 39, rel=0.05)
 
 
+def test_images_are_work() -> None:
+    """As many as before, half of which have 50 ms for the encoder."""
+    demands = [_steady(4.0, 100.0, prompt=60, output=40) for _ in range(2)]
+    for demand, encode_s in zip(demands, (0.0, 0.05), strict=True):
+        for number in range(400):
+            now_s = 100.0 + number / 4.0
+            demand.note_arrival(now_s, 60, max_output_tokens=1000, encode_s=encode_s)
+    loads = [demand.outlook(_tokens, 200.0).load for demand in demands]
+    assert loads[1] - loads[0] == pytest.approx(4.0 * 0.025, rel=0.02)
+
+
 def test_what_is_assumed_soon_weighs_nothing() -> None:
     """Of 148 tokens that are assumed of four lives, 7 are left per life after 80 that had one."""
     demand = ArrivalStats()

@@ -28,7 +28,10 @@ from lightserve.router.events import FromFrontend
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
+from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.scheduler import Scheduler
+from lightserve.router.step import PlannedStep
+from lightserve.sim.images import SimulatedEncoder
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId, SamplingParams
@@ -36,7 +39,9 @@ from lightserve.types import SLO, FrontendId, RequestClass, RequestId, SamplingP
 NUM_TOKENS, NUM_LAYERS = 50, 24
 WORK = EncoderWork(NUM_LAYERS, 0.01)
 LAYER_S = 0.004
+TOKEN_S = LAYER_S / (NUM_TOKENS * (1 + 0.01 * NUM_TOKENS))
 COST = StepCoefficients(0.01, 16.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0)
+PROFILED = msgspec.structs.replace(COST, per_encoder_token_s=TOKEN_S)
 
 
 def image(start: int, colour: int, num_tokens: int = NUM_TOKENS) -> Image:
@@ -65,22 +70,38 @@ def request(
     )
 
 
-def encode_s(plan: StepPlan) -> float:
-    return LAYER_S * sum(order.num_layers for order in plan.encodes)
-
-
 class Worker:
-    """A simulated worker whose encoder takes LAYER_S for a layer."""
+    """A simulated worker whose encoder takes LAYER_S for a layer of an image of NUM_TOKENS."""
 
-    def __init__(self) -> None:
-        self._worker = SimulatedWorker(num_slots=4000, max_num_seqs=16, max_model_len=1000)
+    def __init__(self, encoder: EncoderWork | None, num_slots: int) -> None:
+        self._worker = SimulatedWorker(num_slots=num_slots, max_num_seqs=16, max_model_len=1000)
+        self._encoder = encoder and SimulatedEncoder(encoder)
+        self._work = 0.0
+        self.encode_s: list[float] = []
+        """Of each plan."""
         self.plans: list[StepPlan] = []
+
+    def seconds(self, plan: StepPlan) -> float:
+        self._work = self._encoder.work_of(plan) if self._encoder else 0.0
+        self.encode_s.append(TOKEN_S * self._work)
+        return 0.01 + TOKEN_S * self._work
 
     def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
         self.plans.append(plan)
         result = self._worker.execute(plan, exec_s=exec_s, idle_s=idle_s)
-        work = sum(order.num_layers * WORK.of_layer(order.image) for order in plan.encodes)
-        return msgspec.structs.replace(result, encode_s=encode_s(plan), encoded=work)
+        return msgspec.structs.replace(result, encode_s=TOKEN_S * self._work, encoded=self._work)
+
+
+class Core(Scheduler):
+    """Notes what it sends."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.sent: list[PlannedStep] = []
+
+    def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
+        self.sent.append(planned)
+        return super().commit(planned, now_s)
 
 
 class Run:
@@ -92,20 +113,20 @@ class Run:
             max_num_seqs=16,
             max_num_batched_tokens=options.get("budget", 256),
             queue_limits=dict.fromkeys(RequestClass, QueueLimits(100, 1 << 30)),
-            policy=POLICIES[policy](),
-            admission=ConservativeAdmission(),
+            policy=options.get("rules") or POLICIES[policy](),
+            admission=ConservativeAdmission(overcommit=options.get("overcommit", 1.0)),
             lengths=OutputLengths(max_output_tokens=1000),
         )
-        self.core, self.worker = Scheduler(config), Worker()
+        encoder, num_slots = options.get("encoder", WORK), options.get("num_slots", 4000)
+        self.core, self.worker = Core(config), Worker(encoder, num_slots)
         simulation = Simulation(
             self.core,
             self.worker,  # type: ignore[arg-type]
-            lambda plan: 0.01 + encode_s(plan),
-            num_slots=4000,
-            step_cost=COST,
+            self.worker.seconds,
+            num_slots=num_slots,
+            step_cost=options.get("step_cost", COST),
+            encoder=encoder,
         )
-        encoder = options.get("encoder", WORK)
-        self.core._planner.encoding = Encoding(encoder)
         events = [TimedEvent(at_s, FromFrontend(FrontendId(0), own)) for at_s, own in arrivals]
         simulation.run(events)
         self.core.check_integrity()
@@ -190,6 +211,65 @@ def test_a_request_alone_has_its_image_encoded_with_its_tokens() -> None:
     assert run.orders() == [] and len(run.outcomes[RequestId(1)].token_ids) == 4
 
 
+def test_what_a_step_encodes_with_its_tokens_is_predicted() -> None:
+    run = Run("unified", (0.0, request(1, 80, image(10, 1))), step_cost=PROFILED)
+    assert run.worker.encode_s[0] == pytest.approx(NUM_LAYERS * LAYER_S)
+    first = run.core.sent[0]
+    assert first.predicted_s == pytest.approx(0.01 + 64e-4 + NUM_LAYERS * LAYER_S)
+    assert run.core.sent[1].predicted_s < 0.02
+
+
+def test_two_at_once_of_one_picture_are_one_step() -> None:
+    """What the first encodes with its tokens the second need not wait for."""
+    before = request(0, 20, max_tokens=1, sampling=SamplingParams(seed=21))
+    requests = [(0.001 * n, request(n, 80, image(10, 1))) for n in range(1, 3)]
+    run = Run("unified", (0.0, before), *requests, step_cost=PROFILED)
+    assert sum(run.worker.encode_s) == pytest.approx(NUM_LAYERS * LAYER_S)
+    assert run.orders() == [] and len(run.plans[1].rows) == 2
+
+
+def test_a_profile_says_what_layers_take() -> None:
+    """The first order has as many layers as fit, where unmeasured ones begin with one."""
+    for cost, most in ((COST, 1), (PROFILED, NUM_LAYERS)):
+        slow = msgspec.structs.replace(cost, per_encoder_token_s=cost.per_encoder_token_s / 10)
+        run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))), step_cost=slow)
+        first = next(plan for plan in run.plans if plan.encodes).encodes[0].num_layers
+        assert first == 1 if most == 1 else 1 < first <= most
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_nothing_is_encoded_for_a_request_that_has_no_memory(policy: str) -> None:
+    """It is admitted, but all slots are another's, which ends first; then it is alone."""
+    holder = request(0, 160, max_tokens=60, sampling=SamplingParams(seed=220))
+    late = request(1, 80, image(0, 1))
+    run = Run(policy, (0.0, holder), (0.1, late), num_slots=230, overcommit=2.0)
+    assert len(run.outcomes[RequestId(0)].token_ids) == 60
+    assert run.orders() == [] and len(run.outcomes[RequestId(1)].token_ids) == 4
+    assert sum(run.worker.encode_s) == pytest.approx(NUM_LAYERS * LAYER_S), "once"
+
+
+def test_targets_are_those_of_a_server_that_has_to_encode() -> None:
+    core = Run("unified", step_cost=PROFILED).core
+    one = request(1, 80, image(10, 1), image(60, 2, 20), slo=SLO(ttft_ms=20.0))
+    core.on_message(FromFrontend(FrontendId(0), one), 0.0)
+    (waiting,) = core._requests.values()
+    assert waiting.scheduled_slo is not None
+    smaller = LAYER_S * 20 * 1.2 / (50 * 1.5)
+    expected_s = 1.2 * (0.01 + 64e-4 + NUM_LAYERS * (LAYER_S + smaller))
+    assert waiting.scheduled_slo.ttft_ms == pytest.approx(1e3 * expected_s)
+
+
+def test_encoding_counts_as_time_that_best_effort_requests_get() -> None:
+    rules = UnifiedPolicy(UnifiedOptions(be_min_share=0.2))
+    document = request(1, 80, image(10, 1), of=RequestClass.BE)
+    run = Run("unified", (0.0, LONG), (0.1, document), rules=rules, step_cost=PROFILED)
+    steps = [step for step in run.core.sent if step.encodes]
+    layers_s = [LAYER_S * step.encodes[0].num_layers for step in steps]
+    assert len(steps) > 3 and steps[-1].best_effort_s is None, "it wants no more"
+    given_s = [step.best_effort_s for step in steps[:-1]]
+    assert given_s == pytest.approx(layers_s[:-1])
+
+
 def test_two_of_one_picture_are_encoded_once() -> None:
     arrivals = [(0.1, request(n, 80, image(10, 1))) for n in (1, 2)]
     run = Run("unified", (0.0, LONG), *arrivals, (2.0, request(3, 90, image(20, 1))))
@@ -213,13 +293,14 @@ def test_real_time_images_go_first() -> None:
     assert sum(run.orders()) == 2 * NUM_LAYERS
 
 
+@pytest.mark.parametrize("num_slots", [4000, 250])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_comes_to_an_end(policy: str) -> None:
+def test_every_policy_comes_to_an_end(policy: str, num_slots: int) -> None:
     arrivals = [
         (0.02 * n, request(n, 100, image(5 * n, n), of=[*RequestClass][n % 2]))
         for n in range(1, 12)
     ]
-    run = Run(policy, (0.0, LONG), *arrivals)
+    run = Run(policy, (0.0, LONG), *arrivals, num_slots=num_slots, overcommit=1.5)
     assert all(len(run.outcomes[RequestId(n)].token_ids) == 4 for n in range(1, 12))
 
 

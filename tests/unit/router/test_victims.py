@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from lightserve.messages.common import StepCoefficients
+from lightserve.messages.images import DIGEST_BYTES, EncoderWork, Image
+from lightserve.router.encoding import Encoding
 from lightserve.router.events import FromFrontend
 from lightserve.router.kv.cache import KVOptions, KVStore, Preemption
 from lightserve.router.output_lengths import OutputLengths
@@ -14,7 +17,7 @@ from lightserve.router.request import Request
 from lightserve.router.request_table import DueTimes, RequestTable
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.slo import TokenDeadlines
-from lightserve.router.step_cost import StepCost
+from lightserve.router.step_cost import StepCost, StepShape
 from lightserve.router.victims import VICTIMS, VictimView, cheapest, emptiest, latest
 from lightserve.sim.simulation import TimedEvent
 from lightserve.types import SLO, FrontendId, RequestId, RequestKey
@@ -77,6 +80,21 @@ def test_what_is_soon_done_or_dear_to_compute_again_stays() -> None:
     short, long = held(10, 2), held(4000, 2)
     short.next_position, long.next_position = 11, 4001
     assert cheapest(short, view()) > 0
+
+
+def test_images_are_dear_to_compute_again() -> None:
+    """Half a second for 40 tokens and as much for their image: it goes half as soon."""
+    plain, seeing = (make_request(0, BE, prompt=40, output=2) for _ in range(2))
+    for request in (plain, seeing):
+        request.slots, request.num_paused_tokens = np.zeros(64, dtype=np.int32), 41
+    image = Image(3, 10, 2, 2, b"", bytes(DIGEST_BYTES))
+    seeing.parameters = dataclasses.replace(seeing.parameters, images=(image,))
+    encoding = Encoding(EncoderWork(2, 0.0))
+    again_s = view().cost.work(StepShape().plus(0, 41))
+    encoding.observe(again_s, 20.0)
+    own = view()._replace(encoding=encoding)
+    assert cheapest(plain, own) == cheapest(plain, view())
+    assert cheapest(seeing, own) == pytest.approx(cheapest(plain, own) / 2)
 
 
 @pytest.mark.parametrize("preemption", [Preemption.CHECKPOINT, Preemption.RECOMPUTE])
