@@ -1,14 +1,17 @@
-"""Threads whose time clients share in turn, so that none waits for all that another has sent.
+"""Threads whose time clients share, so that none waits for all that another has sent.
 
-A frontend parses bodies, encodes prompts and asks its store in such threads. A client is an API
-key, see `WHOSE`.
+A frontend parses bodies, decodes pictures, encodes prompts and asks its store in such threads. A
+client is an API key, see `WHOSE`. Of those that wait the one that has had least time is next: one
+that sends large pictures does not hold up the small ones of another. One that comes has had as much
+as the one that has had least.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -33,12 +36,19 @@ class _Waiting:
 class TurnThreads:
     """See the module. The work of one client is begun in the order in which it came."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        """`name` is how the threads' names begin."""
+    def __init__(
+        self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`name` is how the threads' names begin; `clock` says the time in seconds."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._lock = threading.Lock()
+        self._clock = clock
         self._lines: dict[str, deque[_Waiting]] = {}
-        """By client, the one whose turn is next first; none is empty."""
+        """By client, the one that has waited longest for its turn first; none is empty."""
+        self._running: Counter[str] = Counter()
+        """Work that is done for each client."""
+        self._had_s: dict[str, float] = {}
+        """Time of each client that has work, with that of the others when it came."""
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which a thread does; raise its error.
@@ -48,6 +58,7 @@ class TurnThreads:
         """
         waiting = _Waiting(work)
         with self._lock:
+            self._had_s.setdefault(WHOSE.get(), min(self._had_s.values(), default=0.0))
             self._lines.setdefault(WHOSE.get(), deque()).append(waiting)
         try:
             self._threads.submit(self._take_turn)
@@ -61,18 +72,23 @@ class TurnThreads:
         with self._lock:
             if not self._lines:
                 return  # it was dropped
-            whose = next(iter(self._lines))
+            whose = min(self._lines, key=self._had_s.__getitem__)
             line = self._lines.pop(whose)
             waiting = line.popleft()
             if line:
                 self._lines[whose] = line  # behind all others
-        work = waiting.work
-        if work is None or not waiting.done.set_running_or_notify_cancel():
-            return
-        try:
-            waiting.done.set_result(work())
-        except BaseException as error:
-            waiting.done.set_exception(error)
+            self._running[whose] += 1
+        start_s = self._clock()
+        if (work := waiting.work) is not None and waiting.done.set_running_or_notify_cancel():
+            try:
+                waiting.done.set_result(work())
+            except BaseException as error:
+                waiting.done.set_exception(error)
+        with self._lock:
+            self._had_s[whose] += self._clock() - start_s
+            self._running[whose] -= 1
+            if not self._running[whose] and whose not in self._lines:
+                del self._running[whose], self._had_s[whose]
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
         """Let running work end, drop what waits, and do `last` in a thread."""

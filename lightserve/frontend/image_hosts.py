@@ -13,6 +13,7 @@ import contextlib
 import functools
 import ipaddress
 import socket
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 
 import httpx
@@ -68,17 +69,21 @@ class ImageHosts:
         """Drop look-ups that wait."""
         self._threads.close()
 
-    async def fetch(self, url: str, *, most: int, timeout_s: float) -> bytes:
+    async def fetch(
+        self, url: str, *, most: int, timeout_s: float, reserve: Callable[[int], None]
+    ) -> bytes:
         """Return the file behind a URL, of at most `most` bytes.
+
+        `reserve` is told how many may come before the first of them does.
 
         Raises:
             FetchError: it is not allowed, or not to be had within its limits.
-            RequestFailed: too many are being fetched.
+            RequestFailed: too many are being fetched; what `reserve` raises is passed on.
         """
         with self._backlog.admitted(0):
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._follow(httpx.URL(url), most)
+                    return await self._follow(httpx.URL(url), most, reserve)
             except TimeoutError:
                 raise FetchError("did not arrive in time") from None
             except (httpx.InvalidURL, UnicodeError):
@@ -86,9 +91,9 @@ class ImageHosts:
             except (httpx.HTTPError, httpx.StreamError):
                 raise FetchError("could not be fetched: its host does not answer") from None
 
-    async def _follow(self, url: httpx.URL, most: int) -> bytes:
+    async def _follow(self, url: httpx.URL, most: int, reserve: Callable[[int], None]) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
-            answer = await self._ask(url, await self._addresses(url), most)
+            answer = await self._ask(url, await self._addresses(url), most, reserve)
             if isinstance(answer, bytes):
                 return answer
             if url.scheme == "https" and answer.scheme == "http":
@@ -115,7 +120,9 @@ class ImageHosts:
                 raise FetchError("has a host whose address is not public")
         return addresses
 
-    async def _ask(self, url: httpx.URL, addresses: list[str], most: int) -> bytes | httpx.URL:
+    async def _ask(
+        self, url: httpx.URL, addresses: list[str], most: int, reserve: Callable[[int], None]
+    ) -> bytes | httpx.URL:
         """Return the file, or where it is said to be."""
         host = url.raw_host.decode("ascii")
         headers = {**_HEADERS, "Host": url.netloc.decode("ascii")}
@@ -136,13 +143,15 @@ class ImageHosts:
                         raise
                     continue
                 try:
-                    return await _read(url, response, most)
+                    return await _read(url, response, most, reserve)
                 finally:
                     await response.aclose()
         raise FetchError("has a host that cannot be found")
 
 
-async def _read(url: httpx.URL, response: httpx.Response, most: int) -> bytes | httpx.URL:
+async def _read(
+    url: httpx.URL, response: httpx.Response, most: int, reserve: Callable[[int], None]
+) -> bytes | httpx.URL:
     if response.status_code in _REDIRECTS and (to := response.headers.get("location")):
         return url.join(to)
     if response.status_code != 200:
@@ -151,12 +160,14 @@ async def _read(url: httpx.URL, response: httpx.Response, most: int) -> bytes | 
         raise FetchError("must not be sent compressed by its host")
     too_large = FetchError(f"must leave all images at most --max-image-bytes, and has over {most}")
     length = response.headers.get("content-length", "")
-    if length.isdigit() and int(length[:20]) > most:
+    num_bytes = int(length[:20]) if length.isdigit() else most
+    if num_bytes > most:
         raise too_large
+    reserve(num_bytes)
     data = bytearray()
     async for piece in response.aiter_raw():
         data += piece
-        if len(data) > most:
+        if len(data) > num_bytes:
             raise too_large
     return bytes(data)
 

@@ -45,10 +45,14 @@ _PICTURES = (b'"data:image', b'"iVBORw0KGgo', b'"/9j/', rb'"\/9j\/', b'"R0lGOD',
 _NUMBER_BYTES = 32
 
 # A string, though its end may be missing, or a bracket. Possessive: linear whatever comes; but for
-# the last group, which never goes back anyhow, and which Python before 3.11.5 gets wrong. What they
+# the last groups, which never go back anyhow, and which Python before 3.11.5 gets wrong. What they
 # begin with comes first: so all else is passed over in a third of the time, in which no other
-# thread runs.
-_TOKEN = re.compile(rb'["\[{\]}](?:(?<=")[^"\\]*+(?:\\.[^"\\]*+)*+"?)?', re.DOTALL)
+# thread runs. Nor does one run while a string is read, so that a longer one has its end found in
+# pieces (`_end_of_string`); group 1 is the end of a string.
+_TOKEN = re.compile(
+    rb'["\[{\]}](?:(?<=")[^"\\]{0,65536}+(?:\\.[^"\\]{0,16}+){0,4096}+(")?)?', re.DOTALL
+)
+_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?', re.DOTALL)
 _MARK = re.compile(r'["\[{,](?:(?<=")[^"\\]*+(?:\\.[^"\\]*+)*+"?)?', re.DOTALL)
 _OPEN, _CLOSE = frozenset((b"[", b"{")), frozenset((b"]", b"}"))
 
@@ -87,10 +91,10 @@ def _check_shape(body: bytes, max_depth: int, max_bytes: int) -> None:
     """Look at brackets and strings alone, before anything is built from them."""
     depth = num_containers = num_strings = 0
     num_bytes = len(body)
-    for match in _TOKEN.finditer(body):
-        length = match.end() - match.start()
-        token = match.group() if length == 1 else b""
-        if length > _LONG_STRING and body.startswith(_PICTURES, match.start()):
+    for start, end in _tokens(body):
+        length = end - start
+        token = body[start:end] if length == 1 else b""
+        if length > _LONG_STRING and body.startswith(_PICTURES, start):
             num_bytes -= length
         if token in _OPEN:
             depth += 1
@@ -112,6 +116,31 @@ def _check_shape(body: bytes, max_depth: int, max_bytes: int) -> None:
             code="request_too_large",
             status=413,
         )
+
+
+def _tokens(body: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where strings and brackets begin and end."""
+    place = 0
+    while place < len(body):
+        place, before = len(body), place
+        for match in _TOKEN.finditer(body, before):
+            start, end = match.span()
+            if match.lastindex is None and body.startswith(b'"', start):
+                place = _end_of_string(body, end)
+                yield start, place
+                break
+            yield start, end
+
+
+def _end_of_string(body: bytes, place: int) -> int:
+    """Return where a string ends that goes on at `place`."""
+    while place < len(body):
+        match = _REST.match(body, place, place + _PIECE_BYTES)
+        assert match is not None
+        if match.lastindex is not None or match.end() == place:
+            return match.end()
+        place = match.end()
+    return place
 
 
 def count_values_in_texts(texts: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ import hashlib
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,7 +54,8 @@ DETAILS = ("auto", "low", "high")
 _LOW_PIXELS = 512 * 512
 """Most pixels of an image of the detail low, as OpenAI has it."""
 READING_BYTES = 256 * 1024 * 1024
-"""Memory for pictures of requests that are being read, and for their images so far."""
+"""Memory for pictures of requests that are being read, files that are fetched among them, and for
+their images so far."""
 KEPT_BYTES = 64 * 1024 * 1024
 """Memory for images that were decoded before; the client with the most loses its oldest."""
 REPLY_TIMEOUT_S = 60.0
@@ -192,10 +193,15 @@ class PictureReader:
         return images
 
     async def _image(self, picture: Picture, vision: VisionConfig, left: _Left) -> Image:
-        data = await self._fetched(picture, left)
-        decode = functools.partial(self._decoded, picture, vision, data, WHOSE.get())
-        size = len(picture.url) + len(data or b"")
-        image, was_kept = await self._backlog.in_thread(self._threads, decode, size)
+        with contextlib.ExitStack() as held:
+
+            def reserve(num_bytes: int) -> None:
+                held.enter_context(self._reading.admitted(num_bytes))
+
+            data = await self._fetched(picture, left, reserve)
+            decode = functools.partial(self._decoded, picture, vision, data, WHOSE.get())
+            size = len(picture.url) + len(data or b"")
+            image, was_kept = await self._backlog.in_thread(self._threads, decode, size)
         self._recorder.counter(IMAGES, "kept" if was_kept else "decoded").value += 1
         left.num_pixel_bytes -= len(image.pixels)
         if left.num_pixel_bytes < 0:
@@ -208,8 +214,13 @@ class PictureReader:
             )
         return image
 
-    async def _fetched(self, picture: Picture, left: _Left) -> bytes | None:
-        """Return the file of a picture that is to be fetched; None: its URL is to hold it."""
+    async def _fetched(
+        self, picture: Picture, left: _Left, reserve: Callable[[int], None]
+    ) -> bytes | None:
+        """Return the file of a picture that is to be fetched; None: its URL is to hold it.
+
+        `reserve`: see `ImageHosts.fetch`.
+        """
         if self._hosts is None or not picture.url[:8].lower().startswith(("http://", "https://")):
             return None
         from lightserve.frontend.image_hosts import FetchError  # noqa: PLC0415 - an extra
@@ -218,7 +229,10 @@ class PictureReader:
         start_s = clock()
         try:
             data = await self._hosts.fetch(
-                picture.url, most=left.num_bytes, timeout_s=max(0.0, left.fetch_s)
+                picture.url,
+                most=left.num_bytes,
+                timeout_s=max(0.0, left.fetch_s),
+                reserve=reserve,
             )
         except FetchError as error:
             raise _refusal(picture, str(error)) from None

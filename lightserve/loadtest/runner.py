@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count, cycle
 from typing import Any
 
@@ -132,7 +133,7 @@ class Runner:
         for row, (offset_s, gap_s) in enumerate(zip(plan.offsets_s, gaps_s, strict=True)):
             # Built before it is due, so that when it is, nothing is left but to send it.
             record = self._record(source, plan, row, float(offset_s))
-            outgoing = self._outgoing(record, plan, row)
+            outgoing = await self._outgoing(record, plan, row)
             await self._wait_until(float(offset_s), is_exact=gap_s >= _SPIN_GAP_S)
             if self._arrivals_end.is_set():
                 return
@@ -150,7 +151,7 @@ class Runner:
                 if self._arrivals_end.is_set() or self.now() >= (traffic.duration_s or 1e18):
                     return
                 record = self._record(source, plan, row, 0.0)
-                outgoing = self._outgoing(record, plan, row)
+                outgoing = await self._outgoing(record, plan, row)
                 record.intended_s = self.now()
                 self._begin(record)
                 await self._one(record, outgoing)
@@ -172,11 +173,13 @@ class Runner:
             self._faults.append(fault)  # of this program, not of a request
             self.stop.set()
 
-    def _outgoing(self, record: Record, plan: Plan, row: int) -> Outgoing:
+    async def _outgoing(self, record: Record, plan: Plan, row: int) -> Outgoing:
+        """Build a request; its pictures are drawn in threads: streams are read meanwhile."""
         text = self.prompts.text(plan.segments[row])
         targets = record.targets or plan.traffic.targets_of(record.request_class)
         count, width, height = plan.images
-        urls = [self.prompts.picture(width, height) for _ in range(count)]
+        draw = partial(asyncio.to_thread, self.prompts.picture, width, height)
+        urls = [await draw() for _ in range(count)]
         return self.client.outgoing(record, text, targets, urls)
 
     def _begin(self, record: Record) -> None:

@@ -7,6 +7,7 @@ from its arrival to its end, and kept once for all choices.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -212,36 +213,54 @@ class HeldParameters:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` of each class; what a request has for itself may be larger."""
+        """`max_bytes` of each class, half of what others leave for each of its keys.
+
+        What a request has for itself may be larger.
+        """
         self._max_bytes = max_bytes
-        self._last: dict[tuple[FrontendId, RequestClass], Parameters] = {}
+        self._last: dict[tuple[FrontendId, RequestClass], tuple[str, Parameters]] = {}
+        """The last parameters, and their key."""
         self.num_bytes = dict.fromkeys(RequestClass, 0)
+        self._of_keys: Counter[tuple[RequestClass, str]] = Counter()
 
     def share(self, frontend_id: FrontendId, submit: Submit) -> Parameters:
         """Return the parameters of a request that arrives."""
-        key = frontend_id, submit.request_class
-        last = self._last.get(key)
-        if last is None or not _is_equal(last, submit):
-            last = self._last[key] = _parameters_of(submit)
+        place = frontend_id, submit.request_class
+        key, last = self._last.get(place, ("", None))
+        if last is None or key != submit.prefix_salt or not _is_equal(last, submit):
+            last = _parameters_of(submit)
+            self._last[place] = submit.prefix_salt, last
         return last
 
     def has_room(self, request: Request) -> bool:
         """Whether a request's parameters may be held."""
         num_held = self.num_bytes[request.request_class]
         num_more = 0 if request.parameters.num_holders else request.parameters.num_bytes
-        return num_more == 0 or num_held == 0 or num_held + num_more <= self._max_bytes
+        if num_more == 0 or num_held == 0:
+            return True
+        num_own = self._of_keys[request.request_class, request.prefix_salt]
+        is_shared = request.prefix_salt and num_own
+        num_left = self._max_bytes - num_held
+        return num_own + 2 * num_more <= num_left if is_shared else num_more <= num_left
 
     def hold(self, request: Request) -> None:
         """Count what a request has that was let in."""
         if request.parameters.num_holders == 0:
-            self.num_bytes[request.request_class] += request.parameters.num_bytes
+            self._count(request, request.parameters.num_bytes)
         request.parameters.num_holders += 1
 
     def release(self, request: Request) -> None:
         """Count it no longer."""
         request.parameters.num_holders -= 1
         if request.parameters.num_holders == 0:
-            self.num_bytes[request.request_class] -= request.parameters.num_bytes
+            self._count(request, -request.parameters.num_bytes)
+
+    def _count(self, request: Request, num_bytes: int) -> None:
+        of = request.request_class, request.prefix_salt
+        self.num_bytes[request.request_class] += num_bytes
+        self._of_keys[of] += num_bytes
+        if not self._of_keys[of]:
+            del self._of_keys[of]
 
     def forget(self, frontend_id: FrontendId) -> None:
         """Keep nothing of a frontend that is gone for requests to come."""

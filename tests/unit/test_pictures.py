@@ -6,6 +6,7 @@ import asyncio
 import errno
 import subprocess
 import sys
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 from support.bad_pictures import bad_pictures, png_of
+from support.fake_router import eventually
 from support.tiny_vision import PROCESSOR, SIDE, data_url, file_of, picture, write_llava
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -452,6 +454,57 @@ def test_images_are_kept_for_each_client(tmp_path: Path, monkeypatch: pytest.Mon
     assert unknown[-1] == [10, 0]
     shared = asyncio.run(scenario("", ("", "")))
     assert shared[:2] == [[2, 2], [2, 3]]
+
+
+def test_files_that_are_fetched_count_until_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key has half of what others leave, however short the URLs are."""
+    vision = load_model_config(write_llava(tmp_path)).vision
+    monkeypatch.setattr("lightserve.frontend.pictures.READING_BYTES", 20_000)
+
+    class Hosts:
+        def __init__(self) -> None:
+            self.go_on = asyncio.Event()
+            self.num_reserved = 0
+
+        async def fetch(self, url: str, *, reserve: Callable[[int], None], **limits: Any) -> bytes:
+            reserve(6000)
+            self.num_reserved += 1
+            await self.go_on.wait()
+            return file_of(picture(1))
+
+        def close(self) -> None:
+            pass
+
+    async def scenario() -> None:
+        config = ServeConfig(api_key_file="keys", allow_image_hosts="images.example")
+        reader, hosts = PictureReader(vision, config, Recorder()), Hosts()
+        assert reader._hosts is not None
+        reader._hosts.close()
+        reader._hosts = hosts  # type: ignore[assignment]
+
+        def send(key: str) -> asyncio.Task[Any]:
+            WHOSE.set(key)
+            url = "https://images.example/a.png"
+            return asyncio.create_task(reader.read([Picture(url, "x")]))
+
+        try:
+            first = send("a")
+            await eventually(lambda: hosts.num_reserved == 1)
+            with pytest.raises(RequestFailed):
+                await send("a")
+            other = send("b")
+            await eventually(lambda: hosts.num_reserved == 2)
+            hosts.go_on.set()
+            (image,), _ = await asyncio.gather(first, other)
+            assert image.width == SIDE
+            await send("a")
+            assert reader._reading._shares.size == 0
+        finally:
+            reader.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_request_has_as_many_images_as_a_message() -> None:

@@ -227,7 +227,7 @@ def messages_router(service: Service) -> APIRouter:
             chat,
             MessageWriter(body),
             most_tokens=body.max_tokens,
-            names=CHAT_NAMES,
+            names=body.names_in(chat),
         )
 
     @router.post("/v1/messages/count_tokens")
@@ -237,7 +237,7 @@ def messages_router(service: Service) -> APIRouter:
 
         async def prompt_of_body() -> EncodedChat:
             chat, size = await as_chat(request, body), request.scope[BODY_BYTES_KEY]
-            with renamed(CHAT_NAMES):
+            with renamed(body.names_in(chat)):
                 chat.check(service)
                 return await encode_chat(service, chat, chat.tool_use(service), size)
 

@@ -26,7 +26,7 @@ from lightserve.frontend.json_body import (
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
 from lightserve.frontend.openai.fields import Key, NoEffect, NoEffectModel
-from lightserve.frontend.openai.messages import CacheControl
+from lightserve.frontend.openai.messages import CacheControl, names_of_pictures
 from lightserve.frontend.openai.tools import FunctionName
 from lightserve.frontend.request_options import (
     MAX_STOP_STRINGS,
@@ -336,6 +336,16 @@ class CountTokensRequest(StrictModel):
     def as_chat(self, service: Service) -> ChatRequest:
         """Return the chat completion that it is. Raises InvalidRequest."""
         return validated(self._chat_fields(service), ChatRequest)
+
+    def names_in(self, chat: ChatRequest) -> dict[str, str]:
+        """Return the names that errors use for fields of that chat completion."""
+        places = [
+            f"messages[{turn_number}].content[{number}].source"
+            for turn_number, turn in enumerate(self.messages)
+            for number, block in enumerate(turn.content)
+            if isinstance(block, ImageBlock)
+        ]
+        return CHAT_NAMES | names_of_pictures(chat.messages, places)
 
     def _chat_fields(self, service: Service) -> dict[str, Any]:
         fields: dict[str, Any] = {"model": self.model, "messages": self._chat_messages()}

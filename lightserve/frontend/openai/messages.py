@@ -257,6 +257,13 @@ def pictures_of(messages: Sequence[Message]) -> list[Picture]:
     ]
 
 
+def names_of_pictures(messages: Sequence[Message], places: Sequence[str]) -> dict[str, str]:
+    """Return what errors about the images of messages are to call them: `places`, in order."""
+    return {
+        picture.place: place for picture, place in zip(pictures_of(messages), places, strict=True)
+    }
+
+
 # ----------------------------------------------------------------------
 # The parts of an answer, one after the other, for routes that do not call them fields of a message.
 

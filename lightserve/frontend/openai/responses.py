@@ -58,7 +58,8 @@ def responses_router(service: Service, *, is_for_lines: bool = False) -> APIRout
         if asked.background:
             return await _begin_in_background(service, request, asked, chat, writer)
         keep = _keeper(service, request, asked, writer) if is_kept else None
-        return answer_chat(service, request, chat, writer, names=CHAT_NAMES, before_end=keep)
+        names = body.names_in(chat, len(body.input) - len(asked.input))
+        return answer_chat(service, request, chat, writer, names=names, before_end=keep)
 
     return router
 

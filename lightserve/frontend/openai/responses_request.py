@@ -29,6 +29,7 @@ from lightserve.frontend.json_body import (
 )
 from lightserve.frontend.openai.chat import MAX_MESSAGES, ChatRequest, Effort
 from lightserve.frontend.openai.fields import NoEffect, NoEffectModel, RequestFields, StoredId
+from lightserve.frontend.openai.messages import names_of_pictures
 from lightserve.frontend.openai.tools import FunctionName, ToolFunction
 from lightserve.frontend.request_options import MaxTokens
 from lightserve.frontend.structured_output import Schema
@@ -376,6 +377,22 @@ class ResponsesRequest(RequestFields):
         else:
             fields["tool_choice"] = choice
         return validated(fields, ChatRequest)
+
+    def names_in(self, chat: ChatRequest, num_before: int) -> dict[str, str]:
+        """Return the names that errors use for fields of that chat completion.
+
+        `num_before`: items of the input that are those of earlier responses.
+        """
+        places = [
+            f"input[{item_number}].content[{number}].image_url"
+            if item_number >= 0
+            else "previous_response_id"
+            for item_number, item in enumerate(self.input, start=-num_before)
+            if isinstance(item, MessageItem)
+            for number, part in enumerate(item.content)
+            if isinstance(part, InputImagePart)
+        ]
+        return CHAT_NAMES | names_of_pictures(chat.messages, places)
 
     def _response_format(self) -> dict[str, Any] | None:
         asked = self._format

@@ -396,6 +396,8 @@ def test_tokens_are_counted_as_they_are_read(template: str) -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "file", "file_id": "x"}}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "1"}
 USES = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
@@ -405,6 +407,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.type"),
+    (
+        {
+            "system": "Be brief.",
+            "messages": [
+                *(HI, HI, {"role": "assistant", "content": [USES]}),
+                {"role": "user", "content": [RESULT, PICTURE, RESULT]},
+            ],
+        },
+        "messages[3].content[1].source",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
         "messages[0].content[0].type",

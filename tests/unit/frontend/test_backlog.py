@@ -112,10 +112,11 @@ def test_work_that_is_given_up_keeps_nothing_alive() -> None:
 
 
 def test_keys_take_turns_in_threads() -> None:
-    """A key's work waits for one piece of each other key, however many those have sent."""
+    """Of pieces that take as long, one waits for one of each other key, however many they sent."""
 
     async def scenario() -> None:
-        threads, go_on, order = TurnThreads(1, "work"), threading.Event(), list[str]()
+        threads, order = TurnThreads(1, "work", clock=lambda: 0.0), list[str]()
+        go_on = threading.Event()
 
         def send(key: str, number: int) -> asyncio.Task[None]:
             WHOSE.set(key)
@@ -133,6 +134,40 @@ def test_keys_take_turns_in_threads() -> None:
         go_on.set()
         await asyncio.gather(running, *sent)
         assert order == ["a0", "b0", "c0", "b1", "a2", "a3"], "a1 was given up in its turn"
+        threads.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_keys_share_the_time_of_threads() -> None:
+    """One whose pieces take ten times as long has one for ten of another's, running ones too."""
+
+    async def scenario() -> None:
+        now_s, order = 0.0, list[str]()
+        threads, go_on = TurnThreads(1, "work", clock=lambda: now_s), threading.Event()
+
+        def send(key: str, number: int, seconds: float) -> asyncio.Task[None]:
+            def work() -> None:
+                nonlocal now_s
+                go_on.wait(PATIENCE_S)
+                now_s += seconds
+                order.append(f"{key}{number}")
+
+            WHOSE.set(key)
+            return asyncio.create_task(threads.run(work))
+
+        sent = [send("large", number, 10.0) for number in range(100)]
+        await asyncio.sleep(0)  # the first of them runs
+        sent += [send("small", number, 1.0) for number in range(25)]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*sent)
+        places = [order.index(f"small{number}") for number in range(25)]
+        assert places[0] == 1 and places[:9] == [*range(1, 10)]
+        assert sum(name.startswith("large") for name in order[: places[-1]]) == 3
+        late = asyncio.create_task(threads.run(lambda: 5))
+        assert await late == 5
+        await eventually(lambda: not threads._had_s)  # nothing is kept of keys without work
         threads.close()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

@@ -412,6 +412,49 @@ def test_pictures_are_counted_apart(picture: str) -> None:
         parse_json(body("", begins="x" + picture), max_bytes=num_beside + 100)
 
 
+@pytest.mark.parametrize("filler", ["A" * 9, r"\/", r"A\\", r"\"", "é"])
+@pytest.mark.parametrize("size", [65_530, 65_536, 140_000, 400_001])
+def test_long_strings_end_where_they_end(filler: str, size: int) -> None:
+    """They are read in pieces, each of which keeps other threads waiting for a moment only."""
+    text = (filler * (size // len(filler) + 1))[: size // len(filler) * len(filler)]
+    body = f'{{"a": "{text}", "[": ["{text}"], "{text}": 1}}'.encode()
+    tokens = [body[start:end] for start, end in json_body._tokens(body)]
+    long = f'"{text}"'.encode()
+    assert tokens == [b"{", b'"a"', long, b'"["', b"[", long, b"]", long, b"}"]
+    assert parse_json(body, max_depth=2) == json.loads(body)
+    open_ended = body[: body.index(b'", "[')]
+    assert [*json_body._tokens(open_ended)][-1] == (6, len(open_ended))
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parse_json(open_ended + b"\\")
+
+
+def test_no_piece_of_a_string_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of the largest size whose characters are all escapes: its regular expressions."""
+    longest = 0
+
+    class Noted:
+        def __init__(self, pattern: re.Pattern[bytes]) -> None:
+            self._pattern = pattern
+
+        def match(self, *arguments: Any) -> re.Match[bytes] | None:
+            return self._note(self._pattern.match(*arguments))
+
+        def finditer(self, *arguments: Any) -> Iterator[re.Match[bytes]]:
+            return map(self._note, self._pattern.finditer(*arguments))  # type: ignore[arg-type]
+
+        @staticmethod
+        def _note(match: re.Match[bytes] | None) -> re.Match[bytes] | None:
+            nonlocal longest
+            assert match is not None
+            longest = max(longest, match.end() - match.start())
+            return match
+
+    for name in ("_TOKEN", "_REST"):
+        monkeypatch.setattr(json_body, name, Noted(getattr(json_body, name)))
+    parse_json(b'{"a":"' + rb"\/" * 1_000_000 + b'"}')
+    assert 0 < longest < 150_000
+
+
 def test_parts_are_counted() -> None:
     parse_json(b"[" + b"{}," * (MAX_CONTAINERS - 2) + b"{}]")
     with pytest.raises(InvalidRequest, match="objects and lists"):

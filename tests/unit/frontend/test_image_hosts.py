@@ -23,6 +23,7 @@ from lightserve.frontend.image_hosts import FETCHES_AT_ONCE, FetchError, ImageHo
 FILE = b"a picture" * 100
 NAME = "images.example"
 LONG_S = 60.0
+LIMITS: dict[str, Any] = {"most": 10**9, "timeout_s": LONG_S, "reserve": lambda _num_bytes: None}
 Answers = dict[str, bytes]
 
 
@@ -110,7 +111,10 @@ def found(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> list[str]:
 async def fetched(names: str, url: str, *, most: int = 10_000, timeout_s: float = LONG_S) -> bytes:
     hosts = ImageHosts(names)
     try:
-        return await hosts.fetch(url, most=most, timeout_s=timeout_s)
+        reserved: list[int] = []
+        data = await hosts.fetch(url, most=most, timeout_s=timeout_s, reserve=reserved.append)
+        assert reserved in ([len(data)], [most]), "what its host says, or as much as may come"
+        return data
     finally:
         hosts.close()
 
@@ -264,6 +268,31 @@ def test_limits() -> None:
     )
 
 
+def test_what_cannot_be_reserved_is_not_read() -> None:
+    """A host that says how much comes is taken at its word; of others it may be all."""
+
+    async def scenario(made: Host) -> None:
+        reserved: list[int] = []
+
+        def reserve(num_bytes: int) -> None:
+            reserved.append(num_bytes)
+            raise RequestFailed("too much", code="overloaded", status=429)
+
+        hosts = ImageHosts(f"127.0.0.1:{made.port}")
+        for path in ("said", "endless"):
+            with pytest.raises(RequestFailed):
+                await hosts.fetch(
+                    f"http://127.0.0.1:{made.port}/{path}",
+                    most=5000,
+                    timeout_s=LONG_S,
+                    reserve=reserve,
+                )
+        assert reserved == [4000, 5000]
+        hosts.close()
+
+    run(scenario, said=answer(b"", length=4000))
+
+
 def test_tls_checks_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found(monkeypatch, images="127.0.0.1", other="127.0.0.1")
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -291,18 +320,18 @@ def test_a_host_that_never_ends_holds_its_places_alone() -> None:
         own = f"127.0.0.1:{made.port}"
         hosts = ImageHosts(own)
         slow = [
-            asyncio.create_task(hosts.fetch(f"http://{own}/endless", most=10**9, timeout_s=LONG_S))
+            asyncio.create_task(hosts.fetch(f"http://{own}/endless", **LIMITS))
             for _ in range(FETCHES_AT_ONCE)
         ]
         while len(made.heads) < FETCHES_AT_ONCE:
             await asyncio.sleep(0.01)
         with pytest.raises(RequestFailed) as caught:
-            await hosts.fetch(f"http://{own}/file", most=10**9, timeout_s=LONG_S)
+            await hosts.fetch(f"http://{own}/file", **LIMITS)
         assert caught.value.status == 429
         for task in slow:  # their clients have left
             task.cancel()
         await asyncio.wait(slow)
-        assert await hosts.fetch(f"http://{own}/file", most=10**9, timeout_s=LONG_S) == FILE
+        assert await hosts.fetch(f"http://{own}/file", **LIMITS) == FILE
         hosts.close()
 
     run(scenario, file=answer())

@@ -11,10 +11,12 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from msgspec.json import encode
 from pydantic import BaseModel
 from support.fake_router import Answer, Setup, frontend, says
 
 from lightserve.bundled import BUNDLED_MODEL_DIR, BUNDLED_MODEL_NAME
+from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.response import CompletionResponse
 from lightserve.messages.common import JsonSchemaConstraint
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
@@ -310,6 +312,7 @@ def test_structured_output_is_parsed() -> None:
     run(scenario)
 
 
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"background": True}, "background"),
@@ -322,8 +325,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input",
+        {
+            "instructions": "Be brief.",
+            "input": [
+                *({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}),
+                {"role": "user", "content": [{"type": "input_text", "text": "c"}, PICTURE]},
+            ],
+        },
+        "input[2].content[1].image_url",
     ),
     (
         {
@@ -431,3 +440,12 @@ def test_what_a_stream_keeps_is_counted(monkeypatch: pytest.MonkeyPatch) -> None
     run(scenario)
     assert most["resp"] >= len(text)
     assert most.get("chat", 0) < len(text)
+
+
+def test_errors_tell_pictures_of_this_request_from_those_of_earlier_ones() -> None:
+    picture = {"role": "user", "content": [PICTURE]}
+    asked = ResponsesRequest.model_validate({"model": "m", "input": [picture]})
+    body, _ = asked.continuing([encode([{"role": "user", "content": "a"}, picture])])
+    names = body.names_in(body.as_chat(), len(body.input) - len(asked.input))
+    assert names["messages[1].content[0].image_url"] == "previous_response_id"
+    assert names["messages[2].content[0].image_url"] == "input[0].content[0].image_url"

@@ -264,6 +264,31 @@ def test_a_run_of_failures_and_answers_is_reported_whole() -> None:
     assert any(point is not None for point in timeline.itl_ms["rt"])
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_pictures_are_drawn_beside_the_streams(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread that runs no event loop: that of the streams goes on."""
+    drawn: list[tuple[int, int]] = []
+
+    def draw(_: PromptMaker, width: int, height: int) -> str:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        drawn.append((width, height))
+        return "data:image/png;base64,AA"
+
+    monkeypatch.setattr(PromptMaker, "picture", draw)
+    traffic = open_loop(3, images="2:32x24")
+    if is_closed:
+        traffic = Traffic(
+            **{name: getattr(traffic, name) for name in traffic.__struct_fields__}
+            | {"arrivals": ArrivalKind.CLOSED, "concurrency": 2, "rate": None}
+        )
+    outcome, _ = run(traffic, endpoint="chat")
+    assert len(outcome.records) == 3 and drawn == [(32, 24)] * 6
+    assert all(record.is_completed for record in outcome.records)
+
+
 @given(st.lists(st.integers(0, 200), max_size=12))
 def test_events_are_the_same_however_the_network_cuts_them(cuts: list[int]) -> None:
     stream = b': ping\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b": 2}\n\ndata: [DONE]\n\n'

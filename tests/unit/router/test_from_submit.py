@@ -157,6 +157,32 @@ def test_parameters_of_a_class_are_bounded_as_memory() -> None:
     assert _sent(core, 6, sampling=more) == []
 
 
+def test_a_key_leaves_half_of_the_memory_for_parameters_to_others() -> None:
+    core = make_core("chunked", max_parameter_bytes=100_000)
+
+    def is_taken(number: int, key: str, size: int, **fields: Any) -> bool:
+        sampling = SamplingParams(allowed_token_ids=_ids(number, size))
+        return _sent(core, number, sampling=sampling, prefix_salt=key, **fields) == []
+
+    assert is_taken(0, "a", 1000) and not is_taken(1, "a", 1000), "40 bytes each: over 50,000"
+    assert is_taken(2, "a", 200) and is_taken(3, "b", 600)
+    assert is_taken(4, "a", 1000, request_class=BE), "classes are counted apart"
+    assert not is_taken(5, "b", 200), "half of what the first one leaves"
+    assert is_taken(6, "", 600) and not is_taken(7, "", 200), "without keys all of it"
+    for number in range(8):
+        core.on_message(FromFrontend(FRONTEND, Abort(request_id=RequestId(number))), 1.0)
+    assert not core._parameters._of_keys
+    assert is_taken(8, "a", 5000), "alone"
+
+
+def test_equal_parameters_of_another_key_are_its_own() -> None:
+    core = make_core("chunked")
+    for number, key in enumerate(["a", "b", "b"]):
+        sampling = SamplingParams(allowed_token_ids=_ids(0, 1000))
+        assert _sent(core, number, sampling=sampling, prefix_salt=key) == []
+    assert [*core._parameters._of_keys.values()] == [40_104, 40_104]
+
+
 def test_one_request_may_have_more_for_itself_and_its_choices() -> None:
     core = make_core("chunked", max_parameter_bytes=1000)
     for choice in range(4):
