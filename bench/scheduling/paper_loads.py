@@ -95,7 +95,7 @@ def peak_load(folder: Path, seed: int) -> dict[str, Any]:
     lengths = TraceLengths(read_trace(Path(SHAREGPT)))
     rows: list[dict[str, Any]] = []
     for time_s in _poisson_with_peak(rng, 3.0, 90.0):
-        prompt, output, _slo = lengths.draw(rng)
+        prompt, output, *_ = lengths.draw(rng)
         rows.append({"t": f"{time_s:.6f}", "prompt_tokens": prompt, "output_tokens": output})
     rows[0]["t"] = "0.0"  # times of a trace are counted from its first row
     load = echo_load(folder, seed)
@@ -122,7 +122,7 @@ def accelgen_load(folder: Path, seed: int) -> dict[str, Any]:
     rows, time_s = [], 0.0
     for _ in range(NUM_MIXED):
         time_s += rng.exponential(1.0 / MIX_RPS)
-        prompt, output, _slo = chats[rng.integers(2)].draw(rng)
+        prompt, output, *_ = chats[rng.integers(2)].draw(rng)
         if rng.random() < LONG_SHARE:
             prompt = round(np.exp(rng.uniform(*np.log(LONG_TOKENS))))
         idle_s = A100_LLAMA2_7B.step_seconds(StepShape().plus(0, prompt))

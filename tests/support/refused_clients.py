@@ -145,7 +145,7 @@ class Play:
         return TimedEvent(time_s, FromFrontend(frontend_id, submit))
 
     def _submit(self, request_class: RequestClass) -> Submit:
-        num_prompt, num_output, _slo = self._lengths[request_class].draw(self._rng)
+        num_prompt, num_output, *_ = self._lengths[request_class].draw(self._rng)
         prompt = self._rng.integers(3, 30_000, size=num_prompt, dtype=np.int32)
         most = self._max_tokens[request_class]
         job = Job(prompt, min(num_output, most), most)

@@ -192,7 +192,7 @@ class TestPipeline:
         pipeline = Pipeline()
         pipeline.overlaps_copies = overlaps
         for number in range(30):
-            pipeline.copy_cost.observe(100 * (number % 3), 0.01 * (number % 3))
+            pipeline._copy_cost.observe(100 * (number % 3), 0.01 * (number % 3))
         ends_s = []
         for num_saved, num_prefix in ((0, 0), (100, 0), (300, 200)):
             slots = bytes(4 * num_saved)
