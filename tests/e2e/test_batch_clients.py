@@ -256,18 +256,6 @@ def _ended_response(client: OpenAI, response_id: str) -> Any:
     return None if response.status in ("queued", "in_progress") else response
 
 
-def test_messages(server: LiveServer) -> None:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": server.model, "messages": ASK, "max_tokens": 8}
-        whole = client.messages.create(**asked)
-        assert whole.role == "assistant" and whole.usage.output_tokens > 0
-        with client.messages.stream(**asked) as stream:
-            assert stream.get_final_message().usage.output_tokens > 0
-        events = [event.type for event in client.messages.create(**asked, stream=True)]
-        assert (events[0], events[-1]) == ("message_start", "message_stop")
-        assert client.messages.count_tokens(model=server.model, messages=ASK).input_tokens > 0
-
-
 def test_calls_that_are_not_served_say_so(client: OpenAI, server: LiveServer) -> None:
     """A 4xx in the client's own shape, whatever it is asked for."""
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:

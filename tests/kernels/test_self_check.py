@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.broken_kernels import FAULTS
+from support.grids import every_value
 from support.kernel_grid import SMALL_SHAPES
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
@@ -84,8 +85,10 @@ def test_kernels_that_are_right(implementation: type[Kernels], dtype: torch.dtyp
     check_kernels(implementation(), replace(SHAPES, dtype=dtype), CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS[:3], TritonKernels])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    every_value([*IMPLEMENTATIONS[:3], TritonKernels], [torch.float32, torch.bfloat16]),
+)
 def test_convolutions_alone(implementation: type[Kernels], dtype: torch.dtype) -> None:
     changes = {"delta": None, "convolution": ConvolutionSizes(20, 3)}
     shapes = replace(SHAPES, dtype=dtype, context_len=40, sliding_windows=(24,), **changes)

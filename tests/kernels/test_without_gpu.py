@@ -213,8 +213,14 @@ def test_launches_take_the_kernels_that_triton_would(
     assert found["is_untried_plain"], "a Triton that is not known launches its own way"
 
 
-def test_attention_as_a_hopper_gpu_gets_it(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    rows = compiled(["28/4 heads of 128, window"], tmp_path, pytestconfig)
+def test_what_a_hopper_gpu_gets(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Attention and experts have tensor-core instructions, and nothing spills."""
+    names = ["28/4 heads of 128, window", "experts of Qwen3"]
+    found = compiled(names, tmp_path, pytestconfig)
+    rows = [row for row in found if row["case"].startswith("attention")]
+    experts = [row for row in found if row not in rows]
+    assert {row["kernel"] for row in experts} == {"_features_kernel", "_outputs_kernel"}
+    assert all(row["num_mma"] or row["num_wgmma"] for row in experts), experts
     mixed = {row["kernel"]: row for row in rows if row["case"].endswith("4096")}
     assert set(mixed) == {
         "_plan_kernel", "_prefill_kernel", "_decode_kernel", "_merge_kernel"

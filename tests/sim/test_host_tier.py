@@ -139,7 +139,7 @@ def test_each_rule_is_needed(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 # Chats of several turns, of three times as many tokens as the pool holds.
 
-SAID, ANSWER, NUM_TURNS, THINK_S = 150, 60, 8, 20.0
+SAID, ANSWER, NUM_TURNS, THINK_S = 180, 30, 8, 20.0
 """Tokens that a turn adds, those of its answer, turns of a chat, mean seconds between turns."""
 LONGEST = NUM_TURNS * (SAID + ANSWER) + 500
 
