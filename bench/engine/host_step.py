@@ -62,7 +62,7 @@ class NullModel:
     """A model whose pass takes no time."""
 
     config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=1, vision=None)
-    context_len, draft_head = CONTEXT_LEN, None
+    context_len, draft_head, recurrent = CONTEXT_LEN, None, ()
 
     def __init__(self, num_rows: int) -> None:
         self._logits = torch.zeros(num_rows, VOCAB_SIZE)

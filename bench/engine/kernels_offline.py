@@ -29,11 +29,12 @@ from lightserve.kernels.interface import (
     ScoreMod,
     UnknownValues,
 )
-from lightserve.kernels.triton import experts, norms, quantized, recurrent
+from lightserve.kernels.triton import experts, norms, quantized
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import GPUS, KV_KINDS, AttentionConfigs, gpu_of
 from lightserve.kernels.triton.copies import TritonCopies
 from lightserve.kernels.triton.elementwise import rotate_and_write
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, ProductKey, candidates
 from lightserve.kernels.triton.products import multiply as multiply_rows
 from lightserve.kernels.weights import (
@@ -43,6 +44,8 @@ from lightserve.kernels.weights import (
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    KeptInputs,
+    MambaRule,
     PackedExperts,
     StateBank,
 )
@@ -386,23 +389,45 @@ PACKED_KINDS = (
 MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
 
 
-def delta(num_key_heads: int, num_heads: int, size: int, rows: str) -> None:
-    """Update the states of a layer of the gated delta rule, heads of `size` numbers."""
+RECURRENT = {
+    "delta rule of 16 heads": (16, 16, 128, 128),
+    "delta rule of 32 heads": (16, 32, 128, 128),
+    "Kimi's delta rule of 32 heads": (32, 32, 128, 128),
+    "Mamba-2 of 48 heads": (1, 48, 128, 64),
+    "Mamba-2 of 128 heads": (8, 128, 128, 80),
+}
+"""Key heads or groups, heads, size of keys or states, size of values."""
+
+
+def scan_rows(name: str, rows: str) -> None:
+    """Update the states of a layer, one of `RECURRENT`."""
+    num_groups, num_heads, key_dim, size = RECURRENT[name]
     batch = replace(attention_batch(rows), state_slots=meta(257, 1590, dtype=torch.int32))
-    channels, num_tokens = (2 * num_key_heads + num_heads) * size, len(batch.positions)
+    if rows == "recorded":  # as where tokens are guessed
+        is_held = meta(257, dtype=torch.uint8)
+        batch = replace(batch, kept=KeptInputs(is_held, *[meta(0, 0)] * 3))
+    channels, num_tokens = 2 * num_groups * key_dim + num_heads * size, len(batch.positions)
     pieces = meta(2, 2, 100_000, 512, dtype=torch.uint8)
     wide = meta(num_tokens, channels + num_heads * size)
     heads = meta(num_heads, dtype=torch.float32)
-    mixed = recurrent.convolve(
-        wide[:, :channels], meta(4, channels), None, StateBank(pieces, 0, 18), batch
+    has_bias = "Mamba" in name
+    bias = meta(channels) if has_bias else None
+    kernels = TritonKernels()
+    mixed = kernels.convolve(
+        wide[:, :channels], meta(4, channels), bias, StateBank(pieces, 0, 18), batch
     )
-    recurrent.delta_rule(
-        mixed,
-        wide[:, channels:],
-        meta(num_tokens, 2 * num_heads, dtype=torch.float32),
-        rule=DeltaRule(num_key_heads, size, size, heads, heads, meta(size), 1e-6),
-        bank=StateBank(pieces, 18, 512),
-        batch=batch,
+    own = {"bank": StateBank(pieces, 18, 512), "batch": batch}
+    if has_bias:
+        rates = meta(num_tokens, num_heads, dtype=torch.float32)
+        mamba = MambaRule(num_groups, key_dim, size, heads, heads, heads)
+        kernels.mamba(mixed, wide[:, channels:], rates, rule=mamba, **own)
+        return
+    by_channel = key_dim if "Kimi" in name else 1
+    gates = meta(num_tokens, num_heads * (1 + by_channel), dtype=torch.float32)
+    biases = meta(num_heads * by_channel, dtype=torch.float32)
+    rule = DeltaRule(num_groups, key_dim, size, heads, biases, meta(size), 1e-6)
+    kernels.delta_rule(
+        mixed, wide[:, channels:], gates, rule=rule._replace(gates_by_sigmoid=by_channel > 1), **own
     )
 
 
@@ -556,11 +581,11 @@ CASES: list[Case] = [
     ),
     *(
         Case(
-            f"delta rule of {heads} heads, {rows}",
-            partial(delta, heads // groups, heads, 128, rows),
+            f"{name}, {rows}",
+            partial(scan_rows, name, rows),
             wide_loads="$^",  # numbers of a state lie where its slots are
         )
-        for heads, groups in ((16, 1), (32, 2))
+        for name in RECURRENT
         for rows in ("mixed", "recorded", "decodes alone")
     ),
     *(

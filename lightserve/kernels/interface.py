@@ -34,6 +34,7 @@ from lightserve.kernels.weights import (
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
+    KeptInputs,
     MambaRule,
     PackedExperts,
     PromptRuns,
@@ -111,6 +112,9 @@ class AttentionBatch:
     new tokens."""
     state_slots: Tensor | None = None
     """int32 [max_num_seqs, n], slots of each row's states; None: no layer is recurrent."""
+    kept: KeptInputs | None = None
+    """Rows whose states the pass does not change, and room for their inputs; None: it changes
+    those of all rows."""
     host_prompt_lens: Sequence[int] = ()
     """Number of each row's new tokens that are its prompt's, the first ones, on the host, for
     `Can.ROUNDED_PROMPTS`; empty: of none."""
@@ -220,12 +224,8 @@ class Can(Flag):
     """Fast products whose float32 sums are rounded nowhere, see the `dtype` of `linear`."""
     EXPERTS = auto()
     """`mix_experts` of plain weights."""
-    CHANNEL_DECAYS = auto()
-    """`delta_rule` with a decay for each channel of keys, see `DeltaRule.decays_channels`."""
     PACKED_EXPERTS = auto()
     """`mix_experts` of packed weights: `pack_fp4` and `stack_experts`."""
-    MAMBA = auto()
-    """`mamba`."""
 
 
 class Kernels(Protocol):
@@ -421,7 +421,6 @@ class Kernels(Protocol):
         of them and `rate_bias`, a = e to the power of decay times r. Head h reads group
         h // (H / G).
         """
-        raise _missing(self, Can.MAMBA)
 
     def add_norm_linear(
         self,

@@ -41,15 +41,18 @@ def read_states(
 
 
 def write_states(bank: StateBank, batch: AttentionBatch, states: Tensor) -> None:
-    """Store the states [R, ...] of rows that have new tokens."""
+    """Store the states [R, ...] of rows that have new tokens and are not held."""
     slots = _slots(bank, batch)
     parts, heads, _, piece = bank.pieces.shape
     flat = states.flatten(1).view(torch.uint8)
     room = parts * heads * bank.num_slots * piece
     flat = torch.nn.functional.pad(flat, (0, room - flat.shape[1]))
     pieces = flat.view(-1, parts, heads, bank.num_slots, piece).movedim(0, 2)
-    if not all(batch.host_q_lens):
-        present = torch.tensor(batch.host_q_lens, device=slots.device).nonzero()[:, 0]
+    if batch.kept is not None or not all(batch.host_q_lens):
+        is_written = torch.tensor(batch.host_q_lens, device=slots.device) > 0
+        if batch.kept is not None:
+            is_written &= batch.kept.is_held.index_select(0, batch.rows) == 0
+        present = is_written.nonzero()[:, 0]
         slots, pieces = slots[present], pieces.index_select(2, present)
     bank.pieces.index_copy_(2, slots.flatten(), pieces.flatten(2, 3))
 

@@ -94,7 +94,7 @@ class ReferenceKernels(RecurrentOperations):
     """See `Kernels`."""
 
     name = "reference"
-    can = Can.LATENTS | Can.EXPERTS | Can.INT8_KV | Can.FP8_KV | Can.CHANNEL_DECAYS | Can.MAMBA
+    can = Can.LATENTS | Can.EXPERTS | Can.INT8_KV | Can.FP8_KV
     chunk_size = 1
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:

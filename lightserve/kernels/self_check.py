@@ -42,6 +42,7 @@ from lightserve.kernels.select import make_kernels
 from lightserve.kernels.weights import (
     ConvolutionSizes,
     DeltaRule,
+    KeptInputs,
     MambaRule,
     Packed,
     StateBank,
@@ -171,7 +172,7 @@ def _comparisons(pair: Pair) -> Iterator[Comparison]:
 def _states(
     pair: Pair, case: CheckBatch, sizes: StateSizes | ConvolutionSizes
 ) -> Iterator[Comparison]:
-    """Results and states of a layer, of rows some of which begin."""
+    """Results and states of a layer, of rows some of which begin, and some of which are held."""
     random, delta = pair.random, sizes if isinstance(sizes, StateSizes) else None
     channels = sizes.channels
     num_decays = delta.key_dim if delta and delta.decays_channels else 1
@@ -185,9 +186,10 @@ def _states(
     }
     batch = replace(case.batch, host_rows=range(num_rows), **own)
     behind = replace(batch, context_lens=batch.context_lens + 1)
+    is_held = (torch.arange(num_rows, device=pair.device) % 2).to(torch.uint8)
 
     def run(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        wide, weight, kept, *others = inputs
+        wide, weight, bias, kept, *others = inputs
         given, states, banks = batch, [kept, *(one.float() for one in others[3:])], []
         if case.num_padding and Can.GRAPHS in kernels.can:
             given = replace(case.recorded(), **own)
@@ -197,7 +199,11 @@ def _states(
             banks.append(StateBank(pieces, number * STATE_SLOTS, STATE_SLOTS))
             write_states(banks[-1], batch, state)
         mixed, z, is_plain = wide[:, :channels], wide[:, channels:], delta is None
-        results = [kernels.convolve(mixed, weight, None, banks[0], given, is_plain=is_plain)]
+        held = replace(given, kept=KeptInputs(is_held, *[wide[:0]] * 3), prepared={})
+        results = [
+            kernels.convolve(mixed, weight, own_bias, banks[0], seen, is_plain=is_plain)
+            for own_bias, seen in ((None, given), (bias, held))
+        ]
         if delta is not None:
             norm, gates, rates, _ = others
             own_gates = gates.float()
@@ -214,11 +220,12 @@ def _states(
                 beta_scale=delta.beta_scale,
                 gates_by_sigmoid=delta.decays_channels,
             )
-            results.append(
-                kernels.mamba(mixed, z, own_gates, rule=mamba, bank=banks[1], batch=given)
+            results += [
+                kernels.mamba(mixed, z, own_gates, rule=mamba, bank=banks[1], batch=seen)
                 if delta.is_mamba
-                else kernels.delta_rule(mixed, z, own_gates, rule=rule, bank=banks[1], batch=given)
-            )
+                else kernels.delta_rule(mixed, z, own_gates, rule=rule, bank=banks[1], batch=seen)
+                for seen in (given, held)
+            ]
         after = (
             read_states(bank, behind, state.shape[1:], state.dtype).flatten(1)
             for bank, state in zip(banks, states, strict=True)
@@ -229,6 +236,7 @@ def _states(
     inputs = [
         random(num_tokens, channels + z_size),
         random(sizes.width, channels),
+        random(channels),
         random(num_rows, sizes.width - 1, channels),
     ]
     if delta is not None:

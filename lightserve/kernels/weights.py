@@ -206,6 +206,23 @@ class StateBank(NamedTuple):
     """Number of them; their last bytes may hold nothing."""
 
 
+class KeptInputs(NamedTuple):
+    """Inputs of recurrent layers from which the states of some rows are made behind a pass.
+
+    The pass leaves the states of these rows as they are: how many of their tokens count is known
+    behind it. Layers write their inputs side by side, in order.
+    """
+
+    is_held: Tensor
+    """uint8 [rows of the tables], 1 for the rows whose states the pass leaves as they are."""
+    inputs: Tensor
+    """[L, inputs of all recurrent layers], of the model's type."""
+    rates: Tensor
+    """float32 [L, rates of all recurrent layers]."""
+    tokens: Tensor
+    """int64 [L], the tokens of the pass that these are of: the ones whose logits are wanted."""
+
+
 class MambaRule(NamedTuple):
     """The numbers of a Mamba-2 layer, of one rank."""
 
@@ -271,5 +288,5 @@ class DeltaRule(NamedTuple):
 
     @property
     def decays_channels(self) -> bool:
-        """Whether each channel of keys has a decay; kernels of `Can.CHANNEL_DECAYS` know them."""
+        """Whether each channel of keys has a decay."""
         return len(self.rate_bias) > len(self.decay)

@@ -24,6 +24,7 @@ from lightserve.kernels.weights import (
     ClampedGate,
     ConvolutionSizes,
     ExpertChoice,
+    KeptInputs,
     StateBank,
     StateSizes,
 )
@@ -293,6 +294,28 @@ class Replaced(NamedTuple):
     """Images whose tokens see each other."""
 
 
+class KeepsStates(Protocol):
+    """A recurrent layer; of tensor parallelism as the model is."""
+
+    dtype: torch.dtype
+    num_channels: int
+    """Inputs of a token, …"""
+    num_rates: int
+    """… and rates of it, that the layer keeps where `AttentionBatch.kept` says so."""
+
+    def replay(
+        self, kept: KeptInputs, places: Tensor, batch: AttentionBatch, kv: KVTensors
+    ) -> None:
+        """Update the states of rows by inputs that a pass before has kept.
+
+        Args:
+            kept: what the pass has kept.
+            places: int64 [T], the inputs of the batch's tokens among those.
+            batch: rows and their lengths; slots of keys and values mean nothing.
+            kv: this rank's pool.
+        """
+
+
 class DraftHead(Protocol):
     """Guesses the token behind the next one; of tensor parallelism as the model is."""
 
@@ -340,6 +363,8 @@ class Model(Protocol):
     """Longest sequence it was loaded for: positions must be below."""
     draft_head: DraftHead | None
     """Guesses tokens, see `ModelConfig.has_draft_head`; None: the model has no such part."""
+    recurrent: Sequence[KeepsStates]
+    """Its recurrent layers, in order."""
 
     def forward(
         self, input_ids: Tensor, batch: AttentionBatch, kv: KVTensors, logit_rows: Tensor

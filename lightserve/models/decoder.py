@@ -24,6 +24,7 @@ from lightserve.kernels.interface import (
 from lightserve.models.base import (
     DraftHead,
     ImageEncoding,
+    KeepsStates,
     KVTensors,
     Part,
     Replaced,
@@ -48,7 +49,7 @@ from lightserve.models.layers.linear import (
     VocabWeight,
     read_vector,
 )
-from lightserve.models.layers.recurrent import recurrent_layer
+from lightserve.models.layers.recurrent import RecurrentLayer, recurrent_layer
 from lightserve.models.vision import VisionEncoder
 from lightserve.models.weight_files import (
     DRAFT_JOIN,
@@ -103,6 +104,12 @@ class DecoderLayer:
     def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x, residual), each [N, hidden], of any N of the tokens; their sum counts."""
         return self._mlp.behind(self._mlp_norm, self._attention.project(heads), residual)
+
+    @property
+    def states(self) -> KeepsStates:
+        """The part of a layer that keeps states."""
+        assert isinstance(self._attention, RecurrentLayer)
+        return self._attention
 
 
 class OutputNormLayer(DecoderLayer):
@@ -347,6 +354,8 @@ class DecoderModel:
         if config.has_draft_head:
             own = self._layers.pop()
             self.draft_head = NextTokenHead(context, own, self._embedding, self._tables)
+        numbers = () if config.recurrent is None else sorted(config.recurrent.layers)
+        self.recurrent: Sequence[KeepsStates] = [self._layers[n].states for n in numbers]
         self._endings: list[Gemma4Ending] = []
         if config.gemma4 is not None:
             self._endings = [Gemma4Ending(context, layer) for layer in range(config.num_layers)]
@@ -570,8 +579,9 @@ class Passes:
         self._ranks = tp if tp.size > 1 else None
         self._kernels = kernels if Can.RECORD in kernels.can else None
         self._kv: KVTensors | None = None
-        self._recorded: dict[tuple[bool, int], Callable[[PassInputs], Tensor]] = {}
-        """By whether all tokens are wanted, and the stride of the table of slots."""
+        self._recorded: dict[tuple[bool, int, bool], Callable[[PassInputs], Tensor]] = {}
+        """By whether all tokens are wanted, the stride of the table of slots, and whether the
+        states of all rows change."""
 
     def run(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
         """Return the hidden states of the wanted tokens, and write the KV of all."""
@@ -580,7 +590,8 @@ class Passes:
         if kv is not self._kv:
             self._kv = kv
             self._recorded.clear()
-        key = (inputs.logit_rows is None, inputs.batch.req_to_slot.stride(0))
+        batch = inputs.batch
+        key = (inputs.logit_rows is None, batch.req_to_slot.stride(0), batch.kept is None)
         recorded = self._recorded.get(key)
         if recorded is None:
             try:

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import AttentionBatch
-from lightserve.models.base import DraftHead, ImageEncoding, KVTensors, Part, Replaced
+from lightserve.models.base import (
+    DraftHead,
+    ImageEncoding,
+    KeepsStates,
+    KVTensors,
+    Part,
+    Replaced,
+)
 from lightserve.models.layers.attention import SelfAttention, rotary_table
 from lightserve.models.layers.feed_forward import feed_forward
 from lightserve.models.layers.linear import (
@@ -131,6 +138,7 @@ class EncoderModel:
         self.config = config
         self.context_len = context.context_len
         self.draft_head: DraftHead | None = None
+        self.recurrent: Sequence[KeepsStates] = ()
         self._rotary = rotary_table(context, config.rope, config.shape_of(0).rotary_dim)
         words = VocabWeight(
             reader,

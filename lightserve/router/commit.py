@@ -280,7 +280,7 @@ class StepCommit:
 
     def _start(self, request: Request, kv: KVStore, found: Found) -> None:
         """Take a waiting request out of its queue and give it a row and what there is of its KV."""
-        self._waiting.admit(request)
+        self._waiting.admit(request, in_turn=not found.is_urgent)
         if not request.is_paused:
             kv.forget(request)
         self._waits.note_started(request, found.start)

@@ -354,9 +354,12 @@ class WaitingQueue:
                 fresh.remove(head)
                 self._late.setdefault(account, {})[head.key] = head
 
-    def admit(self, request: Request) -> None:
-        """Take a request out to run it; those of its class that were before it are overtaken."""
-        if request.request_class is BE:
+    def admit(self, request: Request, *, in_turn: bool = True) -> None:
+        """Take a request out to run it; those of its class that were before it are overtaken.
+
+        `in_turn`: whether it starts as others do, not as an urgent job.
+        """
+        if request.request_class is BE and in_turn:
             is_oldest = request is self.turn().oldest
             self.num_since_oldest = 0 if is_oldest else self.num_since_oldest + 1
         for other in itertools.islice(self._of(request.request_class), MAX_CANDIDATES):

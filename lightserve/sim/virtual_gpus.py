@@ -469,9 +469,8 @@ def check_states(serve: ServeConfig, num_state_slots: int, whose: str) -> None:
     Raises:
         ConfigError: it would not.
     """
-    for name, only in (("speculation", "off"), ("block_owner", "two-ended")):
-        if num_state_slots and (found := getattr(serve, name)) != only:
-            raise ConfigError(
-                f"{flag_name(name)} must be {only} with {whose}, whose model has recurrent layers,"
-                f" got {found}"
-            )
+    if num_state_slots and serve.block_owner != "two-ended":
+        raise ConfigError(
+            f"{flag_name('block_owner')} must be two-ended with {whose}, whose model has recurrent"
+            f" layers, got {serve.block_owner}"
+        )

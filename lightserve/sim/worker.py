@@ -29,7 +29,6 @@ from lightserve.messages.router_worker import (
     DecodeColumns,
     KVCopies,
     OutputKind,
-    PlanColumns,
     PlanRow,
     RowResult,
     StateCopies,
@@ -103,9 +102,12 @@ class SimulatedWorker:
         self._save(plan.saves)
         self._load(plan.loads)
         columns = plan_columns(plan)
+        starts, moved = columns.start_positions.astype(np.int64), self._moved(decodes)
         if self._num_state_slots:
             self._copy_states(plan.state_loads)
-            self._read_states(columns)
+            known = self._num_known[columns.rows[moved]]
+            starts[moved] = np.minimum(starts[moved], known - 1)
+            self._read_states(columns.rows, starts)
         of_decodes = self._decode(decodes)
         token_ids, width = [of_decodes.ravel()], of_decodes.shape[1]
         others: list[RowResult] = []
@@ -120,7 +122,9 @@ class SimulatedWorker:
                 own = result.token_ids if is_plain else []
                 token_ids.append(np.array([*own, *[NO_TOKEN] * (width - len(own))]))
         if self._num_state_slots:
-            self._write_states(columns)
+            ends = starts + columns.num_tokens
+            ends[moved] = self._num_known[columns.rows[moved]] - 1
+            self._kv[self._state_slots[columns.rows]] = self._states_at(columns.rows, ends)
             self._copy_states(plan.state_saves)
         self._check_ahead_loads(plan)
         self._load(plan.ahead_loads)
@@ -170,15 +174,19 @@ class SimulatedWorker:
             raise PlanError("a state is copied that was never written")
         self._kv[to_slots] = self._kv[from_slots]
 
-    def _states_at(self, rows: Int32Array, ends: Int32Array) -> npt.NDArray[np.uint64]:
+    def _moved(self, decodes: DecodeColumns) -> npt.NDArray[np.int64]:
+        """Return which decodes end, or begin, where drafts say and not where the plan does."""
+        has_drafts = decodes.num_tokens > 1
+        return np.flatnonzero(has_drafts | np.isin(decodes.rows, self._unsure))
+
+    def _states_at(self, rows: Int32Array, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return what states of rows behind so many tokens are, [n, num_state_slots]."""
         prefixes = self._prefixes[rows, ends - 1]
         places = np.arange(self._num_state_slots, dtype=np.uint64) + np.uint64(1)
         return ~prefixes[:, None] * (np.uint64(2) * places + np.uint64(1))
 
-    def _read_states(self, columns: PlanColumns) -> None:
+    def _read_states(self, rows: Int32Array, starts: npt.NDArray[np.int64]) -> None:
         """Raise PlanError unless each row has the state behind exactly the tokens before it."""
-        rows, starts = columns.rows, columns.start_positions
         slots = self._state_slots[rows]
         if (slots < 0).any() or len(np.unique(slots)) != slots.size:
             raise PlanError("a row has no slots for its state, or another row has them as well")
@@ -188,10 +196,6 @@ class SimulatedWorker:
         if is_wrong.any():
             at = int(is_wrong.argmax())
             raise PlanError(f"row {rows[at]}: its state is not that behind {starts[at]} tokens")
-
-    def _write_states(self, columns: PlanColumns) -> None:
-        ends = columns.start_positions + columns.num_tokens
-        self._kv[self._state_slots[columns.rows]] = self._states_at(columns.rows, ends)
 
     def _places(self, copies: KVCopies) -> tuple[Int32Array, Int32Array]:
         """Return places in the pool and on the host. Raises PlanError if they are none."""

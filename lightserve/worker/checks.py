@@ -14,7 +14,6 @@ from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
 from lightserve.kernels.weights import Packed
 from lightserve.models.config import ModelConfig, resolve_context_len
-from lightserve.models.recurrent_config import DeltaConfig, MambaConfig
 
 
 def check_options(
@@ -84,24 +83,13 @@ def _check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Ke
     Raises:
         ConfigError: guesses, blocks of one request, or these kernels, do not go with it.
     """
-    if (recurrent := model_config.recurrent) is None:
+    if model_config.recurrent is None:
         return
     name = model_config.architecture
-    is_kimi = isinstance(recurrent, DeltaConfig) and recurrent.rank > 0
-    if is_kimi and Can.CHANNEL_DECAYS not in kernels.can:
+    if config.speculation != "off" and Can.GRAPHS in kernels.can:
         raise ConfigError(
-            f"the {kernels.name} kernels do not go with {name}, each of whose channels has a decay:"
-            " --attention-backend torch does, on a CPU without --batch-invariant"
-        )
-    if isinstance(recurrent, MambaConfig) and Can.MAMBA not in kernels.can:
-        raise ConfigError(
-            f"the {kernels.name} kernels do not go with {name}, which has Mamba-2 layers: --device"
-            " cpu serves it"
-        )
-    if config.speculation != "off":
-        raise ConfigError(
-            f"--speculation {config.speculation} does not go with {name}: its recurrent layers"
-            " cannot take back a guess"
+            f"--speculation {config.speculation} needs --device cpu with {name}, which has"
+            " recurrent layers"
         )
     if config.block_owner == "exclusive":
         raise ConfigError(

@@ -17,9 +17,11 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import GraphSizes, pack_int32
 from lightserve.messages.images import EncoderWork, Image, digest_of
 from lightserve.messages.router_worker import StepPlan, StepResult, check_states
@@ -29,6 +31,7 @@ from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import Lengths, RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue
+from lightserve.worker.draft_states import DraftStates
 from lightserve.worker.drafts import Proposer
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.head_drafts import HeadDrafts
@@ -119,6 +122,7 @@ class ModelRunner:
             proposer=proposer,
             placeholder=vision.placeholder if vision else 0,
         )
+        self._draft_states = DraftStates(model, pool, self._states, queue)
         self._images = RowImages(model, queue, max_num_seqs)
         self._sampling = SamplingTable(max_num_seqs)
         self._known_counts: KnownCounts | None = None
@@ -387,12 +391,19 @@ class ModelRunner:
             return hidden.index_select(0, wanted)
         turned = self._images.turned(inputs)
         if images is not None or (turned is not None and turned.ndim > 1):
-            tensors = self._table.unrecorded(inputs, turned)
-            return self._model.hidden(*tensors, self.pool, wanted, images)
+            return self._model.hidden(*self._one_by_one(inputs, turned), self.pool, wanted, images)
         hidden = self._recorded(inputs)
         if hidden is not None:
             return hidden.index_select(0, wanted)
-        return self._model.hidden(*self._table.unrecorded(inputs, turned), self.pool, wanted)
+        return self._model.hidden(*self._one_by_one(inputs, turned), self.pool, wanted)
+
+    def _one_by_one(
+        self, inputs: StepInputs, turned: npt.NDArray[np.int64] | None
+    ) -> tuple[Tensor, AttentionBatch]:
+        """Return `SequenceTable.unrecorded`, with rows with drafts held."""
+        input_ids, batch = self._table.unrecorded(inputs, turned)
+        kept = self._draft_states.hold(inputs)
+        return input_ids, batch if kept is None else replace(batch, kept=kept)
 
     def _recorded(self, inputs: StepInputs) -> Tensor | None:
         """Return the hidden states of all tokens of a step, and perhaps more, by a graph of it.
@@ -443,7 +454,7 @@ class ModelRunner:
         if logits is None:
             empty = torch.empty(len(rows), dtype=torch.int64, device=queue.device)
             token_ids = self._tp.broadcast(empty)
-            self._table.append(inputs, token_ids)
+            self._store(inputs, token_ids)
             return Drawn(rows, queue.download([token_ids])[0])  # read by rank 0 alone
         params = self._sampling.rows(rows, queue.upload)
         allowed = None if masks is None else masks()
@@ -456,7 +467,7 @@ class ModelRunner:
         )
         sampled = sample(logits, batch)
         token_ids = self._tp.broadcast(sampled.token_ids)
-        accepted = self._table.append(inputs, token_ids)
+        accepted = self._store(inputs, token_ids)
         fetched = queue.download([token_ids, sampled.is_finite, *(sampled.logprobs or ())])
         drafted = None
         if inputs.draws is not None and accepted is not None:
@@ -474,6 +485,14 @@ class ModelRunner:
             logprob_indices=params.logprob_indices,
             num_logprobs=params.num_logprobs,
         )
+
+    def _store(self, inputs: StepInputs, token_ids: Tensor) -> Tensor | None:
+        """See `SequenceTable.append`; the states of rows with drafts move on as far as these
+        are accepted."""
+        accepted = self._table.append(inputs, token_ids)
+        if inputs.draws is not None and accepted is not None:
+            self._draft_states.move_on(inputs.draws, accepted)
+        return accepted
 
     def _prompt_logprobs(
         self, spans: list[PromptSpan], hidden: Tensor

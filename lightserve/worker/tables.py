@@ -114,6 +114,8 @@ class Draws(NamedTuple):
     """[rows that sample], the first draw of each; the others follow it."""
     of_drafted: Tensor
     """int64 [D], the same of those with drafts, on the device."""
+    num_drafted_tokens: int
+    """Tokens that these compute, drafts or not."""
 
 
 class SequenceTable:
@@ -228,7 +230,8 @@ class SequenceTable:
             places, positions = tensors.sampled_places, tensors.sampled_positions
             tensors = StepTensors(tensors.logit_rows, places - by_draw, positions - by_draw)
         if drafted is not None:
-            draws = Draws(drafted, firsts, of_drafted)
+            num_tokens = int((1 + begun.num_drafts[chosen]).sum())
+            draws = Draws(drafted, firsts, of_drafted, num_tokens)
         return replace(
             inputs,
             tensors=tensors,

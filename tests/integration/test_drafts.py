@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from support.lossless import MAX_SEQS, Catalogue, Tally, make_runner, make_sched
 from support.recorded_plans import RecordedStep, record_steps
 from support.recorded_plans import make_runner as make_small_runner
 from support.tensor_kernels import FromTensors, TensorKernels
+from support.tiny_models import find_tiny_model
 from torch import Tensor
 
+from lightserve.kernels.select import missing_core
 from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
@@ -33,6 +36,7 @@ from lightserve.messages.router_worker import (
 from lightserve.router.kv.cache import Preemption
 from lightserve.types import DraftSource, RowId, SamplingParams, StepId
 from lightserve.worker.device import HostQueue
+from lightserve.worker.draft_states import DraftStates
 from lightserve.worker.drafts import Drafted, Drafts, Lookup, Proposer, RecentAnswers, Rows
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.mixed_graphs import MixedGraphs
@@ -110,6 +114,44 @@ def test_no_schedule_changes_a_token(catalogue: Catalogue, acceptance: float | N
         assert 0.3 < counts["accepted"] / counts["drafted"] < 0.7
     elif acceptance == 0.0:
         assert counts["accepted"] == 0
+
+
+@more_when_long
+@pytest.mark.parametrize(
+    ("name", "acceptance"), [("qwen3.5", 0.5), ("granite-hybrid", 1.0), ("lfm2", 0.0)]
+)
+def test_drafts_leave_states_alone(name: str, acceptance: float, tmp_path: Path) -> None:
+    """Of recurrent layers of each kind: a refused draft has moved none on, an accepted one has."""
+    numbers = range(choose(3, 40))
+    schedules = [replace(make_schedule(n), max_drafts=(8, 3, 1)[n % 3]) for n in numbers]
+    chosen = {number for schedule in schedules for number in schedule.requests}
+    runner = make_runner(tmp_path, model=find_tiny_model(name))
+    catalogue, total = Catalogue(runner, chosen=sorted(chosen)), Tally()
+    counted = Counted(runner)
+    catalogue.script_drafts(acceptance)
+    for schedule in schedules:
+        total.add(catalogue.run(schedule))
+    if not missing_core():
+        recorded = runner._model._passes._recorded  # type: ignore[attr-defined]
+        assert {is_plain for *_, is_plain in recorded} == {True, False}, "one call of the core"
+    assert (total.num_different, total.seen.num_variants) == (0, 0)
+    assert total.num_pauses > 0 and total.num_prefix_hits >= choose(0, 1)
+    counts = counted.counts
+    assert counts["verified"] == counts["drafted"] > choose(30, 300)
+    share = counts["accepted"] / counts["drafted"]  # but for rows with log-probabilities
+    assert abs(share - acceptance) < 0.3 and (share > 0.0) == (acceptance > 0.0)
+
+
+def test_a_state_that_moves_on_too_far_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the test above would test nothing: states behind all drafts, accepted or not."""
+    schedule = replace(make_schedule(0), max_drafts=3)
+    runner = make_runner(tmp_path, model=find_tiny_model("qwen3.5"))
+    catalogue = Catalogue(runner, chosen=schedule.requests)
+    catalogue.script_drafts(0.0)
+    monkeypatch.setattr(DraftStates, "hold", lambda *_: None)
+    assert catalogue.run(schedule, checks=False).num_different > 0
 
 
 def accept_all(self: Drafts, drafted: Drafted, firsts: Tensor, token_ids: Tensor) -> Tensor:

@@ -28,8 +28,6 @@ OWN_LAYERS = ("opt-350m",)
 QUICK = ("ministral3", "olmo2", "deepseek-v2", "qwen3.5")
 SCHEDULE = 13
 """One with prefixes in common, and a pool that is too small."""
-STATES = ("linear_key_head_dim", "linear_head_dim", "conv_bias", "mamba_n_heads", "mamba_num_heads")
-"""Keys of models with recurrent layers, which take back no guess."""
 
 
 def of_families() -> list[TinyModel]:
@@ -64,8 +62,6 @@ def test_no_schedule_changes_a_token(
     if is_latent:
         flags = {key: value for key, value in flags.items() if key != "kv_dtype"}
     is_exact = not is_latent and not flags
-    if not tiny.config.keys().isdisjoint(STATES):
-        flags = flags | {"speculation": "off"}
     shorter = {
         key: MAX_LEN
         for key in ("max_position_embeddings", "max_seq_len", "model_max_length")

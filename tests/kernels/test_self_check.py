@@ -102,10 +102,18 @@ class ConvolutionWithSilu(TorchKernels):
         return super().convolve(*args)
 
 
-def test_triton_kernels() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"delta": StateSizes(2, 2, 8, 12, 4, decays_channels=True)},
+        {"delta": StateSizes(2, 4, 20, 12, 4, is_mamba=True)},
+    ],
+)
+def test_triton_kernels(changes: dict[str, object]) -> None:
     """In the interpreter, where long contexts take seconds: short ones."""
     shapes = replace(SHAPES, dtype=torch.bfloat16, context_len=40, sliding_windows=(24,))
-    check_kernels(TritonKernels(), shapes, CPU)
+    check_kernels(TritonKernels(), replace(shapes, **changes), CPU)
 
 
 @pytest.mark.parametrize(

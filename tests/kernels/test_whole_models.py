@@ -25,7 +25,7 @@ from lightserve.kernels.cpu.native import InvariantNativeKernels
 from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
-from lightserve.models.recurrent_config import DeltaConfig, Joined
+from lightserve.models.recurrent_config import DeltaConfig, Joined, MambaConfig, RecurrentConfig
 
 NUM_SEQUENCES = choose(2, 3)
 CASES = [
@@ -39,6 +39,9 @@ CASES = [
     ("deepseek-v3", torch.float32),
     ("qwen3.5", torch.float32),
     ("qwen3-next", torch.bfloat16),
+    ("granite-hybrid", torch.float32),
+    ("nemotron-h", torch.bfloat16),
+    ("kimi-linear", torch.float32),
 ]
 
 
@@ -54,7 +57,7 @@ def report_of(
     return compare_all(sequences, logits, dtype)
 
 
-@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, CASES[::2]))
+@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, CASES[:10:2]))
 def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     report = report_of(name, dtype, tmp_path)
     assert report.holds(dtype), report
@@ -124,13 +127,18 @@ DELTA = DeltaConfig(
     joined=Joined.HEADS,
 )  # fmt: skip
 """Of a model of two layers."""
+MAMBA = MambaConfig(
+    layers=frozenset({0}), num_heads=4, head_dim=12, num_groups=2, state_size=16, width=3,
+    has_conv_bias=True, has_bias=False,
+)  # fmt: skip
 
 
 @torch.inference_mode()
-def test_recorded_passes_move_states_on_as_plain_ones_do() -> None:
+@pytest.mark.parametrize(("recurrent",), long_but([(DELTA,), (MAMBA,)], [(DELTA,)]))
+def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentConfig) -> None:
     """Decodes alone, and chunks beside them, padded; rows that begin, and that go on."""
-    ours = scene(make_kernels("triton", batch_invariant=False), recurrent=DELTA)
-    reference = scene(make_kernels("torch", batch_invariant=False), recurrent=DELTA)
+    ours = scene(make_kernels("triton", batch_invariant=False), recurrent=recurrent)
+    reference = scene(make_kernels("torch", batch_invariant=False), recurrent=recurrent)
     recorder = RerunRecorder()
     decodes, mixed = ours.graphs(recorder, sizes=(1, 4)), ours.mixed(recorder, sizes=(16, 40))
     mixed.capture()

@@ -194,7 +194,7 @@ def test_launches_take_the_kernels_that_triton_would(
     triton: Path | None, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """With the same arguments, and where anything differs that a kernel is compiled for, another
-    one. Triton is asked for each once, and each time for integers beyond 32 bits."""
+    one. Triton is asked for each once, and each time for integers below 0 or beyond 63 bits."""
     if triton is not None and not triton.exists():
         pytest.skip(f"no {triton}: `make test` makes it")
     found = json.loads(run_compiler("support.launches", [], tmp_path, pytestconfig, triton))
@@ -208,8 +208,9 @@ def test_launches_take_the_kernels_that_triton_would(
     aligned, unaligned, bfloat16, parameter = others["x"]
     assert unaligned and bfloat16 and not aligned and not parameter
     assert others["slots"] == [False, True], "what is not specialised on alignment, and its type"
-    five, *zero_one_16_48, largest, beyond, minus, minus_16 = others["stride"]
-    assert all([*zero_one_16_48, beyond, minus_16]) and not any([five, largest, minus])
+    five, *zero_one_16_48, largest, beyond, odd, unsigned, minus, minus_16 = others["stride"]
+    assert all([*zero_one_16_48, beyond, odd, unsigned, minus_16])
+    assert not any([five, largest, minus])
     assert found["is_untried_plain"], "a Triton that is not known launches its own way"
 
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.core_scenes import MAX_SEQS, Arrival, make_core, step_time, submit
+from support.drafted import force_drafts
 from support.grids import choose, more_when_long
 from support.storms import Storm, play
 
@@ -54,6 +55,8 @@ from lightserve.sim.worker import PlanError, SimulatedWorker
 from lightserve.types import FrontendId, RequestClass, RequestId, RequestKey
 
 NUM_STORMS = choose(20, 1000)
+JOBS_START_AGAIN = (8285, 9329)
+"""Storms in which an urgent job starts again sixteen times, each time out of turn."""
 CUT = States.cut
 
 
@@ -118,6 +121,29 @@ class StateStorm(Storm):
         return {"constraint": RegexConstraint(pattern="late")}
 
 
+class LateGuesses(LateGrammars):
+    """The same, with some guesses right."""
+
+    num_drafts = 0
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(acceptance=0.6, **sizes)
+
+    def execute(self, plan: StepPlan, *, exec_s: float, idle_s: float) -> StepResult:
+        LateGuesses.num_drafts += int(unpack_decodes(plan.decodes).num_drafts.sum())
+        return super().execute(plan, exec_s=exec_s, idle_s=idle_s)
+
+
+class GuessedStorm(StateStorm):
+    """The same with as many drafts as may be."""
+
+    worker_type = LateGuesses
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        force_drafts(self.core, seed, most=(8, 3, 1)[seed % 3])
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count what storms do to states."""
@@ -144,9 +170,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @more_when_long
 def test_random_schedules(seen: Counter[str]) -> None:
     """No row ever has another state than that of its tokens, whatever happens to it."""
-    for seed in range(NUM_STORMS):
+    for seed in (*range(NUM_STORMS), *JOBS_START_AGAIN):
         play(StateStorm(seed))
     assert min(seen.values()) > NUM_STORMS / 10, seen
+
+
+def test_drafts_move_states_on_as_far_as_they_are_right() -> None:
+    LateGuesses.num_drafts = 0
+    for seed in range(choose(8, 1000)):
+        play(GuessedStorm(seed))
+    assert LateGuesses.num_drafts > 50
 
 
 def test_trees_are_walked_once_a_plan_for_borders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,19 +453,13 @@ def test_the_next_turn_goes_on_from_the_end_of_the_last_one(num_state_slots: int
     core.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("options", "flag"),
-    [
-        ({"speculation": "suffix"}, "--speculation must be off"),
-        (
-            {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"},
-            "--block-owner must be two-ended",
-        ),
-    ],
-)
-def test_a_server_that_would_not_start_is_not_simulated(options: dict[str, Any], flag: str) -> None:
-    said = f"{flag} with --hardware qwen3.5-0.8b@a100-80g, whose model has recurrent layers, got"
+def test_a_server_that_would_not_start_is_not_simulated() -> None:
+    options = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
     hardware = read_hardware("qwen3.5-0.8b@a100-80g")
+    said = (
+        "--block-owner must be two-ended with --hardware qwen3.5-0.8b@a100-80g, whose model has"
+        " recurrent layers, got exclusive"
+    )
     with pytest.raises(ConfigError, match=re.escape(said)):
         HybridRun(small(hardware=hardware, serve_options=options))
 

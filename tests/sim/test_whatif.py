@@ -239,8 +239,10 @@ def test_another_machine(path: Path, recording: Recording) -> None:
     assert fast["ttft_ms_p50"] < recorded["ttft_ms_p50"] < slow.ttft_ms_p50
     with pytest.raises(ConfigError, match="--speed cannot be combined with --hardware"):
         _asked(path, "--hardware", "h200-llama-8b", "--speed", "2")
-    with pytest.raises(ConfigError, match="--speculation must be off with --hardware qwen"):
-        _asked(path, "--hardware", "qwen3.5-0.8b@a100-80g", "--set", "speculation=ngram")
+    with pytest.raises(ConfigError, match="--block-owner must be two-ended with --hardware qwen"):
+        alone = ("block_owner=exclusive", "preemption=recompute", "cache_policy=off")
+        options = [part for option in alone for part in ("--set", option)]
+        _asked(path, "--hardware", "qwen3.5-0.8b@a100-80g", *options)
     with pytest.raises(ConfigError, match="--hardware must be a profile, h200-llama-8b"):
         _asked(path, "--hardware", "gpt@h200")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.recurrent_config import DeltaConfig
+from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables, GraphRecorder
 from lightserve.worker.memory import KVPool
 from lightserve.worker.mixed_graphs import MixedGraphs
@@ -82,7 +82,7 @@ class Scene(NamedTuple):
         return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=recorder)
 
 
-def scene(kernels: Kernels | None = None, recurrent: DeltaConfig | None = None) -> Scene:
+def scene(kernels: Kernels | None = None, recurrent: RecurrentConfig | None = None) -> Scene:
     """Return the same scene every time; `kernels` are the model's."""
     generator = torch.Generator().manual_seed(1)
     config = tiny_config(sliding_windows=(None, 7), recurrent=recurrent)

@@ -132,7 +132,7 @@ class Operations:
             self.choose_experts = noted("choose_experts", "pnpllllliifppt")
         self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
-        states = "pllllllplllpn"
+        states = "pllllllplllpnp"
         self.convolve = noted("convolve", f"plpplli{states}pit")
         self.convolve.restype = _INT  # type: ignore[attr-defined]
         self.delta_rule = noted("delta_rule", f"plplplpppffllll{states}pit")
@@ -220,5 +220,5 @@ def load_core() -> Core:
     f32, bf16 = Operations(library, "f32"), Operations(library, "bf16")
     library.core_run.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER]
     library.core_run.restype = _LONG
-    gather = _noted(library, "core_gather", "pnlpnp")
+    gather = _noted(library, "core_gather", "pnllpnp")
     return Core(library, level, f32, bf16, Drawing(library), gather)

@@ -92,7 +92,7 @@ class TorchKernels(RecurrentOperations):
     """See `Kernels`."""
 
     name = "torch"
-    can = Can.LATENTS | Can.CHANNEL_DECAYS | Can.MAMBA
+    can = Can.LATENTS
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""

@@ -45,7 +45,7 @@ class InvariantKernels(TorchKernels):
     """`TorchKernels` with linears, attention and activation of fixed shapes; float32 only."""
 
     name = "torch-batch-invariant"
-    can = Can.MAMBA
+    can = Can(0)
     chunk_size = 1
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:

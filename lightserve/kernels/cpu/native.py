@@ -550,7 +550,7 @@ class NativeKernels(TorchKernels):
         return out
 
 
-def _numbers_of(bank: StateBank, batch: AttentionBatch) -> tuple[int, ...]:
+def _numbers_of(bank: StateBank, batch: AttentionBatch) -> tuple[int | None, ...]:
     """Return where states are as the core reads it, and whose they are."""
     table, rows, pieces = batch.state_slots, row_numbers(batch), bank.pieces
     assert table is not None and pieces.stride(3) == 1
@@ -560,6 +560,7 @@ def _numbers_of(bank: StateBank, batch: AttentionBatch) -> tuple[int, ...]:
         *(pieces.shape[1], pieces.shape[3], pieces.shape[2]),
         *(table.data_ptr(), table.stride(0), bank.first, bank.num_slots),
         *(rows.address, rows.num_rows),
+        None if batch.kept is None else batch.kept.is_held.data_ptr(),
     )
 
 
@@ -573,7 +574,7 @@ class InvariantNativeKernels(NativeKernels):
     """
 
     name = "native-batch-invariant"
-    can = NativeKernels.can & ~(Can.LATENTS | Can.CHANNEL_DECAYS)
+    can = NativeKernels.can & ~Can.LATENTS
     _is_invariant = True
 
     def _fall_back(self) -> None:

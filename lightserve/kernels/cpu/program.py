@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightserve.kernels.cpu.core import Core, Element, Noted
 from lightserve.kernels.interface import AttentionBatch, NotRecordableError, PassInputs, Summing
+from lightserve.kernels.weights import KeptInputs
 
 _TOKENS, _ROWS, _CHOSEN, _THREADS, _FIRST_INPUT = range(5)
 """Places whose values count; those behind them are addresses: inputs, output, buffers."""
@@ -129,9 +130,10 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """So that no address is another one's later on."""
         addresses = input_addresses(inputs)
         self._chosen = addresses[0] if inputs.logit_rows is not None else None
-        for number, (address, num_bytes) in enumerate(_extents(inputs)):
+        extents = _extents(inputs)
+        for number, (address, num_bytes) in enumerate(extents):
             self._add(_Region(number, address, address + num_bytes, _TOKENS, 0))
-        self._num_inputs = len(self._regions)
+        self._num_inputs = len(extents)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -196,13 +198,16 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _gather(self, source: Tensor, dim: int, index: Tensor) -> Tensor:
-        if dim != 0 or index.data_ptr() != self._chosen or not source.is_contiguous():
+        if dim != 0 or index.data_ptr() != self._chosen or not _has_rows(source):
             raise NotRecordableError("they look up rows by other than the wanted tokens")
         out = self._keep(source.new_empty(len(index), *source.shape[1:]))
-        row_bytes = source.nbytes // len(source)
+        size, stride = source.element_size(), source.stride(0)
         self.note(
             self.core.gather,
-            (source.data_ptr(), len(source), row_bytes, self._chosen, len(index), out.data_ptr()),
+            (
+                *(source.data_ptr(), len(source), stride * size, source[0].numel() * size),
+                *(self._chosen, len(index), out.data_ptr()),
+            ),
         )
         return out
 
@@ -362,6 +367,8 @@ def _input_tensors(inputs: PassInputs) -> Iterator[Tensor]:
     yield from (batch.rows, batch.cu_seqlens_q, batch.context_lens)
     if batch.state_slots is not None:
         yield batch.state_slots
+    if batch.kept is not None:
+        yield from batch.kept[:3]
 
 
 def input_addresses(inputs: PassInputs) -> list[int]:
@@ -387,6 +394,12 @@ def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
         return of.new_zeros(size)
 
     last = num_tokens - num_rows + 1
+    wanted = None if like.logit_rows is None else like.logit_rows.new_zeros(num_chosen)
+    kept = batch.kept
+    if kept is not None:
+        assert wanted is not None
+        own, rates = (part.new_zeros(num_chosen, part.shape[1]) for part in kept[1:3])
+        kept = KeptInputs(torch.empty_like(kept.is_held), own, rates, wanted)
     return PassInputs(
         like.x.new_zeros(num_tokens, like.x.shape[1]),
         AttentionBatch(
@@ -400,9 +413,10 @@ def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
             host_q_lens=[1] * (num_rows - 1) + [last],
             host_context_lens=[last] * num_rows,
             state_slots=None if batch.state_slots is None else torch.empty_like(batch.state_slots),
+            kept=kept,
         ),
         tuple(table.new_zeros(num_tokens, table.shape[1]) for table in like.tables),
-        None if like.logit_rows is None else like.logit_rows.new_zeros(num_chosen),
+        wanted,
     )
 
 

@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import AttentionBatch, Can, Kernels, QKNorm, ScoreMod
-from lightserve.kernels.triton import elementwise, experts, norms, quantized, recurrent
+from lightserve.kernels.interface import AttentionBatch, Can, QKNorm, ScoreMod
+from lightserve.kernels.triton import elementwise, experts, norms, quantized
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import AttentionConfigs
 from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
+from lightserve.kernels.triton.scan import RecurrentKernels
 from lightserve.kernels.weights import (
     ClampedGate,
-    DeltaRule,
     ExpertBiases,
     Fp4Weight,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
     PackedExperts,
-    StateBank,
     Weight,
 )
 
@@ -30,7 +29,7 @@ FP8_SINCE = (8, 9)
 """Compute capability from which GPUs multiply floating point of 8 bits."""
 
 
-class TritonKernels(Kernels):
+class TritonKernels(RecurrentKernels):
     """See `Kernels`."""
 
     name = "triton"
@@ -212,32 +211,6 @@ class TritonKernels(Kernels):
             slot_mapping=slot_mapping,
             qk_norm=qk_norm,
         )
-
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        bank: StateBank,
-        batch: AttentionBatch,
-        *,
-        is_plain: bool = False,
-    ) -> Tensor:
-        """See `Kernels.convolve`."""
-        return recurrent.convolve(x, weight, bias, bank, batch, is_plain=is_plain)
-
-    def delta_rule(
-        self,
-        mixed: Tensor,
-        z: Tensor,
-        gates: Tensor,
-        *,
-        rule: DeltaRule,
-        bank: StateBank,
-        batch: AttentionBatch,
-    ) -> Tensor:
-        """See `Kernels.delta_rule`."""
-        return recurrent.delta_rule(mixed, z, gates, rule=rule, bank=bank, batch=batch)
 
     def attention(
         self,

@@ -117,9 +117,10 @@ def kinds_of(device, arguments, options):
     key = [device, *options, *options.values()]
     for value in arguments:
         if type(value) is int:
-            if not 0 <= value < 2**31:
+            if not 0 <= value < 2**63:
                 return None
-            key.append(value if value == 1 else 0 if value % ALIGNMENT else ALIGNMENT)
+            kind = value if value == 1 else 0 if value % ALIGNMENT else ALIGNMENT
+            key.append(kind if value < 2**31 else (kind,))  # of 64 bits
         elif isinstance(value, Tensor):
             key.append((value.dtype,) if value.data_ptr() % ALIGNMENT else value.dtype)
         elif value is None or type(value) is float or type(value) is bool:

@@ -7,15 +7,18 @@ Sources: Yang et al. 2024, "Gated Delta Networks", section 3.4, as Qwen3-Next ha
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightserve.kernels.weights import DeltaRule, MambaRule
+from lightserve.kernels.interface import AttentionBatch, Kernels
+from lightserve.kernels.weights import DeltaRule, KeptInputs, MambaRule, StateBank
 from lightserve.models.base import KVTensors, Part, even_part, kv_head_part
-from lightserve.models.layers.attention import Attention, AttentionInputs, UnfusedAttention
+from lightserve.models.layers.attention import AttentionInputs, UnfusedAttention
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     ModelContext,
@@ -32,7 +35,73 @@ from lightserve.models.recurrent_config import (
 )
 
 
-def recurrent_layer(config: RecurrentConfig) -> type[Attention]:
+class Inputs(NamedTuple):
+    """A layer's inputs, of each token of a pass."""
+
+    mixed: Tensor
+    """[T, channels of the convolution]."""
+    gates: Tensor
+    """[T, outputs], factors of results before they are gated."""
+    rates: Tensor | None = None
+    """float32 [T, n], numbers that rates of decays, and betas, are made of."""
+
+
+class RecurrentLayer(UnfusedAttention):
+    """A layer that keeps states; it has the place of a layer's attention, and the same calls."""
+
+    num_rates = 0
+    """Rates of a token, on this rank."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        config: RecurrentConfig,
+        layer: int,
+        *,
+        channels: int,
+        outputs: int,
+    ) -> None:
+        """`layer` is its number among all; it has so many channels and outputs on this rank."""
+        self._kernels: Kernels = context.kernels
+        self.dtype = context.reader.dtype
+        self._number = sorted(config.layers).index(layer)
+        self.num_channels, self._num_outputs = channels, outputs
+
+    @abstractmethod
+    def _inputs(self, x: Tensor) -> Inputs:
+        """Return the inputs of tokens; x [T, hidden]."""
+
+    @abstractmethod
+    def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
+        """Update states; returns results [T, outputs]."""
+
+    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
+        """Update states; x [T, hidden] -> [T, outputs]."""
+        own, batch = self._inputs(x), inputs.batch
+        if (kept := batch.kept) is not None:
+            for part, room in zip((own.mixed, own.rates), self._room(kept), strict=True):
+                if part is not None:
+                    room.copy_(part.index_select(0, kept.tokens))
+        return self._update(own, kv.states[self._number], batch)
+
+    def replay(
+        self, kept: KeptInputs, places: Tensor, batch: AttentionBatch, kv: KVTensors
+    ) -> None:
+        """See `KeepsStates.replay`."""
+        mixed, rates = (part.index_select(0, places) for part in self._room(kept))
+        gates = mixed[:, : self._num_outputs]  # what results are is of no interest
+        self._update(Inputs(mixed, gates, rates), kv.states[self._number], batch)
+
+    def _room(self, kept: KeptInputs) -> tuple[Tensor, Tensor]:
+        """Return the layer's part of what is kept."""
+        channel, rate = self._number * self.num_channels, self._number * self.num_rates
+        return (
+            kept.inputs[:, channel : channel + self.num_channels],
+            kept.rates[:, rate : rate + self.num_rates],
+        )
+
+
+def recurrent_layer(config: RecurrentConfig) -> type[RecurrentLayer]:
     """Return the class of layers that keep states."""
     if isinstance(config, ConvolutionConfig):
         return ConvolutionLayer
@@ -42,7 +111,7 @@ def recurrent_layer(config: RecurrentConfig) -> type[Attention]:
     return KimiDeltaLayer if is_kimi else DeltaLayer
 
 
-class ConvolutionLayer(UnfusedAttention):
+class ConvolutionLayer(RecurrentLayer):
     """LFM2's: a short convolution of each channel of b * x, times c; b, c and x are products."""
 
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
@@ -51,8 +120,7 @@ class ConvolutionLayer(UnfusedAttention):
         assert isinstance(own, ConvolutionConfig)
         prefix = f"{prefix.rpartition('.')[0]}.conv"
         part = even_part(own.channels, context.tp)
-        self._kernels, self._size = context.kernels, part.size
-        self._number = sorted(own.layers).index(layer)
+        super().__init__(context, own, layer, channels=part.size, outputs=part.size)
         starts = range(part.start, 3 * own.channels, own.channels)
         self._in = ColumnParallelLinear(
             context.method.exact_inputs,
@@ -76,18 +144,19 @@ class ConvolutionLayer(UnfusedAttention):
             self._bias = torch.empty(part.size, dtype=reader.dtype, device=reader.device)
             reader.read_into(self._bias, f"{prefix}.conv.bias", rows=part)
 
-    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
-        """Update states; x [T, hidden] -> [T, channels]."""
-        (kept,) = kv.states[self._number]
-        b, c, own = self._in(x).split_with_sizes((self._size,) * 3, dim=-1)
-        mixed = self._kernels.convolve(
-            b * own, self._weight, self._bias, kept, inputs.batch, is_plain=True
+    def _inputs(self, x: Tensor) -> Inputs:
+        b, c, own = self._in(x).split_with_sizes((self.num_channels,) * 3, dim=-1)
+        return Inputs(b * own, c)
+
+    def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
+        found = self._kernels.convolve(
+            own.mixed, self._weight, self._bias, banks[0], batch, is_plain=True
         )
-        return mixed.mul_(c)
+        return found.mul_(own.gates)
 
 
-class DeltaLayer(UnfusedAttention):
-    """In the place of a layer's attention; the same calls.
+class DeltaLayer(RecurrentLayer):
+    """A layer of the gated delta rule.
 
     hidden ─► q k v ─► convolution ─► delta rule ─► norm, times SiLU of z ─► hidden
            └► z, b, a
@@ -103,8 +172,9 @@ class DeltaLayer(UnfusedAttention):
         )
         sections = _Sections(delta, keys, values)
         hidden = config.hidden_size
-        self._kernels = context.kernels
-        self._number = sorted(delta.layers).index(layer)
+        outputs = values.size * delta.value_dim
+        super().__init__(context, delta, layer, channels=sections.num_channels, outputs=outputs)
+        self.num_rates = values.size + sections.rates.size
         self._in = self.linear(context, sections.wide(f"{prefix}.in_proj_"))
         self._gates = self.gates(context, sections, prefix)
         self._out = RowParallelLinear(
@@ -116,7 +186,6 @@ class DeltaLayer(UnfusedAttention):
             out_size=hidden,
             has_bias=False,
         )
-        self._channels = sections.num_channels
         self._convolution = _convolution(context, sections.convolution(prefix), delta.width)
         self._rule = DeltaRule(
             keys.size,
@@ -160,18 +229,20 @@ class DeltaLayer(UnfusedAttention):
         """Load the logarithms of this rank's decays, float32 [Hv]."""
         return _floats(context, name, heads)
 
-    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
-        """Update states; x [T, hidden] -> [T, Hv * Dv]."""
-        convolution, matrices = kv.states[self._number]
-        wide, gates, batch = self._in(x), self._gates.wide(x), inputs.batch
-        mixed, z = wide[:, : self._channels], wide[:, self._channels :]
+    def _inputs(self, x: Tensor) -> Inputs:
+        wide, rates = self._in(x), self._gates.wide(x)
+        return Inputs(wide[:, : self.num_channels], wide[:, self.num_channels :], rates)
+
+    def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
+        (mixed, z, rates), (convolution, matrices) = own, banks
+        assert rates is not None
         mixed = self._kernels.convolve(mixed, self._convolution, None, convolution, batch)
         return self._kernels.delta_rule(
-            mixed, z, gates, rule=self._rule, bank=matrices, batch=batch
+            mixed, z, rates, rule=self._rule, bank=matrices, batch=batch
         )
 
 
-class MambaLayer(UnfusedAttention):
+class MambaLayer(RecurrentLayer):
     """A Mamba-2 layer.
 
     hidden ─► x b c ─► convolution ─► states, times SiLU of z ─► norm of each group ─► hidden
@@ -193,8 +264,10 @@ class MambaLayer(UnfusedAttention):
         ]
         first_rate = mamba.inner + mamba.channels
         parts = [Part(mamba.inner + part.start, part.size) for part in channels]
-        self._kernels, self._tp, self._eps = context.kernels, context.tp, config.rms_norm_eps
-        self._number = sorted(mamba.layers).index(layer)
+        num_channels = sum(part.size for part in channels)
+        super().__init__(context, mamba, layer, channels=num_channels, outputs=rows.size)
+        self.num_rates = heads.size
+        self._tp, self._eps = context.tp, config.rms_norm_eps
         self._in, self._rates = (
             ColumnParallelLinear(
                 method,
@@ -217,7 +290,6 @@ class MambaLayer(UnfusedAttention):
             out_size=config.hidden_size,
             has_bias=mamba.has_bias,
         )
-        self._channels = sum(part.size for part in channels)
         name = f"{prefix}.conv1d"
         self._convolution = _convolution(
             context, [(f"{name}.weight", part) for part in channels], mamba.width
@@ -235,12 +307,8 @@ class MambaLayer(UnfusedAttention):
         )
 
     def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
-        """See `UnfusedAttention.mix`."""
-        convolution, matrices = kv.states[self._number]
-        wide, rates, batch = self._in(x), self._rates.wide(x), inputs.batch
-        mixed, z = wide[:, : self._channels], wide[:, self._channels :]
-        mixed = self._kernels.convolve(mixed, self._convolution, self._bias, convolution, batch)
-        heads = self._kernels.mamba(mixed, z, rates, rule=self._rule, bank=matrices, batch=batch)
+        """See `RecurrentLayer.mix`."""
+        heads = super().mix(x, inputs, kv)
         num_groups, size = self._sizes
         if heads.shape[1] == size:
             return self._kernels.rms_norm(heads, self._norm, self._eps)
@@ -250,6 +318,16 @@ class MambaLayer(UnfusedAttention):
             squares = self._tp.all_reduce(squares)
         wide = (wide * torch.rsqrt(squares / size + self._eps)).flatten(1)
         return wide.to(x.dtype) * self._norm
+
+    def _inputs(self, x: Tensor) -> Inputs:
+        wide, rates = self._in(x), self._rates.wide(x)
+        return Inputs(wide[:, : self.num_channels], wide[:, self.num_channels :], rates)
+
+    def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
+        (mixed, z, rates), (convolution, matrices) = own, banks
+        assert rates is not None
+        mixed = self._kernels.convolve(mixed, self._convolution, self._bias, convolution, batch)
+        return self._kernels.mamba(mixed, z, rates, rule=self._rule, bank=matrices, batch=batch)
 
 
 class KimiDeltaLayer(DeltaLayer):
@@ -278,17 +356,10 @@ class KimiDeltaLayer(DeltaLayer):
         context.reader.read_into(found, name)
         return found.flatten()[heads.start : heads.start + heads.size].clone()
 
-    def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
-        """See `DeltaLayer.mix`."""
-        convolution, matrices = kv.states[self._number]
-        mixed = self._kernels.convolve(
-            self._in(x), self._convolution, None, convolution, inputs.batch
-        )
+    def _inputs(self, x: Tensor) -> Inputs:
         rates, z = (part.contiguous() for part in self._low(x).chunk(2, dim=-1))
-        gates = torch.cat([self._gates.wide(x), self._rates(rates).float()], dim=-1)
-        return self._kernels.delta_rule(
-            mixed, self._z(z), gates, rule=self._rule, bank=matrices, batch=inputs.batch
-        )
+        rates = torch.cat([self._gates.wide(x), self._rates(rates).float()], dim=-1)
+        return Inputs(self._in(x), self._z(z), rates)
 
 
 class _Sections:

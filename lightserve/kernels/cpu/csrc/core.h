@@ -294,8 +294,9 @@ struct States {
   int64_t table_stride, first, num_slots;  // … of which a state has these
   const int64_t* rows;
   int64_t num_rows;
+  const uint8_t* is_held;  // of each row of the table: its state is left as it is; or null
 
-  // Copies some bytes of a row's state to a buffer, or from it.
+  // Copies some bytes of a row's state to a buffer, or from it, unless it is held.
   void copy(int64_t table_row, int64_t first_byte, int64_t num_bytes, char* buffer,
             bool is_stored) const;
   bool are_good() const;

@@ -29,12 +29,12 @@ EXPORT int64_t core_run(const Call* calls, int64_t num_calls, int64_t* words, co
 
 // Copies some rows of `from` [num_rows, row_bytes] to out. Returns 0, and does nothing, if one of
 // `chosen` is none of them.
-EXPORT int32_t core_gather(const char* from, int64_t num_rows, int64_t row_bytes,
+EXPORT int32_t core_gather(const char* from, int64_t num_rows, int64_t stride, int64_t row_bytes,
                            const int64_t* chosen, int64_t count, char* out) {
   for (int64_t i = 0; i < count; i++)
     if (chosen[i] < 0 || chosen[i] >= num_rows) return 0;
   for (int64_t i = 0; i < count; i++)
-    std::memcpy(out + i * row_bytes, from + chosen[i] * row_bytes, row_bytes);
+    std::memcpy(out + i * row_bytes, from + chosen[i] * stride, row_bytes);
   return 1;
 }
 BY_WORDS(core_gather)

@@ -12,6 +12,7 @@ template <typename Task> void walk_rows(const Task&, int);
 
 void States::copy(int64_t row, int64_t first_byte, int64_t num_bytes, char* buffer,
                   bool is_stored) const {
+  if (is_stored && is_held != nullptr && is_held[row]) return;
   const int32_t* slots = table + row * table_stride + first;
   int64_t place = first_byte / piece_bytes, within = first_byte % piece_bytes;
   int64_t slot = place % num_slots, head = place / num_slots % num_heads;
@@ -46,10 +47,12 @@ bool States::are_good() const {
 #define STATES                                                                                  \
   char *pieces, int64_t part_stride, int64_t head_stride, int64_t slot_stride,                  \
       int64_t num_heads_of_slot, int64_t piece_bytes, int64_t pool_slots, const int32_t *table,   \
-      int64_t table_stride, int64_t first, int64_t num_slots, const int64_t *rows, int64_t num_rows
+      int64_t table_stride, int64_t first, int64_t num_slots, const int64_t *rows,              \
+      int64_t num_rows, const uint8_t *is_held
 #define STATES_OF                                                                               \
   {pieces,     part_stride, head_stride,  slot_stride, num_heads_of_slot, piece_bytes,            \
-   pool_slots, table,       table_stride, first,       num_slots,       rows, num_rows}
+   pool_slots, table,       table_stride, first,       num_slots,       rows,                   \
+   num_rows,   is_held}
 
 // All return 0, and do nothing, if a slot of a state is none of the pool.
 #define OPERATIONS(T, name)                                                                     \
