@@ -534,7 +534,7 @@ CASES: list[Case] = [
     attention_case(32, 8, 128, None, torch.float32),
     *(
         Case(f"norms of {width}, groups of {group}", partial(rows, width, group))
-        for width in (64, 128, 896, 4096, 5120, 8192, 14336, 16384)
+        for width in (64, 128, 896, 4096, 5120, 8192, 14336, 29568)
         for group in (None, 0, 64, 128)
         if group is None or width > 512
     ),

@@ -416,7 +416,11 @@ class DecodeGraphs:
         They are the graph's own, too.
         """
         self._replay(rows, positions, too_far)
-        return self._hidden[: len(rows)]
+        return self.states(len(rows))
+
+    def states(self, num_rows: int) -> Tensor:
+        """Return the last step's hidden states [num_rows, hidden_size], as `hidden` does."""
+        return self._hidden[:num_rows]
 
     def _replay(self, rows: HostIntegers, positions: HostIntegers, too_far: Tensor | None) -> None:
         self._set(rows, positions)

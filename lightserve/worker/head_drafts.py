@@ -53,6 +53,7 @@ class HeadDrafts:
 
     def begin(self, plan: StepPlan, decodes: DecodeColumns, table: Tensor, lengths: Tensor) -> None:
         """See `Proposer.begin`."""
+        self._pass = torch.empty(0, 0), np.empty(0, dtype=np.int64)  # memory for the next pass
         if not len(self._states):
             shape = len(table), self._model.config.hidden_size
             self._states = torch.zeros(shape, dtype=self._head.dtype, device=table.device)

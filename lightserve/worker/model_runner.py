@@ -350,9 +350,12 @@ class ModelRunner:
             indices = [i for i, row in enumerate(inputs.sampled_rows) if row in self._vector_rows]
         is_covered = graphs is not None and graphs.covers(len(inputs.rows))
         is_plain = inputs.is_plain_decode and images is None and not indices
-        is_plain = is_plain and self._head is None  # which takes in hidden states
         if graphs is not None and is_covered and is_plain:
             logits = graphs.logits(inputs.rows, inputs.context_lens - 1, inputs.too_far)
+            if self._head is not None:
+                input_ids, _ = self._table.unrecorded(inputs)
+                states = graphs.states(len(inputs.rows))
+                self._head.take_in(inputs, input_ids, states, self._table.req_to_slot)
             return _Passed(logits, torch.empty(0, 0, device=self._queue.device))
         hidden = self._hidden(inputs, images)
         num_sampled = len(inputs.sampled_rows)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -383,6 +384,15 @@ def test_on_a_gpu_every_candidate_is_compiled_before_one_is_measured(
         dict.fromkeys([default_decode(work.shape, GPUS[0]), *tuning.candidates(work, GPUS[0])])
     )
     assert calls == [num_configs] * len(scenes(work, 40)) and num_configs > 2
+
+
+def test_the_timer_asks_events_for_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = create_autospec(torch.cuda.Event, instance=True)
+    event.elapsed_time.return_value = 2.0
+    monkeypatch.setattr(torch.cuda, "Event", create_autospec(torch.cuda.Event, return_value=event))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: None)
+    calls: list[int] = []
+    assert tuning.cuda_timer(lambda: calls.append(1)) == 0.002 and len(calls) > 10
 
 
 # Products of few rows: ours where it is faster than cuBLAS, and nowhere else.

@@ -79,6 +79,25 @@ def test_norms_and_gates_round_as_a_kernel_of_its_own(
     assert_same(found, round_rows(norms.silu_and_mul(gate_up), group))
 
 
+@pytest.mark.parametrize("group", [0, 64])
+def test_wide_rows_are_rounded_apart(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one kernel for both would have more numbers than registers: the bits are the same."""
+    x, weight = normal(3, 200), normal(200, seed=2)
+    fused = [
+        norms.add_rms_norm_rounded(x, x.clone(), weight, 1e-5, group)[0],
+        norms.silu_and_mul_rounded(normal(3, 400), group),
+    ]
+    monkeypatch.setattr(norms, "MOST_ROUNDED", 64)
+    with patch.object(norms, "round_rows", side_effect=round_rows) as rounded:
+        rows, kept = norms.add_rms_norm_rounded(x, x.clone(), weight, 1e-5, group)
+        assert_same(rows, fused[0])
+        assert torch.equal(kept, x + x)
+        assert_same(norms.silu_and_mul_rounded(normal(3, 400), group), fused[1])
+    assert rounded.call_count == (2 if group == 0 else 1), (
+        "gates of groups have blocks of their own"
+    )
+
+
 def fp8(outputs: int, inputs: int, group: int, *, is_gated: bool = False) -> Fp8Weight:
     values = normal(outputs, inputs, seed=outputs).to(torch.float8_e4m3fn)
     factors = torch.rand(outputs, -(-inputs // group)) / inputs**0.5
@@ -245,7 +264,7 @@ def test_a_product_that_torch_has_not(
     exact = product_tuning.scaled_product
 
     def right(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-        return exact(rows, weight, bias) / 2**16
+        return exact(rows._replace(factors=rows.factors / 2**16), weight, bias)
 
     if error is None:
         monkeypatch.setattr(product_tuning, "scaled_product", right)

@@ -49,7 +49,7 @@ class TritonKernels(RecurrentKernels):
         self, configs: AttentionConfigs | None = None, products: ProductChoices | None = None
     ) -> None:
         self.configs = configs or AttentionConfigs()
-        self.products = products or ProductChoices()
+        self.products = ProductChoices() if products is None else products
         if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_SINCE:
             self.can |= Can.FP8_PRODUCTS
 

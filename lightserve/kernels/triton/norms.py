@@ -200,6 +200,8 @@ def _silu_and_mul_kernel(
 
 SILU_BLOCK = 1024
 ROUNDED_BLOCK = 2048
+MOST_ROUNDED = 1 << 14
+"""Numbers of a row up to which norms round it without spilling registers; gates twice as many."""
 THREAD_ELEMENTS = 16
 """Elements of a row for each thread: two loads of 16 bytes in flight, in a type of 2 bytes."""
 MAX_WARPS = 16
@@ -289,6 +291,9 @@ def add_rms_norm_rounded(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int
 ) -> tuple[RoundedRows, Tensor]:
     """Return what `round_rows` makes of the result of `add_rms_norm`, and x + residual."""
+    if x.shape[1] > MOST_ROUNDED:
+        rows, residual = add_rms_norm(x, residual, weight, eps)
+        return round_rows(rows, group), residual
     out = _rounded_like(x, x.shape[1], group)
     _add_rms_norm(x, residual, weight, eps, out.values, out.factors, group)
     return out, residual
@@ -332,7 +337,10 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def silu_and_mul_rounded(gate_up: Tensor, group: int) -> RoundedRows:
     """Return what `round_rows` makes of the result of `silu_and_mul`."""
-    out = _rounded_like(gate_up, gate_up.shape[1] // 2, group)
+    width = gate_up.shape[1] // 2
+    if group == 0 and width > 2 * MOST_ROUNDED:
+        return round_rows(silu_and_mul(gate_up), group)
+    out = _rounded_like(gate_up, width, group)
     _silu_and_mul(gate_up, out.values, out.factors, group)
     return out
 

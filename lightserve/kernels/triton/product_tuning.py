@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lightserve.kernels.check_pair import LIMITS, relative_error
 from lightserve.kernels.interface import KernelShapes, linears_of
@@ -165,7 +166,7 @@ def choose_product(
     num_copies = max(1, min(max_copies, MIN_PRODUCT_BYTES // num_bytes))
     generator = torch.Generator(device).manual_seed(0)
 
-    def normal(*size: int) -> torch.Tensor:
+    def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=work.dtype)
 
     weights = normal(num_copies, work.num_outputs, key.num_inputs)
@@ -261,15 +262,18 @@ class ScaledScene:
 
     def __init__(self, key: ScaledKey, device: torch.device, num_copies: int) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        size = (num_copies * key.num_outputs, key.num_inputs)
-        values = torch.randn(size, generator=generator, device=device).to(torch.float8_e4m3fn)
-        factors = torch.rand(len(values), 1, generator=generator, device=device) + 0.5
-        self._weights: list[Fp8Weight] = [
-            pack_fp8(*part, group_size=key.num_inputs)._replace(rounds_rows=True)
-            for part in zip(values.chunk(num_copies), factors.chunk(num_copies), strict=True)
-        ]
-        x = torch.randn(key.num_rows, key.num_inputs, generator=generator, device=device)
-        self._rows: RoundedRows = round_rows(x.bfloat16(), 0)
+
+        def normal(num_rows: int) -> Tensor:
+            size, dtype = (num_rows, key.num_inputs), torch.bfloat16
+            return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+        self._weights: list[Fp8Weight] = []
+        for _ in range(num_copies):
+            values = normal(key.num_outputs).to(torch.float8_e4m3fn)
+            factors = torch.rand(len(values), 1, generator=generator, device=device) + 0.5
+            weight = pack_fp8(values, factors, group_size=key.num_inputs)
+            self._weights.append(weight._replace(rounds_rows=True))
+        self._rows: RoundedRows = round_rows(normal(key.num_rows), 0)
 
     def multiply(self, *, is_scaled: bool) -> None:
         """Multiply by each of the weights."""
@@ -280,14 +284,19 @@ class ScaledScene:
                 linear_fp8(self._rows, weight, None)
 
     def agrees(self) -> bool:
-        """Whether torch multiplies here, and gives what Triton does."""
-        weight = self._weights[0]
+        """Whether torch multiplies here, and gives what Triton does.
+
+        With a bias, and of rows of an uneven number, as steps have them.
+        """
+        weight, (values, factors, group, dtype) = self._weights[0], self._rows
+        bias = torch.ones(len(weight.packed), dtype=dtype, device=values.device)
+        rows = RoundedRows(values[:-3], factors[:, :-3].contiguous(), group, dtype)
         try:
-            found = scaled_product(self._rows, weight, None)
+            found = scaled_product(rows, weight, bias)
         except (RuntimeError, ValueError, TypeError) as error:  # none for this GPU, this CUDA
             log.debug("torch has no product of e4m3 here: %s", error)
             return False
-        error = relative_error(found, linear_fp8(self._rows, weight, None))
+        error = relative_error(found, linear_fp8(rows, weight, bias))
         if not error <= LIMITS[torch.bfloat16]:
             log.warning("torch's product of e4m3 is not used: its relative error is %.2g", error)
             return False

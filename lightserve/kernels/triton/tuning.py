@@ -402,7 +402,7 @@ def cuda_timer(call: Call) -> float:
         call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsedtime_of(end) / 1e3)
+        times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 

@@ -166,7 +166,7 @@ class HostTier:
             assert node.host_slots is not None, "something changed since"
             found.append(node.host_slots[:missing])
             missing -= len(found[-1])
-        if is_last:
+        if is_last and len(tokens):
             _learn(node, 1.0)
         self.num_tokens["loaded"] += len(tokens)
         return np.concatenate(found)
