@@ -471,7 +471,9 @@ def _update_states(layer: _Layer, said: Tensor, bank: StateBank, batch: Attentio
     options = {
         "BLOCK_K": max(16, next_power_of_2(heads["KEY_DIM"])),
         "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
-        "num_stages": 2,
+        # Decays of all keys take registers: more warps, and one chunk at a time.
+        "num_stages": 1 if heads["BY_CHANNEL"] else 2,
+        "num_warps": 8 if heads["BY_CHANNEL"] else 4,
     }
     num_chunks, held = len(walk.chunk_owners), held_of(batch)
     pairs = said.new_empty(2, len(mixed) if num_chunks else 0, num_heads, CHUNK)
