@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from lightserve.models.json_fields import JsonFields
+from lightserve.models.mamba_families import granite_factors
 from lightserve.models.moe_config import (
     MAX_EXPERTS,
     MoeConfig,
@@ -23,7 +24,6 @@ from lightserve.models.moe_config import (
 )
 from lightserve.models.plain_config import MAX_LAYERS
 from lightserve.models.recurrent_config import RecurrentConfig
-from lightserve.models.recurrent_families import granite_factors
 from lightserve.models.rope import (
     FULL,
     SLIDING,
@@ -53,6 +53,7 @@ class Architecture(StrEnum):
     PHI3 = "Phi3ForCausalLM"
     GRANITE = "GraniteForCausalLM"
     GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
+    FALCON_H1 = "FalconH1ForCausalLM"
     NEMOTRON_H = "NemotronHForCausalLM"
     SEED_OSS = "SeedOssForCausalLM"
     EXAONE4 = "Exaone4ForCausalLM"
@@ -375,7 +376,8 @@ class LayerShape(NamedTuple):
     inner_size: int
     """Intermediate features of its block, where it has one."""
     states: RecurrentConfig | None
-    """Kind of the state that it keeps; None: it has keys and values."""
+    """Kind of the state that it keeps; None: it keeps none."""
+    has_attention: bool
     norms: tuple[str, ...]
     """Their names."""
 

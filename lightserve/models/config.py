@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightserve.errors import ConfigError, ModelLoadError
+from lightserve.models import mamba_families, own_config, plain_config, recurrent_families
 from lightserve.models.architectures import (
     CROSS_ENCODERS,
     HEADLESS,
@@ -31,37 +32,8 @@ from lightserve.models.latent_config import (
     parse_mistral4,
 )
 from lightserve.models.moe_config import MoeConfig, parse_gpt_oss, parse_llama4
-from lightserve.models.own_config import (
-    parse_baichuan,
-    parse_chatglm,
-    parse_internlm,
-    parse_internlm2,
-    parse_qwen1,
-)
-from lightserve.models.plain_config import (
-    MAX_LAYERS,
-    Activation,
-    parse_bloom,
-    parse_falcon,
-    parse_gpt_bigcode,
-    parse_gpt_neox,
-    parse_mpt,
-    parse_opt,
-    parse_phi,
-    parse_starcoder2,
-)
+from lightserve.models.plain_config import MAX_LAYERS, Activation
 from lightserve.models.recurrent_config import RecurrentConfig
-from lightserve.models.recurrent_families import (
-    parse_granite_hybrid,
-    parse_kimi_linear,
-    parse_lfm2,
-    parse_lfm2_moe,
-    parse_nemotron_h,
-    parse_olmo_hybrid,
-    parse_qwen3_5,
-    parse_qwen3_5_moe,
-    parse_qwen3_next,
-)
 from lightserve.models.rope import (
     DEFAULT_THETA,
     DynamicRope,
@@ -119,11 +91,11 @@ _PARTLY_ROTATED = (*_GLM, Architecture.GLM4_MOE, Architecture.PHI3, Architecture
 _WITH_DRAFT_HEADS = (Architecture.DEEPSEEK_V3, Architecture.GLM4_MOE, Architecture.GLM4_MOE_LITE)
 """Families whose files may have a layer that guesses tokens."""
 _PLAIN = {
-    Architecture.GPT_NEOX: parse_gpt_neox,
-    Architecture.PHI: parse_phi,
-    Architecture.STARCODER2: parse_starcoder2,
-    Architecture.OPT: parse_opt,
-    Architecture.FALCON: parse_falcon,
+    Architecture.GPT_NEOX: plain_config.parse_gpt_neox,
+    Architecture.PHI: plain_config.parse_phi,
+    Architecture.STARCODER2: plain_config.parse_starcoder2,
+    Architecture.OPT: plain_config.parse_opt,
+    Architecture.FALCON: plain_config.parse_falcon,
     Architecture.GPT_OSS: parse_gpt_oss,
     Architecture.DEEPSEEK_V2: parse_deepseek_v2,
     Architecture.DEEPSEEK_V3: parse_deepseek_v3,
@@ -131,25 +103,26 @@ _PLAIN = {
     Architecture.MISTRAL4: parse_mistral4,
     Architecture.LLAMA4: parse_llama4,
     Architecture.GEMMA4: parse_gemma4,
-    Architecture.BLOOM: parse_bloom,
-    Architecture.MPT: parse_mpt,
-    Architecture.GPT_BIGCODE: parse_gpt_bigcode,
-    Architecture.QWEN: parse_qwen1,
-    Architecture.BAICHUAN: parse_baichuan,
-    Architecture.BAICHUAN_FIRST: parse_baichuan,
-    Architecture.INTERNLM: parse_internlm,
-    Architecture.INTERNLM2: parse_internlm2,
-    Architecture.CHATGLM: parse_chatglm,
-    Architecture.CHATGLM_WHOLE: parse_chatglm,
-    Architecture.QWEN3_NEXT: parse_qwen3_next,
-    Architecture.GRANITE_HYBRID: parse_granite_hybrid,
-    Architecture.NEMOTRON_H: parse_nemotron_h,
-    Architecture.QWEN3_5: parse_qwen3_5,
-    Architecture.QWEN3_5_MOE: parse_qwen3_5_moe,
-    Architecture.OLMO_HYBRID: parse_olmo_hybrid,
-    Architecture.KIMI_LINEAR: parse_kimi_linear,
-    Architecture.LFM2: parse_lfm2,
-    Architecture.LFM2_MOE: parse_lfm2_moe,
+    Architecture.BLOOM: plain_config.parse_bloom,
+    Architecture.MPT: plain_config.parse_mpt,
+    Architecture.GPT_BIGCODE: plain_config.parse_gpt_bigcode,
+    Architecture.QWEN: own_config.parse_qwen1,
+    Architecture.BAICHUAN: own_config.parse_baichuan,
+    Architecture.BAICHUAN_FIRST: own_config.parse_baichuan,
+    Architecture.INTERNLM: own_config.parse_internlm,
+    Architecture.INTERNLM2: own_config.parse_internlm2,
+    Architecture.CHATGLM: own_config.parse_chatglm,
+    Architecture.CHATGLM_WHOLE: own_config.parse_chatglm,
+    Architecture.QWEN3_NEXT: recurrent_families.parse_qwen3_next,
+    Architecture.GRANITE_HYBRID: mamba_families.parse_granite_hybrid,
+    Architecture.FALCON_H1: mamba_families.parse_falcon_h1,
+    Architecture.NEMOTRON_H: mamba_families.parse_nemotron_h,
+    Architecture.QWEN3_5: recurrent_families.parse_qwen3_5,
+    Architecture.QWEN3_5_MOE: recurrent_families.parse_qwen3_5_moe,
+    Architecture.OLMO_HYBRID: recurrent_families.parse_olmo_hybrid,
+    Architecture.KIMI_LINEAR: recurrent_families.parse_kimi_linear,
+    Architecture.LFM2: recurrent_families.parse_lfm2,
+    Architecture.LFM2_MOE: recurrent_families.parse_lfm2_moe,
     Architecture.BERT: parse_bert,
     Architecture.ROBERTA: parse_roberta,
     Architecture.XLM_ROBERTA: parse_roberta,
@@ -267,6 +240,8 @@ class ModelConfig:
     def shape_of(self, layer: int) -> LayerShape:
         """Return what one layer has."""
         own, states = self.gemma4, self.recurrent
+        if states is not None and layer not in states.layers:
+            states = None
         shape = LayerShape(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -274,11 +249,11 @@ class ModelConfig:
             products="qkv",
             kv_source=layer,
             inner_size=self.intermediate_size,
-            states=states if states is not None and layer in states.layers else None,
-            norms=self.layer_norms,
+            states=states,
+            has_attention=layer not in self.feed_forward_layers
+            and (states is None or states.beside is not None),
+            norms=(states and states.norms) or self.layer_norms,
         )
-        if (kept := shape.states) is not None and kept.norms is not None:
-            shape = shape._replace(norms=kept.norms)
         if own is None:
             return shape
         windows = self.sliding_windows
@@ -303,8 +278,7 @@ class ModelConfig:
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in range(self.num_layers):
             shape = self.shape_of(layer)
-            is_alone = layer in self.feed_forward_layers
-            if shape.states is None and shape.kv_source == layer and not is_alone:
+            if shape.has_attention and shape.kv_source == layer:
                 groups.setdefault((shape.num_kv_heads, shape.head_dim), []).append(layer)
         return tuple(map(tuple, groups.values()))
 
@@ -316,8 +290,8 @@ class ModelConfig:
     @property
     def has_blocks(self) -> bool:
         """Whether there are layers with a block of `intermediate_size`."""
-        moe = self.moe
-        return moe is None or moe.is_beside or len(moe.layers) < self.num_layers
+        moe, blocks = self.moe, self.feed_forward_layers or frozenset(range(self.num_layers))
+        return moe is None or moe.is_beside or not blocks <= moe.layers
 
     @property
     def embedding_size(self) -> int:

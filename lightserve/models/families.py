@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import QKNorm
 from lightserve.models.architectures import Architecture
-from lightserve.models.base import KVTensors, Model, Part, even_part, kv_head_part
+from lightserve.models.base import KeepsStates, KVTensors, Model, Part, even_part, kv_head_part
 from lightserve.models.decoder import (
     PLAIN,
     DecoderLayer,
@@ -29,8 +29,9 @@ from lightserve.models.layers.attention import (
     SelfAttention,
     growth_of_queries,
 )
-from lightserve.models.layers.feed_forward import ExpertsBeside, feed_forward
+from lightserve.models.layers.feed_forward import ExpertsBeside, feed_forward, gated_mlp
 from lightserve.models.layers.linear import ModelContext, read_vector
+from lightserve.models.layers.recurrent import RecurrentLayer
 
 
 class HeadNormAttention(SelfAttention):
@@ -176,6 +177,52 @@ class GraniteLayer(DecoderLayer):
         return x * self._multiplier, residual
 
 
+class SideBySideLayer(DecoderLayer):
+    """Falcon-H1: x = x + attention(norm(x)) + states(norm(x)); x = x + mlp(norm(x)), each part with
+    a factor before and behind.
+    """
+
+    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
+        """`attention`: the class of states."""
+        prefix, config = f"model.layers.{layer}", context.config
+        assert config.recurrent is not None and config.recurrent.beside is not None
+        self._factors = own = config.recurrent.beside
+        self._attention_norm, self._mlp_norm = (
+            context.norm(f"{prefix}.{name}", size=config.hidden_size) for name in config.layer_norms
+        )
+        self._attention = SelfAttention(context, f"{prefix}.self_attn", layer=layer)
+        self._beside = attention(context, f"{prefix}.self_attn", layer=layer)
+        self._mlp = gated_mlp(context, f"{prefix}.mlp", config.intermediate_size, factor=own.gate)
+        self._num_features = even_part(config.num_heads, context.tp).size * config.head_dim
+
+    @property
+    def states(self) -> KeepsStates:
+        """See `DecoderLayer.states`."""
+        assert isinstance(self._beside, RecurrentLayer)
+        return self._beside
+
+    def attend(
+        self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, kv: KVTensors
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.attend`; heads of attention, then those of states."""
+        if residual is None:
+            own, residual = self._attention_norm(x), x
+        else:
+            own, residual = self._attention_norm.add(x, residual)
+        parts = ((self._attention, self._factors.attention), (self._beside, self._factors.states))
+        heads = [part.mix(own * factors[0], inputs, kv) for part, factors in parts]
+        return torch.cat(heads, dim=-1), residual
+
+    def finish(self, heads: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer.finish`."""
+        factors = self._factors
+        own, states = heads.tensor_split([self._num_features], dim=-1)
+        added = self._attention.project(own.contiguous()) * factors.attention[1]
+        added = added + self._beside.project(states.contiguous()) * factors.states[1]
+        x, residual = self._mlp.behind(self._mlp_norm, added, residual)
+        return x * factors.block, residual
+
+
 class SoloLayer(DecoderLayer):
     """Nemotron-H: x = x + block(norm(x)), of attention, of states, or a feed-forward."""
 
@@ -257,6 +304,7 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.QWEN3_5_MOE: Family(attention=HeadNormAttention),
     Architecture.GRANITE: Family(layer=GraniteLayer),
     Architecture.GRANITE_HYBRID: Family(layer=GraniteLayer),
+    Architecture.FALCON_H1: Family(layer=SideBySideLayer),
     Architecture.NEMOTRON_H: Family(layer=SoloLayer),
     Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
     Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),

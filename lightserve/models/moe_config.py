@@ -92,7 +92,10 @@ class MoeConfig:
     """Name of the block in a layer."""
     router: str = "gate"
     """Name of the router in it."""
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of products, without the first where experts have `ModelConfig.activation`."""
+    latent_size: int | None = None
+    """Numbers that experts read and give, products of hidden states; None: these themselves."""
     has_biases: bool = False
     """Whether the router and all experts have biases."""
     clamp: tuple[float, float] | None = None

@@ -11,13 +11,34 @@ STATE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class SideBySide:
+    """Factors of a layer's parts where attention and a state read one norm (Falcon-H1).
+
+    Source: Zuo et al. 2025, "Falcon-H1", section 2.
+    """
+
+    attention: tuple[float, float]
+    """Of its inputs, and of its results."""
+    states: tuple[float, float]
+    """The same."""
+    parts: tuple[float, ...]
+    """Of z, and of numbers of heads, inputs, outputs and rates of states."""
+    gate: float
+    """Of the gate of the feed-forward block."""
+    block: float
+    """Of its results."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(ABC):
     """Layers that keep a state: what all kinds have."""
 
     layers: frozenset[int]
-    """Neither empty nor all layers."""
+    """Neither empty nor, without `beside`, all layers."""
     norms: tuple[str, ...] | None = None
     """Names of their norms; None: those of the other layers."""
+    beside: SideBySide | None = None
+    """Attention that they have as well; None: they have none."""
 
     @abstractmethod
     def state_bytes(self, number_bytes: int, tp_size: int = 1) -> tuple[int, ...]:
@@ -165,6 +186,8 @@ class MambaConfig(RecurrentConfig):
     has_conv_bias: bool
     has_bias: bool
     """Whether the products before and behind have biases."""
+    has_norm: bool = True
+    """Whether the results of each group are normalised."""
     keys: tuple[str, str] = ("mamba_n_heads", "mamba_n_groups")
     """Keys of `config.json` that have the numbers of heads and groups."""
 
@@ -196,9 +219,10 @@ class MambaConfig(RecurrentConfig):
         tensors: dict[str, tuple[int, ...]] = {
             "in_proj.weight": (products, hidden_size),
             "conv1d.weight": (self.channels, 1, self.width),
-            "norm.weight": (self.inner,),
             "out_proj.weight": (hidden_size, self.inner),
         } | dict.fromkeys(("A_log", "dt_bias", "D"), (self.num_heads,))
+        if self.has_norm:
+            tensors["norm.weight"] = (self.inner,)
         if self.has_conv_bias:
             tensors["conv1d.bias"] = (self.channels,)
         if self.has_bias:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,230 +13,22 @@ from lightserve.models.moe_config import (
     MAX_EXPERTS,
     MoeConfig,
     Scoring,
-    Stacked,
     num_chosen_of,
     parse_qwen_moe,
 )
-from lightserve.models.plain_config import MAX_LAYERS, parse_activation
-from lightserve.models.recurrent_config import (
-    ConvolutionConfig,
-    DeltaConfig,
-    Joined,
-    MambaConfig,
-)
+from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig, Joined
 from lightserve.models.rope import DEFAULT_THETA, parse_rope, parse_rotary_dim
 
 FULL_ATTENTION, LINEAR_ATTENTION, CONVOLUTION = "full_attention", "linear_attention", "conv"
-FEED_FORWARD = "mlp"
-PATTERN = {"M": LINEAR_ATTENTION, "*": FULL_ATTENTION, "-": FEED_FORWARD}
-"""Kinds of layers by their letters in Nemotron-H's files."""
-OLDER_KINDS = {"attention": FULL_ATTENTION, "mamba": LINEAR_ATTENTION}
-"""Kinds of layers by the names of older files."""
 MAX_HEAD_DIM = 512
 MAX_CONVOLUTION = 16
 
 
-def parse_granite_hybrid(fields: JsonFields) -> dict[str, Any]:
-    """Return Granite 4, with Mamba-2 layers or without: a block each, or experts beside it."""
-    _check_silu(fields)
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if hidden % num_heads or hidden // num_heads % 2:
-        complaint = f"must be {num_heads} times an even number, got {hidden}"
-        raise fields.error("hidden_size", complaint)
-    num_kv_heads = _kv_heads(fields, num_heads, num_heads)
-    length = fields.integer("max_position_embeddings", default=2048)
-    positions, known = "position_embedding_type", ("rope", "nope")
-    kind = "nope" if fields.is_null(positions) else fields.string(positions, default="nope")
-    if kind not in known:
-        raise fields.error(positions, f"must be one of {', '.join(known)}, got {kind!r}")
-    has_bias = fields.boolean("attention_bias", default=False)
-    kinds = fields.array("layer_types") if fields.has("layer_types") else []
-    is_plain = len(kinds) == num_layers and {*map(str, kinds)} <= {"attention", FULL_ATTENTION}
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer("shared_intermediate_size", default=1024),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": hidden // num_heads,
-        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
-        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=hidden // num_heads),
-        "unrotated_layers": frozenset(range(num_layers) if kind == "nope" else ()),
-        "max_position_embeddings": length,
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "merged": frozenset({"gate_up"}),
-        "moe": _granite_experts(fields, num_layers),
-        "stored_names": (
-            ("block_sparse_moe.mlp", "mlp"),
-            ("experts.gate_up_proj", "input_linear.weight"),
-            ("experts.down_proj", "output_linear.weight"),
-            ("mlp.gate_up_proj", "shared_mlp.input_linear"),
-            ("mlp.down_proj", "shared_mlp.output_linear"),
-        ),
-        **granite_factors(fields),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "sliding_windows": (None,) * num_layers,
-        "recurrent": None if is_plain else _mamba(fields, num_layers, hidden),
-    }
-
-
-def parse_nemotron_h(fields: JsonFields) -> dict[str, Any]:
-    """Return Nemotron-H: every layer is one block, of states, attention or a feed-forward."""
-    kinds, key = _nemotron_kinds(fields)
-    layers = {kind: frozenset(i for i, own in enumerate(kinds) if own == kind) for kind in kinds}
-    for kind in (FULL_ATTENTION, LINEAR_ATTENTION):
-        if kind not in layers:
-            raise fields.error(key, f"gives no layer of {kind}")
-    num_heads, num_layers = fields.integer("num_attention_heads", default=32), len(kinds)
-    head_dim = fields.integer("head_dim", default=128)
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even, got {head_dim}")
-    length = fields.integer("max_position_embeddings", default=4096)
-    keys = heads_key, groups_key = ("mamba_num_heads", "n_groups")
-    mamba_heads = fields.integer(heads_key, default=128)
-    num_groups = fields.integer(groups_key, default=8)
-    if mamba_heads % num_groups:
-        raise fields.error(groups_key, f"must divide {heads_key} {mamba_heads}, got {num_groups}")
-    if (activation := fields.string("mamba_hidden_act", default="silu")) != "silu":
-        raise fields.error("mamba_hidden_act", f"must be 'silu', got {activation!r}")
-    _check_rates(fields)
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
-        "intermediate_size": fields.integer("intermediate_size", default=21504),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": _kv_heads(fields, num_heads, 8),
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
-        "rope": parse_rope(fields, max_position_embeddings=length, rotary_dim=head_dim),
-        "unrotated_layers": frozenset(range(num_layers)),
-        "max_position_embeddings": length,
-        "qkv_bias": False,
-        "attention_output_bias": False,
-        "mlp_bias": fields.boolean("mlp_bias", default=False),
-        "activation": parse_activation(fields, "mlp_hidden_act", "relu2"),
-        "qk_norm": False,
-        "layer_norms": ("input_layernorm",),
-        "feed_forward_layers": layers.get(FEED_FORWARD, frozenset()),
-        "stored_names": (
-            ("input_layernorm", "norm"),
-            ("model.norm", "model.norm_f"),
-            ("embed_tokens", "embeddings"),
-            *((name, "mixer.") for name in ("self_attn.", "mamba.", "mlp.")),
-            ("model.", "backbone."),
-        ),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "sliding_windows": (None,) * num_layers,
-        "recurrent": MambaConfig(
-            layers=layers[LINEAR_ATTENTION],
-            num_heads=mamba_heads,
-            head_dim=fields.integer("mamba_head_dim", default=64, high=MAX_HEAD_DIM),
-            num_groups=num_groups,
-            state_size=fields.integer("ssm_state_size", default=128, high=MAX_HEAD_DIM),
-            width=fields.integer("conv_kernel", default=4, low=2, high=MAX_CONVOLUTION),
-            has_conv_bias=fields.boolean("use_conv_bias", default=True),
-            has_bias=fields.boolean("use_bias", default=False),
-            keys=keys,
-        ),
-    }
-
-
-def _nemotron_kinds(fields: JsonFields) -> tuple[list[object], str]:
-    """Return the kind of each layer, and the key that says so."""
-    key = "hybrid_override_pattern"
-    if fields.has(key):
-        kinds: list[object] = [PATTERN.get(letter, letter) for letter in fields.string(key)]
-    else:
-        key = "layers_block_type" if fields.has("layers_block_type") else "layer_types"
-        found = fields.array(key)
-        kinds = [OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in found]
-    if len(kinds) > MAX_LAYERS:
-        raise fields.error(key, f"must have at most {MAX_LAYERS} entries, got {len(kinds)}")
-    for kind in kinds:
-        if kind not in PATTERN.values():
-            known = ", ".join(PATTERN.values())
-            raise fields.error(key, f"has the entry {kind!r}; {known} are supported")
-    return kinds, key
-
-
-def _granite_experts(fields: JsonFields, num_layers: int) -> MoeConfig | None:
-    num_experts = fields.integer("num_local_experts", default=8, low=0, high=MAX_EXPERTS)
-    if not num_experts:
-        return None
-    return MoeConfig(
-        layers=frozenset(range(num_layers)),
-        num_experts=num_experts,
-        num_chosen=num_chosen_of(fields, num_experts, default=2),
-        intermediate_size=fields.integer("intermediate_size", default=11008),
-        size_key="intermediate_size",
-        normalises=True,
-        scoring=Scoring.CHOSEN,
-        shared_size=fields.integer("shared_intermediate_size", default=1024),
-        shared_module="mlp",
-        module="block_sparse_moe",
-        router="router.layer",
-        stacked=Stacked.HALVES,
-    )
-
-
-def granite_factors(fields: JsonFields) -> dict[str, float]:
-    """Return the factors of Granite's embeddings, sums, scores and logits."""
-    return {
-        "embedding_multiplier": fields.number("embedding_multiplier", default=1.0),
-        "residual_multiplier": fields.number("residual_multiplier", default=1.0),
-        "attention_scale": fields.number("attention_multiplier", default=1.0),
-        "logits_divisor": fields.number("logits_scaling", default=1.0),
-    }
-
-
-def _mamba(fields: JsonFields, num_layers: int, hidden: int) -> MambaConfig:
-    num_heads = fields.integer("mamba_n_heads", default=128)
-    num_groups = fields.integer("mamba_n_groups", default=1)
-    if num_heads % num_groups:
-        raise fields.error("mamba_n_groups", f"must divide mamba_n_heads {num_heads}")
-    inner = fields.integer("mamba_expand", default=2) * hidden
-    key, head_dim = "mamba_d_head", inner // num_heads
-    if dict(fields.items()).get(key, "auto") != "auto":
-        head_dim = fields.integer(key, high=MAX_HEAD_DIM)
-    if head_dim * num_heads != inner:
-        complaint = f"times mamba_n_heads {num_heads} must be {inner}, got {head_dim}"
-        raise fields.error(key, complaint)
-    _check_rates(fields)
-    return MambaConfig(
-        layers=_recurrent_layers(fields, num_layers, older=OLDER_KINDS),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=num_groups,
-        state_size=fields.integer("mamba_d_state", default=256, high=MAX_HEAD_DIM),
-        width=fields.integer("mamba_d_conv", default=4, low=2, high=MAX_CONVOLUTION),
-        has_conv_bias=fields.boolean("mamba_conv_bias", default=True),
-        has_bias=fields.boolean("mamba_proj_bias", default=False),
-    )
-
-
-def _check_rates(fields: JsonFields) -> None:
-    limits = dict(fields.items()).get("time_step_limit")
-    if limits not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
-        raise fields.error("time_step_limit", f"must be [0, Infinity], got {limits!r}")
-
-
-def _check_silu(fields: JsonFields) -> None:
+def check_silu(fields: JsonFields) -> None:
+    """Check that gates are SiLU. Raises ModelLoadError naming the key."""
     if (activation := fields.string("hidden_act", default="silu")) != "silu":
         raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
-
-
-def _kv_heads(fields: JsonFields, num_heads: int, default: int | None) -> int:
-    num_kv_heads = fields.integer("num_key_value_heads", default=default)
-    if num_heads % num_kv_heads:
-        complaint = f"must divide num_attention_heads {num_heads}, got {num_kv_heads}"
-        raise fields.error("num_key_value_heads", complaint)
-    return num_kv_heads
 
 
 def parse_qwen3_next(fields: JsonFields) -> dict[str, Any]:
@@ -277,7 +68,7 @@ def _parse_qwen(fields: JsonFields, *, joined: Joined) -> dict[str, Any]:
             "rms_norm_eps": 1e-6,
         }
     )
-    own = _decoder(fields, share=0.25)
+    own = decoder_fields(fields, share=0.25)
     return own | {
         "norm_offset": 1.0,
         "qk_norm": True,
@@ -286,14 +77,14 @@ def _parse_qwen(fields: JsonFields, *, joined: Joined) -> dict[str, Any]:
     }
 
 
-def _decoder(
+def decoder_fields(
     fields: JsonFields, *, share: float = 1.0, theta: float = DEFAULT_THETA
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all decoders here have.
 
     `share` of a head that is rotated, and base, where the file gives none.
     """
-    _check_silu(fields)
+    check_silu(fields)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     num_kv_heads, head_dim = fields.num_kv_heads(num_heads), hidden // num_heads
@@ -347,7 +138,7 @@ def _delta(
         complaint = f"must be a multiple of linear_num_key_heads {key_heads}, got {value_heads}"
         raise fields.error("linear_num_value_heads", complaint)
     return DeltaConfig(
-        layers=_recurrent_layers(fields, num_layers),
+        layers=recurrent_layers(fields, num_layers),
         num_key_heads=key_heads,
         num_value_heads=value_heads,
         key_dim=fields.integer("linear_key_head_dim", default=sizes[0], high=MAX_HEAD_DIM),
@@ -358,7 +149,7 @@ def _delta(
     )
 
 
-def _recurrent_layers(
+def recurrent_layers(
     fields: JsonFields,
     num_layers: int,
     kind: str = LINEAR_ATTENTION,
@@ -408,7 +199,7 @@ def parse_olmo_hybrid(fields: JsonFields) -> dict[str, Any]:
             "rms_norm_eps": 1e-6,
         }
     )
-    own = _decoder(fields)
+    own = decoder_fields(fields)
     is_rotated = fields.has("rope_scaling") or fields.has("rope_theta")
     if not fields.has("rope_scaling") and fields.has("rope_parameters"):
         is_rotated = not fields.child("rope_parameters").is_null("rope_theta")
@@ -483,7 +274,7 @@ def parse_kimi_linear(fields: JsonFields) -> dict[str, Any]:
         for name, default, high in (("num_heads", 32, 4096), ("head_dim", 128, MAX_HEAD_DIM))
     )
     if fields.has("layer_types"):
-        layers = _recurrent_layers(fields, num_layers)
+        layers = recurrent_layers(fields, num_layers)
     elif inner is not fields:
         layers = _layers_from_one(inner, num_layers)
     else:
@@ -578,12 +369,12 @@ def _parse_lfm2(fields: JsonFields, inner: int) -> dict[str, Any]:
         for ours, theirs in (("rms_norm_eps", "norm_eps"), ("tie_word_embeddings", "tie_embedding"))
         if theirs in stated
     }
-    own = _decoder(JsonFields(fields.path, stated, defaults=_LFM2), theta=1_000_000.0)
+    own = decoder_fields(JsonFields(fields.path, stated, defaults=_LFM2), theta=1_000_000.0)
     return own | {
         "intermediate_size": inner,
         "qk_norm": True,
         "recurrent": ConvolutionConfig(
-            layers=_recurrent_layers(fields, own["num_layers"], CONVOLUTION),
+            layers=recurrent_layers(fields, own["num_layers"], CONVOLUTION),
             channels=own["hidden_size"],
             width=fields.integer("conv_L_cache", default=3, low=2, high=MAX_CONVOLUTION),
             has_bias=fields.boolean("conv_bias", default=False),

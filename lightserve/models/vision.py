@@ -21,7 +21,7 @@ from torch.nn import functional
 from lightserve.models.base import Part
 from lightserve.models.config import ModelConfig
 from lightserve.models.encoder import EncoderAttention, Group
-from lightserve.models.layers.feed_forward import activation_of, gated_mlp, plain_mlp
+from lightserve.models.layers.feed_forward import activation_of, block, gated_mlp
 from lightserve.models.layers.linear import (
     Linear,
     ModelContext,
@@ -65,7 +65,7 @@ class _Layer:
         if vision.layers.is_gated or activation is None:
             self._mlp = gated_mlp(context, f"{prefix}.mlp", size, activation)
         else:
-            self._mlp = plain_mlp(context, f"{prefix}.mlp", activation)
+            self._mlp = block(context, f"{prefix}.mlp", size)
         self._attention_norm, self._mlp_norm = (
             context.norm(f"{prefix}.norm{n}", size=vision.hidden_size) for n in (1, 2)
         )

@@ -52,6 +52,8 @@ VISION_CLASS, VISION_PATCHES = f"{VISION}class", f"{VISION}patches"
 VISION_POSITIONS = f"{VISION}positions.weight"
 VISION_NORM, VISION_LAST_NORM = f"{VISION}first_norm", f"{VISION}last_norm"
 VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
+LATENT_INPUTS, LATENT_RESULTS = "fc1_latent_proj", "fc2_latent_proj"
+"""Products before and behind experts, see `MoeConfig.latent_size`."""
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED_GATE = "shared_expert_gate"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -165,25 +167,20 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a layer, by their names in it."""
     hidden, moe, shape = config.hidden_size, config.moe, config.shape_of(layer)
-    states = shape.states
     shapes: dict[str, tuple[int, ...]] = {}
-    is_block = layer in config.feed_forward_layers
-    linears = {} if states or is_block else _attention_linears(config, shape)
-    if states is not None:
-        shapes |= states.tensors(hidden)
+    linears = _attention_linears(config, shape) if shape.has_attention else {}
+    if shape.states is not None:
+        shapes |= shape.states.tensors(hidden)
     if config.gemma4 is not None:
         shapes |= config.gemma4.tensors(hidden, moe)
     if moe is not None and layer in moe.layers:
         own = _moe_tensors(config, moe)
         shapes |= {f"{moe.module}.{name}": shape for name, shape in own.items()}
-    elif is_block or not config.feed_forward_layers:
+    elif layer in config.feed_forward_layers or not config.feed_forward_layers:
         linears |= _block_linears(config, shape.inner_size)
     if moe is not None and moe.is_beside and layer in moe.layers:
         linears |= _block_linears(config, shape.inner_size)
-    for name, (out_size, in_size, has_bias) in linears.items():
-        shapes[f"{name}.weight"] = (out_size, in_size)
-        if has_bias:
-            shapes[f"{name}.bias"] = (out_size,)
+    shapes |= _linear_tensors(linears)
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_heads,)
     for name, size in _norms(config, shape).items():
@@ -269,7 +266,7 @@ def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
 def _norms(config: ModelConfig, shape: LayerShape) -> dict[str, int]:
     """Return the sizes of a layer's norms."""
     norms = dict.fromkeys(shape.norms, config.hidden_size)
-    if shape.states is not None:
+    if not shape.has_attention:
         return norms
     if config.has_whole_qk_norm:
         norms["self_attn.q_norm"] = config.num_heads * config.head_dim
@@ -359,22 +356,33 @@ def _latent_linears(config: ModelConfig, latent: LatentConfig) -> dict[str, tupl
     }
 
 
-def _block_linears(config: ModelConfig, inner: int) -> dict[str, tuple[int, int, bool]]:
+def _block_linears(
+    config: ModelConfig, inner: int, module: str = "mlp"
+) -> dict[str, tuple[int, int, bool]]:
     """Return outputs, inputs and whether there is a bias of a block's parts."""
-    hidden, has_bias = config.hidden_size, config.mlp_bias
+    hidden, sizes = config.hidden_size, {"gate": inner, "up": inner}
     if config.activation is not None:
-        linears = {"mlp.up_proj": (inner, hidden, has_bias)}
+        sizes = {"up": inner}
     elif "gate_up" in config.merged:
-        linears = {"mlp.gate_up_proj": (2 * inner, hidden, has_bias)}
-    else:
-        linears = {f"mlp.{name}_proj": (inner, hidden, has_bias) for name in ("gate", "up")}
-    return linears | {"mlp.down_proj": (hidden, inner, has_bias)}
+        sizes = {"gate_up": 2 * inner}
+    shapes = {name: (size, hidden) for name, size in sizes.items()} | {"down": (hidden, inner)}
+    return {f"{module}.{name}_proj": (*own, config.mlp_bias) for name, own in shapes.items()}
+
+
+def _linear_tensors(linears: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of products by their outputs, inputs and whether there is a bias."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (out_size, in_size, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (out_size, in_size)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out_size,)
+    return shapes
 
 
 def _moe_tensors(config: ModelConfig, moe: MoeConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a block of experts."""
-    hidden, (gate, up, down) = config.hidden_size, moe.projections
-    inner = moe.intermediate_size
+    hidden, (*firsts, down) = config.hidden_size, moe.projections
+    inner, size = moe.intermediate_size, moe.latent_size or config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {f"{moe.router}.weight": (moe.num_experts, hidden)}
     if moe.has_choice_bias:
         shapes[f"{moe.router}.{CHOICE_BIAS}"] = (moe.num_experts,)
@@ -383,23 +391,15 @@ def _moe_tensors(config: ModelConfig, moe: MoeConfig) -> dict[str, tuple[int, ..
     if moe.stacked is not None:
         shapes |= _stacked_tensors(moe, hidden)
     for expert in range(0 if moe.stacked else moe.num_experts):
-        if moe.has_biases:
-            shapes |= {f"experts.{expert}.{name}.bias": (inner,) for name in (gate, up)}
-            shapes[f"experts.{expert}.{down}.bias"] = (hidden,)
-        shapes |= {
-            f"experts.{expert}.{gate}.weight": (inner, hidden),
-            f"experts.{expert}.{up}.weight": (inner, hidden),
-            f"experts.{expert}.{down}.weight": (hidden, inner),
-        }
+        own = {f"experts.{expert}.{name}": (inner, size, moe.has_biases) for name in firsts}
+        own[f"experts.{expert}.{down}"] = (size, inner, moe.has_biases)
+        shapes |= _linear_tensors(own)
+    if moe.latent_size is not None:
+        narrow, wide = LATENT_INPUTS, LATENT_RESULTS
+        own = {narrow: (size, hidden, config.mlp_bias), wide: (hidden, size, config.mlp_bias)}
+        shapes |= _linear_tensors(own)
     if moe.shared_size:
-        sizes = dict.fromkeys(("gate", "up"), moe.shared_size)
-        if "gate_up" in config.merged:
-            sizes = {"gate_up": 2 * moe.shared_size}
-        shapes |= {
-            f"{moe.shared_module}.{name}_proj.weight": (size, hidden)
-            for name, size in sizes.items()
-        }
-        shapes[f"{moe.shared_module}.down_proj.weight"] = (hidden, moe.shared_size)
+        shapes |= _linear_tensors(_block_linears(config, moe.shared_size, moe.shared_module))
     if moe.has_shared_gate:
         shapes[f"{SHARED_GATE}.weight"] = (1, hidden)
     return shapes

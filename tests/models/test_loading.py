@@ -40,6 +40,7 @@ from lightserve.models.config import load_model_config, resolve_context_len, res
 from lightserve.models.layers.attention import RotaryTable, frequencies
 from lightserve.models.loader import SafetensorsReader
 from lightserve.models.plain_config import as_bfloat16, mpt_slopes, slopes_of
+from lightserve.models.recurrent_config import MambaConfig
 from lightserve.models.rope import DefaultRope, LinearRope
 from lightserve.models.weight_files import (
     EMBEDDING,
@@ -246,6 +247,49 @@ def test_llama4_as_it_is_published(tmp_path: Path) -> None:
     assert ours.moe is not None and ours.moe.layers == frozenset(theirs.moe_layers)
     assert ours.moe.intermediate_size == theirs.intermediate_size
     assert ours.intermediate_size == theirs.intermediate_size_mlp and ours.qk_norm
+
+
+def test_falcon_h1_as_it_is_published(tmp_path: Path) -> None:
+    """Its heads are not hidden_size / num_attention_heads, and factors stand in lists."""
+    values = {
+        "architectures": ["FalconH1ForCausalLM"],
+        "attention_out_multiplier": 0.9375,
+        "embedding_multiplier": 5.656854249492381,
+        "head_dim": 64,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "key_multiplier": 0.390625,
+        "lm_head_multiplier": 0.0390625,
+        "mamba_d_head": 64,
+        "mamba_d_ssm": 1536,
+        "mamba_d_state": 128,
+        "mamba_n_heads": 24,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "max_position_embeddings": 16384,
+        "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "model_type": "falcon_h1",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "projectors_bias": False,
+        "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "ssm_out_multiplier": 0.23570226039551587,
+        "vocab_size": 32784,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, theirs = load_model_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.rope == DefaultRope(theta=1e11) and ours.attention_scale == 0.390625 / 8
+    assert ours.logits_divisor == 1 / theirs.lm_head_multiplier
+    mamba = ours.recurrent
+    assert isinstance(mamba, MambaConfig) and mamba.beside is not None
+    assert (mamba.head_dim, mamba.num_groups, mamba.width) == (64, 1, theirs.mamba_d_conv)
+    assert mamba.beside.parts == tuple(theirs.ssm_multipliers)
+    assert (mamba.beside.gate, mamba.beside.block) == tuple(theirs.mlp_multipliers)
+    assert mamba.beside.states == (1.25, theirs.ssm_out_multiplier)
+    assert mamba.beside.attention == (1.0, theirs.attention_out_multiplier)
 
 
 def test_minimax_m2_as_it_is_published(tmp_path: Path) -> None:

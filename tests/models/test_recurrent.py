@@ -55,7 +55,7 @@ from lightserve.worker.model_runner import ModelRunner
 
 NAMES = (
     *("qwen3.5", "qwen3.5-tied", "qwen3-next", "olmo-hybrid", "lfm2", "lfm2-tied"),
-    *("granite-hybrid", "granite-hybrid-rope", "nemotron-h"),
+    *("granite-hybrid", "granite-hybrid-rope", "nemotron-h", "falcon-h1"),
 )
 KINDS = [(name, False) for name in ("reference", "torch")] + [("torch", True)]
 if not missing_core():
@@ -189,7 +189,8 @@ def copies(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> StateC
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 @pytest.mark.parametrize(
-    "name", ["qwen3.5", "qwen3-next", "lfm2", "olmo-hybrid", "granite-hybrid", "nemotron-h"]
+    "name",
+    ["qwen3.5", "qwen3-next", "lfm2", "olmo-hybrid", "granite-hybrid", "nemotron-h", "falcon-h1"],
 )
 def test_snapshots_and_pauses_change_no_token(name: str, tmp_path: Path) -> None:
     """A row goes on from a snapshot of another's, and from the host, to the same tokens."""
@@ -385,6 +386,16 @@ def test_groups_that_ranks_do_not_share_are_told_at_the_start(tmp_path: Path) ->
     check_tp(config, 2)
     with pytest.raises(ModelLoadError, match="'mamba_n_groups' is 2, not divisible by --tp 4"):
         check_tp(config, 4)
+
+
+def test_layers_of_attention_and_states_have_both(tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(find_tiny_model("falcon-h1"), tmp_path))
+    assert config.recurrent is not None and config.kv_layers == (0, 1, 2)
+    assert config.recurrent.layers == {0, 1, 2}
+    layout = kv_layout(config, tp_size=1, dtype="float32")
+    own = layout.bytes_per_token // 3
+    inputs, matrices = config.recurrent.state_bytes(4)
+    assert layout.num_state_slots == -(-inputs // own) + -(-matrices // own)
 
 
 def test_a_runner_is_built(tmp_path: Path) -> None:

@@ -74,6 +74,9 @@ FLOAT32_MODELS = (
     "granite-hybrid-moe",
     "nemotron-h",
     "nemotron-h-biased",
+    "nemotron-h-latent",  # products behind experts of each rank's share, whose bias rank 0 adds
+    "falcon-h1",
+    "falcon-h1-normed",
     "qwen1",  # a merged tensor by its authors' formula, as the others
     "baichuan-7b",
     "baichuan-13b",

@@ -115,6 +115,17 @@ MAMBA: Mapping[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
 }
+FALCON: Mapping[str, Any] = {
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
+NEMOTRON_MOE: Mapping[str, Any] = {
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 28,
+    "moe_shared_expert_intermediate_size": 36,
+}
 NEMOTRON: Mapping[str, Any] = {
     "head_dim": 20,
     "mamba_num_heads": 6,
@@ -657,6 +668,69 @@ TINY_MODELS = (
             "mamba_proj_bias": True,
             "attention_bias": True,
             "tie_word_embeddings": True,
+        },
+    ),
+    TinyModel(
+        "falcon-h1",
+        "FalconH1",
+        {
+            **FALCON,
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+            "mlp_multipliers": [1.4, 0.6],
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "falcon-h1-normed",
+        "FalconH1",
+        {
+            **FALCON,
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+            "attention_in_multiplier": 1.3,
+        },
+    ),
+    TinyModel(
+        "nemotron-h-moe",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            **NEMOTRON_MOE,
+            "layers_block_type": [LINEAR, "moe", "full_attention", "moe", LINEAR],
+            "routed_scaling_factor": 1.5,
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "nemotron-h-latent",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            **NEMOTRON_MOE,
+            "layers_block_type": [LINEAR, "moe", "full_attention", "mlp"],
+            "moe_latent_size": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "mlp_bias": True,
         },
     ),
     TinyModel(

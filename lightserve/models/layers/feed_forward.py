@@ -33,7 +33,7 @@ from lightserve.models.layers.linear import (
 )
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.plain_config import Activation
-from lightserve.models.weight_files import CHOICE_BIAS, SHARED_GATE
+from lightserve.models.weight_files import CHOICE_BIAS, LATENT_INPUTS, LATENT_RESULTS, SHARED_GATE
 
 
 class FeedForward(Protocol):
@@ -51,13 +51,11 @@ def feed_forward(context: ModelContext, layer: int) -> FeedForward:
     prefix, moe = f"model.layers.{layer}", context.config.moe
     if moe is not None and layer in moe.layers and not moe.is_beside:
         return ExpertMLP(context, f"{prefix}.{moe.module}", moe)
-    if context.config.activation is not None:
-        return plain_mlp(context, f"{prefix}.mlp", context.config.activation)
-    return gated_mlp(context, f"{prefix}.mlp", context.config.shape_of(layer).inner_size)
+    return block(context, f"{prefix}.mlp", context.config.shape_of(layer).inner_size)
 
 
 class MLP:
-    """Computes down(activate(first(x))); `plain_mlp` and `gated_mlp` make it."""
+    """Computes down(activate(first(x))); `block` and `gated_mlp` make it."""
 
     def __init__(
         self,
@@ -119,9 +117,14 @@ def _first_linear(
     )
 
 
-def plain_mlp(context: ModelContext, prefix: str, activation: Activation) -> MLP:
-    """Load a block down(activation(up(x)))."""
-    part = even_part(context.config.intermediate_size, context.tp)
+def block(context: ModelContext, prefix: str, size: int) -> MLP:
+    """Load a block with a gate, or down(activation(up(x))) as `ModelConfig.activation` says.
+
+    `size`: intermediate features of all ranks.
+    """
+    if (activation := context.config.activation) is None:
+        return gated_mlp(context, prefix, size)
+    part = even_part(size, context.tp)
     first = _first_linear(context, [(f"{prefix}.up_proj", part)])
     return MLP(context, prefix, first, part, activation_of(context.kernels, activation))
 
@@ -139,9 +142,15 @@ def activation_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor]
 
 
 def gated_mlp(
-    context: ModelContext, prefix: str, size: int, activation: Activation | None = None
+    context: ModelContext,
+    prefix: str,
+    size: int,
+    activation: Activation | None = None,
+    *,
+    factor: float = 1.0,
 ) -> MLP:
-    """Load a block down(silu(gate(x)) * up(x)), or with GELU, gate and up merged into one weight.
+    """Load a block down(silu(factor * gate(x)) * up(x)), or with GELU without a factor, gate and up
+    merged into one weight.
 
     `size`: intermediate features of all ranks; `activation`: that of gates, a GELU; None: the
     model's.
@@ -154,9 +163,12 @@ def gated_mlp(
         parts = [(name, part), (name, Part(up_start, part.size))]
     if activation is None and config.has_gelu:
         activation = Activation.GELU_TANH
-    first = _first_linear(context, parts, is_gated=activation is None)
-    if activation is None:
+    is_gated = activation is None and factor == 1.0
+    first = _first_linear(context, parts, is_gated=is_gated)
+    if is_gated:
         return MLP(context, prefix, first, part, lambda x: x)
+    if activation is None:
+        return MLP(context, prefix, first, part, partial(_scaled_gate, factor))
     is_exact = activation is Activation.GELU
     return MLP(context, prefix, first, part, partial(_gelu_gate, kernels, is_exact=is_exact))
 
@@ -177,17 +189,23 @@ class ExpertMLP:
         self._shared: MLP | None = None
         self._shared_gate: Linear | None = None
         if moe.shared_size:
-            self._shared = gated_mlp(context, f"{prefix}.{moe.shared_module}", moe.shared_size)
+            self._shared = block(context, f"{prefix}.{moe.shared_module}", moe.shared_size)
+        self._latent: tuple[Linear, Linear] | None = None
+        if moe.latent_size is not None:
+            self._latent = _latents(context, prefix, moe.latent_size)
         if moe.has_shared_gate:
             self._shared_gate = _plain(context, f"{prefix}.{SHARED_GATE}", 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
         chosen, weights = self._router(x)
+        own = x if self._latent is None else self._latent[0].apply(x)
         if self._scales_inputs:
-            out = self._of_scaled(x, chosen, weights)
+            out = self._of_scaled(own, chosen, weights)
         else:
-            out = self._experts.mix(x, chosen, weights)
+            out = self._experts.mix(own, chosen, weights)
+        if self._latent is not None:
+            out = self._latent[1].apply(out)
         if self._shared is not None:
             shared = self._shared.share(x)
             if self._shared_gate is not None:
@@ -273,6 +291,29 @@ def _plain(context: ModelContext, name: str, num_outputs: int, *, has_bias: bool
     return UnquantizedMethod(context.kernels).create(context.reader, [shard])
 
 
+def _latents(context: ModelContext, prefix: str, size: int) -> tuple[Linear, Linear]:
+    """Load the products before experts and behind, whole on every rank; the second is of a rank's
+    share, so rank 0 alone adds its bias.
+    """
+    hidden, has_bias = Part(0, context.config.hidden_size), context.config.mlp_bias
+    sizes = {LATENT_INPUTS: (Part(0, size), hidden), LATENT_RESULTS: (hidden, Part(0, size))}
+    first, second = (
+        context.method.exact_inputs.create(
+            context.reader,
+            [
+                ModuleShard(
+                    name=f"{prefix}.{name}",
+                    rows=rows,
+                    columns=columns,
+                    has_bias=has_bias and (name == LATENT_INPUTS or context.tp.rank == 0),
+                )
+            ],
+        )
+        for name, (rows, columns) in sizes.items()
+    )
+    return first, second
+
+
 class _Experts(Protocol):
     """This rank's part of all experts of a layer."""
 
@@ -282,7 +323,8 @@ class _Experts(Protocol):
 
 def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
     can = context.kernels.can
-    if context.config.has_gelu:  # in kernels that mix experts gates are SiLU, or clamped
+    config = context.config  # in kernels that mix experts gates are SiLU, or clamped
+    if config.has_gelu or config.activation is not None:
         return _SeparateExperts(context, names, moe)
     packed = _packed_weights(context, names, moe) if Can.PACKED_EXPERTS in can else None
     if packed is not None:
@@ -371,6 +413,12 @@ def _biases(
     return ExpertBiases(gate_up.flatten(1, 2), outputs)
 
 
+def _scaled_gate(factor: float, gate_up: Tensor) -> Tensor:
+    """Return silu(factor * gate) * up [T, I] of gate_up [T, 2*I], gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate * factor) * up
+
+
 def _gelu_gate(kernels: Kernels, gate_up: Tensor, *, is_exact: bool = False) -> Tensor:
     """Return GELU(gate) * up [T, I] of gate_up [T, 2*I], gates first."""
     return kernels.gelu(*gate_up.chunk(2, dim=-1), is_exact=is_exact)
@@ -384,25 +432,25 @@ class _SeparateExperts:
 
     def __init__(self, context: ModelContext, names: Sequence[str], moe: MoeConfig) -> None:
         method, reader = context.method.exact_inputs, context.reader
-        hidden = context.config.hidden_size
         part = even_part(moe.intermediate_size, context.tp)
-        inputs = Part(0, hidden)
+        inputs = Part(0, moe.latent_size or context.config.hidden_size)
         adds_bias = moe.has_biases and context.tp.rank == 0
         self._gate: Callable[[Tensor], Tensor] | None = None
         if moe.clamp is not None:
             self._gate = ClampedGate(*moe.clamp).apply
         elif context.config.has_gelu:
             self._gate = partial(_gelu_gate, context.kernels)
+        elif (activation := context.config.activation) is not None:
+            self._gate = activation_of(context.kernels, activation)
 
         def shard(name: str, rows: Part, columns: Part, *, has_bias: bool) -> ModuleShard:
             return ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
 
-        gate, up, down = moe.projections
+        *firsts, down = moe.projections
         self._gate_ups, self._downs = [], []
         for name in names:
             pair = [
-                shard(f"{name}.{half}", part, inputs, has_bias=moe.has_biases)
-                for half in (gate, up)
+                shard(f"{name}.{half}", part, inputs, has_bias=moe.has_biases) for half in firsts
             ]
             self._gate_ups.append(method.create(reader, pair, is_gated=self._gate is None))
             last = shard(f"{name}.{down}", inputs, part, has_bias=adds_bias)

@@ -295,8 +295,17 @@ class MambaLayer(RecurrentLayer):
             context, [(f"{name}.weight", part) for part in channels], mamba.width
         )
         self._bias = _joined(context, f"{name}.bias", channels) if mamba.has_conv_bias else None
-        self._norm = _joined(context, f"{prefix}.norm.weight", [rows])
+        self._norm = _joined(context, f"{prefix}.norm.weight", [rows]) if mamba.has_norm else None
         self._sizes = (max(1, mamba.num_groups // context.tp.size), mamba.inner // mamba.num_groups)
+        self._factors: Tensor | None = None
+        if (beside := mamba.beside) is not None:
+            z, *factors, self._rate_factor = beside.parts
+            self._factors = torch.cat(
+                [
+                    torch.full((part.size,), factor)
+                    for part, factor in zip((*channels, rows), (*factors, z), strict=True)
+                ]
+            ).to(reader.device, reader.dtype)
         self._rule = MambaRule(
             groups.size,
             mamba.state_size,
@@ -309,6 +318,8 @@ class MambaLayer(RecurrentLayer):
     def mix(self, x: Tensor, inputs: AttentionInputs, kv: KVTensors) -> Tensor:
         """See `RecurrentLayer.mix`."""
         heads = super().mix(x, inputs, kv)
+        if self._norm is None:
+            return heads
         num_groups, size = self._sizes
         if heads.shape[1] == size:
             return self._kernels.rms_norm(heads, self._norm, self._eps)
@@ -321,6 +332,8 @@ class MambaLayer(RecurrentLayer):
 
     def _inputs(self, x: Tensor) -> Inputs:
         wide, rates = self._in(x), self._rates.wide(x)
+        if self._factors is not None:
+            wide, rates = wide * self._factors, rates * self._rate_factor
         return Inputs(wide[:, : self.num_channels], wide[:, self.num_channels :], rates)
 
     def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
