@@ -90,6 +90,10 @@ class Pair:
         numbers = torch.randn(shape, generator=self.generator, device=self.device)
         return (numbers * scale).to(self.shapes.dtype)
 
+    def norm_weight(self, weight: Tensor) -> Tensor:
+        """Return a norm's weight in the type that it has in the model."""
+        return weight.float() if self.shapes.has_wide_norms else weight
+
     def compare(
         self,
         operation: str,

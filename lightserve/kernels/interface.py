@@ -275,7 +275,11 @@ class Kernels(Protocol):
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension in float32; x [..., K], weight [K] -> as x."""
+        """Normalise the last dimension in float32; x [..., K], weight [K] -> as x.
+
+        Numbers are rounded to x's type before the weight multiplies them, and after, or with a
+        weight of float32 after it alone.
+        """
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -456,7 +460,7 @@ class Kernels(Protocol):
         chosen = ranks.topk(choice.num_chosen, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if choice.normalises:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + choice.added)
         return chosen, weights * choice.scale if choice.scale != 1.0 else weights
 
     def expert_mixer(
@@ -622,6 +626,8 @@ class KernelShapes:
     has_alibi: bool = False
     soft_cap: float | None = None
     """Cap of scores, see `ScoreMod`."""
+    has_wide_norms: bool = False
+    """Whether weights of norms are float32, see `Kernels.rms_norm`."""
     num_experts: int = 0
     """Experts of a layer that has any."""
     num_chosen_experts: int = 0

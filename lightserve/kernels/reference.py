@@ -135,10 +135,10 @@ class ReferenceKernels(RecurrentOperations):
         return out.to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
+        """See `Kernels.rms_norm`."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        return weight * (wide * scale).to(x.dtype)
+        return (weight * (wide * scale).to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -249,16 +249,18 @@ def _states(
 
 def _norms(pair: Pair) -> Iterator[Comparison]:
     shapes, eps = pair.shapes, pair.shapes.rms_norm_eps
+
+    def norm(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (kernels.rms_norm(inputs[0], pair.norm_weight(inputs[1]), eps),)
+
     x = pair.random(LINEAR_ROWS[-1], shapes.hidden_size)
     residual, weight = pair.random(*x.shape), pair.random(shapes.hidden_size)
     shape = f"{list(x.shape)}"
-    yield from pair.compare(
-        "rms_norm", shape, lambda kernels, a: (kernels.rms_norm(a[0], a[1], eps),), (x, weight)
-    )
+    yield from pair.compare("rms_norm", shape, norm, (x, weight))
     yield from pair.compare(
         "add_rms_norm",
         shape,
-        lambda kernels, a: kernels.add_rms_norm(a[0], a[1], a[2], eps),
+        lambda kernels, a: kernels.add_rms_norm(a[0], a[1], pair.norm_weight(a[2]), eps),
         (x, residual, weight),
     )
     bias = pair.random(shapes.hidden_size)
@@ -277,7 +279,7 @@ def _norms(pair: Pair) -> Iterator[Comparison]:
         yield from pair.compare(
             "rms_norm",
             f"{list(heads.shape)}",
-            lambda kernels, a: (kernels.rms_norm(a[0], a[1], eps),),
+            norm,
             (heads, weight),
         )
 
@@ -398,7 +400,8 @@ def _small_kv(pair: Pair, dtype: torch.dtype) -> Iterator[Comparison]:
         ]
         norm = None
         if pair.shapes.qk_norm:
-            weights = (pair.random(pair.shapes.head_dim), pair.random(pair.shapes.head_dim))
+            sizes = (pair.shapes.head_dim,) * 2
+            weights = [pair.norm_weight(pair.random(size)) for size in sizes]
             norm = QKNorm(*weights, pair.shapes.rms_norm_eps)
         q, k, v = heads.split(heads.qkv.clone())
         with Poison():
@@ -442,7 +445,9 @@ def _rotated_and_written(
     def run(kernels: Kernels, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v = heads.split(inputs[0])
         k_pool, v_pool = _pools(inputs)
-        norm = QKNorm(inputs[3], inputs[4], shapes.rms_norm_eps) if shapes.qk_norm else None
+        norm = None
+        if shapes.qk_norm:
+            norm = QKNorm(*map(pair.norm_weight, inputs[3:5]), shapes.rms_norm_eps)
         out = kernels.rotate_and_write(
             q,
             k,

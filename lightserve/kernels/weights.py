@@ -159,7 +159,7 @@ class ExpertChoice(NamedTuple):
     is_sigmoid: bool
     """Whether scores are sigmoids of products; else their softmax."""
     normalises: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum and `added`."""
     scale: float = 1.0
     """Factor of all weights."""
     num_groups: int = 1
@@ -168,6 +168,7 @@ class ExpertChoice(NamedTuple):
     """Number of groups that a token's experts come from: the groups with the largest sums."""
     group_best: int = 1
     """Number of a group's best scores in its sum."""
+    added: float = 1e-20
 
     def within_groups(self, ranks: Tensor) -> Tensor:
         """Leave out experts [T, E] of groups that are not chosen."""

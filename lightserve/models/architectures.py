@@ -5,7 +5,6 @@ Which layers see a window, and the fields of `ModelConfig` that are a family's o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from lightserve.models.moe_config import (
     parse_olmoe,
     parse_qwen_moe,
 )
-from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.plain_config import MAX_LAYERS, NormWeights
 from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.models.rope import (
     FULL,
@@ -304,8 +303,8 @@ def _gemma(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
         raise fields.error("use_bidirectional_attention", "must be false")
     own: dict[str, Any] = {
         "has_gelu": True,
-        "norm_offset": 1.0,
-        "embedding_multiplier": math.sqrt(fields.integer("hidden_size")),
+        "norm_weights": NormWeights.ABOVE_ONE,
+        "embedding_multiplier": None,
     }
     if architecture is Architecture.GEMMA2:
         own |= {
@@ -441,7 +440,8 @@ def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
         "has_gelu": True,
         "layer_norms": _BEFORE_AND_BEHIND,
         "attention_scale": 1.0,
-        "embedding_multiplier": math.sqrt(hidden),
+        "norm_weights": NormWeights.WIDE,
+        "embedding_multiplier": None,
         "logits_soft_cap": fields.optional_number("final_logit_softcapping"),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
         "sliding_windows": windows,
@@ -516,7 +516,11 @@ def _soft_cap(fields: JsonFields, key: str, default: float) -> float | None:
 
 
 def _olmo(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
-    own: dict[str, Any] = {"has_whole_qk_norm": True, "layer_norms": _BEHIND}
+    own: dict[str, Any] = {
+        "has_whole_qk_norm": True,
+        "norm_weights": NormWeights.WIDE,
+        "layer_norms": _BEHIND,
+    }
     if architecture is Architecture.OLMO3:  # layers with a window keep the embedding they had
         theta = fields.number("rope_theta", default=THETAS[architecture], above=1.0)
         own["local_rope"] = parse_local_rope(fields, default=theta)

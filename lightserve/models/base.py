@@ -30,6 +30,7 @@ from lightserve.kernels.weights import (
 )
 from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
+from lightserve.models.plain_config import NormWeights
 from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig, MambaConfig
 
 # The sizes of a model's parts as the kernels of one rank see them.
@@ -59,6 +60,7 @@ def kernel_shapes(
         rotary_dim=config.rotary_share or config.head_dim,
         sliding_windows=tuple(dict.fromkeys(config.sliding_windows)),
         rms_norm_eps=config.rms_norm_eps,
+        has_wide_norms=config.norm_weights is not NormWeights.PLAIN,
         qk_norm=config.qk_norm,
         qkv_bias=config.qkv_bias,
         has_alibi=config.alibi_slopes is not None,
@@ -117,6 +119,7 @@ def choice_of(moe: MoeConfig) -> ExpertChoice:
         moe.num_groups,
         moe.num_chosen_groups,
         moe.group_best,
+        moe.added,
     )
 
 

@@ -32,7 +32,7 @@ from lightserve.models.latent_config import (
     parse_mistral4,
 )
 from lightserve.models.moe_config import MoeConfig, parse_gpt_oss, parse_llama4
-from lightserve.models.plain_config import MAX_LAYERS, Activation
+from lightserve.models.plain_config import MAX_LAYERS, Activation, NormWeights
 from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.models.rope import (
     DEFAULT_THETA,
@@ -205,10 +205,10 @@ class ModelConfig:
     lm_head_bias: bool = False
     has_gelu: bool = False
     """Whether the gate is GELU, by its approximation with tanh, in place of SiLU."""
-    norm_offset: float = 0.0
-    """Number that is added to the weights of norms."""
+    norm_weights: NormWeights = NormWeights.PLAIN
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float | None = 1.0
+    """None: the root of `hidden_size`, rounded to the model's type."""
     residual_multiplier: float = 1.0
     """Factor of the results that attention and feed-forward add."""
     attention_scale: float | None = None

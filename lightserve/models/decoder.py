@@ -48,6 +48,7 @@ from lightserve.models.layers.linear import (
     VocabEmbedding,
     VocabWeight,
     read_vector,
+    rounded_root,
 )
 from lightserve.models.layers.recurrent import RecurrentLayer, recurrent_layer
 from lightserve.models.vision import VisionEncoder
@@ -204,7 +205,7 @@ class LayerInputs:
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """Return them side by side, [T, num_layers * size]; int64 ids [T], x [T, hidden]."""
-        own = self._embedding(input_ids) * math.sqrt(self._size)
+        own = self._embedding(input_ids) * rounded_root(self._size, x.dtype)
         made = self._projection.apply(x) * self._hidden**-0.5
         made = self._norm(made.view(-1, self._size)).view_as(own)
         return (made + own) * math.sqrt(0.5)
@@ -338,6 +339,8 @@ class DecoderModel:
         if config.has_normalised_head:
             head.normalise()
         self._embedding = VocabEmbedding(embedding, context.tp)
+        root = rounded_root(config.hidden_size, context.reader.dtype)
+        self._multiplier = config.embedding_multiplier or root
         self._project_in, self._project_out = _projections(context)
         self._embedding_norm: Norm | None = None
         if config.has_embedding_norm:
@@ -414,8 +417,8 @@ class DecoderModel:
         x = self._embedding(input_ids)
         if self._project_in is not None:
             x = self._project_in.apply(x)
-        if self.config.embedding_multiplier != 1.0:
-            x = x * self.config.embedding_multiplier
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
         deep: list[Tensor] = []
         if replaced is not None:
             values = replaced.values.to(x.dtype)

@@ -30,7 +30,7 @@ from lightserve.models.layers.attention import (
     growth_of_queries,
 )
 from lightserve.models.layers.feed_forward import ExpertsBeside, feed_forward, gated_mlp
-from lightserve.models.layers.linear import ModelContext, read_vector
+from lightserve.models.layers.linear import ModelContext
 from lightserve.models.layers.recurrent import RecurrentLayer
 
 
@@ -39,16 +39,11 @@ class HeadNormAttention(SelfAttention):
 
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
         """See `SelfAttention.qk_norm`."""
-        config, reader = context.config, context.reader
-        if not config.qk_norm:
+        if not context.config.qk_norm:
             return None
-        q_weight, k_weight = (
-            read_vector(
-                reader, f"{prefix}.{name}_norm.weight", self._head_dim, offset=config.norm_offset
-            )
-            for name in "qk"
-        )
-        return QKNorm(q_weight, k_weight, config.rms_norm_eps)
+        whole = Part(0, self._head_dim)
+        weights = [context.norm_weight(f"{prefix}.{name}_norm", whole) for name in "qk"]
+        return QKNorm(weights[0], weights[1], context.config.rms_norm_eps)
 
 
 class Gemma4Attention(HeadNormAttention):
@@ -59,14 +54,13 @@ class Gemma4Attention(HeadNormAttention):
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         self._is_sharing = context.config.shape_of(layer).kv_source != layer
         super().__init__(context, prefix, layer=layer)
-        reader = context.reader
-        self._ones = torch.ones(self._head_dim, dtype=reader.dtype, device=reader.device)
+        self._ones = torch.ones(self._head_dim, device=context.reader.device)
 
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
         """See `SelfAttention.qk_norm`."""
         if not self._is_sharing:
             return super().qk_norm(context, prefix)
-        weight = read_vector(context.reader, f"{prefix}.q_norm.weight", self._head_dim)
+        weight = context.norm_weight(f"{prefix}.q_norm", Part(0, self._head_dim))
         return QKNorm(weight, weight, context.config.rms_norm_eps)
 
     def rotate_and_write(
@@ -93,7 +87,9 @@ class GrowingQueries(SelfAttention):
 
     def grown(self, q: Tensor, positions: Tensor) -> Tensor:
         """See `SelfAttention.grown`."""
-        return q if self._growth is None else q * self._growth.index_select(0, positions)
+        if self._growth is None:
+            return q
+        return (q * self._growth.index_select(0, positions)).to(q.dtype)
 
 
 class ChunkedAttention(GrowingQueries):
@@ -104,9 +100,10 @@ class ChunkedAttention(GrowingQueries):
     def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
         super().__init__(context, prefix, layer=layer)
         config, reader = context.config, context.reader
-        if layer in config.unrotated_layers:
-            return
         self._growth = None
+        if layer in config.unrotated_layers:
+            self._growth = growth_of_queries(context, torch.float32)
+            return
         if config.qk_norm:
             ones = torch.ones(config.head_dim, dtype=reader.dtype, device=reader.device)
             self._qk_norm = QKNorm(ones, ones, config.rms_norm_eps)
@@ -117,10 +114,7 @@ class _SplitNorm:
 
     def __init__(self, context: ModelContext, name: str, part: Part, num_features: int) -> None:
         """`part`: this rank's features; with fewer KV heads than ranks several have the same."""
-        self._weight = torch.empty(
-            part.size, dtype=context.reader.dtype, device=context.reader.device
-        )
-        context.reader.read_into(self._weight, f"{name}.weight", rows=part)
+        self._weight = context.norm_weight(name, part)
         self._tp, self._kernels = context.tp, context.kernels
         self._eps = context.config.rms_norm_eps
         self._num_counted = part.size * context.tp.size

@@ -21,6 +21,7 @@ from lightserve.models.gguf_families import (
     window_of,
 )
 from lightserve.models.moe_config import MAX_EXPERTS
+from lightserve.models.plain_config import NormWeights
 from lightserve.models.rope import rope_of
 
 _GATES = "ffn_gate_inp_shexp.weight"
@@ -99,7 +100,7 @@ def _slice(tensor: GgufTensor, number: int) -> GgufTensor:
 def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
     """Return a model as its GGUF file has it, where safetensors have it otherwise.
 
-    Norms have their offset in them; products are merged, if they are, one after the other; each
+    Norms have the one in them; products are merged, if they are, one after the other; each
     expert has tensors of its own, once `one_by_one` has told them apart.
     """
     merged = config.merged
@@ -111,7 +112,10 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
     latent = config.latent and dataclasses.replace(
         config.latent, is_split=has(gguf, "attn_k_b.weight")
     )
-    return dataclasses.replace(config, norm_offset=0.0, merged=merged, moe=moe, latent=latent)
+    norms = config.norm_weights
+    if norms is NormWeights.ABOVE_ONE:
+        norms = NormWeights.WIDE
+    return dataclasses.replace(config, norm_weights=norms, merged=merged, moe=moe, latent=latent)
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.plain_config import MAX_LAYERS, NormWeights
 from lightserve.models.rope import (
     FULL,
     SLIDING,
@@ -68,7 +68,8 @@ class MoeConfig:
     size_key: str = "moe_intermediate_size"
     """Key of `config.json` that has it."""
     normalises: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum and `added`."""
+    added: float = 1e-20
     scoring: Scoring = Scoring.SOFTMAX
     has_choice_bias: bool = False
     """Whether a bias is added to scores where experts are chosen, and nowhere else."""
@@ -287,6 +288,7 @@ def parse_gpt_oss(fields: JsonFields) -> dict[str, Any]:
         "mlp_bias": False,
         "qk_norm": False,
         "has_sinks": True,
+        "norm_weights": NormWeights.WIDE,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "sliding_windows": _gpt_oss_windows(fields, num_layers),
         "moe": _gpt_oss_experts(fields, num_layers, inner),

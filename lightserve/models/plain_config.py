@@ -6,7 +6,7 @@ GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT. Torch-free.
 from __future__ import annotations
 
 import struct
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
@@ -24,6 +24,17 @@ class Activation(StrEnum):
     RELU_SQUARED = "relu squared"
     QUICK_GELU = "quick_gelu"
     """x * sigmoid(1.702 x), in CLIP's encoder of images alone."""
+
+
+class NormWeights(Enum):
+    """Weights of RMS norms."""
+
+    PLAIN = auto()
+    """Of the model's type; they multiply numbers that are rounded to it."""
+    WIDE = auto()
+    """float32; nothing is rounded before the product."""
+    ABOVE_ONE = auto()
+    """The same, one larger than in the files."""
 
 
 _ACTIVATIONS = {

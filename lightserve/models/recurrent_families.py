@@ -16,7 +16,7 @@ from lightserve.models.moe_config import (
     num_chosen_of,
     parse_qwen_moe,
 )
-from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.plain_config import MAX_LAYERS, NormWeights
 from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig, Joined
 from lightserve.models.rope import DEFAULT_THETA, parse_rope, parse_rotary_dim
 
@@ -70,7 +70,7 @@ def _parse_qwen(fields: JsonFields, *, joined: Joined) -> dict[str, Any]:
     )
     own = decoder_fields(fields, share=0.25)
     return own | {
-        "norm_offset": 1.0,
+        "norm_weights": NormWeights.ABOVE_ONE,
         "qk_norm": True,
         "has_output_gate": True,
         "recurrent": _delta(fields, own["num_layers"], joined=joined),
@@ -220,6 +220,7 @@ def parse_olmo_hybrid(fields: JsonFields) -> dict[str, Any]:
         "intermediate_size": fields.integer("intermediate_size"),
         "unrotated_layers": frozenset(() if is_rotated else range(own["num_layers"])),
         "has_whole_qk_norm": True,
+        "norm_weights": NormWeights.WIDE,
         "layer_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
         "recurrent": recurrent,
         "stored_names": (
@@ -354,6 +355,7 @@ def parse_lfm2_moe(fields: JsonFields) -> dict[str, Any]:
         normalises=fields.boolean("norm_topk_prob", default=True),
         scoring=Scoring.SIGMOID,
         has_choice_bias=fields.boolean("use_expert_bias", default=True),
+        added=1e-6,
         scale=fields.number("routed_scaling_factor", default=1.0),
         module="feed_forward",
         projections=("w1", "w3", "w2"),

@@ -30,6 +30,7 @@ from lightserve.models.layers.linear import (
     UnquantizedMethod,
     read_vector,
 )
+from lightserve.models.plain_config import NormWeights
 from lightserve.models.vision_config import VisionConfig
 from lightserve.models.weight_files import (
     VISION_CLASS,
@@ -355,7 +356,7 @@ def _layer_config(context: ModelContext, vision: VisionConfig) -> ModelConfig:
         rms_norm_eps=vision.layers.norm_eps,
         layer_norm_bias=None if vision.layers.is_rms else True,
         attention_chunk=None,
-        norm_offset=0.0,
+        norm_weights=NormWeights.PLAIN,
         activation=vision.layers.activation,
         has_gelu=False,
         qkv_bias=vision.layers.qkv_bias,

@@ -206,8 +206,8 @@ def test_native(case: tuple[int, int, int, int, int], dtype: torch.dtype, method
 
 
 @needs_core
-@pytest.mark.parametrize("groups", [(1, 1, 1), (3, 2, 2)])
-def test_choices_are_checked_at_the_start(groups: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("groups", [(1, 1, 1, 0.5), (3, 2, 2)])
+def test_choices_are_checked_at_the_start(groups: tuple[Any, ...]) -> None:
     class Broken(NativeKernels):
         def choose_experts(self, products: Tensor, bias: Any, choice: Any) -> Any:
             return super().choose_experts(products, None, choice)

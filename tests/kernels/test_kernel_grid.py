@@ -31,7 +31,7 @@ from lightserve.kernels.cpu import default
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
-from lightserve.kernels.interface import Kernels, ScoreMod
+from lightserve.kernels.interface import Kernels, QKNorm, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
@@ -160,6 +160,36 @@ def test_prompts_of_any_length_are_of_few_shapes(
         truth = attend(ReferenceKernels(), batch, tuple(part.float() for part in inputs), None)
         assert relative_error(result, truth) <= kernel_grid.LIMITS[dtype], num_queries
     assert len(shapes) <= 10, shapes
+
+
+@pytest.mark.parametrize(
+    "implementation", [ReferenceKernels, TorchKernels, *([] if missing_core() else [NativeKernels])]
+)
+def test_a_norm_of_wide_weights_rounds_once(implementation: type[Kernels]) -> None:
+    torch.manual_seed(4)
+    kernels, weight, num_rows = implementation(), 1.0 + torch.randn(48) / 8, 40
+    x, other = torch.randn(2, num_rows, 48).bfloat16()
+
+    def truth(rows: Tensor) -> Tensor:
+        wide = rows.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight).bfloat16()
+
+    def share(found: Tensor, rows: Tensor) -> float:
+        assert found.dtype is torch.bfloat16
+        return float((found != truth(rows)).float().mean())
+
+    assert share(kernels.rms_norm(x, weight, 1e-5), x) < 0.01
+    assert share(kernels.rms_norm(x, weight.bfloat16(), 1e-5), x) > 0.1, "the test can tell"
+    found, sums = kernels.add_rms_norm(x, other.clone(), weight, 1e-5)
+    assert share(found, sums) < 0.01
+    q, k, v = x[:, None], other[:, None], torch.zeros(num_rows, 1, 48).bfloat16()
+    pools = torch.zeros(2, num_rows, 1, 48).bfloat16()
+    turned = kernels.rotate_and_write(
+        q.clone(), k.clone(), v, cos=torch.ones(num_rows, 24), sin=torch.zeros(num_rows, 24),
+        k_pool=pools[0], v_pool=pools[1], slot_mapping=torch.arange(num_rows),
+        qk_norm=QKNorm(weight, weight, 1e-5),
+    )  # fmt: skip
+    assert share(turned[:, 0], x) < 0.01 and share(pools[0, :, 0], other) < 0.01
 
 
 class TestInvariance:

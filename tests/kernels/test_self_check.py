@@ -125,6 +125,7 @@ def test_triton_kernels(changes: dict[str, object]) -> None:
         {"context_len": 3, "sliding_windows": (None,)},
         {"sliding_windows": (100_000,)},
         {"qk_norm": False, "qkv_bias": False},
+        {"has_wide_norms": True, "dtype": torch.bfloat16},
         {"delta": StateSizes(1, 3, 8, 20, 2)},
         {"delta": StateSizes(2, 2, 8, 12, 4, decays_channels=True)},
         {"delta": StateSizes(2, 4, 20, 12, 4, is_mamba=True)},

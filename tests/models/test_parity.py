@@ -223,6 +223,41 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
     assert damaged.max_logprob_delta > 2.0 * largest, (damaged, largest)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "llama-mha",
+            "gemma",
+            "gemma3",
+            "gemma4",
+            "qwen3-next",
+            "qwen3.5",
+            "olmo2",
+            "olmo-hybrid",
+        ),
+        *("gpt-oss", "nemotron-h"),
+    ],
+)
+def test_norms_and_embeddings_of_bfloat16_are_transformers(
+    name: str, kernels: str, tmp_path: Path
+) -> None:
+    """Weights above one, products before rounding, and factors that are rounded themselves."""
+    write_tiny_model(find_tiny_model(name), tmp_path, dtype=torch.bfloat16)
+    reference = load_reference(tmp_path, torch.bfloat16)
+    loaded = load_tiny(tmp_path, torch.bfloat16, make_kernels(kernels, batch_invariant=False))
+    model = loaded.model
+    assert isinstance(model, DecoderModel)
+    tokens = torch.arange(3, 160)
+    with torch.inference_mode():
+        words = reference.get_input_embeddings()(tokens)
+        assert torch.equal(model._embedding(tokens) * model._multiplier, words)
+        norm = getattr(reference.model, "norm_f", None) or reference.model.norm
+        differs = (model._norm(words) != norm(words)).float().mean()
+    assert differs < 0.005, differs  # roots may differ in their last bit
+
+
 def test_bfloat16_is_close_to_transformers_in_bfloat16(tmp_path: Path) -> None:
     """Both round, so a position in ten thousand may lie beyond four ulps."""
     prepared = prepare(find_tiny_model("qwen3"), tmp_path, torch.bfloat16, "torch")

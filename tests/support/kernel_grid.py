@@ -332,18 +332,19 @@ def dense_comparisons(
             reference.rms_norm(x, scale, 1e-6),
         )  # fmt: skip
         small = x * 1e-3  # its mean square is about what is added to it
-        yield (
-            "rms_norm",
-            case,
-            kernels.rms_norm(small, scale, 1e-6),
-            reference.rms_norm(small, scale, 1e-6),
-        )
+        for factor in (scale, scale.float()):
+            yield (
+                "rms_norm",
+                case,
+                kernels.rms_norm(small, factor, 1e-6),
+                reference.rms_norm(small, factor, 1e-6),
+            )
         yield (
             "silu_and_mul", case, _poisoned(lambda: kernels.silu_and_mul(x)),  # noqa: B023
             reference.silu_and_mul(x),
         )  # fmt: skip
-        for left, right in ((x, other), (small, other * 1e-3)):
-            both = [k.add_rms_norm(left, right.clone(), scale, 1e-6) for k in (kernels, reference)]
+        for left, right, factor in ((x, other, scale), (small, other * 1e-3, scale.float())):
+            both = [k.add_rms_norm(left, right.clone(), factor, 1e-6) for k in (kernels, reference)]
             for result, truth in zip(*both, strict=True):
                 yield "add_rms_norm", case, result, truth
     for num_tokens in (0, 1, 2, 3, 33):
@@ -365,7 +366,8 @@ def _rotations(
         for result, truth in zip(*both, strict=True):
             yield "rotary", (num_tokens, half), result, truth
     slots = torch.randperm(40, device=device)[:num_tokens]
-    norms = (None, QKNorm(normal(16), normal(16), 1e-6))
+    weights = normal(2, 16)
+    norms = (None, QKNorm(*weights, 1e-6), QKNorm(*weights.float(), 1e-6))
     for half, qk_norm in itertools.product((8, 5), norms):
         cos, sin = angles[:, :half].cos(), angles[:, :half].sin()
         written = []

@@ -123,14 +123,14 @@ class Operations:
         self.rows.restype = _INT  # type: ignore[attr-defined]
         self.rows_int8 = function("rows_int8", "ppllplpi")
         self.rows_int8.restype = _INT  # type: ignore[attr-defined]
-        self.norm = noted("norm", "plppfnlpit")
+        self.norm = noted("norm", "plppifnlpit")
         self.layer_norm = noted("layer_norm", "plppfnlpit")
         self.elements = noted("elements", "iplplfnlplit")
         self.mix_experts = noted("mix_experts", "plnpplplllpit")
         self.mix_experts.restype = _INT  # type: ignore[attr-defined]
         if name == "f32":
-            self.choose_experts = noted("choose_experts", "pnpllllliifppt")
-        self.rotate = noted("rotate", "ppplnlllpplpplliplppfit")
+            self.choose_experts = noted("choose_experts", "pnpllllliiffppt")
+        self.rotate = noted("rotate", "ppplnlllpplpplliplppifit")
         self.rotate.restype = _INT  # type: ignore[attr-defined]
         states = "pllllllplllpnp"
         self.convolve = noted("convolve", f"plpplli{states}pit")

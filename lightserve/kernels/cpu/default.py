@@ -106,10 +106,10 @@ class TorchKernels(RecurrentOperations):
         return linear(x, weight, bias).to(dtype or x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
+        """See `Kernels.rms_norm`."""
         wide = x.float()
         scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-        return (wide * scale).to(x.dtype) * weight
+        return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

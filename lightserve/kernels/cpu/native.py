@@ -76,10 +76,14 @@ class NativeKernels(TorchKernels):
     def _fall_back(self) -> None:
         """Be told that an operation is about to be torch's."""
 
-    def _native(self, x: Tensor, weight: Tensor) -> Operations | None:
-        """Return the functions for x [N, size] and a vector, of one type and contiguous rows."""
+    def _native(self, x: Tensor, weight: Tensor, *, may_be_wide: bool = False) -> Operations | None:
+        """Return the functions for x [N, size] and a vector, of one type and contiguous rows.
+
+        `may_be_wide`: whether the vector may be float32, too.
+        """
         is_plain = (x.stride(1) == 1 or x.shape[1] == 1) and weight.is_contiguous()
-        return self._operations.get(x.dtype) if is_plain and weight.dtype is x.dtype else None
+        is_good = weight.dtype is x.dtype or (may_be_wide and weight.dtype is torch.float32)
+        return self._operations.get(x.dtype) if is_plain and is_good else None
 
     def pack_weight(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
         """See `Kernels.pack_weight`."""
@@ -232,23 +236,25 @@ class NativeKernels(TorchKernels):
         return packing.expert_mixer(self._operations[dtype], experts, self._level)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`; rounds before the weight is applied, as transformers does."""
+        """See `Kernels.rms_norm`."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        operations = self._native(rows, weight)
+        operations = self._native(rows, weight, may_be_wide=True)
         if operations is None:
             self._fall_back()
             return super().rms_norm(x, weight, eps)
-        return self._norm(operations.norm, rows, (None, weight), eps).view(x.shape)
+        others = None, weight.data_ptr(), weight.dtype is torch.float32
+        return self._norm(operations.norm, rows, others, eps).view(x.shape)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_rms_norm`; overwrites `residual`."""
-        operations = self._native(x, weight)
+        operations = self._native(x, weight, may_be_wide=True)
         if operations is None or not residual.is_contiguous():
             self._fall_back()
             return super().add_rms_norm(x, residual, weight, eps)
-        return self._norm(operations.norm, x, (residual, weight), eps), residual
+        others = residual.data_ptr(), weight.data_ptr(), weight.dtype is torch.float32
+        return self._norm(operations.norm, x, others, eps), residual
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """See `Kernels.layer_norm`."""
@@ -257,13 +263,14 @@ class NativeKernels(TorchKernels):
         if operations is None:
             self._fall_back()
             return super().layer_norm(x, weight, bias, eps)
-        return self._norm(operations.layer_norm, rows, (weight, bias), eps).view(x.shape)
+        others = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        return self._norm(operations.layer_norm, rows, others, eps).view(x.shape)
 
     def _norm(
         self,
         norm: Callable[..., int],
         x: Tensor,
-        others: tuple[Tensor | None, Tensor | None],
+        others: tuple[int | None, ...],
         eps: float,
     ) -> Tensor:
         """Return norm(x [N, size]); `others` are the further inputs of the core's function."""
@@ -273,7 +280,7 @@ class NativeKernels(TorchKernels):
             norm(
                 x.data_ptr(),
                 x.stride(0),
-                *(None if other is None else other.data_ptr() for other in others),
+                *others,
                 eps,
                 num_rows,
                 size,
@@ -475,6 +482,7 @@ class NativeKernels(TorchKernels):
             k_pool.shape[0],
             None if qk_norm is None else qk_norm.q_weight.data_ptr(),
             None if qk_norm is None else qk_norm.k_weight.data_ptr(),
+            qk_norm is not None and qk_norm.q_weight.dtype is torch.float32,
             0.0 if qk_norm is None else qk_norm.eps,
             self._level,
             torch.get_num_threads(),

@@ -256,6 +256,7 @@ def choose_experts(
             choice.num_chosen,
             choice.is_sigmoid,
             choice.normalises,
+            choice.added,
             choice.scale,
             chosen.data_ptr(),
             shares.data_ptr(),

@@ -28,8 +28,9 @@ NUM_WARPS = 2
 
 @triton.jit
 def _scaled(part, scale, weight, kind: tl.constexpr):
-    """Round as the norm of its own does, once before and once after the weight."""
-    return ((part * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+    """Round as the norm of its own does: before the weight to its type, after it to `kind`."""
+    rounded = (part * scale).to(weight.dtype).to(tl.float32)
+    return (rounded * weight.to(tl.float32)).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -78,8 +79,8 @@ def _rotate(
         rest = tl.load(x_ptr + heads * x_stride_h + rest_columns, mask=rest_mask, other=0.0)
         rest = rest.to(tl.float32)
     if HAS_NORM:
-        weight = tl.load(norm_ptr + shared, mask=mask, other=0.0).to(tl.float32)
-        second_weight = tl.load(norm_ptr + HALF + shared, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + shared, mask=mask, other=0.0)
+        second_weight = tl.load(norm_ptr + HALF + shared, mask=mask, other=0.0)
         squares = tl.sum(first * first + second * second, axis=1)
         if REST > 0:
             squares += tl.sum(rest * rest, axis=1)
@@ -88,7 +89,7 @@ def _rotate(
         second = _scaled(second, scale, second_weight, kind)
         if REST > 0:
             rest_weight = tl.load(norm_ptr + rest_columns + 0 * heads, mask=rest_mask, other=0.0)
-            rest = _scaled(rest, scale, rest_weight.to(tl.float32), kind)
+            rest = _scaled(rest, scale, rest_weight, kind)
     target = out_ptr + heads * out_stride_h + columns
     if KIND == "plain":
         tl.store(target, (first * cos - second * sin).to(kind), mask=mask)

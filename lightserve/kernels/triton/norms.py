@@ -108,9 +108,9 @@ def _round_rows_kernel(
 
 @triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
-    """Normalise rows [ROWS, BLOCK] in float32, rounding before the weight and after it."""
+    """Normalise rows [ROWS, BLOCK], rounding before the weight to its type, after it to `kind`."""
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
-    return ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
+    return ((x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(kind)
 
 
 @launched
@@ -130,7 +130,7 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < WIDTH)
     x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0)
     out = _normed(x, weight, eps, WIDTH, out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
 
@@ -161,7 +161,7 @@ def _add_rms_norm_kernel(
     residual = residual_ptr + rows * residual_stride + columns
     x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0)
     rounded = (x + before).to(residual_ptr.dtype.element_ty)
     tl.store(residual, rounded, mask=mask)
     out = _normed(rounded.to(tl.float32), weight, eps, WIDTH, x_ptr.dtype.element_ty)

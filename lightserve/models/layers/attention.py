@@ -290,15 +290,18 @@ class SelfAttention:
         return self._out(heads)
 
 
-def growth_of_queries(context: ModelContext) -> Tensor | None:
-    """Return factors of queries at each position that is served, [positions, 1, 1]; None: 1."""
+def growth_of_queries(context: ModelContext, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return factors of queries at each position that is served, [positions, 1, 1]; None: 1.
+
+    `dtype`: theirs; None: the model's.
+    """
     growth, reader = context.config.query_growth, context.reader
     if growth is None:
         return None
     places = torch.arange(growth.first, growth.first + context.context_len)
     lengths = places.div(growth.length, rounding_mode="floor")
     factors = 1.0 + growth.beta * torch.log(1.0 + lengths)
-    return factors.to(reader.device, reader.dtype)[:, None, None]
+    return factors.to(reader.device, dtype or reader.dtype)[:, None, None]
 
 
 def _score_mod(context: ModelContext, prefix: str, heads: Part) -> ScoreMod | None:

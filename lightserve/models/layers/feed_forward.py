@@ -239,7 +239,7 @@ class ExpertsBeside:
         config, reader = context.config, context.reader
         hidden = config.hidden_size
         names = [f"{prefix}.mlp.experts.{number}" for number in range(moe.num_experts)]
-        scale = read_vector(reader, f"{prefix}.router.scale", hidden) * hidden**-0.5
+        scale = read_vector(reader, f"{prefix}.router.scale", hidden, torch.float32) * hidden**-0.5
         self._router_norm = RMSNorm(context.kernels, scale, config.rms_norm_eps)
         self._router = _Router(context, f"{prefix}.mlp.{moe.router}", moe)
         self._factors = read_vector(reader, f"{prefix}.router.per_expert_scale", moe.num_experts)

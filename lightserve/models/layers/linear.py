@@ -10,6 +10,7 @@ plain weights as they are or rounds them, or keeps weights that a checkpoint has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +30,7 @@ from lightserve.kernels.weights import (
 )
 from lightserve.models.base import Part, TensorParallel, logits_dtype
 from lightserve.models.config import ModelConfig
+from lightserve.models.plain_config import NormWeights
 from lightserve.models.stored_weights import StoredWeight
 
 # Where layers get their weights from: the seam between the layers and the loader.
@@ -63,11 +65,18 @@ class WeightReader(Protocol):
         """
 
 
-def read_vector(reader: WeightReader, name: str, size: int, *, offset: float = 0.0) -> Tensor:
-    """Return the whole one-dimensional tensor `name` plus `offset`, shape [size]."""
-    vector = torch.empty(size, dtype=reader.dtype, device=reader.device)
+def read_vector(
+    reader: WeightReader, name: str, size: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the whole one-dimensional tensor `name`, shape [size]; None: of the reader's type."""
+    vector = torch.empty(size, dtype=dtype or reader.dtype, device=reader.device)
     reader.read_into(vector, name)
-    return vector.add_(offset) if offset else vector
+    return vector
+
+
+def rounded_root(size: int, dtype: torch.dtype) -> float:
+    """Return the square root of a size, rounded to a type."""
+    return float(torch.tensor(math.sqrt(size), dtype=dtype))
 
 
 # Normalisation, alone or fused with the residual sum before it.
@@ -501,10 +510,18 @@ class ModelContext:
     context_len: int
     """Longest sequence that is served, in tokens."""
 
+    def norm_weight(self, name: str, part: Part) -> Tensor:
+        """Load a part of the weight of the norm `name`."""
+        kind, reader = self.config.norm_weights, self.reader
+        dtype = reader.dtype if kind is NormWeights.PLAIN else torch.float32
+        weight = torch.empty(part.size, dtype=dtype, device=reader.device)
+        reader.read_into(weight, f"{name}.weight", rows=part)
+        return weight.add_(1.0) if kind is NormWeights.ABOVE_ONE else weight
+
     def norm(self, name: str, *, size: int) -> Norm:
         """Load the normalisation `name`."""
         config, reader = self.config, self.reader
-        weight = read_vector(reader, f"{name}.weight", size, offset=config.norm_offset)
+        weight = self.norm_weight(name, Part(0, size))
         if config.layer_norm_bias is None:
             return RMSNorm(self.kernels, weight, config.rms_norm_eps)
         bias = read_vector(reader, f"{name}.bias", size) if config.layer_norm_bias else None

@@ -127,38 +127,47 @@ INSTANCE(float)
 INSTANCE(bf16)
 
 namespace avx2 {
-template <typename T> void norm(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);
+template <typename T, typename N>
+void norm(const T*, int64_t, T*, const N*, float, int64_t, int64_t, T*, int);
 template <typename T> void rotate(const Rotation<T>&, int);
 template <typename T> void attention(const Attention<T>&, int);
 }  // namespace avx2
 namespace avx512 {
-template <typename T> void norm(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);
+template <typename T, typename N>
+void norm(const T*, int64_t, T*, const N*, float, int64_t, int64_t, T*, int);
 template <typename T> void rotate(const Rotation<T>&, int);
 template <typename T> void attention(const Attention<T>&, int);
 }  // namespace avx512
 
 // `core_rotate` returns 0, and does nothing, if a slot is none of the pool's.
-// `residual` [num_rows, size] may be null; with one, x is added to it and the sum is normalised.
+// `residual` [num_rows, size] may be null; with one, x is added to it and the sum is normalised. A
+// weight is T's, or float32.
 #define OPERATIONS(T, name)                                                                      \
-  EXPORT void core_norm_##name(const T* x, int64_t x_stride, T* residual, const T* weight,       \
-                               float eps, int64_t num_rows, int64_t size, T* out, int32_t level, \
-                               int32_t num_threads) {                                            \
-    (level >= AVX512 ? avx512::norm<T> : avx2::norm<T>)(x, x_stride, residual, weight, eps,      \
-                                                        num_rows, size, out, num_threads);       \
+  EXPORT void core_norm_##name(const T* x, int64_t x_stride, T* residual, const void* weight,    \
+                               int32_t is_wide, float eps, int64_t num_rows, int64_t size,       \
+                               T* out, int32_t level, int32_t num_threads) {                     \
+    if (is_wide)                                                                                 \
+      (level >= AVX512 ? avx512::norm<T, float> : avx2::norm<T, float>)(                         \
+          x, x_stride, residual, static_cast<const float*>(weight), eps, num_rows, size, out,    \
+          num_threads);                                                                          \
+    else                                                                                         \
+      (level >= AVX512 ? avx512::norm<T, T> : avx2::norm<T, T>)(                                 \
+          x, x_stride, residual, static_cast<const T*>(weight), eps, num_rows, size, out,        \
+          num_threads);                                                                          \
   }                                                                                              \
   BY_WORDS(core_norm_##name)                                                                     \
   EXPORT int32_t core_rotate_##name(                                                             \
       T* q, const T* k, const T* v, int64_t token_stride, int64_t num_tokens, int64_t num_heads, \
       int64_t num_kv_heads, int64_t head_dim, const float* cos, const float* sin, int64_t half,  \
       void* k_pool, void* v_pool, int64_t slot_stride, int64_t head_stride, int32_t is_int8,     \
-      const int64_t* slots, int64_t num_slots, const T* q_weight, const T* k_weight, float eps,  \
-      int32_t level, int32_t num_threads) {                                                      \
+      const int64_t* slots, int64_t num_slots, const void* q_weight, const void* k_weight,       \
+      int32_t has_wide_norms, float eps, int32_t level, int32_t num_threads) {                                                      \
     for (int64_t i = 0; i < num_tokens; i++)                                                     \
       if (slots[i] < 0 || slots[i] >= num_slots) return 0;                                       \
     const Pools pools{k_pool, v_pool, slot_stride, head_stride, is_int8 != 0};                   \
     const Rotation<T> task{q,        k,   v,   token_stride, num_tokens, num_heads, num_kv_heads, \
                            head_dim, cos, sin, half,         pools,      slots,     num_slots,    \
-                           q_weight, k_weight, eps};                                             \
+                           q_weight, k_weight, has_wide_norms != 0, eps};                                     \
     (level >= AVX512 ? avx512::rotate<T> : avx2::rotate<T>)(task, num_threads);                  \
     return 1;                                                                                    \
   }                                                                                              \

@@ -276,8 +276,9 @@ struct Rotation {
   Pools pools;  // written
   const int64_t* slots;  // each below num_slots
   int64_t num_slots;
-  const T* q_weight;  // null: no norms
-  const T* k_weight;
+  const void* q_weight;  // null: no norms
+  const void* k_weight;
+  bool has_wide_norms;  // these are float32, whatever T is
   float eps;
 };
 

@@ -109,7 +109,7 @@ struct Choice {
   const float* bias;  // or null
   int64_t num_experts, num_groups, num_chosen_groups, group_best, num_chosen;
   bool is_sigmoid, normalises;
-  float scale;
+  float added, scale;
 };
 
 // Writes the places of the `count` largest numbers, largest first; of equals, and of what is no number,
@@ -167,7 +167,7 @@ void choose(const float* products, const Choice& choice, int64_t* chosen, float*
   float total = 0.0f;
   for (int64_t i = 0; i < choice.num_chosen; i++) total += shares[i] = scores[chosen[i]];
   for (int64_t i = 0; i < choice.num_chosen; i++) {
-    if (choice.normalises) shares[i] /= total + 1e-20f;
+    if (choice.normalises) shares[i] /= total + choice.added;
     shares[i] *= choice.scale;
   }
 }
@@ -179,10 +179,10 @@ EXPORT void core_choose_experts_f32(const float* products, int64_t num_rows, con
                                     int64_t num_experts, int64_t num_groups,
                                     int64_t num_chosen_groups, int64_t group_best,
                                     int64_t num_chosen, int32_t is_sigmoid, int32_t normalises,
-                                    float scale, int64_t* chosen, float* shares,
+                                    float added, float scale, int64_t* chosen, float* shares,
                                     int32_t num_threads) {
   const Choice choice{bias,       num_experts,     num_groups,      num_chosen_groups, group_best,
-                      num_chosen, is_sigmoid != 0, normalises != 0, scale};
+                      num_chosen, is_sigmoid != 0, normalises != 0, added,             scale};
   const int64_t chunk = larger(1, 2048 / num_experts);
   parallel(num_threads, divide_up(num_rows, chunk), [&](Cursor& cursor) {
     for (int64_t i; (i = cursor.take()) < cursor.total;)

@@ -267,9 +267,10 @@ TARGET INLINE F rounded(F value, const bf16*) {
   return (F)(__builtin_convertvector(narrow(value), U) << 16);
 }
 
-// out = x / rms(x) * weight, rounded before the weight; with a residual, of x added to it.
-template <typename T>
-TARGET static void norm_row(const T* x, T* residual, const T* weight, float eps, int64_t size,
+// out = x / rms(x) * weight, rounded before the weight unless that is wider than x; with a residual,
+// of x added to it.
+template <typename T, typename N>
+TARGET static void norm_row(const T* x, T* residual, const N* weight, float eps, int64_t size,
                             T* out) {
   F squares = {};
   FOR_VECTORS(offset, count, size) {
@@ -283,13 +284,14 @@ TARGET static void norm_row(const T* x, T* residual, const T* weight, float eps,
   const float scale = 1.0f / __builtin_sqrtf(total_of(squares) / static_cast<float>(size) + eps);
   const T* from = residual != nullptr ? residual : x;
   FOR_VECTORS(offset, count, size) {
-    const F value = rounded(load_some(from + offset, count) * scale, x);
+    F value = load_some(from + offset, count) * scale;
+    if (sizeof(N) == sizeof(T)) value = rounded(value, x);
     store_some(out + offset, value * load_some(weight + offset, count), count);
   }
 }
 
-template <typename T>
-void norm(const T* x, int64_t x_stride, T* residual, const T* weight, float eps, int64_t num_rows,
+template <typename T, typename N>
+void norm(const T* x, int64_t x_stride, T* residual, const N* weight, float eps, int64_t num_rows,
           int64_t size, T* out, int num_threads) {
   const int64_t chunk = larger(1, 16384 / larger(1, size));
   parallel(num_threads, divide_up(num_rows, chunk), [&](Cursor& cursor) {
@@ -351,6 +353,15 @@ TARGET static void widen_bytes(const int8_t* from, int64_t size, float* to) {
 }
 
 template <typename T>
+TARGET static void norm_head(const Rotation<T>& task, const T* x, const void* weight, T* out) {
+  T* none = nullptr;
+  if (task.has_wide_norms)
+    norm_row(x, none, static_cast<const float*>(weight), task.eps, task.head_dim, out);
+  else
+    norm_row(x, none, static_cast<const T*>(weight), task.eps, task.head_dim, out);
+}
+
+template <typename T>
 TARGET static void rotate_token(const Rotation<T>& task, int64_t token) {
   const float* cos = task.cos + token * task.half;
   const float* sin = task.sin + token * task.half;
@@ -358,13 +369,13 @@ TARGET static void rotate_token(const Rotation<T>& task, int64_t token) {
   T* normed = static_cast<T*>(scratch(4, size * sizeof(T)));
   for (int64_t head = 0; head < task.num_heads; head++) {
     T* q = task.q + token * task.token_stride + head * size;
-    if (task.q_weight != nullptr) norm_row<T>(q, nullptr, task.q_weight, task.eps, size, normed);
+    if (task.q_weight != nullptr) norm_head(task, q, task.q_weight, normed);
     rotate_head(task.q_weight != nullptr ? normed : q, size, cos, sin, task.half, q);
   }
   for (int64_t head = 0; head < task.num_kv_heads; head++) {
     const T* k = task.k + token * task.token_stride + head * size;
     if (task.k_weight != nullptr) {
-      norm_row<T>(k, nullptr, task.k_weight, task.eps, size, normed);
+      norm_head(task, k, task.k_weight, normed);
       k = normed;
     }
     const T* v = task.v + token * task.token_stride + head * size;
@@ -391,10 +402,11 @@ void rotate(const Rotation<T>& task, int num_threads) {
 }
 
 #define INSTANCES(T)                                                                         \
-  template void norm<T>(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);  \
+  template void norm(const T*, int64_t, T*, const T*, float, int64_t, int64_t, T*, int);     \
   template void rotate<T>(const Rotation<T>&, int);
 INSTANCES(float)
 INSTANCES(bf16)
 #undef INSTANCES
+template void norm(const bf16*, int64_t, bf16*, const float*, float, int64_t, int64_t, bf16*, int);
 
 }  // namespace SPACE
