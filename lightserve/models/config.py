@@ -177,8 +177,9 @@ class ModelConfig:
     merged: frozenset[str] = frozenset()
     """Products that the file has as one tensor: `qkv`, `gate_up`, or `grouped_qkv`, where each KV
     head stands behind its query heads."""
-    stored_names: tuple[tuple[str, str], ...] = ()
-    """Parts of tensors' names here, and the file's parts in their places, one after the other."""
+    stored_names: tuple[tuple[str, ...], ...] = ()
+    """Parts of tensors' names here, and the file's parts in their places, one after the other: one
+    part, or several that files may have."""
     layer_norm_bias: bool | None = None
     """Norms are LayerNorm with biases (true) or without (false), or RMS norms (None); either kind
     adds `rms_norm_eps`."""

@@ -113,6 +113,8 @@ class DeltaConfig(RecurrentConfig):
     """Factor of a token's beta: 2 lets a state's eigenvalues be negative."""
     norm_eps: float | None = None
     """Epsilon of the norm of results; None: that of other norms."""
+    stored_channels: tuple[int, ...] | None = None
+    """Channels of each of the file's tensors of the convolution; None: see `conv_sizes`."""
     rank: int = 0
     """Rank of the products that give z, and a decay for each channel of keys (Kimi Delta
     Attention); 0: both are one product, and heads have decays."""
@@ -131,6 +133,14 @@ class DeltaConfig(RecurrentConfig):
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def conv_sizes(self) -> dict[str, int]:
+        """Return the channels of each tensor of the convolution, by its name."""
+        sizes = self.stored_channels or (self.key_size, self.key_size, self.value_size)
+        if self.joined is not Joined.NONE:
+            return {"conv1d": self.channels}
+        return {f"{name}_conv1d": size for name, size in zip("qkv", sizes, strict=True)}
 
     def state_bytes(self, number_bytes: int, tp_size: int = 1) -> tuple[int, ...]:
         """See `RecurrentConfig.state_bytes`: inputs, then matrices."""
@@ -154,12 +164,10 @@ class DeltaConfig(RecurrentConfig):
             for name, size in (("f", self.key_size), ("g", self.value_size)):
                 gates |= {f"{name}_a_proj.weight": (self.rank, hidden)}
                 gates |= {f"{name}_b_proj.weight": (size, self.rank)}
-        parts = {"": self.channels}
-        if self.joined is Joined.NONE:
-            parts = {f"{name}_": size for name, size in sizes.items()}
+        parts = self.conv_sizes
         return (
             {f"linear_attn.in_proj_{name}.weight": (n, hidden) for name, n in linears.items()}
-            | {f"linear_attn.{name}conv1d.weight": (n, 1, self.width) for name, n in parts.items()}
+            | {f"linear_attn.{name}.weight": (n, 1, self.width) for name, n in parts.items()}
             | {f"linear_attn.{name}": shape for name, shape in gates.items()}
             | {
                 "linear_attn.norm.weight": (self.value_dim,),

@@ -228,6 +228,8 @@ def parse_olmo_hybrid(fields: JsonFields) -> dict[str, Any]:
             *((f"linear_attn.in_proj_{name}.", f"linear_attn.{name}_proj.") for name in "qkvab"),
             ("linear_attn.norm", "linear_attn.o_norm"),
             ("linear_attn.out_proj", "linear_attn.o_proj"),
+            ("input_layernorm", "input_layernorm", "attention_layer_norm"),
+            ("post_attention_layernorm", "post_attention_layernorm", "feedforward_layer_norm"),
         ),
     }
 
@@ -300,6 +302,7 @@ def parse_kimi_linear(fields: JsonFields) -> dict[str, Any]:
             ("linear_attn.norm", "linear_attn.o_norm"),
             ("linear_attn.out_proj", "linear_attn.o_proj"),
             ("linear_attn.", "self_attn."),
+            (".mlp.", ".mlp.", ".block_sparse_moe."),
         ),
     }
 

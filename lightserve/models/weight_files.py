@@ -24,6 +24,7 @@ from lightserve.models.gguf_model import WEIGHTS_FILE, stands_for_file
 from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
+from lightserve.models.recurrent_config import DeltaConfig, Joined
 from lightserve.models.vision_config import VisionConfig
 from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
@@ -68,27 +69,29 @@ class WeightFiles:
     """The file that says so: the shard index, or the only shard."""
     file_of: Mapping[str, Path]
     """By the names in the files."""
-    stored_names: tuple[tuple[str, str], ...] = ()
+    stored_names: tuple[tuple[str, ...], ...] = ()
     """See `ModelConfig.stored_names`."""
     gguf: GgufFile | None = None
     """The one file, if it is of that kind."""
     form: WeightFormat | None = None
     """See `ModelConfig.weight_format`."""
-    vision_names: tuple[tuple[str, str], ...] = ()
+    vision_names: tuple[tuple[str, ...], ...] = ()
     """Parts of names as in `stored_names`, of the encoder of images and the products behind it."""
     quantised: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Sizes of the weights that are stored in that format, by the names of plain ones."""
 
     def stored(self, name: str) -> str:
-        """Return the files' name of a tensor."""
-        names = self.vision_names if name.startswith(VISION) else self.stored_names
-        for ours, theirs in names:
-            name = name.replace(ours, theirs)
-        return name
+        """Return the files' name of a tensor; the first of several where they have none."""
+        found = [name]
+        for ours, *theirs in self.vision_names if name.startswith(VISION) else self.stored_names:
+            found = [one.replace(ours, part) for one in found for part in theirs]
+        return next((one for one in found if self._has_stored(one)), found[0])
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor, or a quantised weight, by the name that layers know."""
-        stored = self.stored(name)
+        return self._has_stored(self.stored(name))
+
+    def _has_stored(self, stored: str) -> bool:
         return stored in self.file_of or self._module(stored) is not None
 
     def tensors_of(self, stored: str, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
@@ -476,9 +479,13 @@ def check_weights(path: Path, config: ModelConfig) -> WeightFiles:
 
 
 def as_in_files(config: ModelConfig, files: WeightFiles) -> ModelConfig:
-    """Return a model as its files have it: they alone may tell that experts are stacked."""
+    """Return a model as its files have it: they alone may tell that experts are stacked, and how a
+    convolution is cut.
+    """
     if files.gguf is not None:
         return as_stored(config, files.gguf)
+    if isinstance(delta := config.recurrent, DeltaConfig) and delta.joined is Joined.NONE:
+        config = replace(config, recurrent=_as_cut(delta, files))
     moe = config.moe
     if moe is None or moe.stacked is not None:
         return config
@@ -486,6 +493,19 @@ def as_in_files(config: ModelConfig, files: WeightFiles) -> ModelConfig:
         return config
     names = ("gate_proj", "up_proj", "down_proj")  # by which `StackedExperts` knows them
     return replace(config, moe=replace(moe, stacked=Stacked.HALVES, projections=names))
+
+
+def _as_cut(delta: DeltaConfig, files: WeightFiles) -> DeltaConfig:
+    """Return layers with the convolution as it is cut: by transformers 5 into equal parts."""
+    third = -(-delta.channels // 3)
+    name = files.stored(f"model.layers.{min(delta.layers)}.linear_attn.q_conv1d.weight")
+    if name not in files.file_of:
+        return delta
+    with _open(files.file_of[name]) as shard:
+        present = set(shard.keys())
+        if name not in present or shard.get_slice(name).get_shape()[:1] != [third]:
+            return delta
+    return replace(delta, stored_channels=(third, third, delta.channels - 2 * third))
 
 
 def quantised_as(path: Path, config: ModelConfig) -> str | None:

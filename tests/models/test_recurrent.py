@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.grids import long_but
 from support.model_runs import CONTEXT_LEN, LoadedModel, load_tiny
 from support.parity import (
@@ -28,6 +29,7 @@ from torch import Tensor
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError, ModelLoadError, ProtocolError, StartupError
 from lightserve.kernels.interface import Kernels
+from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.messages.common import TokenSegment, pack_int32
@@ -45,6 +47,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import check_tp, load_model_config
+from lightserve.models.decoder import DecoderModel
 from lightserve.types import RowId, SamplingParams, StepId
 from lightserve.worker.build import build_runner
 from lightserve.worker.checks import check_options
@@ -322,6 +325,28 @@ def test_kimi_linear_as_it_is_published(tmp_path: Path) -> None:
     complaint = r"'linear_attn_config.kda_layers' must hold layers from 1 to 4, .* got \[0, 1\]"
     with pytest.raises(ModelLoadError, match=complaint):
         load_model_config(path)
+
+
+class SecondRank(SingleRank):
+    rank, size = 1, 2
+
+
+@pytest.mark.parametrize("name", ["olmo-hybrid", "kimi-linear"])
+def test_files_that_transformers_saves_say_the_same(name: str, tmp_path: Path) -> None:
+    """With other names of norms and blocks, and the convolution cut into equal parts."""
+    tiny, tokens, found = find_tiny_model(name), sequence(1, 30), []
+    for is_published in (True, False):
+        path = tmp_path / str(is_published)
+        write_tiny_model(tiny, path, is_published=is_published)
+        loaded = load_tiny(path, torch.float32, make_kernels("torch", batch_invariant=False))
+        logits = loaded.run([tokens], [[Chunk(0, 0, 30)]])
+        assert logits is not None
+        rank = load_tiny(path, torch.float32, ReferenceKernels(), tp=SecondRank()).model
+        assert isinstance(rank, DecoderModel)
+        found.append((logits[0], rank._layers[0]._attention._convolution))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    names = [set(load_file(tmp_path / str(kind) / "model.safetensors")) for kind in (True, False)]
+    assert names[0] != names[1]
 
 
 def test_kernels_without_latents_are_refused(tmp_path: Path) -> None:

@@ -1047,8 +1047,13 @@ def find_tiny_model(name: str) -> TinyModel:
     return next(model for model in TINY_MODELS if model.name == name)
 
 
-def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the model as a Hugging Face directory and return its path."""
+def write_tiny_model(
+    model: TinyModel, path: Path, *, dtype: torch.dtype = torch.float32, is_published: bool = True
+) -> Path:
+    """Write the model as a Hugging Face directory and return its path.
+
+    `is_published`: with the names that authors give, where transformers' are others.
+    """
     transformers_logging.disable_progress_bar()
     if model.family in ARCHITECTURES:
         write_own_code_model(model.family, model.config, path, dtype, model.seed)
@@ -1062,7 +1067,7 @@ def write_tiny_model(model: TinyModel, path: Path, *, dtype: torch.dtype = torch
     randomise(reference, torch.Generator().manual_seed(model.seed))
     shard_size = "60KB" if model.sharded else "1GB"
     reference.to(dtype).save_pretrained(path, max_shard_size=shard_size)
-    if model.family in ("OlmoHybrid", "KimiLinear"):
+    if is_published and model.family in ("OlmoHybrid", "KimiLinear"):
         _as_published(path / "model.safetensors", config)
     if model.legacy_layout:
         _to_legacy_layout(path / "config.json")

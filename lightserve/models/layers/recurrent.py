@@ -385,13 +385,13 @@ class _Sections:
         self.rank, self.rates = delta.rank, key_rows if delta.rank else values
         """Rank of products for z and rates; this rank's rates, one for each head or channel."""
         starts = (0, delta.key_size, 2 * delta.key_size)
-        if delta.joined is Joined.NONE:
-            starts = (0, 0, 0)
+        self._rows = (key_rows, key_rows, value_rows)
+        """Queries, keys and values, each in a tensor of its own, …"""
         self._channels = [
             Part(start + rows.start, rows.size)
-            for start, rows in zip(starts, (key_rows, key_rows, value_rows), strict=True)
+            for start, rows in zip(starts, self._rows, strict=True)
         ]
-        """Queries, keys and values among the channels, or each in a tensor of its own."""
+        """… and among the channels."""
 
     @property
     def num_channels(self) -> int:
@@ -402,10 +402,10 @@ class _Sections:
         """Return where queries, keys, values and z are made."""
         delta = self._delta
         if delta.joined is not Joined.GROUPS:
-            names = "qkv" if delta.joined is Joined.NONE else ("qkv",) * 3
-            channels = [
-                (f"{prefix}{name}", part) for name, part in zip(names, self._channels, strict=True)
-            ]
+            names, rows = ("qkv",) * 3, self._channels
+            if delta.joined is Joined.NONE:
+                names, rows = tuple("qkv"), list(self._rows)
+            channels = [(f"{prefix}{name}", part) for name, part in zip(names, rows, strict=True)]
             return channels if self.rank else [*channels, (f"{prefix}z", self.value_rows)]
         values = delta.value_size // delta.num_key_heads
         return self._grouped(f"{prefix}qkvz", (delta.key_dim, delta.key_dim, values, values))
@@ -430,11 +430,16 @@ class _Sections:
 
     def convolution(self, prefix: str) -> list[tuple[str, Part]]:
         """Return where the convolution's weights are."""
-        names = [f"{name}_" for name in "qkv"] if self._delta.joined is Joined.NONE else [""] * 3
-        return [
-            (f"{prefix}.{name}conv1d.weight", part)
-            for name, part in zip(names, self._channels, strict=True)
-        ]
+        found = []
+        for part in self._channels:
+            start = 0
+            for name, size in self._delta.conv_sizes.items():
+                first = max(part.start, start)
+                count = min(part.start + part.size, start + size) - first
+                if count > 0:
+                    found.append((f"{prefix}.{name}.weight", Part(first - start, count)))
+                start += size
+        return found
 
 
 def _convolution(context: ModelContext, parts: Sequence[tuple[str, Part]], width: int) -> Tensor:
