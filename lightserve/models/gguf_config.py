@@ -22,11 +22,14 @@ from lightserve.models.gguf_families import (
 )
 from lightserve.models.moe_config import MAX_EXPERTS
 from lightserve.models.plain_config import NormWeights
+from lightserve.models.recurrent_config import DeltaConfig, Joined
 from lightserve.models.rope import rope_of
 
 _GATES = "ffn_gate_inp_shexp.weight"
 _WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+_GATES_AND_UPS = "ffn_gate_up_exps"
+"""The first two of these in one tensor, gates before ups."""
 _BY_HEAD = ("attn_k_b.weight", "attn_v_b.weight")
 _MAX_ALONE = 1 << 18
 """Tensors, where experts are counted one by one."""
@@ -63,18 +66,22 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
         if name.endswith(_BY_HEAD) and len(tensor.shape) == 3:
             first, second, columns = tensor.shape
             tensors[name] = dataclasses.replace(tensor, shape=(first * second, columns))
+        if name.endswith(".ssm_conv1d.weight") and len(tensor.shape) == 2:
+            tensors[name] = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
         kind, _, part = f"ffn_{rest}".partition(".")
-        if kind not in _EXPERTS or len(tensor.shape) != {"weight": 3, "bias": 2}.get(part):
+        products = (kind,) if kind in _EXPERTS else _EXPERTS[:2] if kind == _GATES_AND_UPS else ()
+        if not products or len(tensor.shape) != {"weight": 3, "bias": 2}.get(part):
             continue
         if tensor.shape[0] > MAX_EXPERTS or len(tensors) > _MAX_ALONE:
             raise ModelLoadError(
                 f"{gguf.path}: tensor {name!r} has {tensor.shape[0]} experts, at most {MAX_EXPERTS}"
                 f" are supported, and {_MAX_ALONE} tensors of all layers"
             )
-        product = family.experts[_EXPERTS.index(kind)]
         for expert in range(tensor.shape[0]):
-            own = f"{layer}.{family.module}.experts.{expert}.{product}.{part}"
-            tensors[own] = _slice(tensor, expert)
+            for number, each in enumerate(products):
+                product = family.experts[_EXPERTS.index(each)]
+                own = f"{layer}.{family.module}.experts.{expert}.{product}.{part}"
+                tensors[own] = _slice(tensor, expert, number, len(products))
     return dataclasses.replace(gguf, tensors=tensors)
 
 
@@ -85,16 +92,20 @@ def name_in_file(gguf: GgufFile, name: str) -> str:
     if not found:
         return name
     _, product, part = rest.split(".")
-    return f"{layer}.{_EXPERTS[family.experts.index(product)]}.{part}"
+    own = _EXPERTS[family.experts.index(product)]
+    if f"{layer}.{own}.{part}" not in gguf.tensors and own != _EXPERTS[-1]:
+        own = _GATES_AND_UPS if f"{layer}.{_GATES_AND_UPS}.{part}" in gguf.tensors else own
+    return f"{layer}.{own}.{part}"
 
 
-def _slice(tensor: GgufTensor, number: int) -> GgufTensor:
-    """Return one of the matrices, or biases, of a tensor."""
-    shape = tensor.shape[1:]
+def _slice(tensor: GgufTensor, number: int, part: int, num_parts: int) -> GgufTensor:
+    """Return one of the matrices, or biases, of a tensor, or a part of its rows."""
+    shape = (tensor.shape[1] // num_parts, *tensor.shape[2:])
     if tensor.kind not in BLOCK_TYPES:
         return dataclasses.replace(tensor, shape=shape)
     size = math.prod(shape[:-1]) * tensor.row_bytes
-    return dataclasses.replace(tensor, shape=shape, start=tensor.start + number * size)
+    start = tensor.start + (number * num_parts + part) * size
+    return dataclasses.replace(tensor, shape=shape, start=start)
 
 
 def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
@@ -112,10 +123,15 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
     latent = config.latent and dataclasses.replace(
         config.latent, is_split=has(gguf, "attn_k_b.weight")
     )
+    recurrent = config.recurrent
+    if isinstance(recurrent, DeltaConfig) and recurrent.joined is Joined.GROUPS:
+        recurrent = dataclasses.replace(recurrent, joined=Joined.GATES)
     norms = config.norm_weights
     if norms is NormWeights.ABOVE_ONE:
         norms = NormWeights.WIDE
-    return dataclasses.replace(config, norm_weights=norms, merged=merged, moe=moe, latent=latent)
+    return dataclasses.replace(
+        config, norm_weights=norms, merged=merged, moe=moe, latent=latent, recurrent=recurrent
+    )
 
 
 def config_of(gguf: GgufFile) -> dict[str, Any]:
@@ -127,7 +143,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     key = f"{name}.attention.key_length"
     head_dim = gguf.integer(key, default=hidden // num_heads, low=1)
     rotated, key = head_dim, f"{name}.attention.value_length"
-    if name == "deepseek2":  # whose keys and values are of other sizes
+    if name in ("deepseek2", "mistral4"):  # whose keys and values are of other sizes
         rotated = gguf.integer(f"{name}.rope.dimension_count")
     elif (size := gguf.integer(key, default=head_dim)) != head_dim:
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")

@@ -110,10 +110,11 @@ def _qwen_moe(gguf: GgufFile, name: str) -> dict[str, Any]:
         "num_experts": (number := _num_experts(gguf, name)),
         "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
         "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
-        "norm_topk_prob": name == "qwen3moe",
+        "norm_topk_prob": name != "qwen2moe",
     }
     if name == "qwen2moe":
         need(gguf, "attn_q.bias")
+    if name != "qwen3moe":
         shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
         own["shared_expert_intermediate_size"] = shared
     return own
@@ -180,12 +181,48 @@ def _olmo3(gguf: GgufFile, name: str) -> dict[str, Any]:
         "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=theta),
     }
     if key in gguf.metadata:
-        flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
-        if len(flags) != num_layers:
-            raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
-        kinds = ("full_attention", "sliding_attention")
-        own["layer_types"] = [kinds[bool(has_window)] for has_window in flags]
+        own["layer_types"] = _kinds(gguf, name, key, "sliding_attention")
     return own
+
+
+def _kinds(gguf: GgufFile, name: str, key: str, kind: str) -> list[str]:
+    """Return the kinds of layers by an array of flags."""
+    flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
+    if len(flags) != num_layers:
+        raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
+    return [kind if is_one else "full_attention" for is_one in flags]
+
+
+def _qwen_delta(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5 without their layers for several tokens at once."""
+    num_layers = _own_layers(gguf, name)
+    num_heads = gguf.integer(f"{name}.ssm.time_step_rank", low=1)
+    if (inner := gguf.integer(key := f"{name}.ssm.inner_size", low=1)) % num_heads:
+        raise gguf.error(key, f"must be a multiple of {num_heads}, got {inner}")
+    own: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "linear_conv_kernel_dim": gguf.integer(f"{name}.ssm.conv_kernel"),
+        "linear_key_head_dim": gguf.integer(f"{name}.ssm.state_size"),
+        "linear_num_key_heads": gguf.integer(f"{name}.ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_value_head_dim": inner // num_heads,
+        "full_attention_interval": gguf.integer(f"{name}.full_attention_interval", default=4),
+    }
+    if (key := f"{name}.attention.recurrent_layers") in gguf.metadata:
+        own["layer_types"] = _kinds(gguf, name, key, "linear_attention")[:num_layers]
+    return own if name == "qwen35" else own | _qwen_moe(gguf, name)
+
+
+def _llama4(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Chunks and growth are llama.cpp's own numbers; models of 128 experts norm no heads."""
+    if gguf.integer(key := f"{name}.attention.sliding_window", default=1) == 0:
+        raise gguf.error(key, "must not be 0: models without chunks are not supported")
+    return _mixtral(gguf, name) | {
+        "intermediate_size_mlp": gguf.integer(f"{name}.feed_forward_length"),
+        "intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
+        "interleave_moe_layer_step": gguf.integer(f"{name}.interleave_moe_layer_step", low=1),
+        "use_qk_norm": _num_experts(gguf, name) != 128,
+    }
 
 
 def _gpt_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -212,7 +249,7 @@ def has_sigmoid(gguf: GgufFile, name: str) -> bool:
 
 
 def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
-    """DeepSeek-V2 or DeepSeek-V3, without its layers for several tokens at once.
+    """DeepSeek-V2, DeepSeek-V3 or Mistral 4, without its layers for several tokens at once.
 
     Older files have the sizes of heads, newer ones those of the latent beside them.
     """
@@ -223,15 +260,13 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
     if head_dim <= rotated:
         raise gguf.error(f"{name}.rope.dimension_count", f"must be below {head_dim}, got {rotated}")
     normalises = gguf.boolean(key := f"{name}.expert_weights_norm", default=False)
-    if normalises and not is_v3:
+    if normalises and not is_v3 and name != "mistral4":
         raise gguf.error(key, "must be false where weights are a softmax")
     num_experts = _num_experts(gguf, name)
     num_groups = gguf.integer(f"{name}.expert_group_count", default=1, low=1, high=num_experts)
     choice = "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy"
-    num_layers = gguf.integer(f"{name}.block_count")
-    num_more = gguf.integer(key := f"{name}.nextn_predict_layers", default=0)
-    if num_more >= num_layers:
-        raise gguf.error(key, f"must be below {num_layers}, got {num_more}")
+    if name == "mistral4":
+        choice = "noaux_tc"
     rope = rope_of(gguf, name, rotated, 10_000.0)
     if rope["rope_type"] == "yarn":
         if (
@@ -244,7 +279,7 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         scale = 10 * gguf.number(f"{name}.rope.scaling.yarn_log_multiplier", default=0.0)
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"mscale_all_dim": 1.0}
     return {
-        "num_hidden_layers": num_layers - num_more,
+        "num_hidden_layers": _own_layers(gguf, name),
         "q_lora_rank": gguf.integer(f"{name}.attention.q_lora_rank", default=0) or None,
         "kv_lora_rank": gguf.integer(f"{name}.attention.kv_lora_rank"),
         "qk_nope_head_dim": head_dim - rotated,
@@ -265,6 +300,15 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "rope_parameters": rope,
     }
+
+
+def _own_layers(gguf: GgufFile, name: str) -> int:
+    """Return the number of layers but for those that guess tokens."""
+    num_layers = gguf.integer(f"{name}.block_count")
+    num_more = gguf.integer(key := f"{name}.nextn_predict_layers", default=0)
+    if num_more >= num_layers:
+        raise gguf.error(key, f"must be below {num_layers}, got {num_more}")
+    return num_layers - num_more
 
 
 def _size_of_heads(gguf: GgufFile, name: str, of: str) -> int:
@@ -406,6 +450,19 @@ _QWEN_EXPERTS = (
     ("mlp.shared_expert.down_proj.", "ffn_down_shexp."),
     ("mlp.shared_expert_gate.", "ffn_gate_inp_shexp."),
 )
+_DELTA = (
+    ("linear_attn.in_proj_qkv.", "attn_qkv."),
+    ("linear_attn.in_proj_z.", "attn_gate."),
+    ("linear_attn.in_proj_ba.", "ssm_ba."),
+    ("linear_attn.in_proj_a.", "ssm_alpha."),
+    ("linear_attn.in_proj_b.", "ssm_beta."),
+    ("linear_attn.conv1d.", "ssm_conv1d."),
+    ("linear_attn.dt_bias", "ssm_dt.bias"),
+    ("linear_attn.A_log", "ssm_a"),
+    ("linear_attn.norm.", "ssm_norm."),
+    ("linear_attn.out_proj.", "ssm_out."),
+    ("post_attention_layernorm.", "post_attention_norm."),
+)
 MIXTRAL = GgufFamily(
     architecture="MixtralForCausalLM",
     own_names=(("block_sparse_moe.gate.", "ffn_gate_inp."),),
@@ -453,6 +510,19 @@ FAMILIES = {
     ),
     "qwen3moe": GgufFamily(
         architecture="Qwen3MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
+    ),
+    "qwen3next": GgufFamily(
+        architecture="Qwen3NextForCausalLM", own_names=_QWEN_EXPERTS + _DELTA, own=_qwen_delta
+    ),
+    "qwen35": GgufFamily(architecture="Qwen3_5ForCausalLM", own_names=_DELTA, own=_qwen_delta),
+    "qwen35moe": GgufFamily(
+        architecture="Qwen3_5MoeForCausalLM", own_names=_QWEN_EXPERTS + _DELTA, own=_qwen_delta
+    ),
+    "llama4": GgufFamily(
+        architecture="Llama4ForCausalLM",
+        own_names=(("mlp.router.", "ffn_gate_inp."), *_QWEN_EXPERTS),
+        theta=5e5,
+        own=_llama4,
     ),
     "gemma": GgufFamily(architecture="GemmaForCausalLM"),
     "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", own_names=_OUTPUT_NORMS, own=_gemma2),
@@ -505,6 +575,7 @@ FAMILIES = {
     "deepseek2": GgufFamily(
         architecture="DeepseekV2ForCausalLM", own_names=_LATENTS, own=_deepseek
     ),
+    "mistral4": GgufFamily(architecture="Mistral4ForCausalLM", own_names=_LATENTS, own=_deepseek),
     "glm4": GgufFamily(
         architecture="Glm4ForCausalLM",
         own_names=(

@@ -90,6 +90,10 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_by_case(_ENDING, _THREE),)
     ),
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "tekken": (_by_case("", r"\p{N}"),),
     "seed-coder": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -316,7 +320,7 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
             yield merge
 
     return {
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if pre in ("qwen2", "qwen35") else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": byte_level | {"use_regex": True},
         "model": {

@@ -22,13 +22,48 @@ from lightserve.models.base import Part
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from lightserve.models.gguf_config import name_in_file
 from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_NO_NUMBER
-from lightserve.models.stored_weights import StoredWeight, fp4_weight
+from lightserve.models.stored_weights import StoredWeight, fp4_weight, side_by_side
 from lightserve.models.weight_copies import WeightCopies, is_finite, not_finite, weight_copies
 from lightserve.models.weight_files import WeightFiles
 from lightserve.progress import Advance
 
+_VALUES = {
+    **dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d"), False),
+    **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a"), True),
+}
+"""Tensors with rows of value heads, and whether a head has one alone."""
+_DECAYS = ".ssm_a"
+"""Ending of the tensor that has decays themselves, not the logarithms of their sizes."""
 CHUNK_NUMBERS = 1 << 22
 """Made numbers at a time: 16 MiB of float32."""
+
+
+class TiledHeads(NamedTuple):
+    """Value heads of Qwen3.5 as llama.cpp has them: the first of each key head, then the second.
+
+    Layers have those of a key head side by side.
+    """
+
+    num_keys: int
+    num_values: int
+    """Value heads of all key heads."""
+    dim: int
+    """Numbers of a value head."""
+    first: int
+    """Channels of the convolution before those of values."""
+
+    def places(self, part: Part, dim: int, first: int = 0) -> list[Part]:
+        """Return where parts of a dimension are, in their order here.
+
+        `part` has whole heads of `dim` numbers, behind `first` others.
+        """
+        end = part.start + part.size
+        found = [Part(part.start, min(end, first) - part.start)] if part.start < first else []
+        group = self.num_values // self.num_keys
+        for head in range(max(0, part.start - first) // dim, max(0, end - first) // dim):
+            place = head % group * self.num_keys + head // group
+            found.append(Part(first + place * dim, dim))
+        return found
 
 
 class GgufReader:
@@ -40,6 +75,7 @@ class GgufReader:
         gguf: GgufFile,
         *,
         rotated_head_dim: int | None,
+        tiled: TiledHeads | None = None,
         dtype: torch.dtype,
         device: torch.device,
         advance: Advance = lambda _: None,
@@ -54,6 +90,7 @@ class GgufReader:
         self._files = files
         self._gguf = gguf
         self._rotated = rotated_head_dim or 0
+        self._tiled = tiled
         self._copies: WeightCopies = weight_copies(device)
         self._advance = advance
         self._counted: set[str] = set()
@@ -78,12 +115,26 @@ class GgufReader:
         if stored not in self._gguf.tensors:
             raise self._error(stored, "is missing")
         tensor = self._gguf.tensors[stored]
-        if len(tensor.shape) == 1:  # a bias or a norm: the numbers are what `rows` counts
-            part = rows or Part(0, tensor.shape[0])
-            numbers = self._numbers(tensor, Part(0, 1))[0, part.start : part.start + part.size]
-            self._copy(target, numbers, stored)
-        else:
-            self._read_matrix(target, tensor, stored, rows or Part(0, tensor.shape[0]), columns)
+        rows = rows or Part(0, tensor.shape[0])
+        wide = target.flatten(1) if len(tensor.shape) > 1 else target
+        inputs = columns or Part(0, math.prod(tensor.shape[1:]))
+        row = 0
+        for part in self._rows(stored, rows):
+            column = 0
+            for own in self._columns(stored, inputs):
+                place = wide[row : row + part.size]
+                if wide.dim() == 1:  # a bias or a norm: the numbers are what `rows` counts
+                    numbers = self._numbers(tensor, Part(0, 1))[0]
+                    self._copy(place, numbers[part.start : part.start + part.size], stored)
+                else:
+                    place = place[:, column : column + own.size]
+                    self._read_matrix(place, tensor, stored, part, own)
+                column += own.size
+            row += part.size
+        if stored.endswith(_DECAYS):
+            if bool((target >= 0).any()):
+                raise self._error(stored, "must hold negative numbers")
+            target.neg_().log_()
         if self._is_rotated(stored):
             pairs = target.view(-1, self._rotated // 2, 2, *target.shape[1:])
             target.copy_(pairs.transpose(1, 2).reshape(target.shape))
@@ -100,7 +151,9 @@ class GgufReader:
         if tensor is None or len(tensor.shape) != 2:
             return None
         rows, columns = rows or Part(0, tensor.shape[0]), columns or Part(0, tensor.shape[1])
-        weight = _stored_weight(self._data(tensor, rows), tensor.kind, columns)
+        data = np.concatenate([self._data(tensor, part) for part in self._rows(stored, rows)])
+        parts = [_stored_weight(data, tensor.kind, part) for part in self._columns(stored, columns)]
+        weight = side_by_side(parts)
         if weight is None:
             return None
         if weight.factors.numel() and not is_finite(weight.factors):
@@ -110,6 +163,21 @@ class GgufReader:
             return weight
         order = torch.arange(rows.size).view(-1, self._rotated // 2, 2)
         return weight.rows(order.transpose(1, 2).flatten())
+
+    def _rows(self, stored: str, rows: Part) -> list[Part]:
+        """Return which rows of the file are some rows of a tensor."""
+        tensor = stored.split(".")[2] if stored.startswith("blk.") else ""
+        if self._tiled is None or tensor not in _VALUES:
+            return [rows]
+        dim = 1 if _VALUES[tensor] else self._tiled.dim
+        first = self._tiled.first if tensor in ("attn_qkv", "ssm_conv1d") else 0
+        return self._tiled.places(rows, dim, first)
+
+    def _columns(self, stored: str, columns: Part) -> list[Part]:
+        """Return which columns of the file are some columns of a tensor."""
+        if self._tiled is None or not stored.endswith(".ssm_out.weight"):
+            return [columns]
+        return self._tiled.places(columns, self._tiled.dim)
 
     def _is_rotated(self, stored: str) -> bool:
         """Whether a tensor's outputs are heads whose rotated pairs are neighbours."""
@@ -131,10 +199,9 @@ class GgufReader:
         return ModelLoadError(f"{self._gguf.path}: tensor {name!r} {complaint}")
 
     def _read_matrix(
-        self, target: Tensor, tensor: GgufTensor, name: str, rows: Part, columns: Part | None
+        self, target: Tensor, tensor: GgufTensor, name: str, rows: Part, columns: Part
     ) -> None:
-        columns = columns or Part(0, tensor.shape[1])
-        size = max(1, CHUNK_NUMBERS // tensor.shape[1])
+        size = max(1, CHUNK_NUMBERS // math.prod(tensor.shape[1:]))
         for first in range(0, rows.size, size):
             count = min(size, rows.size - first)
             numbers = self._numbers(tensor, Part(rows.start + first, count))

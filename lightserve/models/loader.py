@@ -17,8 +17,9 @@ from lightserve.models.base import Model, TensorParallel
 from lightserve.models.config import ModelConfig, check_tp
 from lightserve.models.families import build_model
 from lightserve.models.gguf_config import family_of
-from lightserve.models.gguf_reader import GgufReader
+from lightserve.models.gguf_reader import GgufReader, TiledHeads
 from lightserve.models.layers.linear import LinearMethod, ModelContext, UnquantizedMethod
+from lightserve.models.recurrent_config import DeltaConfig, Joined
 from lightserve.models.safetensors_reader import SafetensorsReader, StackedExperts
 from lightserve.models.weight_files import (
     WeightFiles,
@@ -87,11 +88,15 @@ def _reader(
 ) -> SafetensorsReader | GgufReader:
     if files.gguf is None:
         return SafetensorsReader(files, dtype=dtype, device=device, advance=advance)
-    has_neighbours = family_of(files.gguf).has_neighbours
+    has_neighbours, delta, tiled = family_of(files.gguf).has_neighbours, config.recurrent, None
+    if isinstance(delta, DeltaConfig) and delta.joined is Joined.HEADS:
+        heads = delta.num_key_heads, delta.num_value_heads
+        tiled = TiledHeads(*heads, delta.value_dim, 2 * delta.key_size)
     return GgufReader(
         files,
         files.gguf,
         rotated_head_dim=config.head_dim if has_neighbours else None,
+        tiled=tiled,
         dtype=dtype,
         device=device,
         advance=advance,

@@ -65,6 +65,8 @@ class Joined(Enum):
     """Queries, keys and values."""
     GROUPS = auto()
     """All, those of a key head and its value heads side by side."""
+    GATES = auto()
+    """Queries, keys and values; b and a as in `GROUPS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,9 @@ class DeltaConfig(RecurrentConfig):
         if self.joined is Joined.GROUPS:
             linears = {"qkvz": self.channels + self.value_size, "ba": 2 * heads}
         else:
-            linears |= {"qkv": self.channels} if self.joined is Joined.HEADS else sizes
+            linears |= sizes if self.joined is Joined.NONE else {"qkv": self.channels}
+        if self.joined is Joined.GATES:
+            linears = {"qkv": self.channels, "z": self.value_size, "ba": 2 * heads}
         gates: dict[str, tuple[int, ...]] = {"A_log": (heads,), "dt_bias": (heads,)}
         if self.rank:
             linears = {**sizes, "b": heads}

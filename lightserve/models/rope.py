@@ -325,7 +325,10 @@ FREQUENCY_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _GGUF_KINDS = ("none", "linear", "yarn", "longrope")
 _OR_GGUF_KINDS = "none, linear, yarn or longrope"
-_PARTLY_ROTATED = ("phi2", "phi3", "gptneox", "glm4", "chatglm", "minimax-m2")
+_PARTLY_ROTATED = (
+    *("phi2", "phi3", "gptneox", "glm4", "chatglm", "minimax-m2"),
+    *("qwen3next", "qwen35", "qwen35moe"),
+)
 
 
 def rope_of(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ native core's products take it, where these lose nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,6 +72,31 @@ class StoredWeight:
             self.groups,
             None if self.codes is None else self.codes[order],
         )
+
+
+def side_by_side(parts: Sequence[StoredWeight | None]) -> StoredWeight | None:
+    """Return parts with the same outputs as one; None: one is missing, or begins within a group."""
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return None
+    if len(whole) == 1:
+        return whole[0]
+    first, size = whole[0], whole[0].group_size
+    if size is None or any(p.first_input or p.values.shape[1] % size for p in whole):
+        return None
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        found = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(found, dim=1) if found else None
+
+    return StoredWeight(
+        torch.cat([part.values for part in whole], dim=1),
+        torch.cat([part.factors for part in whole], dim=1),
+        joined([part.zeros for part in whole]),
+        first.bits,
+        size,
+        codes=joined([part.codes for part in whole]),
+    )
 
 
 # MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): a number has a sign, two bits of exponent and

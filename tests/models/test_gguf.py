@@ -109,7 +109,7 @@ def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) ->
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4"])
-@pytest.mark.parametrize("name", [*MODELS, "gpt-oss-mxfp4"])
+@pytest.mark.parametrize("name", [*MODELS, "gpt-oss-mxfp4", "qwen35"])
 def test_blocks_of_integers_are_multiplied_as_they_are(
     name: str, kind: str, tmp_path: Path
 ) -> None:
@@ -128,7 +128,8 @@ def test_blocks_of_integers_are_multiplied_as_they_are(
     assert isinstance(method, StoredMethod)
     expected = logits(ReferenceKernels(), None)
     torch.testing.assert_close(logits(kernels, method), expected, rtol=1e-4, atol=1e-4)
-    num_kept = {"llama": 4 * 3, "gpt-oss-mxfp4": (2 + 2 * 6) * 3}.get(name, 4 * 2)
+    own = {"llama": 4 * 3, "gpt-oss-mxfp4": (2 + 2 * 6) * 3, "qwen35": 4 * 4}
+    num_kept = own.get(name, 4 * 2)
     assert method.num_kept == num_kept and not method.num_widened
     config = load_model_config(packed)
     kinds = [kind, "MXFP4"] if name == "gpt-oss-mxfp4" and kind != "MXFP4" else [kind]
@@ -367,6 +368,10 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("deepseek2", "deepseek2.rope.scaling.yarn_log_multiplier", "no", "must be a number"),
         ("deepseek2", "deepseek2.rope.scaling.attn_factor", 0.5, "must be 1"),
         ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
+        ("qwen35", "qwen35.ssm.inner_size", 193, "must be a multiple of 6, got 193"),
+        ("qwen35", "qwen35.attention.recurrent_layers", [1, 0], "must have 5 entries, got 2"),
+        ("qwen35", "qwen35.nextn_predict_layers", 5, "must be below 5, got 5"),
+        ("llama4", "llama4.attention.sliding_window", 0, "must not be 0: models without chunks"),
         ("minimax-m2", "minimax-m2.expert_gating_func", 1, "must be 2 (sigmoid)"),
         ("minimax-m2", "minimax-m2.expert_feed_forward_length", 0, "must be at least 1, got 0"),
         ("glm4", "glm4.attention.key_length", 0, "length' must be at least 1, got 0"),

@@ -19,6 +19,8 @@ from lightserve.models.gguf import BLOCK_TYPES, GgufFile
 from lightserve.models.gguf_families import DEEPSEEK3, FALCON2, FAMILIES, MIXTRAL, OLMO3, GgufFamily
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import FP4_HALVES
+from lightserve.models.plain_config import NormWeights
+from lightserve.models.recurrent_config import DeltaConfig
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
@@ -177,12 +179,38 @@ def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "minimax-m2.expert_feed_forward_length": size,
                 "minimax-m2.expert_gating_func": 2,
             }
-        case "deepseek2":
-            return latent_metadata(config)
+        case "deepseek2" | "mistral4":
+            return latent_metadata(config, name)
+        case "qwen3next" | "qwen35" | "qwen35moe":
+            return delta_metadata(config, name)
+        case "llama4":
+            return {
+                "llama4.expert_feed_forward_length": config["intermediate_size"],
+                "llama4.interleave_moe_layer_step": config["interleave_moe_layer_step"],
+            }
     return {}
 
 
-def latent_metadata(config: Mapping[str, Any], *, is_old: bool = False) -> dict[str, Any]:
+def delta_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what files of models with the delta rule have, with one layer for guesses more."""
+    num_heads, kinds = config["linear_num_value_heads"], config["layer_types"]
+    flags = bytes([*(kind == "linear_attention" for kind in kinds), 0])
+    found: dict[str, Any] = {
+        "block_count": len(kinds) + 1,
+        "nextn_predict_layers": 1,
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": num_heads,
+        "ssm.inner_size": num_heads * config["linear_value_head_dim"],
+        "attention.recurrent_layers": Typed(9, struct.pack("<IQ", 7, len(flags)) + flags),
+    }
+    return {f"{name}.{key}": item for key, item in found.items()}
+
+
+def latent_metadata(
+    config: Mapping[str, Any], name: str = "deepseek2", *, is_old: bool = False
+) -> dict[str, Any]:
     """Return what DeepSeek's files have; old ones have kv_b whole, and the sizes of heads alone."""
     is_v3, rope = "V3" in config["architectures"][0], config["rope_parameters"]
     rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
@@ -196,19 +224,19 @@ def latent_metadata(config: Mapping[str, Any], *, is_old: bool = False) -> dict[
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_gating_func": 2 if is_v3 else 1,
-        "expert_weights_norm": is_v3,
+        "expert_weights_norm": is_v3 or name == "mistral4",
         "vocab_size": config["vocab_size"],
     }
     if not is_old:
         found |= {"attention.key_length_mla": head_dim, "attention.value_length_mla": value_dim}
     if config["q_lora_rank"] is not None:
         found["attention.q_lora_rank"] = config["q_lora_rank"]
-    if is_v3:
+    if is_v3 or name == "mistral4":
         found["expert_group_count"] = config["n_group"]
         found["expert_group_used_count"] = config["topk_group"]
     if "mscale_all_dim" in rope:
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"] / 10
-    return {f"deepseek2.{key}": item for key, item in found.items()}
+    return {f"{name}.{key}": item for key, item in found.items()}
 
 
 def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
@@ -319,6 +347,79 @@ def told_apart(name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
     return {f"blk.{layer}.ffn_{part}_exps.{kind}": own for part, own in parts.items()}
 
 
+def stacked(name: str, weight: np.ndarray, *, has_inputs_first: bool) -> dict[str, np.ndarray]:
+    """Return experts of Llama 4, gates and ups apart, or of Mistral 4, which stay together."""
+    layer, _, product = name.removeprefix("model.layers.").partition(".experts.")
+    prefix = f"blk.{layer.partition('.')[0]}.ffn_"
+    outputs = weight.swapaxes(1, 2) if has_inputs_first else weight
+    if product == "down_proj":
+        return {f"{prefix}down_exps.weight": outputs}
+    if not has_inputs_first:
+        return {f"{prefix}gate_up_exps.weight": outputs}
+    gates, ups = np.split(outputs, 2, axis=1)
+    return {f"{prefix}gate_exps.weight": gates, f"{prefix}up_exps.weight": ups}
+
+
+def tiled(weight: np.ndarray, delta: DeltaConfig, dim: int, axis: int = 0) -> np.ndarray:
+    """Return value heads of `dim` numbers, those of a key head no longer side by side."""
+    shape = (delta.num_key_heads, delta.num_value_heads // delta.num_key_heads, dim)
+    split = weight.reshape(*weight.shape[:axis], *shape, *weight.shape[axis + 1 :])
+    return split.swapaxes(axis, axis + 1).reshape(weight.shape)
+
+
+def of_delta(
+    stored: str, weight: np.ndarray, delta: DeltaConfig, family: GgufFamily
+) -> dict[str, np.ndarray]:
+    """Return tensors of the delta rule as llama.cpp's converter stores them."""
+    tensor = stored.split(".")[2]
+    if tensor == "ssm_a":
+        weight = -np.exp(weight)
+    if tensor == "ssm_conv1d":
+        weight = weight[:, 0]
+    if "in_proj_qkvz" in stored:
+        sizes = (delta.key_dim, delta.key_dim, delta.value_size // delta.num_key_heads)
+        groups = weight.reshape(delta.num_key_heads, -1, weight.shape[1])
+        parts = np.split(groups, np.cumsum(sizes), axis=1)
+        q, k, v, z = (part.reshape(-1, weight.shape[1]) for part in parts)
+        prefix = ".".join(stored.split(".")[:2])
+        qkv = np.concatenate([q, k, v])
+        return {f"{prefix}.attn_qkv.weight": qkv, f"{prefix}.attn_gate.weight": z}
+    if family.architecture == "Qwen3NextForCausalLM":
+        return {stored: weight}
+    first = 2 * delta.key_size
+    match tensor:
+        case "attn_qkv" | "ssm_conv1d":
+            own = tiled(weight[first:], delta, delta.value_dim)
+            weight = np.concatenate([weight[:first], own])
+        case "attn_gate":
+            weight = tiled(weight, delta, delta.value_dim)
+        case "ssm_alpha" | "ssm_beta" | "ssm_dt" | "ssm_a":
+            weight = tiled(weight, delta, 1)
+        case "ssm_out":
+            weight = tiled(weight, delta, delta.value_dim, axis=1)
+    return {stored: weight}
+
+
+def of_experts(
+    ours: str,
+    weight: np.ndarray,
+    family: GgufFamily,
+    name: str,
+    experts: dict[str, dict[int, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """Return stacked experts; one alone, as transformers saves most, goes to the others' stack."""
+    if name == "gpt-oss":
+        return told_apart(ours, weight)
+    if name in ("llama4", "mistral4"):
+        return stacked(ours, weight, has_inputs_first=name == "llama4")
+    module, _, rest = ours.partition(".experts.")
+    number, _, product = rest.removesuffix(".weight").partition(".")
+    part = ("gate", "up", "down")[family.experts.index(product)]
+    layer = module.removeprefix("model.layers.").partition(".")[0]
+    experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(number)] = weight
+    return {}
+
+
 def renamed(
     loaded: Mapping[str, Tensor], sizes: ModelConfig, family: GgufFamily, name: str
 ) -> dict[str, np.ndarray]:
@@ -328,17 +429,8 @@ def renamed(
     experts: dict[str, dict[int, np.ndarray]] = {}
     for ours, tensor in loaded.items():
         stored, weight = ours, tensor.float().numpy()
-        # transformers saves experts one by one, in the order of their numbers.
-        if ".experts." in ours and name == "gpt-oss":
-            tensors |= told_apart(ours, weight)
-            continue
         if ".experts." in ours:
-            module, _, rest = ours.partition(".experts.")
-            number, _, product = rest.removesuffix(".weight").partition(".")
-            part = ("gate", "up", "down")[family.experts.index(product)]
-            layer = module.removeprefix("model.layers.").partition(".")[0]
-            stack = experts.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})
-            stack[int(number)] = weight
+            tensors |= of_experts(ours, weight, family, name, experts)
             continue
         for part, theirs in reversed(sizes.stored_names):
             stored = stored.replace(theirs, part)
@@ -351,8 +443,11 @@ def renamed(
             stored = stored.replace(part, theirs)
         if family.has_neighbours and stored.split(".")[-2] in _UNROTATED:
             weight = neighbours(weight, head_dim)
-        if name.startswith("gemma") and stored.endswith("norm.weight"):
-            weight = weight + 1
+        if sizes.norm_weights is NormWeights.ABOVE_ONE and stored.endswith("norm.weight"):
+            weight = weight + ("ssm_norm" not in stored)
+        if isinstance(sizes.recurrent, DeltaConfig) and "linear_attn" in ours:
+            tensors |= of_delta(stored, weight, sizes.recurrent, family)
+            continue
         if "ffn_gate_inp_shexp" in stored:
             weight = weight[0]
         if sizes.latent is not None and ".attn_kv_b." in stored:
@@ -390,7 +485,8 @@ def write_gguf(
             tensors[f"rope_factors_{length}.weight"] = np.array(factors)
     packed = {}
     for stored, weight in tensors.items():
-        is_plain = weight.ndim == 1 or "ffn_gate_inp" in stored or stored.endswith(".bias")
+        is_plain = weight.ndim == 1 or stored.endswith((".bias", "conv1d.weight"))
+        is_plain = is_plain or "ffn_gate_inp" in stored
         chosen = (experts_kind or kind) if "_exps." in stored else kind
         chosen = "F32" if is_plain else chosen
         rows = weight.reshape(-1, weight.shape[-1])

@@ -15,6 +15,7 @@ from support.tiny_models import (
     DEEPSEEK_YARN_ROPE,
     LATENT,
     PART_ROPE,
+    QWEN_DELTA,
     TinyModel,
     rope,
     write_tiny_model,
@@ -77,6 +78,7 @@ EXPERTS = {
     "first_k_dense_replace": 1,
 }
 """Of DeepSeek, with its latents."""
+DELTA = {**QWEN_DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 CONVERTED = {
     **MODELS,
     "mixtral": TinyModel("", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -99,6 +101,67 @@ CONVERTED = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "moe_intermediate_size": 48,
+        },
+    ),
+    "qwen3next": TinyModel(
+        "",
+        "Qwen3Next",
+        {
+            **DELTA,
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen35": TinyModel(
+        "",
+        "Qwen3_5",
+        {
+            **DELTA,
+            "head_dim": 32,
+            "linear_num_value_heads": 6,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "qwen35moe": TinyModel(
+        "",
+        "Qwen3_5Moe",
+        {
+            **DELTA,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "llama4": TinyModel(
+        "",
+        "Llama4",
+        {
+            "head_dim": 32,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "mistral4": TinyModel(
+        "",
+        "Mistral4",
+        {
+            **EXPERTS,
+            "q_lora_rank": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_hidden_layers": 3,
+            **DEEPSEEK_YARN_ROPE,
         },
     ),
     "gemma": TinyModel("", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),

@@ -413,7 +413,7 @@ class _Sections:
     def narrow(self, prefix: str) -> list[tuple[str, Part]]:
         """Return where b and a are made."""
         delta = self._delta
-        if delta.joined is not Joined.GROUPS:
+        if delta.joined not in (Joined.GROUPS, Joined.GATES):
             names = "b" if self.rank else "ba"
             return [(f"{prefix}{name}", self._values) for name in names]
         heads = delta.num_value_heads // delta.num_key_heads
