@@ -13,7 +13,7 @@ from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShape
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
 from lightserve.kernels.weights import Packed
-from lightserve.models.config import ModelConfig, resolve_context_len
+from lightserve.models.config import ModelConfig
 
 
 def check_options(
@@ -25,7 +25,6 @@ def check_options(
         ConfigError: an option, or the kernels, do not go with the model.
     """
     _check_latents(config, model_config, kernels)
-    _check_chunks(config, model_config, kernels)
     _check_recurrent(config, model_config, kernels)
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     sizes = [model_config.shape_of(layers[0]).head_dim for layers in model_config.kv_groups]
@@ -38,21 +37,6 @@ def check_options(
         raise ConfigError(
             f"--speculation {config.speculation} needs kernels that read on the device where rows"
             f" are: not --attention-backend {config.attention_backend}"
-        )
-
-
-def _check_chunks(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
-    """Check that chunks of attention are cut where rows are known on the host.
-
-    Raises:
-        ConfigError: passes are recorded, and the context is longer than a chunk.
-    """
-    chunk = model_config.attention_chunk
-    length = resolve_context_len(config.max_model_len, model_config)
-    if chunk is not None and length > chunk and Can.GRAPHS in kernels.can:
-        raise ConfigError(
-            f"--max-model-len must be at most {chunk} with the {kernels.name} kernels, which do not"
-            f" attend within chunks (attention_chunk_size), got {length}"
         )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.decode_scene import places, scene
+from support.decode_scene import Scene, places, scene
 from support.graph_recorders import RerunRecorder
 from support.grids import choose, long_but
 from support.model_runs import LoadedModel, load_tiny, standard_sequences
@@ -26,6 +27,7 @@ from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.models.recurrent_config import DeltaConfig, Joined, MambaConfig, RecurrentConfig
+from lightserve.worker.graphs import DecodeGraphs
 
 NUM_SEQUENCES = choose(2, 3)
 CASES = [
@@ -133,12 +135,10 @@ MAMBA = MambaConfig(
 )  # fmt: skip
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize(("recurrent",), long_but([(DELTA,), (MAMBA,)], [(DELTA,)]))
-def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentConfig) -> None:
-    """Decodes alone, and chunks beside them, padded; rows that begin, and that go on."""
-    ours = scene(make_kernels("triton", batch_invariant=False), recurrent=recurrent)
-    reference = scene(make_kernels("torch", batch_invariant=False), recurrent=recurrent)
+def compare_recorded(**changes: Any) -> tuple[Scene, Scene, DecodeGraphs]:
+    """Compare decodes alone, and chunks beside them, padded; rows that begin, and that go on."""
+    ours = scene(make_kernels("triton", batch_invariant=False), **changes)
+    reference = scene(make_kernels("torch", batch_invariant=False), **changes)
     recorder = RerunRecorder()
     decodes, mixed = ours.graphs(recorder, sizes=(1, 4)), ours.mixed(recorder, sizes=(16, 40))
     mixed.capture()
@@ -155,6 +155,15 @@ def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentCon
         torch.testing.assert_close(logits, reference.eager(rows, ends), rtol=1e-4, atol=1e-4)
         counts = (1, 2, 1, 0) if number % 2 else (0, 1, 4, 1)
         lens = [(new, end + 1 + new) for new, (_, end) in zip(counts, lens, strict=True)]
+    mixed.check()
+    decodes.check(1e-3)
+    return ours, reference, decodes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("recurrent",), long_but([(DELTA,), (MAMBA,)], [(DELTA,)]))
+def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentConfig) -> None:
+    ours, reference, decodes = compare_recorded(recurrent=recurrent)
     before = ours.tables.state_slots
     assert before is not None
     before[3] = before[7].clone()  # another row's state is other numbers
@@ -162,8 +171,18 @@ def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentCon
     logits = decodes.logits(*at)
     assert logits is not None
     assert (logits - reference.eager(*at)).abs().max() > 0.1
-    mixed.check()
-    decodes.check(1e-3)
+
+
+@torch.inference_mode()
+def test_recorded_passes_attend_within_chunks() -> None:
+    """Of 8 positions: a row may have new tokens in several."""
+    _, reference, decodes = compare_recorded(attention_chunk=8)
+    rows, positions = torch.tensor([3]), torch.tensor([30])
+    logits = decodes.logits(rows, positions)
+    assert logits is not None
+    torch.testing.assert_close(logits, reference.eager(rows, positions), rtol=1e-4, atol=1e-4)
+    whole = scene(make_kernels("torch", batch_invariant=False))
+    assert (logits - whole.eager(rows, positions)).abs().max() > 0.1
 
 
 # Batch invariance of whole models: logits are bit-equal over batches, chunks and slots.

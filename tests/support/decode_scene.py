@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.models.decoder import DecoderModel
-from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables, GraphRecorder
 from lightserve.worker.memory import KVPool
 from lightserve.worker.mixed_graphs import MixedGraphs
@@ -82,10 +81,10 @@ class Scene(NamedTuple):
         return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=recorder)
 
 
-def scene(kernels: Kernels | None = None, recurrent: RecurrentConfig | None = None) -> Scene:
-    """Return the same scene every time; `kernels` are the model's."""
+def scene(kernels: Kernels | None = None, **changes: Any) -> Scene:
+    """Return the same scene every time, but for `kernels` and `changes` of the configuration."""
     generator = torch.Generator().manual_seed(1)
-    config = tiny_config(sliding_windows=(None, 7), recurrent=recurrent)
+    config = tiny_config(sliding_windows=(None, 7), **changes)
     layout = layout_of(config)
     num_states = layout.num_state_slots
     pool = KVPool(layout, NUM_SLOTS + MAX_SEQS * num_states, torch.device("cpu"))

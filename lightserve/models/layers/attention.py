@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import AttentionBatch, QKNorm, ScoreMod
+from lightserve.kernels.interface import (
+    AttentionBatch,
+    MostTokens,
+    QKNorm,
+    ScoreMod,
+    UnknownValues,
+)
 from lightserve.kernels.reference import numbers_of_8_bit_kv
 from lightserve.models.base import KVTensors, Part, even_part, kv_head_part
 from lightserve.models.layers.linear import (
@@ -47,9 +53,10 @@ class AttentionInputs(NamedTuple):
 def in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
     """Return a batch that has a row for each chunk of positions in which a row has new tokens.
 
-    A token sees the positions of its own chunk of `size` alone then; what stands on the host must
-    be known.
+    A token sees the positions of its own chunk of `size` alone then.
     """
+    if isinstance(batch.host_context_lens, UnknownValues):
+        return _recorded_in_chunks(batch, size)
     if max(batch.host_context_lens, default=0) <= size:
         return batch
     rows, starts, q_lens, context_lens = [], [], [], []
@@ -111,6 +118,42 @@ def seeing_whole(
         )
         heads[own] = mixed[0].transpose(0, 1)
     return heads
+
+
+def _recorded_in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
+    """Return the same for a recorded pass: a row for each chunk in which a row may have new tokens.
+
+    The table's lines begin wherever a chunk may: they overlap.
+    """
+    table, num_rows = batch.req_to_slot, len(batch.rows)
+    most = batch.most.num_tokens if batch.most is not None else max(batch.host_q_lens, default=1)
+    num_parts = 1 + -(-(most - 1) // size)
+    q_lens, ends = batch.cu_seqlens_q.diff()[:, None], batch.context_lens[:, None]
+    places = ends - q_lens
+    parts = torch.arange(num_parts, dtype=places.dtype, device=places.device)
+    starts = (places // size + parts) * size
+    ends = ends.minimum(starts + size)
+    counts = (ends - places.maximum(starts)).clamp(min=0).flatten()
+    unit = math.gcd(table.stride(0), size)
+    lines = (batch.rows[:, None] * table.stride(0) + starts) // unit
+    width = min(size, table.shape[1])
+    bounds, host_q_lens = batch.most, batch.host_q_lens
+    if num_parts > 1:
+        total, few = (most, bounds.few_tokens) if bounds is not None else (sum(host_q_lens),) * 2
+        bounds = MostTokens(total, min(total, max(few, num_parts * num_rows)))
+        host_q_lens = UnknownValues("host_q_lens", num_parts * num_rows)
+    return replace(
+        batch,
+        req_to_slot=table.as_strided((num_parts * len(table), width), (unit, 1)),
+        rows=lines.flatten(),
+        cu_seqlens_q=functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+        context_lens=(ends - starts).flatten().clamp(min=0),
+        host_rows=UnknownValues("host_rows", num_parts * num_rows),
+        host_q_lens=host_q_lens,
+        host_context_lens=UnknownValues("host_context_lens", num_parts * num_rows),
+        most=bounds,
+        prepared={},
+    )
 
 
 class Attention(Protocol):
