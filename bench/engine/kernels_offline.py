@@ -218,20 +218,20 @@ def attention_case(
     )
 
 
-def attend_latents(num_heads: int, rows: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Launch attention over latents of DeepSeek-V2: 512 numbers, and 64 that are rotated."""
+def attend_latents(num_heads: int, rank: int, rows: str) -> None:
+    """Launch attention over latents: so many numbers, and 64 that are rotated."""
     batch = attention_batch(rows)
-    pool = meta(1, 100_001, 576, dtype=dtype).transpose(0, 1)
-    q = meta(len(batch.positions), num_heads, 576, dtype=dtype)
-    configs, values = AttentionConfigs(), pool[..., :512]
+    pool = meta(1, 100_001, rank + 64).transpose(0, 1)
+    q = meta(len(batch.positions), num_heads, rank + 64)
+    configs, values = AttentionConfigs(), pool[..., :rank]
     attention(q, pool, values, batch, configs=configs, scale=0.07, sliding_window=None)
 
 
-def latent_case(num_heads: int, rows: str) -> Case:
+def latent_case(num_heads: int, rank: int, rows: str) -> Case:
     """Return a batch with so many query heads over latents."""
     return Case(
-        f"attention over latents, {num_heads} heads, {rows}",
-        partial(attend_latents, num_heads, rows),
+        f"attention over latents of {rank}, {num_heads} heads, {rows}",
+        partial(attend_latents, num_heads, rank, rows),
         wide_loads="prefill|decode|merge",
         resident="decode",
     )
@@ -529,7 +529,16 @@ CASES: list[Case] = [
         for rows in ("mixed", "cut", "recorded")
         for kv in KV_KINDS.values()
     ),
-    *(latent_case(heads, rows) for heads in (16, 8, 128) for rows in ("mixed", "cut", "recorded")),
+    *(
+        latent_case(heads, rank, rows)
+        for heads, rank in ((16, 512), (8, 512), (128, 512), (20, 256), (32, 256))
+        for rows in ("mixed", "cut", "recorded")
+    ),
+    *(
+        attention_case(*heads, 512, None, torch.bfloat16, rows=rows)
+        for heads in ((8, 1), (32, 4), (16, 2))
+        for rows in ("mixed", "cut", "recorded")
+    ),
     attention_case(32, 8, 128, None, torch.float16),
     attention_case(32, 8, 128, None, torch.float32),
     *(

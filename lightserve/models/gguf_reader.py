@@ -22,7 +22,7 @@ from lightserve.models.base import Part
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from lightserve.models.gguf_config import name_in_file
 from lightserve.models.moe_config import FP4_HALVES, MXFP4_BIAS, MXFP4_NO_NUMBER
-from lightserve.models.stored_weights import StoredWeight, fp4_weight, side_by_side
+from lightserve.models.stored_weights import StoredWeight, fp4_weight
 from lightserve.models.weight_copies import WeightCopies, is_finite, not_finite, weight_copies
 from lightserve.models.weight_files import WeightFiles
 from lightserve.progress import Advance
@@ -117,19 +117,15 @@ class GgufReader:
         tensor = self._gguf.tensors[stored]
         rows = rows or Part(0, tensor.shape[0])
         wide = target.flatten(1) if len(tensor.shape) > 1 else target
-        inputs = columns or Part(0, math.prod(tensor.shape[1:]))
+        inputs = self._columns(stored, columns or Part(0, math.prod(tensor.shape[1:])))
         row = 0
         for part in self._rows(stored, rows):
-            column = 0
-            for own in self._columns(stored, inputs):
-                place = wide[row : row + part.size]
-                if wide.dim() == 1:  # a bias or a norm: the numbers are what `rows` counts
-                    numbers = self._numbers(tensor, Part(0, 1))[0]
-                    self._copy(place, numbers[part.start : part.start + part.size], stored)
-                else:
-                    place = place[:, column : column + own.size]
-                    self._read_matrix(place, tensor, stored, part, own)
-                column += own.size
+            place = wide[row : row + part.size]
+            if wide.dim() == 1:  # a bias or a norm: the numbers are what `rows` counts
+                numbers = self._numbers(tensor, Part(0, 1))[0]
+                self._copy(place, numbers[part.start : part.start + part.size], stored)
+            else:
+                self._read_matrix(place, tensor, stored, part, inputs)
             row += part.size
         if stored.endswith(_DECAYS):
             if bool((target >= 0).any()):
@@ -151,9 +147,12 @@ class GgufReader:
         if tensor is None or len(tensor.shape) != 2:
             return None
         rows, columns = rows or Part(0, tensor.shape[0]), columns or Part(0, tensor.shape[1])
-        data = np.concatenate([self._data(tensor, part) for part in self._rows(stored, rows)])
-        parts = [_stored_weight(data, tensor.kind, part) for part in self._columns(stored, columns)]
-        weight = side_by_side(parts)
+        data = _joined([self._data(tensor, part) for part in self._rows(stored, rows)], 0)
+        parts = self._columns(stored, columns)
+        own = columns if parts == [columns] else Part(0, tensor.shape[1])
+        weight = _stored_weight(data, tensor.kind, own)
+        if weight is not None and own is not columns:
+            weight = weight.columns(parts)
         if weight is None:
             return None
         if weight.factors.numel() and not is_finite(weight.factors):
@@ -199,13 +198,13 @@ class GgufReader:
         return ModelLoadError(f"{self._gguf.path}: tensor {name!r} {complaint}")
 
     def _read_matrix(
-        self, target: Tensor, tensor: GgufTensor, name: str, rows: Part, columns: Part
+        self, target: Tensor, tensor: GgufTensor, name: str, rows: Part, columns: list[Part]
     ) -> None:
         size = max(1, CHUNK_NUMBERS // math.prod(tensor.shape[1:]))
         for first in range(0, rows.size, size):
             count = min(size, rows.size - first)
             numbers = self._numbers(tensor, Part(rows.start + first, count))
-            part = numbers[:, columns.start : columns.start + columns.size]
+            part = _joined([numbers[:, own.start : own.start + own.size] for own in columns], 1)
             self._copy(target[first : first + count], part, name)
 
     def _copy(self, target: Tensor, numbers: np.ndarray, name: str) -> None:
@@ -229,6 +228,10 @@ class GgufReader:
             offset=tensor.start + rows.start * tensor.row_bytes,
         )
         return data.reshape(rows.size, -1)
+
+
+def _joined(parts: list[np.ndarray], axis: int) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
 
 
 def _stored_weight(data: npt.NDArray[np.uint8], kind: int, columns: Part) -> StoredWeight | None:

@@ -73,30 +73,24 @@ class StoredWeight:
             None if self.codes is None else self.codes[order],
         )
 
+    def columns(self, parts: Sequence[Part]) -> StoredWeight | None:
+        """Return parts of the inputs, one after the other; None: a part is not of whole groups."""
+        size = self.group_size
+        if size is None or self.first_input or any(p.start % size or p.size % size for p in parts):
+            return None
 
-def side_by_side(parts: Sequence[StoredWeight | None]) -> StoredWeight | None:
-    """Return parts with the same outputs as one; None: one is missing, or begins within a group."""
-    whole = [part for part in parts if part is not None]
-    if len(whole) < len(parts):
-        return None
-    if len(whole) == 1:
-        return whole[0]
-    first, size = whole[0], whole[0].group_size
-    if size is None or any(p.first_input or p.values.shape[1] % size for p in whole):
-        return None
+        def taken(tensor: Tensor, unit: int) -> Tensor:
+            found = [tensor.narrow(1, p.start // unit, p.size // unit) for p in parts]
+            return torch.cat(found, dim=1)
 
-    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        found = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(found, dim=1) if found else None
-
-    return StoredWeight(
-        torch.cat([part.values for part in whole], dim=1),
-        torch.cat([part.factors for part in whole], dim=1),
-        joined([part.zeros for part in whole]),
-        first.bits,
-        size,
-        codes=joined([part.codes for part in whole]),
-    )
+        return StoredWeight(
+            taken(self.values, 1),
+            taken(self.factors, size),
+            None if self.zeros is None else taken(self.zeros, size),
+            self.bits,
+            size,
+            codes=None if self.codes is None else taken(self.codes, 1),
+        )
 
 
 # MXFP4 (OCP Microscaling Formats 1.0, section 5.3.3): a number has a sign, two bits of exponent and

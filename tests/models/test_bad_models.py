@@ -300,7 +300,11 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "must be one of rope, nope, got"),
         ("granite-hybrid", {"layer_types": ["mamba"] * 5}, "gives only layers of linear_attention"),
         ("granite-hybrid", {"layer_types": ["mlp"] * 5}, "'layer_types' has the entry 'mlp'"),
-        ("granite-hybrid", {"num_attention_heads": 5}, "'hidden_size' must be 5 times an even"),
+        (
+            "granite-hybrid",
+            {"num_attention_heads": 5, "num_key_value_heads": 5},
+            "'hidden_size' must be 5 times an even",
+        ),
         ("granite", {"logits_scaling": 0}, "'logits_scaling' must be finite and greater than 0"),
         ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be a number"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "'no_rope_layers' must be 4 times 0 or 1"),

@@ -59,6 +59,8 @@ def value(item: Any) -> bytes:
             return struct.pack("<IIQ", 9, 8, len(item)) + body
         case [float(), *_]:
             return struct.pack(f"<IIQ{len(item)}f", 9, 6, len(item), *item)
+        case np.ndarray():  # as a file's metadata are read
+            return value([int(number) for number in item])
         case list():
             return struct.pack(f"<IIQ{len(item)}i", 9, 5, len(item), *item)
     raise TypeError(item)

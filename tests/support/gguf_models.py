@@ -46,6 +46,15 @@ PHI3_ROPE = rope(
     long_factor=[1.0, 1.2, 1.5, 2.0, 3.0, 4.0],
     original_max_position_embeddings=4,
 )
+MISTRAL4_ROPE = rope(
+    "yarn",
+    theta=1000.0,
+    factor=4.0,
+    original_max_position_embeddings=200,  # so far queries do not grow, of which files say nothing
+    mscale=0.7,
+    mscale_all_dim=0.7,
+    llama_4_scaling_beta=0.1,
+)
 GPT_OSS = TinyModel(
     "",
     "GptOss",
@@ -161,7 +170,7 @@ CONVERTED = {
             "n_group": 2,
             "topk_group": 1,
             "num_hidden_layers": 3,
-            **DEEPSEEK_YARN_ROPE,
+            **MISTRAL4_ROPE,
         },
     ),
     "gemma": TinyModel("", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),

@@ -709,6 +709,27 @@ TINY_MODELS = (
         },
     ),
     TinyModel(
+        "nemotron-h",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": [LINEAR, "mlp", LINEAR, "full_attention", "mlp", LINEAR],
+        },
+        sharded=True,
+    ),
+    TinyModel(
+        "nemotron-h-biased",
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["mlp", LINEAR, "full_attention", "mlp"],
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+        },
+    ),
+    TinyModel(
         "nemotron-h-moe",
         "NemotronH",
         {
@@ -730,27 +751,6 @@ TINY_MODELS = (
             "n_group": 3,
             "topk_group": 2,
             "norm_topk_prob": False,
-            "mlp_bias": True,
-        },
-    ),
-    TinyModel(
-        "nemotron-h",
-        "NemotronH",
-        {
-            **NEMOTRON,
-            "layers_block_type": [LINEAR, "mlp", LINEAR, "full_attention", "mlp", LINEAR],
-        },
-        sharded=True,
-    ),
-    TinyModel(
-        "nemotron-h-biased",
-        "NemotronH",
-        {
-            **NEMOTRON,
-            "layers_block_type": ["mlp", LINEAR, "full_attention", "mlp"],
-            "n_groups": 1,
-            "use_bias": True,
-            "use_conv_bias": False,
             "mlp_bias": True,
         },
     ),

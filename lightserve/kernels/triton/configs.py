@@ -264,6 +264,8 @@ def _prefills(shape: AttentionShape, gpu: Gpu) -> list[PrefillConfig]:
             PrefillConfig(128, 64, 8, 2),
             PrefillConfig(64, 32, 4, 2),
         ]
+    if width > 256:  # sums of 64 queries take half of all registers
+        return [PrefillConfig(64, 16, 8, 2), PrefillConfig(32, 16, 8, 2)]
     wide = [PrefillConfig(128, 32, 8, 3)] if has_wgmma else []
     if gpu.capability == 100:  # there blocks of 32 positions spill registers
         wide.append(PrefillConfig(64, 64, 8, 2))

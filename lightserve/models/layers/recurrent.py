@@ -299,13 +299,10 @@ class MambaLayer(RecurrentLayer):
         self._sizes = (max(1, mamba.num_groups // context.tp.size), mamba.inner // mamba.num_groups)
         self._factors: Tensor | None = None
         if (beside := mamba.beside) is not None:
-            z, *factors, self._rate_factor = beside.parts
-            self._factors = torch.cat(
-                [
-                    torch.full((part.size,), factor)
-                    for part, factor in zip((*channels, rows), (*factors, z), strict=True)
-                ]
-            ).to(reader.device, reader.dtype)
+            z, *others, rate = torch.tensor(beside.parts, dtype=reader.dtype)
+            sizes = torch.tensor([part.size for part in (*channels, rows)])
+            self._factors = torch.stack([*others, z]).repeat_interleave(sizes).to(reader.device)
+            self._rate_factor = float(rate)
         self._rule = MambaRule(
             groups.size,
             mamba.state_size,
