@@ -400,8 +400,8 @@ def _small_kv(pair: Pair, dtype: torch.dtype) -> Iterator[Comparison]:
         ]
         norm = None
         if pair.shapes.qk_norm:
-            sizes = (pair.shapes.head_dim,) * 2
-            weights = [pair.norm_weight(pair.random(size)) for size in sizes]
+            own, other = (pair.random(pair.shapes.head_dim) for _ in range(2))
+            weights = pair.norm_weight(own), pair.norm_weight(other)
             norm = QKNorm(*weights, pair.shapes.rms_norm_eps)
         q, k, v = heads.split(heads.qkv.clone())
         with Poison():
@@ -447,7 +447,8 @@ def _rotated_and_written(
         k_pool, v_pool = _pools(inputs)
         norm = None
         if shapes.qk_norm:
-            norm = QKNorm(*map(pair.norm_weight, inputs[3:5]), shapes.rms_norm_eps)
+            weights = pair.norm_weight(inputs[3]), pair.norm_weight(inputs[4])
+            norm = QKNorm(*weights, shapes.rms_norm_eps)
         out = kernels.rotate_and_write(
             q,
             k,

@@ -30,11 +30,11 @@ class NormWeights(Enum):
     """Weights of RMS norms."""
 
     PLAIN = auto()
-    """Of the model's type; they multiply numbers that are rounded to it."""
+    """Weights of the model's type, which multiply numbers that are rounded to it."""
     WIDE = auto()
-    """float32; nothing is rounded before the product."""
+    """float32: nothing is rounded before the product."""
     ABOVE_ONE = auto()
-    """The same, one larger than in the files."""
+    """float32, and one larger than in the files."""
 
 
 _ACTIVATIONS = {

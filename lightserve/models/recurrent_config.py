@@ -18,15 +18,15 @@ class SideBySide:
     """
 
     attention: tuple[float, float]
-    """Of its inputs, and of its results."""
+    """Factors of its inputs, and of its results."""
     states: tuple[float, float]
-    """The same."""
+    """Factors of inputs and results of states."""
     parts: tuple[float, ...]
-    """Of z, and of numbers of heads, inputs, outputs and rates of states."""
+    """Factors of z, and of numbers of heads, inputs, outputs and rates of states."""
     gate: float
-    """Of the gate of the feed-forward block."""
+    """Factor of the gate of the feed-forward block."""
     block: float
-    """Of its results."""
+    """Factor of that block's results."""
 
 
 @dataclass(frozen=True, kw_only=True)

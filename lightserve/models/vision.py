@@ -139,9 +139,8 @@ class _PoolingProjector:
     def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
         """`context` is that of the encoder."""
         self._shape = vision.merge**2, vision.hidden_size
-        own = replace(
-            context, config=replace(context.config, layer_norm_bias=None, norm_offset=1.0)
-        )
+        config = replace(context.config, layer_norm_bias=None, norm_weights=NormWeights.ABOVE_ONE)
+        own = replace(context, config=config)
         self._norm = own.norm(f"{VISION_PROJECTOR}.norm", size=vision.hidden_size)
         shape = vision.hidden_size, context.config.embedding_size
         weight = _read(context, f"{VISION_PROJECTOR}.outer.weight", shape)

@@ -26,6 +26,11 @@ def check_options(
     """
     _check_latents(config, model_config, kernels)
     _check_recurrent(config, model_config, kernels)
+    if model_config.moe and model_config.activation is not None and Can.GRAPHS in kernels.can:
+        raise ConfigError(
+            f"the {kernels.name} kernels do not go with {model_config.architecture}, whose experts"
+            " have no gates: --device cpu serves it"
+        )
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     sizes = [model_config.shape_of(layers[0]).head_dim for layers in model_config.kv_groups]
     if is_kept_small and (odd := [size for size in sizes if size % FACTOR_BYTES]):

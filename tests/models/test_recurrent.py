@@ -415,6 +415,14 @@ def test_groups_that_ranks_do_not_share_are_told_at_the_start(tmp_path: Path) ->
         check_tp(config, 4)
 
 
+def test_experts_without_gates_are_told_at_the_start(tmp_path: Path) -> None:
+    path = write_tiny_model(find_tiny_model("nemotron-h-moe"), tmp_path)
+    config, served = load_model_config(path), ServeConfig(model=str(path))
+    check_options(served, config, make_kernels("torch", batch_invariant=False), CPU)
+    with pytest.raises(ConfigError, match="NemotronHForCausalLM, whose experts have no gates"):
+        check_options(served, config, TritonKernels(), CPU)
+
+
 def test_layers_of_attention_and_states_have_both(tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(find_tiny_model("falcon-h1"), tmp_path))
     assert config.recurrent is not None and config.kv_layers == (0, 1, 2)

@@ -399,9 +399,9 @@ class _Sections:
         """Return where queries, keys, values and z are made."""
         delta = self._delta
         if delta.joined is not Joined.GROUPS:
-            names, rows = ("qkv",) * 3, self._channels
+            names, rows = ["qkv"] * 3, self._channels
             if delta.joined is Joined.NONE:
-                names, rows = tuple("qkv"), list(self._rows)
+                names, rows = [*"qkv"], [*self._rows]
             channels = [(f"{prefix}{name}", part) for name, part in zip(names, rows, strict=True)]
             return channels if self.rank else [*channels, (f"{prefix}z", self.value_rows)]
         values = delta.value_size // delta.num_key_heads
