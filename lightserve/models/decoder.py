@@ -585,6 +585,8 @@ class Passes:
         self._recorded: dict[tuple[bool, int, bool], Callable[[PassInputs], Tensor]] = {}
         """By whether all tokens are wanted, the stride of the table of slots, and whether the
         states of all rows change."""
+        self._left: set[tuple[bool, int, bool]] = set()
+        """Those that cannot be recorded."""
 
     def run(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
         """Return the hidden states of the wanted tokens, and write the KV of all."""
@@ -595,6 +597,8 @@ class Passes:
             self._recorded.clear()
         batch = inputs.batch
         key = (inputs.logit_rows is None, batch.req_to_slot.stride(0), batch.kept is None)
+        if key in self._left:
+            return self._layers(inputs, kv)
         recorded = self._recorded.get(key)
         if recorded is None:
             try:
@@ -602,8 +606,9 @@ class Passes:
                     lambda given: self._layers(given, kv), inputs, self._ranks
                 )
             except NotRecordableError as error:
-                log.info("layers run one operation at a time, which takes longer: %s", error)
-                self._kernels = None
+                if not self._left:
+                    log.info("layers run one operation at a time, which takes longer: %s", error)
+                self._left.add(key)
                 return self._layers(inputs, kv)
             self._recorded[key] = recorded
         return recorded(inputs)

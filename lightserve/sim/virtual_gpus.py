@@ -458,13 +458,14 @@ def check_hardware(serve: ServeConfig, hardware: Hardware) -> None:
             "--speculation must not be mtp with virtual hardware, which has no such layer: ngram is"
             " planned alike"
         )
-    check_states(serve, hardware.num_state_slots, f"--hardware {hardware.name}")
+    whose = f"--hardware {hardware.name}"
+    check_states(serve, hardware.num_state_slots, whose, is_gpu=hardware.overlaps_copies)
 
 
-def check_states(serve: ServeConfig, num_state_slots: int, whose: str) -> None:
+def check_states(serve: ServeConfig, num_state_slots: int, whose: str, *, is_gpu: bool) -> None:
     """Check that a server with these options would start with a model of so many state slots.
 
-    `whose` says where the model comes from.
+    `whose` says where the model comes from; `is_gpu`, whether a GPU has it.
 
     Raises:
         ConfigError: it would not.
@@ -473,4 +474,9 @@ def check_states(serve: ServeConfig, num_state_slots: int, whose: str) -> None:
         raise ConfigError(
             f"{flag_name('block_owner')} must be two-ended with {whose}, whose model has recurrent"
             f" layers, got {serve.block_owner}"
+        )
+    if num_state_slots and is_gpu and serve.speculation != "off":
+        raise ConfigError(
+            f"{flag_name('speculation')} must be off with {whose}, a GPU whose model has recurrent"
+            f" layers, got {serve.speculation}"
         )

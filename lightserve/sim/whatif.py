@@ -208,7 +208,9 @@ class Recording:
         if settings.hardware is not None:
             check_hardware(serve, settings.hardware)
         else:
-            check_states(serve, self.workers.num_state_slots, "the log")
+            workers = self.workers
+            is_gpu = workers.overlaps_copies
+            check_states(serve, workers.num_state_slots, "the log", is_gpu=is_gpu)
         core_config = make_scheduler_config(
             serve,
             max_model_len=self.max_model_len,

@@ -110,6 +110,26 @@ def test_what_cannot_be_recorded_is_said(
     assert caplog.text.count("one operation at a time, which takes longer: they ") == 1
 
 
+@torch.inference_mode()
+def test_one_kind_that_cannot_be_recorded_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_model(find_tiny_model("llama-mqa-tied"), tmp_path, dtype=torch.float32)
+    model = load_tiny(tmp_path, torch.float32, make_kernels("native", batch_invariant=False))
+    passes = model.model._passes
+    assert passes._kernels is not None
+    record = passes._kernels.record
+
+    def refuse_all_wanted(layers: object, inputs: PassInputs, ranks: object) -> object:
+        if inputs.logit_rows is None:
+            raise NotRecordableError("they ask for all")
+        return record(layers, inputs, ranks)
+
+    monkeypatch.setattr(passes._kernels, "record", refuse_all_wanted)
+    everything(model)
+    assert len(passes._recorded) == 1
+
+
 def random(
     *, method: Callable[[NativeKernels], LinearMethod] | None = None, invariant: bool = False
 ) -> LoadedModel:

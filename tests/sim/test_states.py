@@ -453,13 +453,23 @@ def test_the_next_turn_goes_on_from_the_end_of_the_last_one(num_state_slots: int
     core.check_integrity()
 
 
-def test_a_server_that_would_not_start_is_not_simulated() -> None:
-    options = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"},
+            "--block-owner must be two-ended with --hardware qwen3.5-0.8b@a100-80g, whose model has"
+            " recurrent layers, got exclusive",
+        ),
+        (
+            {"speculation": "suffix"},
+            "--speculation must be off with --hardware qwen3.5-0.8b@a100-80g, a GPU whose model has"
+            " recurrent layers, got suffix",
+        ),
+    ],
+)
+def test_a_server_that_would_not_start_is_not_simulated(options: dict[str, str], said: str) -> None:
     hardware = read_hardware("qwen3.5-0.8b@a100-80g")
-    said = (
-        "--block-owner must be two-ended with --hardware qwen3.5-0.8b@a100-80g, whose model has"
-        " recurrent layers, got exclusive"
-    )
     with pytest.raises(ConfigError, match=re.escape(said)):
         HybridRun(small(hardware=hardware, serve_options=options))
 
