@@ -586,7 +586,7 @@ class Passes:
         """By whether all tokens are wanted, the stride of the table of slots, and whether the
         states of all rows change."""
         self._left: set[tuple[bool, int, bool]] = set()
-        """Those that cannot be recorded."""
+        """Kinds of passes that cannot be recorded."""
 
     def run(self, inputs: PassInputs, kv: KVTensors) -> Tensor:
         """Return the hidden states of the wanted tokens, and write the KV of all."""
