@@ -327,8 +327,8 @@ class MemoryPlan:
         """Add a part of a request that runs, or as much of it as fits; None: nothing does."""
         request, num_tokens = part
         num_slots = self._num_slots_for(request, num_tokens)
-        if request.request_class is RT:
-            self._make_room(num_slots)
+        if request.request_class is RT and self._least_slots(request) == 1:
+            self._make_room(num_slots)  # an image takes all it needs or nothing
         missing = num_slots - self._num_usable(request)
         if missing > 0:
             self._take_from_juniors(request, missing)
@@ -356,9 +356,9 @@ class MemoryPlan:
         missing = self._num_slots_for(request, num_tokens) - self._num_usable(request)
         if missing > 0:
             self._take_from_juniors(request, missing)
-        if self._num_slots_for(request, num_tokens) > self._num_usable(request):
-            return Reason.KV_NOW
         num_slots = self._num_slots_for(request, num_tokens)
+        if num_slots > self._num_usable(request):
+            return Reason.KV_NOW
         self._placed[request], self._num_slots_of[request] = num_tokens, num_slots
         self._num_left -= num_slots
         self._num_rows -= 1
@@ -413,6 +413,11 @@ class MemoryPlan:
         counts = range(1, num_tokens + 1)
         return bisect.bisect_right(counts, usable, key=lambda n: self._num_slots_for(request, n))
 
+    def _least_slots(self, request: Request) -> int:
+        """Return the slots without which a running request computes nothing."""
+        num_tokens = together(request.parameters.images, request.next_position, 1)
+        return 1 if num_tokens == 1 else self._num_slots_for(request, num_tokens)
+
     # ---------------------------------------------------------------- taking from others
 
     def _first_junior(self, request: Request) -> int:
@@ -466,7 +471,7 @@ class MemoryPlan:
         # What classes share becomes free only once all of them have lost it.
         if len(groups) > 1 and self._take_in_turn(request, groups, missing, drops_all=True):
             return
-        if _runs(request):
+        if _runs(request) and self._least_slots(request) == 1:
             self._barren_rank = rank
 
     def _take_in_turn(
@@ -475,15 +480,16 @@ class MemoryPlan:
         """Take from one class after the other; whether that is enough. If not, nothing is taken."""
         before = None
         enough = self._num_usable(request) + missing
+        least = self._least_slots(request) if _runs(request) else enough
         for group in groups:
             missing = enough - self._num_usable(request)
-            if missing <= 0 or (_runs(request) and self._num_usable(request) > 0):
+            if self._num_usable(request) >= least:
                 return True
             if self._take_ends(group, missing, takes_less=False):
                 return True  # as a rule: that is enough, and nothing is to be restored
             before = before or self._save()
             self._take_rest(group, missing, takes_less=_runs(request), drops_all=drops_all)
-        if self._num_usable(request) >= (1 if _runs(request) else enough):
+        if self._num_usable(request) >= least:
             return True
         if before is not None:
             self._restore(before)

@@ -398,14 +398,16 @@ class Step:
         start, rest, num_loaded, *_ = found
         if rest == 0:
             return Reason.BLOCKED
-        if request.wants_prompt_logprobs(start):
-            rest = min(rest, self._num_positions_left)
-            if rest <= 0:
-                return Reason.TOKENS
-        if how.num_tokens and not request.is_whole:
-            num_tokens = self.memory.most_at_once(request, how.num_tokens)
-            return Scheduled(request, together(request.parameters.images, start, num_tokens))
-        rest = self.memory.most_at_once(request, rest)
+        most = self._num_positions_left if request.wants_prompt_logprobs(start) else rest
+        if most <= 0:
+            return Reason.TOKENS
+        is_part = how.num_tokens > 0 and not request.is_whole
+        rest = self.memory.most_at_once(request, how.num_tokens if is_part else min(rest, most))
+        rest = together(request.parameters.images, start, rest)
+        if is_part:
+            return Scheduled(request, rest)
+        if most < min(rest, MAX_PROMPT_LOGPROB_POSITIONS):  # others have taken those of an image
+            return Reason.TOKENS
         if not budget.is_empty and (image := budget.loads.encodes.before(request, start, rest)):
             if image.start <= start:
                 return _Encode(request, image, min(rest, self.limits.max_num_batched_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
-from lightserve.messages.frontend_router import Submit
+from lightserve.messages.frontend_router import Client, Submit
 from lightserve.messages.images import (
     MAX_KEPT_TOKENS,
     EncodeOrder,
@@ -47,6 +48,10 @@ PROFILED = msgspec.structs.replace(COST, per_encoder_token_s=TOKEN_S)
 def image(start: int, colour: int, num_tokens: int = NUM_TOKENS) -> Image:
     pixels = bytes([colour]) * 12
     return Image(start, num_tokens, 2, 2, pixels, digest_of(2, 2, pixels))
+
+
+def whole(start: int, colour: int, num_tokens: int = NUM_TOKENS) -> Image:
+    return msgspec.structs.replace(image(start, colour, num_tokens), is_whole=True)
 
 
 def request(
@@ -148,24 +153,25 @@ LONG = request(
 )
 
 
-@pytest.mark.parametrize("policy", ["chunked", "unified", "round-robin", "fcfs"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_images_that_are_seen_whole_are_never_cut(policy: str) -> None:
-    """Also beside decodes whose targets leave time for a part of one, and in a small budget."""
+    """Also beside decodes whose targets leave time for a part of one, in a small budget, and where
+    the positions that prompts' probabilities are asked of end within one."""
     wholes = [
         request(
             number,
             length,
-            *(
-                msgspec.structs.replace(image(start, 3 * number + place), is_whole=True)
-                for place, start in enumerate(starts)
-            ),
+            *(whole(start, 3 * number + place) for place, start in enumerate(starts)),
             of=of,
             max_tokens=4,
+            sampling=SamplingParams(seed=length + 4, num_prompt_logprobs=num_logprobs),
         )
-        for number, length, starts, of in (
-            (1, 200, (10, 61, 140), RequestClass.RT),
-            (2, 150, (0, 100), RequestClass.BE),
-            (3, 120, (70,), RequestClass.BE),
+        for number, length, starts, of, num_logprobs in (
+            (1, 200, (10, 61, 140), RequestClass.RT, None),
+            (2, 150, (0, 100), RequestClass.BE, None),
+            (3, 120, (70,), RequestClass.BE, None),
+            (4, 700, (480,), RequestClass.BE, 0),
+            (5, 600, (0, 50), RequestClass.BE, 0),
         )
     ]
     arrivals = [(0.1 + 0.01 * number, own) for number, own in enumerate(wholes)]
@@ -182,7 +188,33 @@ def test_images_that_are_seen_whole_are_never_cut(policy: str) -> None:
                 is_begun = row.start_position <= own.start < end
                 num_chunks += is_begun
                 num_beside += is_begun and len(plan.decodes.rows) > 0
-    assert num_chunks == 6 and (num_beside > 1 or policy == "fcfs")
+    assert num_chunks == 9 and (num_beside > 1 or policy == "fcfs")
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("of", RequestClass)
+def test_images_that_are_seen_whole_take_memory_for_all_of_them(
+    policy: str, of: RequestClass
+) -> None:
+    """The pool has room for one of two: whose turn it is takes from the other, or that waits."""
+    cases = itertools.product(RequestClass, (100, 200), (False, True))
+    for other, budget, shares_prefixes in cases:
+        own = [
+            request(
+                number,
+                260,
+                whole(150, number, 90),
+                of=of if number == 1 else other,
+                slo=SLO(),
+                client=Client(key=key),
+                prefix_salt="" if shares_prefixes else key,
+            )
+            for number, key in ((1, "a"), (2, "b"))
+        ]
+        run = Run(
+            policy, *((0.0, each) for each in own), budget=budget, num_slots=310, overcommit=2
+        )
+        assert [len(run.outcomes[each.request_id].token_ids) for each in own] == [4, 4]
 
 
 def test_layers_go_beside_decodes_within_their_targets() -> None:
