@@ -258,7 +258,10 @@ def _any_size(fields: JsonFields, factor: int) -> AnySize:
 
 def has_image_processor(path: Path) -> bool:
     """Whether a model's directory says how pictures are prepared."""
-    return (path / PREPROCESSOR_FILE).is_file() or (path / PROCESSOR_FILE).is_file()
+    both = path / PROCESSOR_FILE
+    if (path / PREPROCESSOR_FILE).is_file() or not both.is_file():
+        return (path / PREPROCESSOR_FILE).is_file()
+    return JsonFields(both, read_json_object(both)).has("image_processor")
 
 
 def _processor_fields(path: Path) -> JsonFields:

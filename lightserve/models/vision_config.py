@@ -41,6 +41,42 @@ _QWEN2_VL: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-5,
 }
+_MISTRAL: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
+_MINISTRAL3 = _MISTRAL | {
+    "vocab_size": 131_072,
+    "num_hidden_layers": 34,
+    "head_dim": 128,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+}
+_QWEN: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+}
+_QWEN3_MOE = _QWEN | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+}
 _TEXT_PARTS = {
     Architecture.GEMMA3_WHOLE: (
         _TextPart(
@@ -60,14 +96,14 @@ _TEXT_PARTS = {
     Architecture.QWEN3_5_WHOLE: (_TextPart(Architecture.QWEN3_5, "qwen3_5_text", {}),),
     Architecture.QWEN3_5_MOE_WHOLE: (_TextPart(Architecture.QWEN3_5_MOE, "qwen3_5_moe_text", {}),),
     Architecture.MISTRAL3_WHOLE: (
-        _TextPart(Architecture.MISTRAL, "mistral", {}),
-        _TextPart(Architecture.MINISTRAL3, "ministral3", {}),
+        _TextPart(Architecture.MISTRAL, "mistral", _MISTRAL),
+        _TextPart(Architecture.MINISTRAL3, "ministral3", _MINISTRAL3),
         _TextPart(Architecture.MISTRAL4, "mistral4", {}),
     ),
     Architecture.INTERNVL: (
-        _TextPart(Architecture.QWEN2, "qwen2", {}),
-        _TextPart(Architecture.QWEN3, "qwen3", {}),
-        _TextPart(Architecture.QWEN3_MOE, "qwen3_moe", {}),
+        _TextPart(Architecture.QWEN2, "qwen2", _QWEN),
+        _TextPart(Architecture.QWEN3, "qwen3", _QWEN | {"head_dim": 128}),
+        _TextPart(Architecture.QWEN3_MOE, "qwen3_moe", _QWEN3_MOE),
     ),
     Architecture.QWEN2_VL: (_TextPart(Architecture.QWEN2, "qwen2_vl_text", _QWEN2_VL),),
     Architecture.QWEN2_5_VL: (_TextPart(Architecture.QWEN2, "qwen2_5_vl_text", _QWEN2_VL),),
@@ -92,8 +128,8 @@ _TEXT_PARTS = {
                 "rms_norm_eps": 1e-6,
             },
         ),
-        _TextPart(Architecture.MISTRAL, "mistral", {}),
-        _TextPart(Architecture.QWEN2, "qwen2", {}),
+        _TextPart(Architecture.MISTRAL, "mistral", _MISTRAL),
+        _TextPart(Architecture.QWEN2, "qwen2", _QWEN),
     ),
 }
 
@@ -119,7 +155,9 @@ def text_part(
         values["dtype"] = dtype
     if fields.has("tie_word_embeddings"):
         values["tie_word_embeddings"] = fields.boolean("tie_word_embeddings", default=False)
-    stated = {key: value for key, value in text.items() if value is not None or key not in values}
+    # Sizes of heads that are null follow from others; any other null is as if the key were absent.
+    unset = values.keys() - {"num_key_value_heads", "head_dim"}
+    stated = {key: value for key, value in text.items() if value is not None or key not in unset}
     return part.architecture, JsonFields(fields.path, values | stated, prefix="text_config.")
 
 

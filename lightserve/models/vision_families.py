@@ -31,6 +31,7 @@ from lightserve.models.vision_config import (
     Projector,
     VisionConfig,
     text_fields,
+    text_part,
 )
 
 _PAIR = (
@@ -148,6 +149,9 @@ def _parse_pixtral(fields: JsonFields, *, is_merged: bool) -> VisionConfig:
     """
     if not is_merged and (strategy := fields.string(_STRATEGY, default="default")) != "full":
         raise fields.error(_STRATEGY, f"must be 'full' with Pixtral's encoder, got {strategy!r}")
+    _, text = text_part(
+        fields, Architecture.MISTRAL3_WHOLE if is_merged else Architecture.LLAVA, None
+    )
     own = _vision_fields(fields, "pixtral")
     hidden, heads = _heads(own, "hidden_size", 1024, "num_attention_heads")
     _check_axes(own, "num_attention_heads", hidden, heads)
@@ -174,7 +178,7 @@ def _parse_pixtral(fields: JsonFields, *, is_merged: bool) -> VisionConfig:
         ),
         projector=Projector(
             has_norm=is_merged,
-            norm_eps=text_fields(fields).number("rms_norm_eps") if is_merged else None,
+            norm_eps=text.number("rms_norm_eps") if is_merged else None,
             has_merger=is_merged,
             activation=_activation(fields, "projector_hidden_act", "gelu"),
             has_bias=fields.boolean("multimodal_projector_bias", default=not is_merged),

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import pytest
 import torch
+import transformers
 from PIL import Image
 from support.graph_recorders import TapeRecorder
 from support.lossless import (
@@ -643,3 +644,42 @@ def test_the_processor_may_be_in_another_file(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").unlink()
     with pytest.raises(ModelLoadError, match="no such file, which a model that sees"):
         load_model_config(tmp_path)
+
+
+def test_a_text_part_alone_has_a_processor_file_without_images(tmp_path: Path) -> None:
+    """As older directories of Gemma 3 and Mistral 3 have: nothing says how pictures are made."""
+    write_vision_model(tmp_path, "gemma3")
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text('{"image_seq_length": 256}')
+    assert load_model_config(tmp_path).vision is None
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("pixtral", "mistral"),
+        ("mistral3", "mistral"),
+        ("mistral3", "ministral3"),
+        ("pixtral", "qwen2"),
+        ("internvl", "qwen2"),
+        ("internvl", "qwen3"),
+        ("internvl", "qwen3_moe"),
+    ],
+)
+def test_keys_of_text_parts_that_equal_defaults_may_be_left_out(
+    tmp_path: Path, family: str, text: str
+) -> None:
+    """Older releases of transformers leave them out."""
+    write_vision_model(tmp_path, family)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    values["text_config"] = transformers.AutoConfig.for_model(text).to_dict()
+    file.write_text(json.dumps(values))
+    expected = load_model_config(tmp_path)
+    stated = ("model_type", "rope_parameters", "dtype")
+    values["text_config"] = {key: values["text_config"].get(key) for key in stated}
+    file.write_text(json.dumps(values))
+    assert load_model_config(tmp_path) == expected
+    values["text_config"] |= {"num_attention_heads": 16, "num_key_value_heads": None}
+    file.write_text(json.dumps(values))
+    assert load_model_config(tmp_path).num_kv_heads == 16
