@@ -8,6 +8,7 @@ bounded queue. `Tokenizer.encode` lets other threads run while it works.
 from __future__ import annotations
 
 import functools
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -29,6 +30,8 @@ INLINE_SIZE = 2048
 NUM_ENDING_TOKENS = 16
 """Last tokens of a conversation, in which the tag of reasoning may be."""
 _SHORT = "a"
+_MARKS = re.compile(r"<[^<>]+>|\[[^][]+\]")
+"""Special tokens in a text."""
 BYTES_PER_ID = 8
 """Memory of an id in a list, without the number itself: most numbers are shared."""
 
@@ -72,9 +75,10 @@ class PromptEncoder:
             _, text, row_break, _ = self._shown
             known = tokenizer.encode(text, add_special_tokens=False)
             self._break = tokenizer.id_of(row_break) if row_break else None
-            if known.count(vision.placeholder) != 1 or (row_break and self._break is None):
+            marks = _MARKS.findall(text + row_break)
+            if known.count(vision.placeholder) != 1 or None in map(tokenizer.id_of, marks):
                 raise ModelLoadError(
-                    f"the tokenizer must have the tokens {text}{row_break}, and"
+                    f"the tokenizer must have the tokens {''.join(marks)}, and"
                     f" {vision.placeholder} once among them"
                 )
         self._bos = tokenizer.special_tokens.names.get("bos_token", "")

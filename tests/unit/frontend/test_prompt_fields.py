@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -564,14 +565,23 @@ def test_tokens_around_and_within_images(
     assert ids_of(tmp_path, other) == list(whole[placed.start : placed.end])
 
 
-@pytest.mark.parametrize("lost", ["[IMG]", "[IMG_BREAK]"])
-def test_a_tokenizer_without_the_tokens_of_images(tmp_path: Path, lost: str) -> None:
-    vision = load_model_config(write_vision_model(tmp_path, "mistral3")).vision
+@pytest.mark.parametrize(
+    ("family", "lost", "tokens"),
+    [
+        ("mistral3", "[IMG]", "[IMG][IMG_END][IMG_BREAK]"),
+        ("mistral3", "[IMG_BREAK]", "[IMG][IMG_END][IMG_BREAK]"),
+        ("mistral3", "[IMG_END]", "[IMG][IMG_END][IMG_BREAK]"),
+        ("internvl", "</img>", "<img><IMG_CONTEXT></img>"),
+        ("gemma3", "<end_of_image>", "<start_of_image><image_soft_token><end_of_image>"),
+    ],
+)
+def test_a_tokenizer_without_the_tokens_of_images(
+    tmp_path: Path, family: str, lost: str, tokens: str
+) -> None:
+    vision = load_model_config(write_vision_model(tmp_path, family)).vision
     file = tmp_path / "tokenizer.json"
     file.write_text(file.read_text().replace(f'"{lost}"', '"[OTHER]"'))
-    with pytest.raises(
-        ModelLoadError, match=r"must have the tokens \[IMG\]\[IMG_END\]\[IMG_BREAK\]"
-    ):
+    with pytest.raises(ModelLoadError, match=re.escape(f"must have the tokens {tokens}")):
         PromptEncoder(
             Tokenizer(tmp_path), None, vocab_size=VOCAB_SIZE, max_model_len=256, vision=vision
         )
