@@ -181,12 +181,3 @@ def test_kernels_and_types_that_are_refused(tmp_path: Path) -> None:
         check_options(plain, config, InvariantKernels(), CPU)
     with pytest.raises(ConfigError, match="--kv-dtype int8 does not go with DeepseekV2"):
         check_options(ServeConfig(model=str(path), kv_dtype="int8"), config, TorchKernels(), CPU)
-
-
-def test_a_context_beyond_a_chunk_needs_rows_on_the_host(tmp_path: Path) -> None:
-    path = write_tiny_model(find_tiny_model("llama4"), tmp_path)
-    config = load_model_config(path)
-    check_options(ServeConfig(model=str(path)), config, TorchKernels(), CPU)
-    check_options(ServeConfig(model=str(path), max_model_len=40), config, TritonKernels(), CPU)
-    with pytest.raises(ConfigError, match=r"at most 40 with the triton kernels.*got 41"):
-        check_options(ServeConfig(model=str(path), max_model_len=41), config, TritonKernels(), CPU)

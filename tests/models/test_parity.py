@@ -202,12 +202,14 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
     prepared = prepare(tiny, tmp_path, torch.bfloat16, kernels)
     # Rounding stays in states: of 1,572 positions of one model here, 43 are excused and one differs
     # between transformers' bfloat16 and its float32; of Nemotron-H 46 and 8, as here.
-    keeps_states = prepared.loaded.config.recurrent is not None
+    # Gemma 4's rounding as well: transformers' own has 4 that differ and 55 that are excused, here
+    # 3 to 6 and 56 to 63.
+    is_rough = prepared.loaded.config.recurrent is not None or tiny.family == "Gemma4"
     largest = 0.0
     for chunk, alone in ((None, True), (16, False)):
         report = prepared.report(chunk=chunk, alone=alone)
         largest = max(largest, report.max_logprob_delta)
-        if keeps_states:
+        if is_rough:
             assert report.num_different <= max(1, 0.006 * report.num_positions), report
             assert report.num_excused <= 0.08 * report.num_positions, report
             continue
@@ -216,7 +218,7 @@ def test_bfloat16_keeps_n3(tiny: TinyModel, kernels: str, tmp_path: Path) -> Non
         else:
             assert accepted_in_bfloat16(report), report
         assert report.num_excused <= 0.05 * report.num_positions, report
-    if tiny.chooses_experts or keeps_states:
+    if tiny.chooses_experts or is_rough:
         return  # rounding sends tokens elsewhere, which hides more than a swap: float32 shows that
     # Gemma's noise on torch's kernels is near what two tokens change.
     damaged = swap_early_tokens(prepared, 6)
