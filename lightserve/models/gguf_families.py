@@ -278,6 +278,8 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         # llama.cpp scales cos and sin, and the scores once more.
         scale = 10 * gguf.number(f"{name}.rope.scaling.yarn_log_multiplier", default=0.0)
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"mscale_all_dim": 1.0}
+        if name == "mistral4":
+            rope["mscale"] = 1.0
     return {
         "num_hidden_layers": _own_layers(gguf, name),
         "q_lora_rank": gguf.integer(f"{name}.attention.q_lora_rank", default=0) or None,

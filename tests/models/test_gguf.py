@@ -369,8 +369,8 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("deepseek2", "deepseek2.rope.scaling.attn_factor", 0.5, "must be 1"),
         ("deepseek2", "deepseek2.attention.temperature_scale", 0.1, "is not supported"),
         ("qwen35", "qwen35.ssm.inner_size", 193, "must be a multiple of 6, got 193"),
-        ("qwen35", "qwen35.attention.recurrent_layers", [1, 0], "must have 5 entries, got 2"),
-        ("qwen35", "qwen35.nextn_predict_layers", 5, "must be below 5, got 5"),
+        ("qwen35", "qwen35.attention.recurrent_layers", [1, 0], "must have 4 entries, got 2"),
+        ("qwen35", "qwen35.nextn_predict_layers", 4, "must be below 4, got 4"),
         ("llama4", "llama4.attention.sliding_window", 0, "must not be 0: models without chunks"),
         ("minimax-m2", "minimax-m2.expert_gating_func", 1, "must be 2 (sigmoid)"),
         ("minimax-m2", "minimax-m2.expert_feed_forward_length", 0, "must be at least 1, got 0"),
@@ -398,6 +398,19 @@ def test_what_single_families_refuse(
     gguf = read_gguf(file)
     metadata = dict(gguf.metadata) | tiny_tokens(200) | {key: item}
     assert complaint in refused(gguf_bytes(metadata, tensors_of(gguf)), tmp_path / "bad.gguf")
+
+
+def test_layers_that_guess_are_left_out(tmp_path: Path) -> None:
+    _, file = converted("qwen35", tmp_path)
+    expected, gguf = load_model_config(unpack(file)), read_gguf(file)
+    more = {
+        "qwen35.block_count": 5,
+        "qwen35.nextn_predict_layers": 1,
+        "qwen35.attention.recurrent_layers": [1, 1, 1, 0, 0],
+    }
+    metadata = dict(gguf.metadata) | tiny_tokens(200) | more
+    file.write_bytes(gguf_bytes(metadata, tensors_of(gguf)))
+    assert load_model_config(unpack(file)) == expected
 
 
 HUGE = 2**63

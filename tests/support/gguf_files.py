@@ -194,17 +194,16 @@ def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def delta_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return what files of models with the delta rule have, with one layer for guesses more."""
+    """Return what files of models with the delta rule have."""
     num_heads, kinds = config["linear_num_value_heads"], config["layer_types"]
-    flags = bytes([*(kind == "linear_attention" for kind in kinds), 0])
+    flags = bytes(kind == "linear_attention" for kind in kinds)
     found: dict[str, Any] = {
-        "block_count": len(kinds) + 1,
-        "nextn_predict_layers": 1,
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
         "ssm.time_step_rank": num_heads,
         "ssm.inner_size": num_heads * config["linear_value_head_dim"],
+        "rope.dimension_sections": [2, 1, 1, 0],  # of pairs, which llama.cpp asks for
         "attention.recurrent_layers": Typed(9, struct.pack("<IQ", 7, len(flags)) + flags),
     }
     return {f"{name}.{key}": item for key, item in found.items()}

@@ -51,8 +51,8 @@ MISTRAL4_ROPE = rope(
     theta=1000.0,
     factor=4.0,
     original_max_position_embeddings=200,  # so far queries do not grow, of which files say nothing
-    mscale=0.7,
-    mscale_all_dim=0.7,
+    mscale=1.0,
+    mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1,
 )
 GPT_OSS = TinyModel(

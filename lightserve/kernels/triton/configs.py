@@ -289,7 +289,8 @@ def default_decode(shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
     if shape.dtype == torch.float32:
         return DecodeConfig(16, 4, 1, 1 if shape.turned_dim else 4, 256)
     if shape.turned_dim:
-        if gpu.capability in (90, 100) and shape.group < LATENT_HEADS:
+        is_small = shape.group < LATENT_HEADS or (shape.head_dim <= 256 and gpu.capability == 90)
+        if gpu.capability in (90, 100) and is_small:
             return DecodeConfig(64, 8, 3, 1, 512)  # two of the smaller ones have too many registers
         return LATENT_DECODES.get(gpu.capability, DecodeConfig(64, 8, 2, 1, 512))
     block_n = max(16, 8192 // max(64, padded_dim(shape)))
