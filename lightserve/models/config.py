@@ -537,7 +537,6 @@ def _architecture(fields: JsonFields) -> Architecture:
 
 
 def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int) -> int:
-    key = "num_key_value_heads"
     takes_all = (
         Architecture.LLAMA,
         Architecture.PHI3,
@@ -545,8 +544,7 @@ def _num_kv_heads(fields: JsonFields, architecture: Architecture, num_heads: int
         *_OLMO,
         Architecture.OLMOE,
     )
-    may_be_absent = architecture in takes_all or fields.is_null(key)
-    return fields.num_kv_heads(num_heads, default=num_heads if may_be_absent else None)
+    return fields.num_kv_heads(num_heads, default=num_heads if architecture in takes_all else None)
 
 
 def _head_dim(

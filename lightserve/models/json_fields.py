@@ -110,8 +110,8 @@ class JsonFields:
     def num_kv_heads(
         self, num_heads: int, *, key: str = "num_key_value_heads", default: int | None = None
     ) -> int:
-        """Return a number of KV heads, which divides that of query heads."""
-        found = self.integer(key, default=default)
+        """Return a number of KV heads, which divides that of query heads; null: the same number."""
+        found = self.integer(key, default=num_heads if self.is_null(key) else default)
         if num_heads % found:
             raise self.error(key, f"must divide num_attention_heads {num_heads}, got {found}")
         return found
