@@ -30,7 +30,7 @@ RECORDED = (
     *("glm", "gemma", "gemma2", "gemma3", "granite", "olmo2", "gpt-neox", "opt", "falcon"),
     *("mixtral", "qwen3-moe", "olmoe", "glm4-moe"),
 )
-LEFT = ("qwen2-moe", "ministral3", "deepseek-v2", "gemma4")
+LEFT = ("qwen2-moe", "ministral3", "deepseek-v2", "gemma4", "falcon-h1", "nemotron-h")
 """Their layers ask torch for something."""
 
 

@@ -415,12 +415,23 @@ def test_groups_that_ranks_do_not_share_are_told_at_the_start(tmp_path: Path) ->
         check_tp(config, 4)
 
 
-def test_experts_without_gates_are_told_at_the_start(tmp_path: Path) -> None:
-    path = write_tiny_model(find_tiny_model("nemotron-h-moe"), tmp_path)
+@pytest.mark.parametrize("name", ["nemotron-h-moe", "gemma4-moe"])
+def test_experts_without_gates_of_silu_are_told_at_the_start(tmp_path: Path, name: str) -> None:
+    path = write_tiny_model(find_tiny_model(name), tmp_path)
     config, served = load_model_config(path), ServeConfig(model=str(path))
     check_options(served, config, make_kernels("torch", batch_invariant=False), CPU)
-    with pytest.raises(ConfigError, match="NemotronHForCausalLM, whose experts have no gates"):
+    with pytest.raises(ConfigError, match=r"no gates of SiLU: --cuda-graphs off does without"):
         check_options(served, config, TritonKernels(), CPU)
+    check_options(dataclasses.replace(served, cuda_graphs="off"), config, TritonKernels(), CPU)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "nemotron-h"])
+def test_no_number_of_kv_heads_is_that_of_query_heads(tmp_path: Path, name: str) -> None:
+    path = write_tiny_model(find_tiny_model(name), tmp_path)
+    file = path / "config.json"
+    stated = json.loads(file.read_text()) | {"num_attention_heads": 16, "num_key_value_heads": None}
+    file.write_text(json.dumps(stated))
+    assert load_model_config(path).num_kv_heads == 16
 
 
 def test_layers_of_attention_and_states_have_both(tmp_path: Path) -> None:
