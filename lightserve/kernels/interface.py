@@ -107,6 +107,9 @@ class AttentionBatch:
     `most` stands for it."""
     host_context_lens: Sequence[int]
     """`context_lens` on the host; unknown as `host_rows`."""
+    is_bounded: bool = False
+    """`host_context_lens` may be more than `context_lens`: the device alone knows how many guesses
+    were accepted."""
     most: MostTokens | None = None
     """Bounds of a recorded pass with chunks: `host_q_lens` is unknown, too, and absent rows have no
     new tokens."""

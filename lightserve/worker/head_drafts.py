@@ -170,4 +170,5 @@ class HeadDrafts:
             host_rows=rows.tolist(),
             host_q_lens=q_lens.tolist(),
             host_context_lens=(ends - 1).tolist(),
+            is_bounded=too_far is not None,
         )

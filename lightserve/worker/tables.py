@@ -289,6 +289,7 @@ class SequenceTable:
             host_rows=rows.tolist(),
             host_q_lens=counts.tolist(),
             host_context_lens=ends.tolist(),
+            is_bounded=inputs.too_far is not None,
             state_slots=self.state_slots,
             turned=turns[0] if len(turns) == 1 else torch.stack(turns) if turns else None,
             host_prompt_lens=(self._num_prompt[rows] - ends + counts).clip(0, counts).tolist(),

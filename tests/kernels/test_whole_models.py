@@ -23,9 +23,16 @@ from lightserve.kernels import select
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels
-from lightserve.kernels.interface import Kernels
+from lightserve.kernels.interface import (
+    MAX_FEW_TOKENS,
+    AttentionBatch,
+    Kernels,
+    MostTokens,
+    UnknownValues,
+)
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
+from lightserve.models.layers.attention import in_chunks
 from lightserve.models.recurrent_config import DeltaConfig, Joined, MambaConfig, RecurrentConfig
 from lightserve.worker.graphs import DecodeGraphs
 
@@ -183,6 +190,35 @@ def test_recorded_passes_attend_within_chunks() -> None:
     torch.testing.assert_close(logits, reference.eager(rows, positions), rtol=1e-4, atol=1e-4)
     whole = scene(make_kernels("torch", batch_invariant=False))
     assert (logits - whole.eager(rows, positions)).abs().max() > 0.1
+
+
+@torch.inference_mode()
+def test_chunks_are_those_of_rows_where_the_device_has_them() -> None:
+    """Guesses that were refused: the host takes rows to be longer, beyond a chunk's end or not."""
+    ours = scene(make_kernels("triton", batch_invariant=False), attention_chunk=8)
+    reference = scene(make_kernels("torch", batch_invariant=False), attention_chunk=8)
+    rows = [3, 7, 1, 5]
+    for lens in ([(3, 8), (3, 10), (1, 16), (5, 21)], [(1, 7), (1, 8), (1, 9), (1, 24)]):
+        found, wanted = ours.hidden(rows, lens, too_far=2), reference.hidden(rows, lens)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [8192, 8448, 16_384])
+def test_lines_of_chunks_stay_in_the_table(most: int) -> None:
+    """Of a table of 257 rows: a pass of `most` new tokens has two or three parts of each."""
+    table, offsets = torch.zeros(257, 16_384, dtype=torch.int32), torch.arange(5).int()
+    unknown = UnknownValues("host_rows", 4)
+    lengths, bounds = torch.full((4,), 5, dtype=torch.int32), MostTokens(most, 256)
+    batch = AttentionBatch(
+        *(offsets[:4], offsets[:4], table, torch.arange(4), offsets, lengths),
+        *(unknown, unknown, unknown),
+        most=bounds,
+    )
+    chunks = in_chunks(batch, 8192)
+    assert chunks.req_to_slot.shape == (257, 8192) and chunks.most is not None
+    assert len(chunks.rows) == 4 * (1 + -(-(most - 1) // 8192))
+    chunks = in_chunks(replace(batch, most=None, host_q_lens=[most] * 4), 8192)
+    assert chunks.most == MostTokens(4 * most, MAX_FEW_TOKENS), "scratch is bounded"
 
 
 # Batch invariance of whole models: logits are bit-equal over batches, chunks and slots.

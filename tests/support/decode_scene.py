@@ -48,8 +48,11 @@ class Scene(NamedTuple):
         assert logits is not None
         return logits
 
-    def hidden(self, rows: list[int], lens: list[tuple[int, int]]) -> Tensor:
-        """What a pass of such new tokens and contexts gives as any other; none: left out."""
+    def hidden(self, rows: list[int], lens: list[tuple[int, int]], too_far: int = 0) -> Tensor:
+        """What a pass of such new tokens and contexts gives as any other; none: left out.
+
+        `too_far`: by how much the host takes rows to be longer.
+        """
         rows = [row for row, (new, _) in zip(rows, lens, strict=True) if new]
         lens = [row for row in lens if row[0]]
         owners = [row for row, (new, _) in zip(rows, lens, strict=True) for _ in range(new)]
@@ -64,7 +67,8 @@ class Scene(NamedTuple):
             context_lens=torch.tensor([end for _, end in lens]).int(),
             host_rows=rows,
             host_q_lens=[new for new, _ in lens],
-            host_context_lens=[end for _, end in lens],
+            host_context_lens=[end + too_far for _, end in lens],
+            is_bounded=too_far > 0,
             state_slots=self.tables.state_slots,
         )
         return self.model.hidden(self.tables.token_ids[where].long(), batch, self.pool, None)

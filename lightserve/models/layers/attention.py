@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightserve.kernels.interface import (
+    MAX_FEW_TOKENS,
     AttentionBatch,
     MostTokens,
     QKNorm,
@@ -55,10 +56,11 @@ def in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
 
     A token sees the positions of its own chunk of `size` alone then.
     """
-    if isinstance(batch.host_context_lens, UnknownValues):
-        return _recorded_in_chunks(batch, size)
-    if max(batch.host_context_lens, default=0) <= size:
+    is_unknown = isinstance(batch.host_context_lens, UnknownValues)
+    if not is_unknown and max(batch.host_context_lens, default=0) <= size:
         return batch
+    if is_unknown or batch.is_bounded:
+        return _in_chunks_on_device(batch, size)
     rows, starts, q_lens, context_lens = [], [], [], []
     for row, q_len, context_len in zip(
         batch.host_rows, batch.host_q_lens, batch.host_context_lens, strict=True
@@ -120,10 +122,12 @@ def seeing_whole(
     return heads
 
 
-def _recorded_in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
-    """Return the same for a recorded pass: a row for each chunk in which a row may have new tokens.
+def _in_chunks_on_device(batch: AttentionBatch, size: int) -> AttentionBatch:
+    """Return the same where the device alone knows how long rows are: a row for each chunk in which
+    a row may have new tokens.
 
-    The table's lines begin wherever a chunk may: they overlap.
+    The table's lines begin wherever a chunk may: they overlap, and are more than its length says,
+    which must not reach behind its memory.
     """
     table, num_rows = batch.req_to_slot, len(batch.rows)
     most = batch.most.num_tokens if batch.most is not None else max(batch.host_q_lens, default=1)
@@ -139,12 +143,12 @@ def _recorded_in_chunks(batch: AttentionBatch, size: int) -> AttentionBatch:
     width = min(size, table.shape[1])
     bounds, host_q_lens = batch.most, batch.host_q_lens
     if num_parts > 1:
-        total, few = (most, bounds.few_tokens) if bounds is not None else (sum(host_q_lens),) * 2
+        total, few = bounds if bounds is not None else (sum(host_q_lens), MAX_FEW_TOKENS)
         bounds = MostTokens(total, min(total, max(few, num_parts * num_rows)))
         host_q_lens = UnknownValues("host_q_lens", num_parts * num_rows)
     return replace(
         batch,
-        req_to_slot=table.as_strided((num_parts * len(table), width), (unit, 1)),
+        req_to_slot=table.as_strided((len(table), width), (unit, 1)),
         rows=lines.flatten(),
         cu_seqlens_q=functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
         context_lens=(ends - starts).flatten().clamp(min=0),
