@@ -280,7 +280,7 @@ class SchedulingOptions:
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether `--speculation mtp` has a layer of the model guess tokens."""
+        """A layer of the model guesses tokens: `--speculation mtp`."""
         return self.speculation == "mtp"
 
     def be_by_sharing(self) -> bool:

@@ -173,7 +173,7 @@ async def _read(
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is public, that of a host on the internet and of no neighbour."""
+    """Return whether an address is that of a host on the internet, and of no neighbour."""
     if any(address in network for network in _NOT_PUBLIC):
         return False
     if isinstance(address, IPv6Address):

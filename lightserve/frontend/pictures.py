@@ -133,7 +133,7 @@ class PictureReader:
         """Images that were decoded before; the thread alone uses it."""
         self._held: Held[_Name] = Held(KEPT_BYTES)
         self._is_shared = not config.api_key_file
-        """Whether all clients share images, as none has a key; lines of batches keep none else."""
+        """Clients share images if none has a key; else lines of batches keep none."""
         self._vision, self._model = vision, config.model_names[0]
         self._max_images, self._max_bytes = config.max_images, config.max_image_bytes
         self._threads = TurnThreads(1, "pictures")

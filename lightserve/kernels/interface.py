@@ -630,7 +630,7 @@ class KernelShapes:
     soft_cap: float | None = None
     """Cap of scores, see `ScoreMod`."""
     has_wide_norms: bool = False
-    """Whether weights of norms are float32, see `Kernels.rms_norm`."""
+    """Weights of norms may be float32, see `Kernels.rms_norm`."""
     num_experts: int = 0
     """Experts of a layer that has any."""
     num_chosen_experts: int = 0

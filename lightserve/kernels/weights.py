@@ -107,7 +107,7 @@ class Fp8Block(NamedTuple):
 
     @property
     def is_gated(self) -> bool:
-        """Whether its products are gated once more."""
+        """Return whether the products of a weight are gated once more."""
         return False
 
 

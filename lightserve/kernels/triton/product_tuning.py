@@ -284,7 +284,7 @@ class ScaledScene:
                 linear_fp8(self._rows, weight, None)
 
     def agrees(self) -> bool:
-        """Whether torch multiplies here, and gives what Triton does.
+        """Return whether torch multiplies on this device, and gives the products of Triton.
 
         With a bias, and of rows of an uneven number, as steps have them.
         """
