@@ -1,6 +1,6 @@
 """Time of a step: a floor, then linear in what it computes, after BROS, Echo and AccelGen.
 
-    T = floor + a * max(0, new tokens - knee) + d * decodes + s * chunks
+    T = floor + a * max(0, new tokens - knee) + d * (decodes + drafts) + s * chunks
         + b * context of decodes + e * context of chunks + c * pairs of chunks + copies
 
 Below the knee a step's time is that of reading the weights, above it that of multiplying with
@@ -9,6 +9,8 @@ reads the weights once, so its tokens share one floor and one knee, and the rest
 rule has a lower error on mixed steps that were not fitted than the maximum and the sum of a step
 of each phase, and than Echo's mixture of both (`bench/engine/step_cost.py`). Copies that a step
 waits for are added (BROS takes the maximum, which is right where they overlap).
+
+A draft is verified by logits of its own, as the token of a decode is: it costs `d` as well.
 
 No coefficient is negative, so time is monotone in every part of a shape.
 
@@ -47,6 +49,8 @@ class StepShape(NamedTuple):
     """Rows that compute more."""
     chunk_context: int = 0
     """Sum over those of the context lengths that they start from."""
+    num_drafts: int = 0
+    """Tokens beside their first in rows that compute one, each with logits of its own."""
 
     def plus(self, start: int, num_tokens: int) -> StepShape:
         """Return the shape with one more row: tokens at positions `start` …"""
@@ -59,6 +63,7 @@ class StepShape(NamedTuple):
             self.num_decodes,
             self.num_chunks + 1,
             self.chunk_context + start,
+            self.num_drafts,
         )
 
     def plus_decodes(self, num_rows: int, context: int) -> StepShape:
@@ -70,12 +75,16 @@ class StepShape(NamedTuple):
             self.num_decodes + num_rows,
             self.num_chunks,
             self.chunk_context,
+            self.num_drafts,
         )
 
     def plus_drafts(self, num_drafts: int, pairs: int) -> StepShape:
         """Return the shape with more tokens in rows that compute one, each over its context."""
-        num_new, chunk_pairs = self.num_new + num_drafts, self.chunk_pairs + pairs
-        return self._replace(num_new=num_new, chunk_pairs=chunk_pairs)
+        return self._replace(
+            num_new=self.num_new + num_drafts,
+            chunk_pairs=self.chunk_pairs + pairs,
+            num_drafts=self.num_drafts + num_drafts,
+        )
 
     @property
     def has_rows_of_several(self) -> bool:
@@ -89,15 +98,14 @@ class StepShape(NamedTuple):
 
     @property
     def decodes(self) -> StepShape:
-        """The rows that compute one token, alone."""
+        """The rows that compute one token, alone and without drafts."""
         return StepShape(self.num_decodes, self.decode_context, 0, self.num_decodes, 0)
 
     @property
     def chunks(self) -> StepShape:
-        """The rows that compute more, alone."""
-        num_new = self.num_new - self.num_decodes
-        return StepShape(
-            num_new, 0, self.chunk_pairs, 0, self.num_chunks, chunk_context=self.chunk_context
+        """The rows that compute more, and all drafts, alone."""
+        return self._replace(
+            num_new=self.num_new - self.num_decodes, decode_context=0, num_decodes=0
         )
 
 
@@ -141,7 +149,7 @@ class StepModel:
         return (
             c.floor_s
             + c.per_new_s * max(0.0, num_new - c.knee)
-            + c.per_decode_s * shape.num_decodes
+            + c.per_decode_s * (shape.num_decodes + shape.num_drafts)
             + c.per_chunk_s * shape.num_chunks
             + c.per_decode_context_s * shape.decode_context
             + c.per_chunk_context_s * shape.chunk_context
@@ -153,10 +161,10 @@ class StepModel:
 
         `pairs`, [n]: tokens that so many drafts attend to, see `StepShape.plus_drafts`.
         """
-        c = self.coefficients
-        num_new = self.sizes.padded_all(np.arange(1, len(pairs) + 1) + shape.num_new)
-        beyond_s = c.per_new_s * np.maximum(0.0, num_new - c.knee)
-        found: FloatArray = self._seconds(shape, 0) + beyond_s + c.per_chunk_pair_s * pairs
+        c, counts = self.coefficients, np.arange(1, len(pairs) + 1)
+        num_new = self.sizes.padded_all(counts + shape.num_new)
+        found: FloatArray = c.per_new_s * np.maximum(0.0, num_new - c.knee)
+        found += self._seconds(shape, 0) + c.per_decode_s * counts + c.per_chunk_pair_s * pairs
         return found
 
     def seconds_of_decodes(self, shape: StepShape) -> float:
@@ -169,36 +177,26 @@ class StepModel:
             + c.per_decode_context_s * shape.decode_context
         )
 
-    def seconds_of_chunks(self, shape: StepShape) -> float:
-        """Return what `seconds` says of the rows that compute more, alone."""
-        c = self.coefficients
-        num_new = shape.num_new - shape.num_decodes
-        num_new = self.sizes.padded(num_new, has_chunks=shape.num_chunks > 0)
-        return (
-            c.floor_s
-            + c.per_new_s * max(0.0, num_new - c.knee)
-            + c.per_chunk_s * shape.num_chunks
-            + c.per_chunk_context_s * shape.chunk_context
-            + c.per_chunk_pair_s * shape.chunk_pairs
-        )
-
     def seconds_of_parts(self, shape: StepShape) -> tuple[float, float, float]:
-        """Return `seconds`, `seconds_of_decodes` and `seconds_of_chunks`, the same to the bit."""
+        """Return `seconds` of a shape, its `decodes` and its `chunks`, the same to the bit."""
         c = self.coefficients
-        num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context = shape
-        has_chunks, of_chunks = num_chunks > 0, num_new - num_decodes
+        num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context, drafts = shape
+        of_chunks = num_new - num_decodes
+        has_chunks = of_chunks > 0
         num_new = self.sizes.padded(num_new, has_chunks=has_chunks)
         of_chunks = self.sizes.padded(of_chunks, has_chunks=has_chunks)
         of_decodes = self.sizes.padded(num_decodes, has_chunks=False)
         floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
         decodes_s = c.per_decode_s * num_decodes
+        rows_s = c.per_decode_s * (num_decodes + drafts)
+        drafts_s = c.per_decode_s * drafts
         chunks_s = c.per_chunk_s * num_chunks
         decode_context_s = c.per_decode_context_s * decode_context
         chunk_context_s = c.per_chunk_context_s * chunk_context
         pairs_s = c.per_chunk_pair_s * chunk_pairs
-        whole_s = floor_s + per_new_s * max(0.0, num_new - knee) + decodes_s + chunks_s
+        whole_s = floor_s + per_new_s * max(0.0, num_new - knee) + rows_s + chunks_s
         of_decodes_s = floor_s + per_new_s * max(0.0, of_decodes - knee) + decodes_s
-        of_chunks_s = floor_s + per_new_s * max(0.0, of_chunks - knee) + chunks_s
+        of_chunks_s = floor_s + per_new_s * max(0.0, of_chunks - knee) + drafts_s + chunks_s
         return (
             whole_s + decode_context_s + chunk_context_s + pairs_s,
             of_decodes_s + decode_context_s,
@@ -335,7 +333,13 @@ def held_out_errors(
 
 def _features(samples: Sequence[StepSample], num_new: FloatArray, knee: float) -> FloatArray:
     rows = [
-        (s.num_decodes, s.num_chunks, s.decode_context, s.chunk_context, s.chunk_pairs)
+        (
+            s.num_decodes + s.num_drafts,
+            s.num_chunks,
+            s.decode_context,
+            s.chunk_context,
+            s.chunk_pairs,
+        )
         for s in (sample.shape for sample in samples)
     ]
     ones = np.ones(len(samples))

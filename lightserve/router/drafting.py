@@ -199,9 +199,9 @@ class Drafting:
             limit_s: what the step may take, unless it takes longer without drafts.
             is_late: bool [n], whether the token of a row is late.
         """
-        rows, most = decodes.rows, self._most_of(decodes)
         if not cost.is_settled:
             return NO_ROWS  # were all steps to have drafts, none would show what one takes without
+        rows, most = decodes.rows, self._most_of(decodes)
         if (room := min(room, int(most.sum()))) <= 0:
             return NO_ROWS
         gains = self._chances(rows)[:, None].repeat(self.most, axis=1).cumprod(axis=1)

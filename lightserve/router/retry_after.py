@@ -265,6 +265,6 @@ def work_of(planned: PlannedStep, shape: StepShape) -> dict[RequestClass, Work]:
     be_prompt = sum(of_be) - num_decodes
     num_decodes += planned.decodes.count(BE)
     be = Work(be_prompt, num_decodes)
-    num_prompt = shape.num_new - shape.num_decodes
+    num_prompt = shape.num_new - shape.num_decodes - shape.num_drafts
     rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes)
     return {RT: rt, BE: be}

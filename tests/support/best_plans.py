@@ -197,7 +197,7 @@ class _Steps:
         c = self._c
         contexts = [c.per_decode_context_s, c.per_chunk_pair_s]
         rows = [c.per_decode_s, c.per_chunk_s, c.per_chunk_context_s]
-        linear: FloatArray = shape @ np.array([0.0, *contexts, *rows])
+        linear: FloatArray = shape @ np.array([0.0, *contexts, *rows, c.per_decode_s])
         time_s: FloatArray = c.floor_s + c.per_new_s * np.maximum(0.0, shape[:, 0] - c.knee)
         time_s += linear
         return time_s

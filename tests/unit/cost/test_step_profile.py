@@ -85,6 +85,31 @@ def test_a_share_is_added_exactly(rows: list[tuple[int, int]], number: int) -> N
     assert chunks == shape_of([row for row in rows if row[1] > 1])
 
 
+def test_a_draft_costs_a_token_its_context_and_its_logits() -> None:
+    """As `d` of a decode, and the shape less its drafts is that without them."""
+    shape = shape_of([(300, 1)] * 4 + [(9, 130)])
+    drafted = shape.plus_drafts(3, 900)
+    tokens_s = 3 * COEFFICIENTS.per_new_s + 900 * COEFFICIENTS.per_chunk_pair_s
+    added_s = tokens_s + 3 * COEFFICIENTS.per_decode_s
+    assert MODEL.seconds(drafted) - MODEL.seconds(shape) == pytest.approx(added_s)
+    assert drafted.decodes == shape.decodes and drafted.plus_drafts(-3, -900) == shape
+    assert MODEL.seconds(drafted.chunks) - MODEL.seconds(shape.chunks) == pytest.approx(added_s)
+    assert drafted.plus(7, 1) == shape.plus(7, 1).plus_drafts(3, 900)
+    assert drafted.plus(7, 5) == shape.plus(7, 5).plus_drafts(3, 900)
+
+
+def test_drafts_are_fitted_as_rows_with_logits() -> None:
+    """Of a model with many words, without a profile: so their price is learnt while serving."""
+    model = StepModel(StepCoefficients(2e-2, 64.0, 1e-5, 1e-3, 1e-3, 0.0, 0.0, 0.0))
+    shapes = [
+        shape_of([(50, 1)] * rows).plus_drafts(drafts, 50 * drafts)
+        for rows in (1, 3, 5, 9)
+        for drafts in (0, 4, 8, 24)
+    ] + [shape_of([(0, count)]) for count in (9, 30, 60, 90)]
+    found = fit([StepSample(shape, model.seconds(shape)) for shape in shapes])
+    assert found.per_decode_s == pytest.approx(1e-3, rel=0.02)
+
+
 @pytest.mark.parametrize("knee", [8.0, 40.0, 112.0, 300.0, 700.0])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_the_knee_is_found_within_one_step_of_the_grid(knee: float, noise: float) -> None:
@@ -115,7 +140,7 @@ def test_no_coefficient_is_negative_though_noise_says_so() -> None:
 
 @given(
     shape=ROWS.map(shape_of),
-    more=st.tuples(*[st.integers(0, 1000)] * 6),
+    more=st.tuples(*[st.integers(0, 1000)] * 7),
     copies=st.tuples(st.integers(0, 500), st.integers(0, 500)),
 )
 def test_time_grows_with_every_part_of_a_shape(
@@ -128,6 +153,7 @@ def test_time_grows_with_every_part_of_a_shape(
         shape.num_decodes + more[3],
         shape.num_chunks + more[4],
         shape.chunk_context + more[5],
+        shape.num_drafts + more[6],
     )
     assert MODEL.seconds(larger) >= MODEL.seconds(shape)
     waiting_s = MODEL.seconds(shape, num_saved=copies[0], num_loaded=copies[1])
@@ -271,9 +297,10 @@ def test_the_times_of_a_steps_parts_are_padded_alike(decodes: tuple[int, ...]) -
     coefficients = StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0)
     model = StepModel(coefficients, GraphSizes(decodes, (16, 32)))
     for rows in ([(200, 1)] * 3, [(200, 1)] * 3 + [(0, 5)]):
-        shape = shape_of(rows)
-        apart = (model.seconds(shape), model.seconds_of_decodes(shape))
-        assert model.seconds_of_parts(shape) == (*apart, model.seconds_of_chunks(shape))
+        for shape in (shape_of(rows), shape_of(rows).plus_drafts(4, 800)):
+            apart = [model.seconds(part) for part in (shape, shape.decodes, shape.chunks)]
+            assert model.seconds_of_parts(shape) == tuple(apart)
+            assert model.seconds_of_decodes(shape) == apart[1]
 
 
 def test_new_workers_may_pad_otherwise() -> None:

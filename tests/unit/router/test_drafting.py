@@ -95,10 +95,10 @@ def test_free_tokens_are_all_taken() -> None:
 def test_none_before_it_is_known_how_long_steps_take() -> None:
     """Learnt from steps with drafts alone, a draft would seem to cost nothing."""
     scene = Scene([decoding(0), decoding(1)], BOUND_BY_WEIGHTS)
-    scene.cost, shape = StepCost(), StepShape().plus_decodes(2, 20)
-    for _ in range(REFIT_STEPS):
+    scene.cost = StepCost()
+    for number in range(REFIT_STEPS):
         assert scene.choose() == []
-        scene.cost.observe(shape, STEP_S)
+        scene.cost.observe(StepShape().plus_decodes(1 + number % 2, 20), STEP_S)
     assert scene.choose() == [MAX_DRAFTS] * 2
 
 
@@ -118,6 +118,17 @@ def test_none_where_reading_the_kv_bounds_the_step() -> None:
     assert scene.choose() == []
     scene.learn(0, MAX_DRAFTS, 50)
     assert sum(scene.choose()) <= 1
+
+
+def test_none_where_logits_cost_what_a_draft_is_worth() -> None:
+    """Of a model with many words: the tokens of a step are free, the logits of each are not."""
+    logits_s = STEP_S / 4
+    costs = msgspec.structs.replace(BOUND_BY_WEIGHTS, floor_s=0.0, per_decode_s=logits_s)
+    scene = Scene([decoding(number) for number in range(4)], costs)
+    assert scene.choose() == []
+    costs = msgspec.structs.replace(costs, floor_s=STEP_S, per_decode_s=logits_s / 20)
+    scene = Scene([decoding(number) for number in range(4)], costs)
+    assert 0 < sum(scene.choose()) < 4 * MAX_DRAFTS
 
 
 def test_best_effort_drafts_where_weights_bound_the_step_alone() -> None:

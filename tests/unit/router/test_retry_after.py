@@ -17,8 +17,9 @@ from lightserve.router.policies import POLICIES
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
 from lightserve.router.request_table import RequestTable
-from lightserve.router.retry_after import MAX_RETRY_S, MIN_RETRY_S, QueueDelay, Work
+from lightserve.router.retry_after import MAX_RETRY_S, MIN_RETRY_S, QueueDelay, Work, work_of
 from lightserve.router.step import Scheduled, shape_of
+from lightserve.router.step_cost import StepShape
 from lightserve.types import RequestClass
 
 TEN_MS = StepCoefficients(
@@ -79,6 +80,13 @@ class Scene:
 
     def seconds(self, request_class: RequestClass) -> float:
         return self.waits.seconds(request_class, self.kv)
+
+
+def test_drafts_are_no_work_on_prompts() -> None:
+    shape = StepShape().plus_decodes(2, 9).plus(0, 30)
+    done = work_of(planned_step([]), shape)
+    assert done == {RT: Work(30, 2), BE: Work()}
+    assert work_of(planned_step([]), shape.plus_drafts(8, 36)) == done
 
 
 def test_who_waits_for_prompts_alone() -> None:
