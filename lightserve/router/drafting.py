@@ -2,9 +2,10 @@
 
 A draft is one more token of the step, and yields one more token of output if it, and those before
 it, are what the model draws (`lightserve.worker.drafts`). What it costs, the cost model says: next
-to nothing while a step is bound by reading weights, as much as any other token beyond. What it is
-worth is the time in which decodes alone would have made as many tokens as it is expected to. So
-drafts come and go with the load, by the same measured times as everything else in a step.
+to nothing while a step is bound by reading weights, as much as any other token beyond, and its
+logits always. What it is worth is the time in which decodes alone would have made as many tokens
+as it is expected to. So drafts come and go with the load, by the same measured times as everything
+else in a step.
 
     worth   (seconds of the decodes alone / decodes) * expected accepted tokens
     cost    MARGIN * (seconds with the drafts - seconds without) + LEAST_WON_S
