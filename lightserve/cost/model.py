@@ -167,16 +167,6 @@ class StepModel:
         found += self._seconds(shape, 0) + c.per_decode_s * counts + c.per_chunk_pair_s * pairs
         return found
 
-    def seconds_of_decodes(self, shape: StepShape) -> float:
-        """Return what `seconds` says of the rows that compute one token, alone."""
-        c, num_decodes = self.coefficients, shape.num_decodes
-        return (
-            c.floor_s
-            + c.per_new_s * max(0.0, self.sizes.padded(num_decodes, has_chunks=False) - c.knee)
-            + c.per_decode_s * num_decodes
-            + c.per_decode_context_s * shape.decode_context
-        )
-
     def seconds_of_parts(self, shape: StepShape) -> tuple[float, float, float]:
         """Return `seconds` of a shape, its `decodes` and its `chunks`, the same to the bit."""
         c = self.coefficients

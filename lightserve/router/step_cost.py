@@ -224,7 +224,7 @@ class StepCost:
         if shape.num_chunks == 0:
             return means[DRAFT] * whole_s
         times_s = means[PREFILL] * model.seconds_with_drafts(shape.chunks, pairs)
-        decode_s = means[DECODE] * model.seconds_of_decodes(shape)
+        decode_s = means[DECODE] * model.seconds(shape.decodes)
         return np.maximum(np.maximum(means[MIXED] * whole_s, times_s), decode_s)
 
     def work(self, shape: StepShape) -> float:
@@ -282,7 +282,7 @@ class StepCost:
         if kind is MIXED:
             prefill_s = limit_s / self._ratio(PREFILL).mean
             count = min(count, self._model.chunk_within(shape.chunks, prefill_s, start))
-            decode_s = self._ratio(DECODE).mean * self._model.seconds_of_decodes(shape)
+            decode_s = self._ratio(DECODE).mean * self._model.seconds(shape.decodes)
             if decode_s > limit_s:
                 return 1
         return max(1, int(min(count, most)))

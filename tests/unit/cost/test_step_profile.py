@@ -234,7 +234,7 @@ def test_decodes_are_padded_to_their_own_sizes(num_rows: int, computed: int) -> 
     coefficients = StepCoefficients(1e-3, 0.0, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0)
     model, shape = StepModel(coefficients, SIZES), StepShape().plus_decodes(num_rows, 9)
     expected_s = StepModel(coefficients).seconds(shape._replace(num_new=computed))
-    assert model.seconds(shape) == model.seconds_of_decodes(shape) == expected_s
+    assert model.seconds(shape) == expected_s
     assert model.seconds_of_parts(shape)[:2] == (expected_s, expected_s)
     unknown = StepModel(coefficients, GraphSizes(mixed=SIZES.mixed))
     assert unknown.seconds(shape) == StepModel(coefficients).seconds(shape)
@@ -300,7 +300,6 @@ def test_the_times_of_a_steps_parts_are_padded_alike(decodes: tuple[int, ...]) -
         for shape in (shape_of(rows), shape_of(rows).plus_drafts(4, 800)):
             apart = [model.seconds(part) for part in (shape, shape.decodes, shape.chunks)]
             assert model.seconds_of_parts(shape) == tuple(apart)
-            assert model.seconds_of_decodes(shape) == apart[1]
 
 
 def test_new_workers_may_pad_otherwise() -> None:
