@@ -503,9 +503,6 @@ def check_tp(config: ModelConfig, tp: int) -> None:
     if (moe := config.moe) is not None:
         sizes.append((moe.size_key, moe.intermediate_size))
         sizes.append(("shared_expert_intermediate_size", moe.shared_size))
-    if (vision := config.vision) is not None:
-        sizes.append(("vision_config.num_attention_heads", vision.layers.num_heads))
-        sizes.append(("vision_config.intermediate_size", vision.layers.intermediate_size))
     if config.recurrent is not None:
         sizes += config.recurrent.divided_sizes().items()
     for key, size in sizes:

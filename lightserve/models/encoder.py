@@ -93,9 +93,9 @@ class EncoderAttention(SelfAttention):
     ) -> Tensor:
         """x [T, hidden] -> [T, Hq * D]; `tables` has cos and sin, None: nothing is rotated."""
         num_tokens = x.shape[0]
+        q, k, v = self._qkv(x).split_with_sizes(self._sizes, dim=-1)
         q, k, v = (
-            part.reshape(num_tokens, -1, self._head_dim)
-            for part in self._qkv(x).split_with_sizes(self._sizes, dim=-1)
+            part.reshape(num_tokens, -1, self._head_dim) for part in (*self.normalised(q, k), v)
         )
         if tables is not None:
             q, k = self._kernels.rotary(q, k, *tables)

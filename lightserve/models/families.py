@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightserve.kernels.interface import QKNorm
 from lightserve.models.architectures import Architecture
-from lightserve.models.base import KeepsStates, KVTensors, Model, Part, even_part, kv_head_part
+from lightserve.models.base import KeepsStates, KVTensors, Model, Part, even_part
 from lightserve.models.decoder import (
     PLAIN,
     DecoderLayer,
@@ -107,54 +107,6 @@ class ChunkedAttention(GrowingQueries):
         if config.qk_norm:
             ones = torch.ones(config.head_dim, dtype=reader.dtype, device=reader.device)
             self._qk_norm = QKNorm(ones, ones, config.rms_norm_eps)
-
-
-class _SplitNorm:
-    """An RMS norm over features that are split over the ranks."""
-
-    def __init__(self, context: ModelContext, name: str, part: Part, num_features: int) -> None:
-        """`part`: this rank's features; with fewer KV heads than ranks several have the same."""
-        self._weight = context.norm_weight(name, part)
-        self._tp, self._kernels = context.tp, context.kernels
-        self._eps = context.config.rms_norm_eps
-        self._num_counted = part.size * context.tp.size
-        """Numbers that the ranks' sums have together; some are counted several times."""
-        assert self._num_counted % num_features == 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the normalised x [T, this rank's features]."""
-        if self._tp.size == 1:
-            return self._kernels.rms_norm(x.contiguous(), self._weight, self._eps)
-        wide = x.float()
-        total = self._tp.all_reduce(wide.square().sum(dim=-1, keepdim=True))
-        wide = wide * torch.rsqrt(total / self._num_counted + self._eps)
-        return (wide * self._weight.float()).to(x.dtype)
-
-
-class WholeNormAttention(SelfAttention):
-    """Self-attention with a norm over all query heads and one over all key heads."""
-
-    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
-        super().__init__(context, prefix, layer=layer)
-        config, tp = context.config, context.tp
-        heads = {
-            "q": (even_part(config.num_heads, tp), config.num_heads),
-            "k": (kv_head_part(config.num_kv_heads, tp), config.num_kv_heads),
-        }
-        self._q_norm, self._k_norm = (
-            _SplitNorm(
-                context,
-                f"{prefix}.{name}_norm",
-                Part(part.start * config.head_dim, part.size * config.head_dim),
-                total * config.head_dim,
-            )
-            for name, (part, total) in heads.items()
-        )
-
-    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """See `SelfAttention.normalised`."""
-        # Written back, they lie beside the values as elsewhere: the native core asks for it.
-        return q.copy_(self._q_norm(q)), k.copy_(self._k_norm(k))
 
 
 class GraniteLayer(DecoderLayer):
@@ -292,7 +244,6 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.QWEN3_MOE: Family(attention=HeadNormAttention),
     Architecture.GLM4_MOE: Family(attention=HeadNormAttention),
     Architecture.EXAONE4: Family(layer=Olmo2Layer, attention=HeadNormAttention),
-    Architecture.MINIMAX_M2: Family(attention=WholeNormAttention),
     Architecture.QWEN3_NEXT: Family(attention=HeadNormAttention),
     Architecture.QWEN3_5: Family(attention=HeadNormAttention),
     Architecture.QWEN3_5_MOE: Family(attention=HeadNormAttention),
@@ -300,12 +251,11 @@ FAMILIES: dict[Architecture, Family] = {
     Architecture.GRANITE_HYBRID: Family(layer=GraniteLayer),
     Architecture.FALCON_H1: Family(layer=SideBySideLayer),
     Architecture.NEMOTRON_H: Family(layer=SoloLayer),
-    Architecture.OLMO2: Family(layer=Olmo2Layer, attention=WholeNormAttention),
-    Architecture.OLMO3: Family(layer=Olmo2Layer, attention=WholeNormAttention),
-    Architecture.OLMO_HYBRID: Family(Olmo2Layer, WholeNormAttention, DecoderLayer),
+    Architecture.OLMO2: Family(layer=Olmo2Layer),
+    Architecture.OLMO3: Family(layer=Olmo2Layer),
+    Architecture.OLMO_HYBRID: Family(layer=Olmo2Layer, recurrent_layer=DecoderLayer),
     Architecture.LFM2: Family(attention=HeadNormAttention),
     Architecture.LFM2_MOE: Family(attention=HeadNormAttention),
-    Architecture.OLMOE: Family(attention=WholeNormAttention),
     Architecture.GLM4: Family(layer=OutputNormLayer),
     Architecture.GEMMA2: Family(layer=OutputNormLayer),
     Architecture.GEMMA3: Family(layer=OutputNormLayer, attention=HeadNormAttention),

@@ -123,6 +123,11 @@ class ImageProcessor(msgspec.Struct, frozen=True):
     tiles: Tiles | None = None
     """Parts that are resized to `size` each; None: it stays whole."""
 
+    @property
+    def side(self) -> int:
+        """Height of an image, or of a tile, where all have one size."""
+        return (self.crop or self.size)[0]
+
     def makes(self, height: int, width: int) -> bool:
         """Whether an image may have this size."""
         if self.tiles is not None:
@@ -144,6 +149,23 @@ class ImageProcessor(msgspec.Struct, frozen=True):
         factor = self.any_size.factor
         side = math.isqrt(min(max_pixels, self.any_size.max_pixels)) // factor * factor
         return max(side, factor), max(side, factor)
+
+
+def clip_processor(side: int) -> ImageProcessor:
+    """Return the processor of a model whose files have none: CLIP's, but for what it cuts off.
+
+    `side`: of the square that a picture becomes, in pixels.
+    """
+    return ImageProcessor(
+        background=None,
+        shortest_edge=None,
+        size=(side, side),
+        resample=_BICUBIC,
+        crop=None,
+        scale=1 / 255,
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
+    )
 
 
 def load_image_processor(

@@ -5,7 +5,8 @@ Patches are embedded, and all see each other (Dosovitskiy et al., 2021, section 
 by row and column (Wang et al., 2024, section 2.1), some within windows (Bai et al., 2025, section
 2.1), as does Pixtral's (Agrawal et al., 2024, section 2.2). InternVL's sees the tiles of a picture
 one by one (Chen et al., 2024, section 3.3). Two products make embeddings of the language model's
-size, each of one or several patches; Gemma 3 has one, of means of patches.
+size, each of one or several patches; Gemma 3 has one, of means of patches. Qwen-VL's are of all
+patches, by queries that attend to them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.models.base import Part
+from lightserve.models.base import Part, SingleRank
 from lightserve.models.config import ModelConfig
 from lightserve.models.encoder import EncoderAttention, Group
 from lightserve.models.layers.feed_forward import activation_of, block, gated_mlp
@@ -33,6 +34,7 @@ from lightserve.models.layers.linear import (
 from lightserve.models.plain_config import NormWeights
 from lightserve.models.vision_config import VisionConfig
 from lightserve.models.weight_files import (
+    QUERY_NORMS,
     VISION_CLASS,
     VISION_LAST_NORM,
     VISION_LAYERS,
@@ -60,8 +62,10 @@ class _Layer:
     al., 2021, section 2)."""
 
     def __init__(self, context: ModelContext, vision: VisionConfig, layer: int) -> None:
-        prefix = f"{VISION_LAYERS}.{layer}"
-        self._attention = EncoderAttention(context, f"{prefix}.self_attn", layer=layer)
+        prefix, own = f"{VISION_LAYERS}.{layer}", context
+        if (eps := vision.layers.qk_norm_eps) is not None:
+            own = replace(context, config=replace(context.config, rms_norm_eps=eps))
+        self._attention = EncoderAttention(own, f"{prefix}.self_attn", layer=layer)
         activation, size = vision.layers.activation, vision.layers.intermediate_size
         if vision.layers.is_gated or activation is None:
             self._mlp = gated_mlp(context, f"{prefix}.mlp", size, activation)
@@ -151,6 +155,56 @@ class _PoolingProjector:
         return self._outer.apply(self._norm(x.view(-1, *self._shape).mean(dim=1)))
 
 
+class _QueryProjector:
+    """outer(norm(learned queries that attend to patches)), as Qwen-VL has it (Bai et al., 2023,
+    section 2.1): every embedding is of all patches.
+    """
+
+    def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
+        """`context` is that of the encoder."""
+        make, size = context.method.make, context.config.embedding_size
+        number, self._num_heads = vision.projector.num_queries, vision.projector.num_query_heads
+
+        def read(name: str, *shape: int) -> Tensor:
+            return _read(context, f"{VISION_PROJECTOR}.{name}", shape)
+
+        norm_queries, self._norm_patches, self._norm = (
+            context.norm(f"{VISION_PROJECTOR}.{name}", size=size) for name in QUERY_NORMS
+        )
+        self._inner = make(read("inner.weight", size, vision.hidden_size), None)
+        to_queries, self._to_keys, self._to_values = (
+            make(weight.clone(), bias.clone())
+            for weight, bias in zip(
+                read("qkv_weight", 3 * size, size).chunk(3),
+                read("qkv_bias", 3 * size).chunk(3),
+                strict=True,
+            )
+        )
+        self._mixed = make(read("o_proj.weight", size, size), read("o_proj.bias", size))
+        self._outer = make(read("outer", size, size).T.contiguous(), None)
+        places = read("positions", number, size)
+        queries = norm_queries(read("queries", number, size)) + places
+        self._queries = self._by_head(to_queries.apply(queries))
+        square = places.view(math.isqrt(number), -1, size)
+        side = vision.processor.side // vision.patch_size
+        self._places = _stretched(square, side, side, is_cubic=True).flatten(0, 1)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """x [n, size] -> [1, heads, n, numbers of a head]."""
+        return x.view(1, len(x), self._num_heads, -1).transpose(1, 2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [number of queries, size of an embedding]."""
+        x = self._norm_patches(self._inner.apply(x))
+        mixed = functional.scaled_dot_product_attention(
+            self._queries,
+            self._by_head(self._to_keys.apply(x + self._places)),
+            self._by_head(self._to_values.apply(x)),
+        )
+        x = self._mixed.apply(mixed[0].transpose(0, 1).flatten(1))
+        return self._outer.apply(self._norm(x))
+
+
 class _Encoding:
     """See `ImageEncoding`."""
 
@@ -186,14 +240,16 @@ class VisionEncoder:
     """A rank's part of the encoder; what comes out is the same on all ranks.
 
     Weights stay numbers of the model's type, however those of the language model are kept: they are
-    a small part of all.
+    a small part of all. Each rank has all of them where heads do not divide.
     """
 
     def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
         """`context` is that of the language model."""
         method = UnquantizedMethod(context.kernels)
         self.config = vision
-        own = replace(context, method=method, config=_layer_config(context, vision))
+        sizes = vision.layers.num_heads, vision.layers.intermediate_size
+        tp = SingleRank() if any(size % context.tp.size for size in sizes) else context.tp
+        own = replace(context, method=method, tp=tp, config=_layer_config(context, vision))
         reader, hidden = context.reader, vision.hidden_size
         self._device = reader.device
         lead = (1,) * vision.is_batched
@@ -207,6 +263,9 @@ class VisionEncoder:
                 _read(context, VISION_POSITIONS, shape).view(shape[-2:])
             )
         self._patches = _patch_embedding(context, vision, method)
+        self.layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
+        has_bias = None if vision.layers.is_rms_around else True
+        own = replace(own, config=replace(own.config, layer_norm_bias=has_bias))
         self._first_norm, self.last_norm = (
             own.norm(name, size=hidden) if is_there else None
             for name, is_there in (
@@ -214,10 +273,12 @@ class VisionEncoder:
                 (VISION_LAST_NORM, vision.has_last_norm),
             )
         )
-        self.layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
         pairs = [_Projector(own, vision, name, size) for name, size in projectors(vision)]
-        self.projector: _Projector | _PoolingProjector
-        self.projector = pairs.pop(0) if pairs else _PoolingProjector(own, vision)
+        self.projector: _Projector | _PoolingProjector | _QueryProjector
+        if vision.projector.num_queries:
+            self.projector = _QueryProjector(own, vision)
+        else:
+            self.projector = pairs.pop(0) if pairs else _PoolingProjector(own, vision)
         self.deep = dict(zip(vision.projector.deep_layers, pairs, strict=True))
         self._dtype = reader.dtype
         processor = vision.processor
@@ -247,12 +308,13 @@ class VisionEncoder:
 
     def _in_order(self, positions: Tensor) -> Tensor:
         """Return learned positions in the order of patches, where all images have one size."""
-        num_own = int(self.config.has_class)
         if self.config.processor.any_size is not None:
             return positions
-        side = math.isqrt(len(positions) - num_own)
-        square = positions[num_own:].view(side, side, -1)
-        return torch.cat([positions[:num_own], self._merged(square, side, side)])
+        own, others = positions.tensor_split([int(self.config.has_class)])
+        side = self.config.processor.side // self.config.patch_size
+        square = others.view(math.isqrt(len(others)), -1, others.shape[1])
+        square = _stretched(square, side, side, is_cubic=True)
+        return torch.cat([own, self._merged(square, side, side)])
 
     def _by_patch(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
         """Return the numbers of each patch, [T, 3 * patch_size ** 2], of one embedding together."""
@@ -275,12 +337,9 @@ class VisionEncoder:
         assert self._positions is not None
         if self.config.processor.any_size is None:
             return self._positions
-        side = math.isqrt(len(self._positions))
-        square = self._positions.float().T.reshape(1, -1, side, side)
-        stretched = functional.interpolate(
-            square, size=(rows, columns), mode="bilinear", align_corners=True
-        )
-        return self._merged(stretched[0].permute(1, 2, 0), rows, columns).to(self._dtype)
+        side, size = math.isqrt(len(self._positions)), self._positions.shape[1]
+        square = self._positions.view(side, side, size)
+        return self._merged(_stretched(square, rows, columns, is_cubic=False), rows, columns)
 
     def _grid(self, rows: int, columns: int, num_tokens: int, num_tiles: int) -> _Grid:
         """`num_tokens`: of each tile, with its class."""
@@ -309,6 +368,22 @@ class VisionEncoder:
             windows = [Group(part, part, None) for part in stacked]
         by_tile = tokens.view(num_tiles, num_tokens)
         return _Grid([Group(by_tile, by_tile, None)], windows, tables)
+
+
+def _stretched(square: Tensor, rows: int, columns: int, *, is_cubic: bool) -> Tensor:
+    """Return values [side, side, n] of a grid stretched to [rows, columns, n].
+
+    `is_cubic`: by cubic polynomials between the middles of cells; else linearly between corners.
+    """
+    if square.shape[:2] == (rows, columns):
+        return square
+    stretched = functional.interpolate(
+        square.float().permute(2, 0, 1)[None],
+        size=(rows, columns),
+        mode="bicubic" if is_cubic else "bilinear",
+        align_corners=not is_cubic,
+    )
+    return stretched[0].permute(1, 2, 0).to(square.dtype)
 
 
 def _parts(length: int, size: int) -> list[int]:
@@ -354,6 +429,7 @@ def _layer_config(context: ModelContext, vision: VisionConfig) -> ModelConfig:
         attention_scale=None,
         rms_norm_eps=vision.layers.norm_eps,
         layer_norm_bias=None if vision.layers.is_rms else True,
+        has_whole_qk_norm=vision.layers.qk_norm_eps is not None,
         attention_chunk=None,
         norm_weights=NormWeights.PLAIN,
         activation=vision.layers.activation,
@@ -361,7 +437,7 @@ def _layer_config(context: ModelContext, vision: VisionConfig) -> ModelConfig:
         qkv_bias=vision.layers.qkv_bias,
         attention_output_bias=vision.layers.has_bias,
         mlp_bias=vision.layers.has_bias,
-        merged=frozenset({"qkv"}) if vision.layers.has_merged_qkv else frozenset(),
+        merged=frozenset({vision.layers.merged} - {""}),
         rotates_neighbours=False,
         has_output_gate=False,
         recurrent=None,

@@ -184,9 +184,14 @@ class EncoderLayers:
     has_scales: bool = False
     """Whether results of blocks are scaled, each number by a factor of its own (LayerScale)."""
     is_rms: bool = False
-    """Norms are RMS norms, not LayerNorm with biases."""
-    has_merged_qkv: bool = False
-    """Whether the file has queries, keys and values as one tensor."""
+    """Norms are RMS norms, not LayerNorm with biases; …"""
+    is_rms_around: bool = False
+    """… so are those before and behind the layers."""
+    qk_norm_eps: float | None = None
+    """Epsilon of the RMS norms over all heads of queries and of keys; None: there are none."""
+    merged: str = ""
+    """How the file has queries, keys and values as one tensor, see `ModelConfig.merged`; empty: it
+    has three."""
     window: int | None = None
     """Embeddings along the side of a square within which layers attend; None: they see all."""
     full: frozenset[int] = frozenset()
@@ -205,6 +210,10 @@ class Projector:
     """Epsilon of this norm; None: that of the layers' norms."""
     pools: bool = False
     """Whether an embedding is made of the mean of patches, normalised, by one product."""
+    num_queries: int = 0
+    """Learned queries that attend to all patches, one for each embedding; 0: embeddings are made of
+    patches of their own."""
+    num_query_heads: int = 0
     has_merger: bool = False
     """Whether a product before the two makes as many numbers as a patch has of an embedding's."""
     inner_size: int | None = None
@@ -287,6 +296,8 @@ class VisionConfig:
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return the tokens of an image in a prompt."""
+        if self.projector.num_queries:
+            return self.projector.num_queries
         own = self.has_class and not self.drops_class
         rows, columns = height // self.factor, width // self.factor
         return rows * columns + own + (rows - 1 if self.prompt.row_break else 0)
@@ -311,7 +322,10 @@ class VisionConfig:
         num_products = 3 if layers.is_gated else 2
         products = 4 * self.hidden_size + num_products * layers.intermediate_size
         full = layers.count if layers.window is None else len(layers.full)
-        pair_share = 2 * self.merge**2 / products * full / max(1, layers.count)
+        num_patches: float = self.merge**2  # of a token
+        if self.projector.num_queries:
+            num_patches = (self.processor.side // self.patch_size) ** 2 / self.projector.num_queries
+        pair_share = 2 * num_patches / products * full / max(1, layers.count)
         # The tokens of a tile see as many others in each image.
         return EncoderWork(layers.count, 0.0 if self.processor.tiles else pair_share)
 

@@ -1,8 +1,9 @@
 """Encoders of images by family, as `config.json` says. Torch-free.
 
 LLaVA-1.5 (Liu et al., "Improved Baselines with Visual Instruction Tuning", 2023) has the encoder of
-CLIP, and two products behind it. Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL take images
-of any size, rotate by a patch's row and column, and make one embedding of four patches.
+CLIP, and two products behind it; behind Qwen-VL's (Bai et al., 2023) are queries that attend to all
+of an image. Qwen2-VL (Wang et al., 2024), Qwen2.5-VL and Qwen3-VL take images of any size, rotate
+by a patch's row and column, and make one embedding of four patches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightserve.models.image_processor import (
     PIXTRAL,
     QWEN,
     TILES,
+    clip_processor,
     has_image_processor,
     load_image_processor,
 )
@@ -34,6 +36,8 @@ from lightserve.models.vision_config import (
     text_part,
 )
 
+VISION_KEY = "visual"
+"""Key of `config.json` under which the first Qwen-VL has its encoder."""
 _PAIR = (
     ("vision.projector.inner", "vision.projector.linear_1"),
     ("vision.projector.outer", "vision.projector.linear_2"),
@@ -65,6 +69,8 @@ def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig
             return _parse_internvl(fields)
         case Architecture.GEMMA3_WHOLE:
             return _parse_gemma3(fields) if _sees(fields) else None
+        case Architecture.QWEN:
+            return _parse_qwen_vl(fields) if fields.has(VISION_KEY) else None
         case Architecture.QWEN2_VL | Architecture.QWEN2_5_VL | Architecture.QWEN3_VL:
             return _parse_qwen(fields, architecture)
         case Architecture.QWEN3_5_WHOLE | Architecture.QWEN3_5_MOE_WHOLE:
@@ -172,6 +178,7 @@ def _parse_pixtral(fields: JsonFields, *, is_merged: bool) -> VisionConfig:
             norm_eps=1e-5,
             activation=_gate(own, "hidden_act", "gelu"),
             is_rms=True,
+            is_rms_around=True,
             is_gated=True,
             qkv_bias=False,
             has_bias=False,
@@ -207,10 +214,8 @@ _PIXTRAL_NAMES = (
 def _parse_internvl(fields: JsonFields) -> VisionConfig:
     """Return the encoder of InternVL (Chen et al., 2024), which sees a picture in tiles."""
     own = _vision_fields(fields, "internvl_vision")
-    if own.boolean("use_qk_norm", default=False):
-        raise own.error("use_qk_norm", "must be false")
-    if (norm := own.string("norm_type", default="layer_norm")) != "layer_norm":
-        raise own.error("norm_type", f"must be 'layer_norm', got {norm!r}")
+    if (norm := own.string("norm_type", default="layer_norm")) not in ("layer_norm", "rms_norm"):
+        raise own.error("norm_type", f"must be 'layer_norm' or 'rms_norm', got {norm!r}")
     if (strategy := fields.string(_STRATEGY, default="default")) != "default":
         raise fields.error(_STRATEGY, f"must be 'default', got {strategy!r}")
     hidden, heads = _heads(own, "hidden_size", 1024, "num_attention_heads")
@@ -236,6 +241,8 @@ def _parse_internvl(fields: JsonFields) -> VisionConfig:
             activation=_activation(own, "hidden_act", "gelu"),
             qkv_bias=own.boolean("attention_bias", default=False),
             has_scales=True,
+            is_rms=norm == "rms_norm",
+            qk_norm_eps=1e-6 if own.boolean("use_qk_norm", default=False) else None,
         ),
         projector=Projector(
             has_norm=True,
@@ -323,6 +330,71 @@ _GEMMA3_NAMES = (
 )
 
 
+def _parse_qwen_vl(fields: JsonFields) -> VisionConfig:
+    """Return the encoder of Qwen-VL (Bai et al., 2023), the first, whose images have one size."""
+    own, size = fields.child(VISION_KEY), fields.integer("hidden_size")
+    head_dim = 128  # of the queries, in the authors' program
+    if (found := own.integer("output_dim", default=512)) != size or size % head_dim:
+        complaint = f"must be hidden_size {size} and a multiple of {head_dim}, got {found}"
+        raise own.error("output_dim", complaint)
+    hidden, heads = _heads(own, "width", None, "heads")
+    num_queries = own.integer("n_queries", default=256)
+    if math.isqrt(num_queries) ** 2 != num_queries:
+        raise own.error("n_queries", f"must be a square number, got {num_queries}")
+    patch_size, image_size = _side(own, "patch_size", None), _side(own, "image_size", None)
+    if image_size < patch_size:
+        raise own.error("image_size", f"must be at least patch_size {patch_size}, got {image_size}")
+    return VisionConfig(
+        placeholder=own.integer("image_start_id", default=151_857, low=0) + 2,
+        processor=clip_processor(image_size),
+        names=_QWEN_VL_NAMES,
+        prefixes=((("vision.", "transformer.visual."),),),
+        hidden_size=hidden,
+        layers=EncoderLayers(
+            count=own.integer("layers", high=MAX_LAYERS),
+            num_heads=heads,
+            intermediate_size=int(hidden * own.number("mlp_ratio")),
+            norm_eps=1e-6,
+            activation=Activation.GELU,
+            merged="grouped_qkv",
+        ),
+        projector=Projector(
+            num_queries=num_queries,
+            num_query_heads=size // head_dim,
+            activation=Activation.GELU,
+            has_bias=False,
+        ),
+        patch_size=patch_size,
+        num_positions=256,
+        has_first_norm=True,
+        prompt=ImageInPrompt(_QWEN_VL_IMAGE, _QWEN_VL_IMAGE),
+    )
+
+
+_QWEN_VL_IMAGE = "<img><imgpad></img>"
+_QWEN_VL_NAMES = (
+    ("vision.projector.queries", "vision.attn_pool.query"),
+    ("vision.projector.positions", "vision.attn_pool.pos_embed"),
+    ("vision.projector.inner", "vision.attn_pool.kv_proj"),
+    ("vision.projector.query_norm", "vision.attn_pool.ln_q"),
+    ("vision.projector.patch_norm", "vision.attn_pool.ln_kv"),
+    ("vision.projector.qkv_", "vision.attn_pool.attn.in_proj_"),
+    ("vision.projector.o_proj", "vision.attn_pool.attn.out_proj"),
+    ("vision.projector.last_norm", "vision.ln_post"),
+    ("vision.projector.outer", "vision.proj"),
+    ("vision.patches", "vision.conv1"),
+    ("vision.positions.weight", "vision.positional_embedding"),
+    ("vision.first_norm", "vision.ln_pre"),
+    ("vision.layers", "vision.transformer.resblocks"),
+    (".norm1", ".ln_1"),
+    (".norm2", ".ln_2"),
+    ("self_attn.qkv_proj", "attn.in_proj"),
+    ("self_attn.o_proj", "attn.out_proj"),
+    ("mlp.up_proj", "mlp.c_fc"),
+    ("mlp.down_proj", "mlp.c_proj"),
+)
+
+
 def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
     """Return the encoder of a Qwen-VL, which takes images of any size; its sizes are the file's."""
     kind = _QWEN_KINDS[architecture]
@@ -361,7 +433,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
             norm_eps=1e-6,
             activation=activation,
             is_gated=activation is None,
-            has_merged_qkv=True,
+            merged="qkv",
             **windows,
         ),
         projector=Projector(
@@ -389,7 +461,8 @@ def _windows(own: JsonFields, num_layers: int, factor: int) -> dict[str, Any]:
     if window < factor:
         raise own.error("window_size", f"must be at least {factor}, got {window}")
     layers = _layers(own, key, num_layers) if own.has(key) else (7, 15, 23, 31)
-    return {"is_rms": True, "window": window // factor, "full": frozenset(layers)}
+    norms = {"is_rms": True, "is_rms_around": True}
+    return {**norms, "window": window // factor, "full": frozenset(layers)}
 
 
 def _deep_layers(own: JsonFields, num_layers: int, text: JsonFields) -> tuple[int, ...]:
@@ -468,7 +541,7 @@ def _check_axes(own: JsonFields, key: str, hidden: int, heads: int) -> None:
         raise own.error(key, f"must make heads of a multiple of 4, got {heads} of {hidden}")
 
 
-def _side(own: JsonFields, key: str, default: int) -> int:
+def _side(own: JsonFields, key: str, default: int | None) -> int:
     """Return the side of a square in pixels, which a file may have twice."""
     value = dict(own.items()).get(key, default)
     sides = value if isinstance(value, list) else [value]

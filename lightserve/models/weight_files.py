@@ -53,6 +53,8 @@ VISION_CLASS, VISION_PATCHES = f"{VISION}class", f"{VISION}patches"
 VISION_POSITIONS = f"{VISION}positions.weight"
 VISION_NORM, VISION_LAST_NORM = f"{VISION}first_norm", f"{VISION}last_norm"
 VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
+QUERY_NORMS = ("query_norm", "patch_norm", "last_norm")
+"""Norms of a projector with queries: of these, of patches, and of the results."""
 LATENT_INPUTS, LATENT_RESULTS = "fc1_latent_proj", "fc2_latent_proj"
 """Products before and behind experts, see `MoeConfig.latent_size`."""
 CHOICE_BIAS = "e_score_correction_bias"
@@ -195,7 +197,7 @@ def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
 
 def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
-    hidden, patch, projector = vision.hidden_size, vision.patch_size, vision.projector
+    hidden, patch = vision.hidden_size, vision.patch_size
     frames = () if vision.num_frames is None else (vision.num_frames,)
     shapes: dict[str, tuple[int, ...]] = {
         f"{VISION_PATCHES}.weight": (hidden, 3, *frames, patch, patch)
@@ -212,12 +214,30 @@ def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...
         norms[VISION_NORM] = hidden
     if vision.has_last_norm:
         norms[VISION_LAST_NORM] = hidden
-    group = hidden * vision.merge**2
-    middle = projector.inner_size or size
+    if vision.projector.num_queries:
+        norms |= {f"{VISION_PROJECTOR}.{name}": size for name in QUERY_NORMS}
+    if vision.projector.has_norm:
+        norms |= {f"{name}.norm": norm for name, norm in projectors(vision)}
+    parts = ("weight",) if vision.layers.is_rms_around else ("weight", "bias")
+    shapes |= {f"{name}.{part}": (n,) for name, n in norms.items() for part in parts}
+    for layer in range(vision.layers.count):
+        shapes |= _vision_layer_tensors(vision, f"{VISION_LAYERS}.{layer}")
+    return shapes | _projector_tensors(vision, size)
+
+
+def _projector_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of the products behind the layers, but for norms in the encoder's form."""
+    hidden, projector = vision.hidden_size, vision.projector
+    shapes: dict[str, tuple[int, ...]] = {}
     if projector.pools:
-        shapes[f"{VISION_PROJECTOR}.norm.weight"] = (hidden,)
-        shapes[f"{VISION_PROJECTOR}.outer.weight"] = hidden, size
-    for name, norm in projectors(vision):
+        shapes = {"norm.weight": (hidden,), "outer.weight": (hidden, size)}
+    if number := projector.num_queries:
+        shapes = {"queries": (number, size), "positions": (number, size), "outer": (size, size)}
+        shapes |= {"inner.weight": (size, hidden), "qkv_weight": (3 * size, size)}
+        shapes |= {"o_proj.weight": (size, size), "o_proj.bias": (size,), "qkv_bias": (3 * size,)}
+    shapes = {f"{VISION_PROJECTOR}.{name}": shape for name, shape in shapes.items()}
+    group, middle = hidden * vision.merge**2, projector.inner_size or size
+    for name, _ in projectors(vision):
         if projector.has_merger:
             shapes[f"{name}.merger.weight"] = hidden, group
         num_inputs = hidden if projector.has_merger else group
@@ -225,20 +245,14 @@ def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...
             shapes[f"{name}.{part}.weight"] = shape
             if projector.has_bias:
                 shapes[f"{name}.{part}.bias"] = shape[:1]
-        if projector.has_norm:
-            norms[f"{name}.norm"] = norm
-    for layer in range(vision.layers.count):
-        shapes |= _vision_layer_tensors(vision, f"{VISION_LAYERS}.{layer}")
-        norms |= {f"{VISION_LAYERS}.{layer}.norm{n}": hidden for n in (1, 2)}
-    parts = ("weight",) if vision.layers.is_rms else ("weight", "bias")
-    return shapes | {f"{name}.{part}": (n,) for name, n in norms.items() for part in parts}
+    return shapes
 
 
 def _vision_layer_tensors(vision: VisionConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer but for its norms."""
+    """Return the tensors of a layer."""
     layers, hidden, inner = vision.layers, vision.hidden_size, vision.layers.intermediate_size
     inputs = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkv"}
-    if layers.has_merged_qkv:
+    if layers.merged:
         inputs = {"self_attn.qkv_proj": (3 * hidden, hidden)}
     others = {"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (hidden, inner)}
     for name in ("gate", "up") if layers.is_gated else ("up",):
@@ -250,15 +264,20 @@ def _vision_layer_tensors(vision: VisionConfig, prefix: str) -> dict[str, tuple[
             shapes |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in linears.items()}
     if layers.has_scales:
         shapes |= {f"{prefix}.scale{n}": (hidden,) for n in (1, 2)}
+    for part in ("weight",) if layers.is_rms else ("weight", "bias"):
+        shapes |= {f"{prefix}.norm{n}.{part}": (hidden,) for n in (1, 2)}
+    if layers.qk_norm_eps is not None:
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (hidden,) for name in "qk"}
     return shapes
 
 
 def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
     """Return names of pairs of products behind the encoder, with the numbers that are normalised.
 
-    First those of the last layer, then those of `Projector.deep_layers`; none where it pools.
+    First those of the last layer, then those of `Projector.deep_layers`; none where it pools or
+    has queries.
     """
-    if vision.projector.pools:
+    if vision.projector.pools or vision.projector.num_queries:
         return []
     deep = [f"{VISION_PROJECTOR}.deep.{n}" for n in range(len(vision.projector.deep_layers))]
     group = vision.hidden_size * vision.merge**2

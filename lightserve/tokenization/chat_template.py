@@ -3,7 +3,9 @@
 Looked for in this order: the file given with --chat-template; `chat_template.jinja` beside the
 model, with `additional_chat_templates/tool_use.jinja`; `chat_template` in tokenizer_config.json;
 the same in chat_template.json. A key holds a text or named ones: `default` is taken, and `tool_use`
-for conversations with tools. The environment offers the functions that transformers offers.
+for conversations with tools. Qwen 1 and the first Qwen-VL have none: `chat_format` of
+generation_config.json says what their authors' program writes. The environment offers the
+functions that transformers offers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import jinja2
 import jinja2.meta
 
 from lightserve.errors import InvalidRequest, ModelLoadError, read_named_file
+from lightserve.models.config import CONFIG_FILE
 from lightserve.models.json_fields import JsonFields
+from lightserve.models.vision_families import VISION_KEY
 from lightserve.tokenization.conversation import (
     PROBED_TOOL,
     TOOLS_NAMES,
@@ -43,7 +47,7 @@ from lightserve.tokenization.template_sandbox import (
     TemplateLimit,
     TemplateSandbox,
 )
-from lightserve.tokenization.tokenizer import read_optional
+from lightserve.tokenization.tokenizer import CHATML, GENERATION_CONFIG_FILE, read_optional
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_DIR = "additional_chat_templates"
@@ -54,6 +58,30 @@ _MAX_JSON_INDENT = 16
 _MAX_SEPARATOR_CHARS = 16
 
 
+_CONTENT = (
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% set seen = namespace(number=0) %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{% set seen.number = seen.number + 1 %}"
+    "{{ 'Picture ' ~ seen.number ~ ': <img><imgpad></img>\n' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
+_FORMATS = {
+    CHATML: (
+        "{% if messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
+        "{{ raise_exception('it has system, user and assistant alone') }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\n' }}" + _CONTENT + "{{ '<|im_end|>\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "raw": (
+        "{% if messages | length > 1 or messages[0]['role'] != 'user' %}"
+        "{{ raise_exception('it has one message, of a user: the model is none for chats') }}"
+        "{% endif %}{% set m = messages[0] %}" + _CONTENT
+    ),
+}
+"""By `chat_format`. Images have numbers in each message, as `from_list_format` has it."""
 _BLANK = "\t"
 """Behind a tag in a message: where it is gone, the template takes blanks off its end."""
 
@@ -284,7 +312,12 @@ def find_chat_template(model_dir: Path, override: str = "") -> TemplateSource | 
         fields = read_optional(model_dir, name)
         if fields.has("chat_template"):
             return _from_key(fields)
-    return None
+    generation = read_optional(model_dir, GENERATION_CONFIG_FILE)
+    form = generation.string("chat_format", default="")
+    sees_images = read_optional(model_dir, CONFIG_FILE).has(VISION_KEY)
+    if form not in _FORMATS or (form != CHATML and not sees_images):
+        return None
+    return TemplateSource(_FORMATS[form], f"{generation.path}: key 'chat_format'")
 
 
 def _from_key(fields: JsonFields) -> TemplateSource:

@@ -17,7 +17,9 @@ from typing import Any
 import tokenizers
 
 from lightserve.errors import ModelLoadError
+from lightserve.models.config import CONFIG_FILE
 from lightserve.models.json_fields import JsonFields, read_json_object
+from lightserve.models.vision_families import VISION_KEY
 from lightserve.tokenization.vocabulary_files import (
     describe_sentencepiece,
     describe_tiktoken,
@@ -66,7 +68,9 @@ def describe_tokenizer(path: Path) -> dict[str, Any]:
     config_file = path.with_name(TOKENIZER_CONFIG_FILE)
     config = JsonFields(config_file, read_json_object(config_file) if config_file.is_file() else {})
     if path.suffix == ".tiktoken" or is_tiktoken(path):
-        described = describe_tiktoken(path)
+        model_file = path.with_name(CONFIG_FILE)
+        model = read_json_object(model_file) if model_file.is_file() else {}
+        described = describe_tiktoken(path, sees_images=VISION_KEY in model)
     else:
         is_legacy = config.boolean("legacy", default=True)
         described = describe_sentencepiece(read_sentencepiece(path), is_legacy=is_legacy)

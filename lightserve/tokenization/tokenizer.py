@@ -30,6 +30,9 @@ from lightserve.tokenization.description import (
 from lightserve.tokenization.detokenizer import Detokenizer, PieceTable, parse_decoder
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+CHATML = "chatml"
+"""Value of `chat_format` of generation_config.json: the form of Qwen 1's conversations."""
+_CHATML_ENDS = ("<|im_end|>", "<|im_start|>")
 _ANCHOR = "☺"
 """A text that merges with no other."""
 
@@ -277,6 +280,9 @@ def read_special_tokens(
         *read_ids(tokenizer_config, "eos_token_id"),
         *_named_id(tokenizer, "eos_token", names),
     }
+    if generation.string("chat_format", default="") == CHATML:
+        ends = map(tokenizer.token_to_id, _CHATML_ENDS)
+        eos_token_ids.update(token_id for token_id in ends if token_id is not None)
     bos_ids = [
         *_named_id(tokenizer, "bos_token", names),
         *read_ids(generation, "bos_token_id"),

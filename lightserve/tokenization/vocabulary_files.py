@@ -17,7 +17,7 @@ import math
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -382,6 +382,10 @@ SPLITS = {
 class _Family:
     split: str
     special_tokens: tuple[str, ...]
+    picture_tokens: tuple[str, ...] = ()
+    """Tokens behind these of a model that sees images, …"""
+    picture_texts: frozenset[str] = frozenset()
+    """… of which these are text: answers name places in a picture by them."""
     bos: str | None = None
     has_nfc: bool = False
 
@@ -400,6 +404,7 @@ _LLAMA3_SPECIAL = (
     "<|python_tag|>",
     *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
 )
+_PLACES = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 _FAMILIES = {
     128_000: _Family(
         split=SPLITS["llama-bpe"], special_tokens=_LLAMA3_SPECIAL, bos=_LLAMA3_SPECIAL[0]
@@ -410,10 +415,12 @@ _FAMILIES = {
             *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
             *(f"<|extra_{number}|>" for number in range(205)),
         ),
+        picture_tokens=(*_PLACES, "<img>", "</img>", "<imgpad>"),
+        picture_texts=frozenset(_PLACES),
         has_nfc=True,
     ),
 }
-"""By the number of ranks: Llama 3, Qwen 1."""
+"""By the number of ranks: Llama 3, Qwen 1 and Qwen-VL."""
 
 
 def is_tiktoken(path: Path) -> bool:
@@ -422,15 +429,21 @@ def is_tiktoken(path: Path) -> bool:
         return _parsed(file.readline(4 * MAX_TOKEN_BYTES)) is not None
 
 
-def describe_tiktoken(path: Path) -> dict[str, Any]:
-    """Return the contents of tokenizer.json. Raises ModelLoadError."""
+def describe_tiktoken(path: Path, *, sees_images: bool = False) -> dict[str, Any]:
+    """Return the contents of tokenizer.json; `sees_images`: of a model that does.
+
+    Raises ModelLoadError.
+    """
     ranks = _read_ranks(path)
     if len(ranks) not in _FAMILIES:
         known = " and ".join(f"{number:,}" for number in _FAMILIES)
         raise ModelLoadError(
             f"{path}: has {len(ranks):,} ranks; known are files of {known} (Llama 3, Qwen 1)"
         )
-    return describe_ranks(ranks, _FAMILIES[len(ranks)])
+    family = _FAMILIES[len(ranks)]
+    if sees_images:
+        family = replace(family, special_tokens=family.special_tokens + family.picture_tokens)
+    return describe_ranks(ranks, family)
 
 
 def describe_ranks(ranks: dict[bytes, int], family: _Family) -> dict[str, Any]:
@@ -450,6 +463,7 @@ def describe_ranks(ranks: dict[bytes, int], family: _Family) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     split = {"type": "Split", "pattern": {"Regex": family.split}, "behavior": "Isolated"}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    texts = family.picture_texts
     processor = None
     if family.bos is not None:
         sequence = {"Sequence": {"id": "A", "type_id": 0}}
@@ -467,7 +481,7 @@ def describe_ranks(ranks: dict[bytes, int], family: _Family) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": len(ranks) + number, "content": name, "special": True, **flags}
+            {"id": len(ranks) + number, "content": name, "special": name not in texts, **flags}
             for number, name in enumerate(family.special_tokens)
         ],
         "normalizer": {"type": "NFC"} if family.has_nfc else None,

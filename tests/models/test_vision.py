@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import random
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,6 +61,7 @@ from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import load_model_config
 from lightserve.models.layers.attention import seeing_whole
 from lightserve.models.loader import load_model
+from lightserve.models.weight_files import VISION, expected_tensors
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
@@ -69,6 +73,7 @@ from lightserve.router.policies import POLICIES
 from lightserve.router.scheduler import Scheduler
 from lightserve.sim.images import SimulatedEncoder
 from lightserve.sim.simulation import Simulation, TimedEvent
+from lightserve.sim.virtual_gpus import COMPUTE_SHARE, MODELS, PAIRS_SHARE
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams, StepId
 from lightserve.worker.device import HostQueue
 from lightserve.worker.graphs import DecodeGraphs
@@ -284,6 +289,7 @@ def test_recorded_passes_turn_by_the_same_positions(tmp_path: Path, family: str)
         ("mistral3", "ministral3"),
         ("mistral3", "mistral4"),
         ("internvl", "qwen3"),
+        ("internvl_6b", "qwen2"),  # InternViT-6B: norms of queries and keys, RMS norms in layers
     ],
 )
 def test_other_encoders_and_text_parts(tmp_path: Path, family: str, text: str) -> None:
@@ -405,6 +411,47 @@ def test_images_see_themselves_with_keys_of_8_bits(dtype: torch.dtype, window: i
             scores = (wide_k[low:22, head // 2] @ q[token, head] * 0.3).softmax(0)
             expected = scores @ wide_v[low:22, head // 2] if is_image else torch.zeros(8)
             assert torch.allclose(found[token, head], expected, atol=1e-5)
+
+
+class ThreadRank(SingleRank):
+    """One of ranks that are threads and add up what each has."""
+
+    def __init__(self, rank: int, shared: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, barrier.parties
+        self._shared, self._barrier = shared, barrier
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks."""
+        self._shared[self.rank] = x
+        self._barrier.wait()
+        total = torch.stack(self._shared).sum(dim=0)
+        self._barrier.wait()
+        return total
+
+
+@pytest.mark.parametrize("num_heads", [2, 3])
+def test_ranks_have_parts_of_an_encoder(tmp_path: Path, num_heads: int) -> None:
+    """Or all of it, where heads do not divide; each gets the same embeddings."""
+    encoder = {"hidden_size": 16 * num_heads, "num_attention_heads": num_heads}
+    write_vision_model(tmp_path, "internvl_6b", encoder=encoder)
+    config = load_model_config(tmp_path)
+    image = given_image(tmp_path, PICTURES[0], 0)
+    pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
+
+    def embeddings(tp: SingleRank) -> torch.Tensor:
+        model = load_model(
+            tmp_path, config, dtype=torch.float32, kernels=TensorKernels(), tp=tp, context_len=64
+        )
+        with torch.inference_mode():
+            return model.encode(pixels.view(image.height, image.width, 3)).embeddings()
+
+    expected = embeddings(SingleRank())
+    barrier, shared = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2
+    ranks = [ThreadRank(rank, shared, barrier) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(embeddings, ranks):
+            assert torch.allclose(found, expected, atol=1e-5)
+    assert expected.std() > 0.01
 
 
 def test_another_picture_gives_another_answer(path: Path) -> None:
@@ -564,8 +611,7 @@ def test_files_that_cannot_be_served(
         ("gemma3", {"image_size": 63}, "must be that of a grid of 9 x 9 patches"),
         ("gemma3", {"image_size": 84}, "'size' must be the encoder's 84 x 84"),
         ("gemma3", {"model_type": "clip"}, "must be 'siglip_vision_model', got 'clip'"),
-        ("internvl", {"use_qk_norm": True}, "'vision_config.use_qk_norm' must be false"),
-        ("internvl", {"norm_type": "rms_norm"}, "must be 'layer_norm', got 'rms_norm'"),
+        ("internvl", {"norm_type": "batch_norm"}, "or 'rms_norm', got 'batch_norm'"),
         ("internvl", {"image_size": [28, 14]}, "must be a square of 1 to 4096"),
         ("internvl", {"image_size": 35}, "must be a multiple of 14, got 35"),
         ("internvl", {"image_size": 42}, "'size' must be the encoder's 42 x 42"),
@@ -579,6 +625,29 @@ def test_encoders_that_cannot_be_served(
     values = json.loads(file.read_text())
     values["vision_config"] |= changes
     file.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match=complaint):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"output_dim": 128}, "'visual.output_dim' must be hidden_size 256 and a multiple of 128"),
+        ({"n_queries": 15}, "'visual.n_queries' must be a square number, got 15"),
+        ({"image_size": 6}, "'visual.image_size' must be at least patch_size 7, got 6"),
+        ({"image_size": None}, "'visual.image_size' must be a square of 1 to 4096, got None"),
+        ({"heads": 3}, "'visual.width' must divide by heads 3, got 32"),
+        ({"mlp_ratio": -1}, "'visual.mlp_ratio' must be"),
+        ({"image_start_id": -1}, "'visual.image_start_id' must be"),
+        ({"layers": 0}, "'visual.layers' must be"),
+    ],
+)
+def test_first_qwen_vls_that_cannot_be_served(
+    tmp_path: Path, changes: dict[str, object], complaint: str
+) -> None:
+    file = write_vision_model(tmp_path, "qwen_vl") / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"visual": values["visual"] | changes}))
     with pytest.raises(ModelLoadError, match=complaint):
         load_model_config(tmp_path)
 
@@ -629,6 +698,37 @@ def test_the_first_files_have_all_keys_side_by_side(tmp_path: Path) -> None:
     values["vision_config"] |= {"model_type": "qwen2_5_vl", "in_chans": 3}
     file.write_text(json.dumps({**text, **values}))
     assert load_model_config(tmp_path) == expected
+
+
+def test_the_published_qwen_vl_has_the_simulators_sizes(tmp_path: Path) -> None:
+    visual = {"image_size": 448, "patch_size": 14, "width": 1664, "layers": 48, "heads": 16}
+    visual |= {"mlp_ratio": 4.9231, "output_dim": 4096}
+    config = {
+        "architectures": ["QWenLMHeadModel"],
+        "visual": visual,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 151_936,
+        "layer_norm_epsilon": 1e-6,
+        "max_position_embeddings": 8192,
+        "seq_length": 2048,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, shape = load_model_config(tmp_path), MODELS["qwen-vl-chat"]
+    assert found.vision is not None and shape.encoder is not None
+    assert found.vision.num_tokens(448, 448) == 256 and found.vision.placeholder == 151_859
+    assert found.vision.work.num_layers == shape.encoder.num_layers
+    pair_share = found.vision.work.pair_share * COMPUTE_SHARE / PAIRS_SHARE
+    assert pair_share == pytest.approx(shape.encoder.work.pair_share, rel=0.05)
+    counts = {True: 0, False: 0}
+    for name, size in expected_tensors(found).items():
+        counts[name.startswith(VISION)] += math.prod(size)
+    assert counts == {
+        True: pytest.approx(shape.encoder.num_params, rel=0.03),
+        False: pytest.approx(shape.num_params, rel=0.01),
+    }
 
 
 def test_the_processor_may_be_in_another_file(tmp_path: Path) -> None:

@@ -87,7 +87,10 @@ def write_own_code_model(
     (path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in _shapes(family, config).items():
+    shapes = _shapes(family, config)
+    if "visual" in config:
+        shapes |= _visual_shapes(config["visual"])
+    for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         if name.endswith("bias"):
             noise *= 0.3
@@ -118,10 +121,16 @@ class OwnCodeModel:
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
     def __call__(
-        self, ids: Tensor, *, past_key_values: Tensor | None = None, use_cache: bool = False
+        self,
+        ids: Tensor,
+        *,
+        past_key_values: Tensor | None = None,
+        use_cache: bool = False,
+        pixel_values: Tensor | None = None,
     ) -> SimpleNamespace:
         tokens = ids if past_key_values is None else torch.cat([past_key_values, ids], dim=1)
-        logits = self._logits(self._values, self._tensors, tokens[0])
+        images = () if pixel_values is None else (pixel_values,)
+        logits = self._logits(self._values, self._tensors, tokens[0], *images)
         return SimpleNamespace(logits=logits[None], past_key_values=tokens)
 
 
@@ -199,6 +208,35 @@ def _layer_shapes(family: str, config: dict[str, Any], hidden: int) -> Shapes:
     return shapes
 
 
+def _visual_shapes(own: dict[str, Any]) -> Shapes:
+    """Return the tensors of Qwen-VL's encoder; of positions it always has 256."""
+    width, size, number = own["width"], own["output_dim"], own["n_queries"]
+    inner, patch = int(width * own["mlp_ratio"]), own["patch_size"]
+    at, pool = "transformer.visual.", "transformer.visual.attn_pool."
+    shapes: Shapes = {
+        f"{at}conv1.weight": (width, 3, patch, patch),
+        f"{at}positional_embedding": (256, width),
+        f"{at}proj": (size, size),
+        f"{pool}query": (number, size),
+        f"{pool}pos_embed": (number, size),
+        f"{pool}kv_proj.weight": (size, width),
+        f"{pool}attn.in_proj_weight": (3 * size, size),
+        f"{pool}attn.in_proj_bias": (3 * size,),
+    }
+    linears = {f"{pool}attn.out_proj": (size, size)}
+    norms = {f"{at}ln_pre": width, f"{at}ln_post": size, f"{pool}ln_q": size, f"{pool}ln_kv": size}
+    for layer in range(own["layers"]):
+        block = f"{at}transformer.resblocks.{layer}."
+        linears[f"{block}attn.in_proj"] = (3 * width, width)
+        linears[f"{block}attn.out_proj"] = (width, width)
+        linears[f"{block}mlp.c_fc"] = (inner, width)
+        linears[f"{block}mlp.c_proj"] = (width, inner)
+        norms |= {f"{block}ln_1": width, f"{block}ln_2": width}
+    for name, outputs in [*linears.items(), *((name, (n,)) for name, n in norms.items())]:
+        shapes |= {f"{name}.weight": outputs, f"{name}.bias": outputs[:1]}
+    return shapes
+
+
 # The formulas.
 
 
@@ -242,8 +280,53 @@ def _linear(x: Tensor, tensors: Tensors, name: str) -> Tensor:
     return functional.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
 
-def _qwen(config: dict[str, Any], t: Tensors, tokens: Tensor) -> Tensor:
+def _stretched(square: Tensor, number: int) -> Tensor:
+    """Return vectors [n, size] of a square grid for one of `number` cells."""
+    old, new = math.isqrt(len(square)), math.isqrt(number)
+    channels = square.T.view(1, -1, old, old)
+    return functional.interpolate(channels, (new, new), mode="bicubic").flatten(2)[0].T
+
+
+def _qwen_visual(own: dict[str, Any], t: Tensors, pixels: Tensor) -> Tensor:
+    """Return the embeddings of an image [3, side, side], [n_queries, output_dim]."""
+    t = {name.removeprefix("transformer.visual."): tensor for name, tensor in t.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight = t[f"{name}.weight"]
+        return functional.layer_norm(x, weight.shape, weight, t[f"{name}.bias"], 1e-6)
+
+    patches = functional.conv2d(pixels[None], t["conv1.weight"], stride=own["patch_size"])
+    x = patches.flatten(2)[0].T
+    x = norm(x + _stretched(t["positional_embedding"], len(x)), "ln_pre")
+    for layer in range(own["layers"]):
+        at = f"transformer.resblocks.{layer}."
+        qkv = _linear(norm(x, f"{at}ln_1"), t, f"{at}attn.in_proj")
+        q, k, v = qkv.view(len(x), own["heads"], 3, -1).permute(2, 1, 0, 3)
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        heads = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        x = x + _linear(heads, t, f"{at}attn.out_proj")
+        inner = functional.gelu(_linear(norm(x, f"{at}ln_2"), t, f"{at}mlp.c_fc"))
+        x = x + _linear(inner, t, f"{at}mlp.c_proj")
+    x = norm(_linear(x, t, "attn_pool.kv_proj"), "attn_pool.ln_kv")
+    places = t["attn_pool.pos_embed"]
+    attention = torch.nn.MultiheadAttention(own["output_dim"], own["output_dim"] // 128)
+    prefix = "attn_pool.attn."
+    attention.load_state_dict(
+        {name.removeprefix(prefix): one for name, one in t.items() if name.startswith(prefix)}
+    )
+    query = norm(t["attn_pool.query"], "attn_pool.ln_q") + places
+    x, _ = attention(query, x + _stretched(places, len(x)), x)
+    return norm(x, "ln_post") @ t["proj"]
+
+
+def _qwen(
+    config: dict[str, Any], t: Tensors, tokens: Tensor, images: Tensor | None = None
+) -> Tensor:
     x, eps = t["transformer.wte.weight"][tokens], config["layer_norm_epsilon"]
+    if images is not None:
+        own = config["visual"]
+        seen = [_qwen_visual(own, t, image) for image in images]
+        x[tokens == own["image_start_id"] + 2] = torch.cat(seen)
     heads, base = config["num_attention_heads"], config["rotary_emb_base"]
     for layer in range(config["num_hidden_layers"]):
         at = f"transformer.h.{layer}."

@@ -27,10 +27,13 @@ from lightserve.messages.images import Image as Given
 from lightserve.messages.images import digest_of
 from lightserve.models.config import load_model_config
 from lightserve.picture_process import decode
+from support.own_code_models import own_code_reference, write_own_code_model
 from support.tiny_models import BASE_CONFIG, QWEN_DELTA, randomise
 from support.tokenizers_made import write_byte_level, write_config
 
 SIDE, PATCH = 28, 7
+QWEN_SIDE = 42
+"""Of Qwen-VL's images: 36 patches, which 16 queries see."""
 NUM_TOKENS = (SIDE // PATCH) ** 2
 PLACEHOLDER = 259
 VOCAB_SIZE = 262
@@ -95,7 +98,10 @@ def write_llava(
     return path
 
 
-FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "gemma3")
+FAMILIES = (
+    *("llava", "qwen_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    *("mistral3", "internvl", "gemma3"),
+)
 SIZES: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "min_pixels": 14 * 14,
@@ -139,10 +145,18 @@ SQUARE: dict[str, Any] = {
 """Images of 16 tokens, each of the mean of 4 patches."""
 
 
-def write_towered(path: Path, family: str, *, has_old_names: bool = False, **changes: Any) -> Path:
+def write_towered(
+    path: Path,
+    family: str,
+    *,
+    has_old_names: bool = False,
+    encoder: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
     """Write a random Mistral 3, a LLaVA with Pixtral's encoder, an InternVL or a Gemma 3.
 
-    `has_old_names`: of Gemma 3 as its authors' files, of others as they are in memory.
+    `has_old_names`: of Gemma 3 as its authors' files, of others as they are in memory; `encoder`:
+    changes of its configuration.
     """
     transformers_logging.disable_progress_bar()
     text = {**BASE_CONFIG, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-5, **changes}
@@ -155,9 +169,12 @@ def write_towered(path: Path, family: str, *, has_old_names: bool = False, **cha
         "patch_size": PATCH,
     }
     options: dict[str, Any] = {"tie_word_embeddings": text["tie_word_embeddings"]}
-    if family == "internvl":
+    if family in ("internvl", "internvl_6b"):
         kind = transformers.InternVLForConditionalGeneration
         vision |= {"attention_bias": True, "model_type": "internvl_vision"}
+        if family == "internvl_6b":  # queries and keys have an epsilon of their own
+            vision |= {"use_qk_norm": True, "norm_type": "rms_norm", "layer_norm_eps": 0.1}
+            vision |= {"attention_bias": False, "use_mean_pooling": False}
         options |= {"text_config": {"model_type": "qwen2", **text}, "image_token_id": PLACEHOLDER}
     elif family == "gemma3":
         kind = transformers.Gemma3ForConditionalGeneration
@@ -176,7 +193,7 @@ def write_towered(path: Path, family: str, *, has_old_names: bool = False, **cha
             kind = transformers.LlavaForConditionalGeneration
             vision |= {"hidden_act": "gelu"}
             options |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    reference = kind(kind.config_class(vision_config=vision, **options))
+    reference = kind(kind.config_class(vision_config=vision | (encoder or {}), **options))
     randomise(reference, torch.Generator().manual_seed(3))
     reference.lm_head.weight.data[PLACEHOLDER] = 0  # never the best: it would stand for an image
     reference.save_pretrained(path)
@@ -184,7 +201,7 @@ def write_towered(path: Path, family: str, *, has_old_names: bool = False, **cha
         _rename(path, family)
     names = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
     shown, own = names[0], FITTED
-    if family == "internvl":
+    if family in ("internvl", "internvl_6b"):
         names, own = ("<IMG_CONTEXT>", "<img>", "</img>"), TILED
         shown = names[0]
     elif family == "gemma3":
@@ -213,13 +230,43 @@ def _rename(path: Path, family: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def write_qwen_vl(path: Path, **changes: Any) -> Path:
+    """Write a random Qwen-VL, with the names and the missing files of its authors."""
+    config = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "kv_channels": 64,
+        "vocab_size": VOCAB_SIZE + 2,
+        "visual": {
+            "image_size": QWEN_SIDE,
+            "patch_size": PATCH,
+            "width": 32,
+            "layers": 3,
+            "heads": 2,
+            "mlp_ratio": 1.52,
+            "output_dim": 256,
+            "n_queries": 16,
+            "image_start_id": PLACEHOLDER - 2,
+        },
+    }
+    write_own_code_model("QWen", {**config, **changes}, path, torch.float32, seed=3)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"][PLACEHOLDER] = 0  # never the best: it would stand for an image
+    save_file(tensors, path / "model.safetensors")
+    _write_tokenizer(path, "", "<imgpad>", "<img>", "</img>", "<|im_start|>", "<|im_end|>")
+    write_config(path, "generation_config.json", {"chat_format": "chatml"})
+    return path
+
+
 def write_vision_model(
     path: Path, family: str, *, has_old_names: bool = False, **changes: Any
 ) -> Path:
     """Write a random model of one of FAMILIES; `has_old_names`: as its authors' files."""
     if family == "llava":
         return write_llava(path, has_old_names=has_old_names, **changes)
-    if family in ("mistral3", "pixtral", "internvl", "gemma3"):
+    if family == "qwen_vl":
+        return write_qwen_vl(path, **changes)
+    if family in ("mistral3", "pixtral", "internvl", "internvl_6b", "gemma3"):
         return write_towered(path, family, has_old_names=has_old_names, **changes)
     transformers_logging.disable_progress_bar()
     vision: dict[str, Any] = {
@@ -273,14 +320,16 @@ def write_vision_model(
 
 
 def _write_tokenizer(path: Path, template: str, *names: str) -> None:
-    """`names`: tokens of images, first the place-holder."""
+    """`names`: tokens of images, first the place-holder; `template`: empty: there is none."""
     write_byte_level(path)
     names = names or ("<image>",)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     assert tokenizer.token_to_id(names[0]) == PLACEHOLDER
     tokenizer.save(str(path / "tokenizer.json"))
-    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>"}
+    if template:
+        tokenizer_config["chat_template"] = template
     write_config(path, "tokenizer_config.json", tokenizer_config)
 
 
@@ -333,9 +382,18 @@ def ids_of(path: Path, image: Given) -> list[int]:
 
 
 class Reference:
-    """Transformers' model and its processor of pictures that uses Pillow."""
+    """Transformers' model and its processor of pictures that uses Pillow.
+
+    Of Qwen-VL its authors' formula, and CLIP's processor as it is told to resize.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._sees_whole = False
+        self._model: Any = own_code_reference(path)
+        if self._model is not None:
+            size = {"height": QWEN_SIDE, "width": QWEN_SIDE}
+            self._processor: Any = CLIPImageProcessorPil(size=size, do_center_crop=False)
+            return
         config = transformers.AutoConfig.from_pretrained(path)
         kind = getattr(transformers, config.architectures[0])
         self._model = kind.from_pretrained(path, dtype=torch.float32).eval()
@@ -365,5 +423,5 @@ class Reference:
             inputs["token_type_ids"] = (ids == PLACEHOLDER).int()
         if "image_grid_thw" in inputs:
             inputs["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
-        output = self._model(input_ids=ids, **inputs)
+        output = self._model(ids, **inputs)
         return output.logits[0].float().log_softmax(-1)

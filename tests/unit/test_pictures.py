@@ -33,7 +33,7 @@ from lightserve.messages.images import MAX_IMAGES
 from lightserve.metrics.catalogue import IMAGES
 from lightserve.metrics.recording import Recorder
 from lightserve.models.config import load_model_config
-from lightserve.models.image_processor import AnySize, ImageProcessor, Tiles
+from lightserve.models.image_processor import AnySize, ImageProcessor, Tiles, clip_processor
 from lightserve.picture_process import MAX_PIXELS, MAX_SCANS, MAX_WORK_BYTES, Given, decode
 from lightserve.turn_threads import WHOSE
 
@@ -74,6 +74,16 @@ def test_pixels_are_those_of_transformers(side: int, size: tuple[int, int]) -> N
     expected = CLIPImageProcessorPil(**own)(image)["pixel_values"][0]
     made = values(decode(file_of(image), clip(side)), clip(side))
     assert np.abs(made - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_model_without_a_processors_file_stretches(size: tuple[int, int]) -> None:
+    """The first Qwen-VL, whose authors' program resizes to a square and has CLIP's colours."""
+    image, sides = picture(size[0], *size), {"height": 448, "width": 448}
+    own = {**PROCESSOR, "size": sides, "do_center_crop": False}
+    expected = CLIPImageProcessorPil(**own)(image)["pixel_values"][0]
+    made = values(decode(file_of(image), clip_processor(448)), clip_processor(448))
+    assert made.shape == (3, 448, 448) and np.abs(made - expected).max() < 1e-6
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

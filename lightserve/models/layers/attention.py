@@ -27,6 +27,7 @@ from lightserve.models.layers.linear import (
     ModelContext,
     Norm,
     RowParallelLinear,
+    SplitNorm,
     WeightReader,
 )
 from lightserve.models.rope import (
@@ -265,14 +266,25 @@ class SelfAttention:
         )
         self._sizes += [q_rows.size] * has_gate
         self._qk_norm = self.qk_norm(context, prefix)
+        self._whole_norms: list[SplitNorm] = []
+        if config.has_whole_qk_norm:
+            sizes = config.num_heads * head_dim, config.num_kv_heads * head_dim
+            self._whole_norms = [
+                SplitNorm(context, f"{prefix}.{name}_norm", rows, size)
+                for name, rows, size in zip("qk", (q_rows, kv_rows), sizes, strict=True)
+            ]
 
     def qk_norm(self, context: ModelContext, prefix: str) -> QKNorm | None:
         """Load the norms of heads before the rotary embedding; here there are none."""
         return None
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise all heads together; here they are not. q [T, Hq * D], k [T, Hkv * D]."""
-        return q, k
+        """Normalise all heads together, where the model does. q [T, Hq * D], k [T, Hkv * D]."""
+        if not self._whole_norms:
+            return q, k
+        of_queries, of_keys = self._whole_norms
+        # Written back, they lie beside the values as elsewhere: the native core asks for it.
+        return q.copy_(of_queries(q)), k.copy_(of_keys(k))
 
     def grown(self, q: Tensor, positions: Tensor) -> Tensor:
         """Return queries [T, Hq, D] as they are at their positions [T]; here they do not change."""

@@ -128,6 +128,28 @@ class LayerNorm:
         return self(residual), residual
 
 
+class SplitNorm:
+    """An RMS norm over features that are split over the ranks."""
+
+    def __init__(self, context: ModelContext, name: str, part: Part, num_features: int) -> None:
+        """`part`: this rank's features; with fewer KV heads than ranks several have the same."""
+        self._weight = context.norm_weight(name, part)
+        self._tp, self._kernels = context.tp, context.kernels
+        self._eps = context.config.rms_norm_eps
+        self._num_counted = part.size * context.tp.size
+        """Numbers that the ranks' sums have together; some are counted several times."""
+        assert self._num_counted % num_features == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised x [T, this rank's features]."""
+        if self._tp.size == 1:
+            return self._kernels.rms_norm(x.contiguous(), self._weight, self._eps)
+        wide = x.float()
+        total = self._tp.all_reduce(wide.square().sum(dim=-1, keepdim=True))
+        wide = wide * torch.rsqrt(total / self._num_counted + self._eps)
+        return (wide * self._weight.float()).to(x.dtype)
+
+
 # Embedding and LM head, each rank holding an equal range of the vocabulary.
 #
 # The vocabulary is padded to a multiple of the number of ranks; padded rows are zero, and padded

@@ -309,6 +309,46 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert found.text == "four"
 
 
+def qwen(path: Path, form: str, *messages: ChatMessage) -> str:
+    """Return a conversation as the files of a first Qwen-VL say."""
+    write_config(path, "generation_config.json", {"chat_format": form})
+    source = find_chat_template(path)
+    assert source is not None
+    assert source.origin == f"{path}/generation_config.json: key 'chat_format'"
+    return ChatTemplate(source, special_tokens={}).render(Conversation(messages=list(messages)))
+
+
+SEEN = ChatMessage("user", "Old\nNew?", parts=("Old ", None, "\n", None, "New?"))
+PICTURES = "Old Picture 1: <img><imgpad></img>\n\nPicture 2: <img><imgpad></img>\nNew?"  # as the authors' `from_list_format`
+
+
+def test_chats_of_qwen_are_those_of_its_authors_program(tmp_path: Path) -> None:
+    """Turns by `make_context`, and in each the images by `from_list_format`."""
+    turns = (ChatMessage("user", "Hi"), ChatMessage("assistant", "Yes?"))
+    assert qwen(tmp_path, "chatml", *turns, SEEN) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nYes?<|im_end|>\n"
+        f"<|im_start|>user\n{PICTURES}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    system = ChatMessage("system", "Be brief.")
+    assert qwen(tmp_path, "chatml", system, SEEN).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOld Picture 1: "
+    )
+    with pytest.raises(InvalidRequest, match="it has system, user and assistant alone"):
+        qwen(tmp_path, "chatml", *turns, ChatMessage("tool", "x"))
+
+
+def test_a_qwen_that_is_none_for_chats_reads_one_message(tmp_path: Path) -> None:
+    write_config(tmp_path, "generation_config.json", {"chat_format": "raw"})
+    assert find_chat_template(tmp_path) is None, "a text model: completions have all of it"
+    write_config(tmp_path, "config.json", {"visual": {}})
+    assert qwen(tmp_path, "raw", SEEN) == PICTURES
+    with pytest.raises(InvalidRequest, match="it has one message, of a user"):
+        qwen(tmp_path, "raw", SEEN, ChatMessage("assistant", "A"), SEEN)
+    write_config(tmp_path, "generation_config.json", {"chat_format": "other"})
+    assert find_chat_template(tmp_path) is None
+
+
 @pytest.mark.parametrize("value", [3, [], [{"name": "rag", "template": "x"}], [1]])
 def test_malformed_templates_name_the_key(tmp_path: Path, value: object) -> None:
     write_config(tmp_path, "tokenizer_config.json", {"chat_template": value})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import tiktoken
-from support.tokenizers_made import write_sentencepiece
+from support.tokenizers_made import write_config, write_sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from lightserve.errors import ModelLoadError
@@ -210,6 +210,42 @@ def test_ids_and_texts_are_tiktokens(
         if "<|" not in text:
             assert ours.decode(ids) == text
     assert ours.bytes_of(300) == theirs.decode_single_token_bytes(300)
+
+
+def test_tokens_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen-VL's authors have them; places in pictures are read by people."""
+    own = ranks()
+    write_ranks(tmp_path / "qwen.tiktoken", own)
+    qwen = vocabulary_files._FAMILIES[151_643]
+    monkeypatch.setattr(vocabulary_files, "_FAMILIES", {len(own): qwen})
+    text = "<img><imgpad></img>\n<ref>a door</ref><box>(1,2),(3,4)</box><|im_end|>"
+    seen = Tokenizer(tmp_path).encode(text, add_special_tokens=False)
+    assert max(seen) == len(own) + 2, "a text model has no such tokens"
+    write_config(tmp_path, "config.json", {"visual": {}})
+    ours = Tokenizer(tmp_path)
+    special = {name: len(own) + number for number, name in enumerate(qwen.special_tokens)}
+    places = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
+    names = (*places, "<img>", "</img>", "<imgpad>")
+    special |= {name: len(own) + 208 + number for number, name in enumerate(names)}
+    theirs = tiktoken.Encoding(
+        "made", pat_str=qwen.split, mergeable_ranks=own, special_tokens=special
+    )
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ids == theirs.encode(text, allowed_special="all")
+    assert ours.decode(ids) == "\n<ref>a door</ref><box>(1,2),(3,4)</box>"
+    # 151,643 ranks give an image's place-holder the id of Qwen-VL's files.
+    assert 151_643 + special["<imgpad>"] - len(own) == 151_857 + 2
+
+
+def test_turns_end_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ranks()
+    write_ranks(tmp_path / "qwen.tiktoken", own)
+    qwen = vocabulary_files._FAMILIES[151_643]
+    monkeypatch.setattr(vocabulary_files, "_FAMILIES", {len(own): qwen})
+    generation = {"eos_token_id": len(own)}
+    for form, ends in (("raw", {0}), ("chatml", {0, 1, 2})):
+        write_config(tmp_path, "generation_config.json", generation | {"chat_format": form})
+        assert set(Tokenizer(tmp_path).eos_token_ids) == {len(own) + number for number in ends}
 
 
 def test_known_files_have_their_special_tokens() -> None:
