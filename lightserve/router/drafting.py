@@ -188,7 +188,7 @@ class Drafting:
         *,
         room: int,
         limit_s: float,
-        is_late: BoolArray | None = None,
+        is_late: Callable[[], BoolArray] | None = None,
     ) -> IntArray:
         """Return how many drafts each decode has, int64 [n]; empty: none has any.
 
@@ -198,20 +198,24 @@ class Drafting:
             cost: predicts the time of a step.
             room: most drafts of the step, for want of slots and tokens.
             limit_s: what the step may take, unless it takes longer without drafts.
-            is_late: bool [n], whether the token of a row is late.
+            is_late: tells whether the token of a row is late, bool [n]; None: no row's is.
         """
-        if not cost.is_settled:
+        if room <= 0 or not cost.is_settled:
             return NO_ROWS  # were all steps to have drafts, none would show what one takes without
-        rows, most = decodes.rows, self._most_of(decodes)
-        if (room := min(room, int(most.sum()))) <= 0:
+        rows, most, alone_s = decodes.rows, self._most_of(decodes), cost.seconds(shape.decodes)
+        chances = self._chances(rows)
+        # Where drafts are wrong most of the time, to see so is to take a small part of a plan's.
+        most_won = MARGIN * (chances / (1.0 - chances))[most > 0].sum()
+        if most_won * alone_s <= LEAST_WON_S * len(rows):
             return NO_ROWS
-        gains = self._chances(rows)[:, None].repeat(self.most, axis=1).cumprod(axis=1)
+        room = min(room, int(most.sum()))
+        gains = chances[:, None].repeat(self.most, axis=1).cumprod(axis=1)
         gains *= self._steps <= most[:, None]
-        if is_late is not None and is_late.any():
-            gains[is_late] *= MARGIN
-        base_s, alone_s = cost.seconds(shape), cost.seconds(shape.decodes)
+        if is_late is not None:
+            gains[is_late()] *= MARGIN
         if gains.sum() * alone_s <= LEAST_WON_S * len(rows):
             return NO_ROWS
+        base_s = cost.seconds(shape)
         # Falling along a row, so that no draft comes before its predecessors.
         order = (-gains).ravel().argsort(kind="stable")[:room]
         owners = rows[order // self.most]

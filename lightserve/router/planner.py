@@ -254,7 +254,7 @@ class Planner:
             cost,
             room=min(room, self._pipeline.max_num_batched_tokens - shape.num_new),
             limit_s=budget.deadline_s / cost.guard,
-            is_late=budget.due.of_rows(decodes.rows, budget.due.residuals.due) < 0.0,
+            is_late=lambda: budget.due.of_rows(decodes.rows, budget.due.residuals.due) < 0.0,
         )
         if not len(drafts):
             return shape, decodes

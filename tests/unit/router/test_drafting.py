@@ -33,7 +33,7 @@ from lightserve.router.drafting import (
     scope_of,
 )
 from lightserve.router.request import Parameters, Request
-from lightserve.router.request_table import Decodes
+from lightserve.router.request_table import BoolArray, Decodes
 from lightserve.router.step_cost import REFIT_STEPS, StepCost
 from lightserve.types import (
     MAX_DRAFTS,
@@ -237,7 +237,23 @@ def test_a_late_row_gets_them_for_what_they_cost() -> None:
     costs = StepCoefficients(STEP_S, 1.0, STEP_S * chance / 1.1, 0.0, 0.0, 0.0, 0.0, 0.0)
     scene = Scene([decoding(0)], costs)
     assert scene.choose() == []
-    assert scene.choose(is_late=np.array([True])) == [1]
+    assert scene.choose(is_late=lambda: np.array([True])) == [1]
+
+
+def test_where_nothing_can_be_won_deadlines_are_not_looked_up() -> None:
+    """Most plans of rows whose drafts are wrong end there: planning takes time as well."""
+    scene = Scene([decoding(number) for number in range(4)], BOUND_BY_WEIGHTS)
+    asked: list[int] = []
+
+    def is_late() -> BoolArray:
+        asked.append(1)
+        return np.zeros(4, dtype=np.bool_)
+
+    assert scene.choose(is_late=is_late) and asked
+    asked.clear()
+    for number in range(4):
+        scene.learn(number, 0, 200)
+    assert scene.choose(is_late=is_late) == [] and not asked
 
 
 @pytest.mark.parametrize(
