@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,12 +118,13 @@ class Drafting:
         planned: PlannedStep,
         result: StepResult,
         output: StepOutput,
-        step_back: Callable[[Request, int], None],
-    ) -> Iterator[Computed]:
+        step_back: Callable[[Sequence[tuple[Request, int]]], None],
+    ) -> list[Computed]:
         """Learn what came of a step's drafts, and take back what was booked for refused ones.
 
-        `step_back` forgets the last tokens of a request. Yields what accepted drafts have computed.
+        `step_back` forgets the last tokens of requests. Returns what accepted drafts have computed.
         """
+        refused, computed = [], []
         decodes, num_planned = planned.decodes, planned.decodes.drafts
         self._predicted.clear()
         num_tokens = (output.token_ids[: len(decodes)] != NO_TOKEN).sum(axis=1)
@@ -151,8 +152,10 @@ class Drafting:
                 self._predicted[request.key] = num_right, num_refused
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
             self._learn(request, num_tried, num_accepted)
-            step_back(request, int(num_planned[index]) - num_accepted)
-            yield Computed(request.account, request.budget, 0, num_right)
+            refused.append((request, int(num_planned[index]) - num_accepted))
+            computed.append(Computed(request.account, request.budget, 0, num_right))
+        step_back(refused)
+        return computed
 
     def predicted(self, request: Request) -> tuple[int, int]:
         """Return how many tokens of its prediction were right and wrong in the last result."""

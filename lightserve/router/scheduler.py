@@ -378,7 +378,7 @@ class Scheduler:
         table.receive(rows, planned.decodes.num_tokens)
         if len(planned.decodes.drafts):
             accepted = self.drafting.take_back_refused(planned, result, output, self._kv.step_back)
-            self._accounts.charge(list(accepted))
+            self._accounts.charge(accepted)
         num_computed = (table.next_position - table.inflight_tokens)[rows[table.is_rt[rows]]]
         num_held = int(num_computed.sum())
         self._demand.note_decodes(len(num_computed), num_held, now_s)
@@ -483,7 +483,7 @@ class Scheduler:
             if reason is not None:
                 self._complete(request)
         elif request.awaits_grammar and samples:
-            self._kv.step_back(request)
+            self._kv.step_back([(request, 1)])
             if not request.is_prompt_shared:
                 self._kv.learn_prompt(request)  # but for its last token; others need not wait
 

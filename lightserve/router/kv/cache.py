@@ -436,20 +436,23 @@ class KVStore:
             if num_protected_rt and len(gone) < num_tokens:
                 self._pool.release(self._tree.evict(num_tokens - len(gone)))
 
-    def step_back(self, request: Request, num_tokens: int = 1) -> None:
-        """Forget the last tokens that were to be computed of a running request.
+    def step_back(self, parts: Sequence[tuple[Request, int]]) -> None:
+        """Forget the last tokens that were to be computed of running requests, so many of each.
 
         They are to be computed again, or do not exist. Nothing but the request itself reads them,
         and no plan in flight writes them.
         """
-        end = request.next_position
-        start = end - num_tokens
-        assert request.slots is not None and start >= request.num_shared_tokens
-        if request.host is not None and request.host.end > start:
-            self.checkpoints.drop(request)
-        self._pool.release(request.slots[start:end].copy())
-        request.next_position = start
-        self.states.retry(request)
+        gone = [np.empty(0, dtype=np.int32)]
+        for request, num_tokens in parts:
+            end = request.next_position
+            start = end - num_tokens
+            assert request.slots is not None and start >= request.num_shared_tokens
+            if request.host is not None and request.host.end > start:
+                self.checkpoints.drop(request)
+            gone.append(request.slots[start:end])
+            request.next_position = start
+            self.states.retry(request)
+        self._pool.release(np.concatenate(gone))
 
     def release(self, request: Request, *, keep: bool) -> None:
         """Take a request's KV back; `keep` as cache what was computed and is in the pool."""

@@ -327,7 +327,9 @@ def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
     output = StepOutput(decodes.rows.astype(np.int32), token_ids, {})
     taken: list[int] = []
     planned = SimpleNamespace(decodes=decodes)
-    done = drafting.take_back_refused(planned, result, output, lambda _, n: taken.append(n))  # type: ignore[arg-type]
+    done = drafting.take_back_refused(
+        planned, result, output, lambda parts: taken.extend(n for _, n in parts)
+    )  # type: ignore[arg-type]
     assert [computed.num_output_tokens for computed in done] == [3, 0] and taken == [1, 2]
     counts = {key: (c.num_drafted, c.num_accepted) for key, c in drafting.counts.items()}
     assert counts.pop((names[0], source)) == (4, 3) and counts.pop((names[1], source)) == (2, 0)
@@ -352,7 +354,9 @@ def test_tokens_behind_the_end_count_nowhere(eos: int, num_right: int) -> None:
     output = StepOutput(decodes.rows.astype(np.int32), token_ids, {})
     taken: list[int] = []
     planned = SimpleNamespace(decodes=decodes)
-    done = drafting.take_back_refused(planned, result, output, lambda _, n: taken.append(n))  # type: ignore[arg-type]
+    done = drafting.take_back_refused(
+        planned, result, output, lambda parts: taken.extend(n for _, n in parts)
+    )  # type: ignore[arg-type]
     assert [computed.num_output_tokens for computed in done] == [num_right] and taken == [1]
     assert drafting.predicted(request) == (num_right, 4 - num_right)
     counts = drafting.counts[request.request_class, DraftSource.PREDICTION]
