@@ -10,8 +10,6 @@ rule has a lower error on mixed steps that were not fitted than the maximum and 
 of each phase, and than Echo's mixture of both (`bench/engine/step_cost.py`). Copies that a step
 waits for are added (BROS takes the maximum, which is right where they overlap).
 
-A draft is verified by logits of its own, as the token of a decode is: it costs `d` as well.
-
 No coefficient is negative, so time is monotone in every part of a shape.
 
 Where workers pad steps to some sizes, as they have recorded graphs of these alone, the new tokens
@@ -171,15 +169,13 @@ class StepModel:
         """Return `seconds` of a shape, its `decodes` and its `chunks`, the same to the bit."""
         c = self.coefficients
         num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context, drafts = shape
-        of_chunks = num_new - num_decodes
-        has_chunks = of_chunks > 0
+        has_chunks = (of_chunks := num_new - num_decodes) > 0
         num_new = self.sizes.padded(num_new, has_chunks=has_chunks)
         of_chunks = self.sizes.padded(of_chunks, has_chunks=has_chunks)
         of_decodes = self.sizes.padded(num_decodes, has_chunks=False)
         floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
         decodes_s = c.per_decode_s * num_decodes
-        rows_s = c.per_decode_s * (num_decodes + drafts)
-        drafts_s = c.per_decode_s * drafts
+        rows_s, drafts_s = c.per_decode_s * (num_decodes + drafts), c.per_decode_s * drafts
         chunks_s = c.per_chunk_s * num_chunks
         decode_context_s = c.per_decode_context_s * decode_context
         chunk_context_s = c.per_chunk_context_s * chunk_context

@@ -91,7 +91,6 @@ class Drafting:
     def __init__(self, most: int, table: RequestTable) -> None:
         """`most` drafts of a row, 0: none has any; `table` has the requests that run."""
         self.most = most
-        """Drafts that a row may have; 0: none has any."""
         self._table = table
         self._limits = np.zeros(table.num_rows, dtype=np.int64)
         """Most drafts of each in a step, …"""
@@ -138,18 +137,15 @@ class Drafting:
             counts.num_drafted += int(num_drafted[index])
             if request.state is ENDED:  # all that it holds is given back at once
                 continue
-            found = output.others.get(row)
-            if found is None:
-                token_ids = output.token_ids[index, : num_tokens[index]].tolist()
-            else:
-                token_ids = found.token_ids
+            token_ids = output.token_ids[index, : num_tokens[index]].tolist()
+            if row in output.others:
+                token_ids = output.others[row].token_ids
             num_accepted = max(0, len(token_ids) - 1)
             # What stands behind its end is none of the request's output.
             num_right = max(0, len(until_end(request, token_ids)[0]) - 1)
             counts.num_accepted += num_right
             if source is DraftSource.PREDICTION:
-                num_refused = int(num_drafted[index]) - num_right
-                self._predicted[request.key] = num_right, num_refused
+                self._predicted[request.key] = num_right, int(num_drafted[index]) - num_right
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
             self._learn(request, num_tried, num_accepted)
             refused.append((request, int(num_planned[index]) - num_accepted))
@@ -216,8 +212,6 @@ class Drafting:
         gains *= self._steps <= most[:, None]
         if is_late is not None:
             gains[is_late()] *= MARGIN
-        if gains.sum() * alone_s <= LEAST_WON_S * len(rows):
-            return NO_ROWS
         base_s = cost.seconds(shape)
         # Falling along a row, so that no draft comes before its predecessors.
         order = (-gains).ravel().argsort(kind="stable")[:room]
@@ -240,13 +234,12 @@ class Drafting:
 
     def _learn(self, request: Request, num_tried: int, num_accepted: int) -> None:
         """Take in how many drafts of a running request were looked at, and accepted."""
-        row, tried = request.row, float(num_tried)
+        row, of_key = request.row, self._of_key(request)
         assert row is not None
         self._accepted[row] = ROW_MEMORY * self._accepted[row] + num_accepted
-        self._tried[row] = ROW_MEMORY * self._tried[row] + tried
-        self.of_all.learn(num_accepted, tried, 1.0)
-        of_key = self._of_key(request)
-        of_key.learn(num_accepted, tried, KEY_MEMORY)
+        self._tried[row] = ROW_MEMORY * self._tried[row] + num_tried
+        self.of_all.learn(num_accepted, num_tried, 1.0)
+        of_key.learn(num_accepted, num_tried, KEY_MEMORY)
         self._priors[row] = of_key.value
 
     def _most_of(self, decodes: Decodes) -> IntArray:
