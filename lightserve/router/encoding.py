@@ -24,6 +24,7 @@ from lightserve.messages.images import (
 )
 from lightserve.router.request import Request
 from lightserve.router.step_cost import RATIO_MEMORY
+from lightserve.types import RequestClass
 
 
 class Encoding:
@@ -109,8 +110,8 @@ class StepEncodes:
         self.orders: list[EncodeOrder] = []
         self.seconds = 0.0
         """The time that they take, as predicted."""
-        self.is_cut = False
-        """Whether there was no time for all layers of an image."""
+        self.cut: set[RequestClass] = set()
+        """Classes of requests for whose images there was no time for all layers."""
         self._num_bytes = 0
         """Bytes of images that begin."""
         self._num_tokens = 0
@@ -132,8 +133,8 @@ class StepEncodes:
                 self._of_chunks.add(image.digest)
                 self.seconds += self._encoding.num_left(image) * self._encoding.layer_s(image)
 
-    def order(self, image: Image, room_s: float) -> None:
-        """Encode as many of an image's layers as there is time for; the step's first has one."""
+    def order(self, image: Image, room_s: float, of: RequestClass) -> None:
+        """Encode layers of an image for a class: as many as have time, of the step's first one."""
         encoding = self._encoding
         if any(order.image.digest == image.digest for order in self.orders):
             return
@@ -151,7 +152,8 @@ class StepEncodes:
         elif layer_s == 0.0:
             count = 0
         count = max(count, int(not self.orders))
-        self.is_cut |= count < encoding.num_left(image)
+        if count < encoding.num_left(image):
+            self.cut.add(of)
         if count:
             self._num_tokens += image.num_tokens
             self._num_bytes += 0 if is_begun else image.num_bytes

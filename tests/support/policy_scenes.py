@@ -125,11 +125,12 @@ def begun(
     admission: AdmissionRound,
     *,
     found: FoundOf = progress,
+    num_slots: int = 1 << 17,
 ) -> Step:
     """Return such a step before anything is in it."""
     by_rank = sorted(running, key=lambda request: request.request_class is BE)
     memory = MemoryPlan(
-        KVStore(1 << 17, KVOptions()),
+        KVStore(num_slots, KVOptions()),
         running.table,
         lambda: by_rank,
         found,

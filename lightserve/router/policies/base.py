@@ -173,8 +173,10 @@ class Step:
         """Newcomers that were passed over for want of memory since the last call."""
         self._num_positions_left = MAX_PROMPT_LOGPROB_POSITIONS
         """Positions left for prompts whose log-probabilities are wanted."""
-        self._has_whole_image = False
-        """Whether an image is in it for which there were too few tokens or too little time."""
+        self._beyond: Scheduled | None = None
+        """The last part that was offered more than there is time or tokens for: all of an image."""
+        self._is_beyond = False
+        """Whether such a part is in it."""
         self._num_be_left = limits.starts.most_be
         """Best-effort requests that may start."""
 
@@ -440,10 +442,10 @@ class Step:
         request, num_tokens = part
         count = together(request.parameters.images, start, num_tokens)
         if count > num_tokens and not self.budget.is_empty:
-            if self._has_whole_image:
+            if self._is_beyond:
                 self._short_of = self._lacking(request)
                 return self._short_of
-            self._has_whole_image = True
+            self._beyond = Scheduled(request, count)
         return Scheduled(request, count)
 
     def _encode(self, part: _Encode) -> Reason:
@@ -459,7 +461,8 @@ class Step:
         limit_s = budget.predicted_limit_s
         if budget.pace is not NO_PACE:
             limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
-        budget.loads.encodes.order(image, limit_s - budget.seconds - budget.loads.seconds())
+        room_s = limit_s - budget.seconds - budget.loads.seconds()
+        budget.loads.encodes.order(image, room_s, request.request_class)
         return Reason.ENCODING
 
     def _due_for(self, request: Request) -> float:
@@ -492,6 +495,7 @@ class Step:
             self._num_be_left -= request.request_class is BE
             if request.request_class is BE and request not in self.urgent:
                 self.limits.turn.note(request)
+        self._is_beyond |= part == self._beyond
         self.budget.add(part)
         if isinstance(part, Loading):
             self.skips.note(request, Reason.LOADING)

@@ -259,7 +259,7 @@ class _Order:
             if self._options.best_first:
                 newcomers = BatchOrder(step).best_first(newcomers)
         in_turns(step, running, newcomers, BE)
-        self.wants_more = step.has_run_out or self._budget.loads.encodes.is_cut
+        self.wants_more = step.has_run_out or BE in self._budget.loads.encodes.cut
         self.best_effort_s += self._seconds - before_s
 
     def _may_be_tried(self, request: Request) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.policy_scenes import Admitting, Queue, begun, make_limits, make_request, running_of
 
 from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Client, Submit
@@ -30,6 +31,7 @@ from lightserve.router.from_submit import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
+from lightserve.router.request import Parameters
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.images import SimulatedEncoder
@@ -217,6 +219,21 @@ def test_images_that_are_seen_whole_take_memory_for_all_of_them(
         assert [len(run.outcomes[each.request_id].token_ids) for each in own] == [4, 4]
 
 
+def test_an_image_that_has_no_memory_does_not_hold_up_another() -> None:
+    """Beside other tokens one image goes beyond the limits, which is the one that is computed."""
+    decode = make_request(0, output=2)
+    prompts = []
+    for number, num_tokens in ((1, 200), (2, 80)):
+        prompts.append(make_request(number, prompt=num_tokens, computed=0))
+        prompts[-1].parameters = Parameters(images=(whole(0, number, num_tokens),))
+    running = running_of([decode, *prompts])
+    limits = make_limits(60)
+    step = begun(UnifiedPolicy(), running, Queue([]), limits, Admitting(), num_slots=150)
+    step.run(step.of())
+    chosen = {request.key.request_id: num_tokens for request, num_tokens in step.budget.parts}
+    assert chosen == {0: 1, 2: 80}
+
+
 def test_layers_go_beside_decodes_within_their_targets() -> None:
     """A token is due every 14 ms, its step takes 10: what is left has room for a few layers."""
     run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))))
@@ -302,6 +319,13 @@ def test_encoding_counts_as_time_that_best_effort_requests_get() -> None:
     assert given_s == pytest.approx(layers_s[:-1])
 
 
+def test_an_image_of_a_real_time_request_says_nothing_of_best_effort_ones() -> None:
+    rules = UnifiedPolicy(UnifiedOptions(be_min_share=0.2))
+    run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))), rules=rules)
+    assert len(run.orders()) > 3, "it is cut"
+    assert {step.best_effort_s for step in run.core.sent} == {None}
+
+
 def test_two_of_one_picture_are_encoded_once() -> None:
     arrivals = [(0.1, request(n, 80, image(10, 1))) for n in (1, 2)]
     run = Run("unified", (0.0, LONG), *arrivals, (2.0, request(3, 90, image(20, 1))))
@@ -362,13 +386,13 @@ def test_an_image_that_begins_does_not_push_out_another_that_is_on_its_way() -> 
     encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2 + 1
     first, second = image(0, 1, half), image(0, 2, half)
     step = StepEncodes(encoding)
-    step.order(first, 0.0)
-    step.order(second, 1.0)
+    step.order(first, 0.0, RequestClass.RT)
+    step.order(second, 1.0, RequestClass.RT)
     assert [order.image.digest for order in step.orders] == [first.digest]
     encoding.note_orders(step.orders)
     again = StepEncodes(encoding)
-    again.order(first, 0.0)
-    again.order(second, 1.0)
+    again.order(first, 0.0, RequestClass.RT)
+    again.order(second, 1.0, RequestClass.RT)
     assert [order.num_layers for order in again.orders] == [1]
     encoding.note_orders(again.orders)
     assert encoding.num_left(first) == NUM_LAYERS - 2 and encoding.num_left(second) == NUM_LAYERS
@@ -379,8 +403,8 @@ def test_images_of_a_step_do_not_push_out_each_other() -> None:
     first, second = image(0, 1, most), image(0, 2, most)
     encoding.note_orders([EncodeOrder(first, 5)])
     step = StepEncodes(encoding)
-    step.order(second, math.inf)  # of a request with an earlier deadline
-    step.order(first, math.inf)
+    step.order(second, math.inf, RequestClass.RT)  # of a request with an earlier deadline
+    step.order(first, math.inf, RequestClass.RT)
     assert [order.image.digest for order in step.orders] == [second.digest]
 
 
