@@ -2,8 +2,8 @@
 
 A frontend parses bodies, decodes pictures, encodes prompts and asks its store in such threads. A
 client is an API key, see `WHOSE`. Of those that wait the one that has had least time is next: one
-that sends large pictures does not hold up the small ones of another. One that comes has had as much
-as the one that has had least.
+that sends large pictures does not hold up the small ones of another. One that comes has had at
+least as much as the one with work that has had least; when there is no work, all is forgotten.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TurnThreads:
         self._running: Counter[str] = Counter()
         """Work that is done for each client."""
         self._had_s: dict[str, float] = {}
-        """Time of each client that has work, with that of the others when it came."""
+        """Time of each client since there was no work, with that of others when it came."""
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which a thread does; raise its error.
@@ -58,8 +58,11 @@ class TurnThreads:
         """
         waiting = _Waiting(work)
         with self._lock:
-            self._had_s.setdefault(WHOSE.get(), min(self._had_s.values(), default=0.0))
-            self._lines.setdefault(WHOSE.get(), deque()).append(waiting)
+            whose, working = WHOSE.get(), {*self._lines, *self._running}
+            if whose not in working:
+                least_s = min((self._had_s[each] for each in working), default=0.0)
+                self._had_s[whose] = max(self._had_s.get(whose, 0.0), least_s)
+            self._lines.setdefault(whose, deque()).append(waiting)
         try:
             self._threads.submit(self._take_turn)
             result: T = await asyncio.wrap_future(waiting.done)
@@ -87,8 +90,10 @@ class TurnThreads:
         with self._lock:
             self._had_s[whose] += self._clock() - start_s
             self._running[whose] -= 1
-            if not self._running[whose] and whose not in self._lines:
-                del self._running[whose], self._had_s[whose]
+            if not self._running[whose]:
+                del self._running[whose]
+            if not self._running and not self._lines:
+                self._had_s.clear()
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
         """Let running work end, drop what waits, and do `last` in a thread."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -169,6 +170,54 @@ def test_keys_share_the_time_of_threads() -> None:
         assert await late == 5
         await eventually(lambda: not threads._had_s)  # nothing is kept of keys without work
         threads.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+class TurnsByHand:
+    """Threads of `TurnThreads` whose turns the test takes."""
+
+    def __init__(self) -> None:
+        self._turns: list[Callable[[], None]] = []
+
+    def submit(self, turn: Callable[[], None]) -> None:
+        self._turns.append(turn)
+
+    def take(self) -> None:
+        self._turns.pop()()
+
+
+def test_a_key_that_sends_one_piece_after_the_other_has_no_more_time() -> None:
+    """Between two pieces it has no work: what it has had counts all the same."""
+
+    async def scenario() -> None:
+        now_s, had_s, turns = 0.0, Counter[str](), TurnsByHand()
+        threads = TurnThreads(1, "work", clock=lambda: now_s)
+        threads._threads = turns  # type: ignore[assignment]
+
+        def send(key: str, seconds: float) -> asyncio.Task[None]:
+            def work() -> None:
+                nonlocal now_s
+                now_s += seconds
+                had_s[key] += seconds
+
+            WHOSE.set(key)
+            return asyncio.create_task(threads.run(work))
+
+        waiting = [send("many", 1.0) for _ in range(100)]
+        one: asyncio.Task[None] | None = None
+        for _ in range(100):
+            if one is None or one.done():
+                one = send("one", 4.0)
+                waiting.append(one)
+            await asyncio.sleep(0)
+            turns.take()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the task learns that its work is done
+        assert abs(had_s["one"] - had_s["many"]) <= 4.0, had_s
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
