@@ -70,7 +70,7 @@ def tune_kernels(
             kernels.configs = tuned_configs(own, device, base=kernels.configs, **options)
             kernels.products.update(tuned_products(own, device, **options))
             if has_fp8_rows:
-                kernels.products.scaled |= tuned_scaled(own, device, **options)
+                kernels.scaled |= tuned_scaled(own, device, **options)
     torch.cuda.empty_cache()
 
 

@@ -193,7 +193,7 @@ def test_which_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         16, 16, 64, 2048, 2048,
     ]  # fmt: skip
     kernels, asked = TritonKernels(), []
-    kernels.products.scaled = frozenset({ScaledKey(96, 32, 16)})
+    kernels.scaled = frozenset({ScaledKey(96, 32, 16)})
 
     def scaled(rows: RoundedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         asked.append(len(rows.values))

@@ -50,6 +50,8 @@ class TritonKernels(RecurrentKernels):
     ) -> None:
         self.configs = configs or AttentionConfigs()
         self.products = ProductChoices() if products is None else products
+        self.scaled: frozenset[quantized.ScaledKey] = frozenset()
+        """Products of e4m3 by e4m3 that are torch's."""
         if torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_SINCE:
             self.can |= Can.FP8_PRODUCTS
 
@@ -62,7 +64,7 @@ class TritonKernels(RecurrentKernels):
     ) -> Tensor:
         """See `Kernels.linear`."""
         if not isinstance(weight, Tensor):
-            product = quantized.linear(x, weight, bias, dtype, self.products.scaled)
+            product = quantized.linear(x, weight, bias, dtype, self.scaled)
             return self.silu_and_mul(product) if weight.is_gated else product
         if dtype is None or dtype is x.dtype:
             config = product_config(self.products, x, weight, has_norm=False, is_gated=False)
@@ -82,7 +84,7 @@ class TritonKernels(RecurrentKernels):
     ) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_norm_linear`."""
         if not isinstance(weight, Tensor):
-            return quantized.multiply_behind(x, residual, norm, weight, bias, self.products.scaled)
+            return quantized.multiply_behind(x, residual, norm, weight, bias, self.scaled)
         config = product_config(self.products, x, weight, has_norm=True, is_gated=is_gated)
         if config is not None:
             before = NormInputs(residual, *norm)

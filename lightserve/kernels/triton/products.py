@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lightserve.kernels.triton.experts import gated
 from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
-from lightserve.kernels.triton.quantized import ScaledKey
 
 MAX_ROWS = 8
 PRODUCT_ROWS = (1, 2, 4, MAX_ROWS)
@@ -68,11 +67,8 @@ class ProductChoice(NamedTuple):
     layer's."""
 
 
-class ProductChoices(dict[ProductKey, ProductChoice]):
-    """Products of few rows that are not cuBLAS's."""
-
-    scaled: frozenset[ScaledKey] = frozenset()
-    """Products of e4m3 by e4m3 that are torch's."""
+ProductChoices = dict[ProductKey, ProductChoice]
+"""Products of few rows that are not cuBLAS's."""
 
 
 def product_config(
