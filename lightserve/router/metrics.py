@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lightserve.messages.common import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus, StepNote
@@ -70,20 +69,13 @@ from lightserve.router.step_cost import StepKind, kind_of
 from lightserve.types import SLO, RequestClass, StepId
 
 
-class _Sent(NamedTuple):
-    """A sent step, until its result is there."""
-
-    predicted_s: float
-    kind: StepKind
-
-
 class RouterMetrics:
     """One router's record; its state belongs to the loop."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._sent: dict[StepId, _Sent] = {}
-        """The steps in flight."""
+        self._sent: dict[StepId, StepKind] = {}
+        """The kinds of the steps in flight."""
         self._peak_slots = 0
         self._newcomers: list[Request] = []
         """Started since the last report; the core notes what it found of their prompts."""
@@ -105,21 +97,20 @@ class RouterMetrics:
             if request.state is WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
                 self._newcomers.append(request)
-        self._sent[step.step_id] = _Sent(step.predicted_s, kind_of(step.shape))
+        self._sent[step.step_id] = kind_of(step.shape)
         if step.limit_s is not None and math.isfinite(step.limit_s):
             self._headroom.observe(step.limit_s - step.predicted_s)
         self._batch_size.observe(len(step.decodes) + len(step.chunks))
         self._tokens.observe(step.shape.num_new)
 
-    def on_result(self, result: StepResult, num_used_slots: int) -> None:
-        """Count a step that has finished; slots are those used before the core took it in."""
+    def on_result(self, result: StepResult, num_used_slots: int, predicted_s: float) -> None:
+        """Count a step that has finished; what the core said of it before it took it in."""
         self._peak_slots = max(self._peak_slots, num_used_slots)
-        sent = self._sent.pop(result.step_id, None)
-        if sent is None:
+        kind = self._sent.pop(result.step_id, None)
+        if kind is None:
             return  # its workers are gone
-        predicted_s = sent.predicted_s
         if predicted_s > 0:
-            self._ratio[sent.kind].observe(result.exec_s / predicted_s)
+            self._ratio[kind].observe(result.exec_s / predicted_s)
         self._step_time.observe(result.exec_s)
         self._predicted.observe(predicted_s)
         self._error.observe(abs(result.exec_s - predicted_s))
@@ -149,7 +140,6 @@ class RouterMetrics:
             status,
         )
         self._count_prefixes()
-        recorder.gauge(KV_SLOTS_CACHED).value = core.num_cached_slots
         recorder.gauge(KV_STATE_SLOTS).value = status.num_state_slots
         recorder.gauge(KV_SLOTS_SNAPSHOTS).value = status.num_snapshot_slots
         recorder.gauge(KV_SLOTS_FORECAST).value = core.forecast_peak or 0
@@ -166,6 +156,7 @@ class RouterMetrics:
         recorder.gauge(REQUESTS_UNFINISHED).value = core.num_unfinished
         recorder.gauge(BURST_HEADROOM).value = core.burst_headroom_tokens
         kv = core.kv
+        recorder.gauge(KV_SLOTS_CACHED).value = 0 if kv is None else kv.num_cached
         recorder.gauge(KV_HOST_SLOTS).value = 0 if kv is None else kv.checkpoints.num_slots
         recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
         if kv is not None and kv.tree is not None and (tier := kv.tree.tier) is not None:

@@ -97,9 +97,9 @@ class Pipeline:
         """Shape of the step that finished last."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no step is in flight."""
-        return not self._in_flight
+    def oldest(self) -> SentStep | None:
+        """The oldest step in flight, which is running; None: there is none."""
+        return self._in_flight[0] if self._in_flight else None
 
     def next_plan_due_s(self) -> float | None:
         """Return when the next plan should leave (-inf: now), None: not before a result."""

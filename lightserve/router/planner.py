@@ -140,7 +140,7 @@ class Planner:
         Each is for a step in which none of those before could. The reserve is given up where
         nothing could ever advance otherwise: one may need more than the rest of the pool.
         """
-        is_idle, num_reserved = self._pipeline.is_empty, kv.num_reserved_for_rt
+        is_idle, num_reserved = self._pipeline.oldest is None, kv.num_reserved_for_rt
         holders: list[Request] = []
         if suspects:
             suspect = suspects[0]

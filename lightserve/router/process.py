@@ -348,7 +348,7 @@ class RouterProcess:
             self._on_result(message)
 
     def _on_result(self, result: StepResult) -> None:
-        num_used_slots = self.core.num_used_slots
+        num_used_slots, predicted_s = self.core.num_used_slots, self.core.predicted_step_s
         try:
             news = self._calls.on_result(result, time.monotonic())
         except ProtocolError as error:
@@ -356,7 +356,7 @@ class RouterProcess:
             log.error("the workers are out of step: %s", error)
             self._ask_for_new_workers(0.0)
             return
-        self._metrics.on_result(result, num_used_slots)
+        self._metrics.on_result(result, num_used_slots, predicted_s)
         self._recent.on_result(result.step_id, result.exec_s)
         self._deliver(news)
         if self._publisher is not None:

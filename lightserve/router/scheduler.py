@@ -345,7 +345,7 @@ class Scheduler:
             return WaitUntil(due_s)
         headroom = self._held_by_rt.headroom(self._kv.num_slots)
         planned = self._planner.plan(self._kv, self._suspects, headroom, now_s)
-        if planned is None or (planned.paused and not self._pipeline.is_empty):
+        if planned is None or (planned.paused and self._pipeline.oldest is not None):
             return WaitUntil(None)  # a row may only be taken from a request that is not in flight
         return planned
 
@@ -571,9 +571,10 @@ class Scheduler:
         return 0 if self._kv is None else self._kv.num_used
 
     @property
-    def num_cached_slots(self) -> int:
-        """Slots whose KV is kept although no live request reads it."""
-        return 0 if self._kv is None else self._kv.num_cached
+    def predicted_step_s(self) -> float:
+        """Predicted time of the oldest step in flight; 0: there is none."""
+        oldest = self._pipeline.oldest
+        return 0.0 if oldest is None else oldest.predicted_s
 
     @property
     def kv(self) -> KVStore | None:

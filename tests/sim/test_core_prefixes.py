@@ -265,10 +265,10 @@ def test_dead_workers_take_the_cache_with_them() -> None:
     simulation = make_simulation(core)
     arrival = Arrival(0.0, 20, 4, 8, family=1)
     simulation.run(events_of([arrival]))
-    assert core.num_cached_slots > 0
+    assert core.kv is not None and core.kv.num_cached > 0
     core.on_message(WorkersGone(), simulation.now_s)
     core.on_message(WorkersReady(120), simulation.now_s)
-    assert core.num_cached_slots == 0
+    assert core.kv.num_cached == 0
     core.on_message(FrontendGone(FRONTEND), simulation.now_s)
     core.check_integrity()
 
@@ -448,7 +448,7 @@ def _checked_map(core: Scheduler) -> KVPool:
     kinds = np.repeat(*unpack_kinds(pool.slots)).tolist()
     assert len(kinds) == pool.num_slots == NUM_SLOTS
     assert pool.num_slots_of_kind == [kinds.count(kind) for kind in SlotKind]
-    assert kinds.count(SlotKind.CACHED) == core.num_cached_slots
+    assert core.kv is not None and kinds.count(SlotKind.CACHED) == core.kv.num_cached
     num_used = NUM_SLOTS - kinds.count(SlotKind.FREE) - kinds.count(SlotKind.CACHED)
     assert num_used == core.num_used_slots
     assert num_used == sum(slots.num_slots for slots in pool.classes.values())

@@ -443,7 +443,7 @@ def test_the_reserve_gives_way_where_nothing_else_can_run(num_prompt: int) -> No
     core = make_core("priority", budget=64, admission=RecklessAdmission(), kv=options)
     simulation = make_simulation(core)
     simulation.run(events_of(arrivals), until_s=4.0)
-    assert NUM_SLOTS - core.num_cached_slots < num_prompt + 12
+    assert core.kv is not None and NUM_SLOTS - core.kv.num_cached < num_prompt + 12
     simulation.run([])
     assert len(simulation.outcomes) == 3
     for arrival, outcome in zip(arrivals, simulation.outcomes.values(), strict=True):

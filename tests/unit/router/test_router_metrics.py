@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.core_scenes import (
     MAX_SEQS,
@@ -60,7 +61,7 @@ class Driver:
         self.now_s += exec_s
         rows = [RowResult(r.row, [5]) for r in plan_rows(plan) if r.output is OutputKind.SAMPLE]
         result = pack_results(plan, rows, exec_s=exec_s, idle_s=0.25)
-        self.metrics.on_result(result, self.core.num_used_slots)
+        self.metrics.on_result(result, self.core.num_used_slots, self.core.predicted_step_s)
         self.core.on_result(result, self.now_s)
 
     def run_out(self) -> int:
@@ -140,6 +141,7 @@ def test_steps_of_lost_workers_are_not_waited_for() -> None:
     driver.metrics.on_result(
         StepResult(step_id=lost.step_id, incarnation=0, token_ids=b"", exec_s=1.0, idle_s=0.0),
         num_used_slots=0,
+        predicted_s=0.5,
     )
     values = driver.values()
     assert sum(values["step_time_seconds",][1:]) == 0
@@ -248,6 +250,23 @@ def test_steps_are_compared_by_kind_and_tokens_counted_by_class() -> None:
     headroom_s, *counts = values["step_headroom_seconds",]
     assert sum(counts) >= 2
     assert 0 < headroom_s <= 0.49 + 2 * 0.015 + 1e-9
+
+
+def test_saves_of_prefixes_are_in_a_step_s_predicted_time() -> None:
+    """A prompt takes the slots of another's, of which each takes a millisecond to save."""
+    driver = Driver(make_core("unified", 64, cache_order=task_aware), 40)
+    driver.core.on_message(WorkersGone(), 0.0)
+    cost = msgspec.structs.replace(TEN_MS, per_loaded_token_s=0.001)
+    driver.core.on_message(WorkersReady(40, step_cost=cost, num_prefix_slots=100), 0.0)
+    for number in range(2):
+        driver.arrive(number, Arrival(0.0, num_prompt=30, num_output=1, max_tokens=1))
+        plan = driver.send()
+        assert plan is not None
+        num_saved = len(plan.saves.slots) // 4
+        assert (num_saved > 0) is (number == 1)
+        driver.finish(plan, 0.01 + 0.001 * num_saved)
+    total, *counts = driver.values()["step_time_ratio", "prefill"]
+    assert sum(counts) == 2 and total == pytest.approx(2.0)
 
 
 def test_what_waits_is_told_in_tokens_and_seconds() -> None:
