@@ -93,6 +93,12 @@ class Picture(NamedTuple):
                 "must have neither min_pixels nor max_pixels, and the detail auto: the model reads"
                 " images in one size",
             )
+        if sizes.fills and self.min_pixels is not None:
+            raise _refusal(
+                self,
+                "must have no min_pixels: the model reads each picture as large as max_pixels"
+                " lets it",
+            )
         most = min(sizes.max_pixels, _LOW_PIXELS) if self.detail == "low" else sizes.max_pixels
         if self.max_pixels is not None:
             most = self.max_pixels

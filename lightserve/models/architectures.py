@@ -345,6 +345,8 @@ class Gemma4Config:
     """Numbers of the embedding of a token that each layer has for itself; 0: there is none."""
     input_vocab: int
     """Ids that have such embeddings."""
+    pad_id: int
+    """Id of which images' tokens have them."""
 
     def tensors(self, hidden: int, moe: MoeConfig | None) -> dict[str, tuple[int, ...]]:
         """Return name and shape of tensors that a layer has beside its linear maps and norms."""
@@ -404,7 +406,7 @@ def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
     activation = fields.string("hidden_activation", default="gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
         raise fields.error("hidden_activation", f"must be 'gelu_pytorch_tanh', got {activation!r}")
-    # "vision" lets the tokens of an image see each other, and texts have none.
+    # "vision" lets the tokens of an image see each other; see `parse_vision`.
     if (seen := dict(fields.items()).get("use_bidirectional_attention")) not in (None, "vision"):
         raise fields.error("use_bidirectional_attention", f"must be null or 'vision', got {seen!r}")
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -468,6 +470,7 @@ def _gemma4_kinds(fields: JsonFields, windows: tuple[int | None, ...]) -> Gemma4
     vocab, size = fields.integer("vocab_size_per_layer_input"), 0
     if not fields.is_null(key := "hidden_size_per_layer_input"):
         size = fields.integer(key, default=256, low=0)
+    pad = "pad_token_id"
     if size and vocab < fields.integer("vocab_size"):
         complaint = f"must be at least vocab_size {fields.integer('vocab_size')}, got {vocab}"
         raise fields.error("vocab_size_per_layer_input", complaint)
@@ -479,6 +482,7 @@ def _gemma4_kinds(fields: JsonFields, windows: tuple[int | None, ...]) -> Gemma4
         widens_sharing=fields.boolean("use_double_wide_mlp", default=False),
         input_size=size,
         input_vocab=vocab,
+        pad_id=fields.integer("pad_token_id", low=0, high=vocab - 1) if fields.has(pad) else 0,
     )
 
 

@@ -432,6 +432,8 @@ class DecoderModel:
         turned = batch.positions if batch.turned is None else batch.turned
         tables = self._tables(turned)
         if self._layer_inputs is not None:
+            if replaced is not None and (gemma4 := self.config.gemma4) is not None:
+                input_ids = input_ids.index_fill(0, replaced.places, gemma4.pad_id)
             tables = (*tables, self._layer_inputs(input_ids, x))
         if replaced is not None and replaced.seen:
             batch = replace(batch, seen=replaced.seen)

@@ -97,6 +97,7 @@ class EncoderAttention(SelfAttention):
         q, k, v = (
             part.reshape(num_tokens, -1, self._head_dim) for part in (*self.normalised(q, k), v)
         )
+        q, k, v = self.prepared(q, k, v)
         if tables is not None:
             q, k = self._kernels.rotary(q, k, *tables)
         out = q.new_empty(num_tokens + 1, *q.shape[1:])
@@ -107,6 +108,10 @@ class EncoderAttention(SelfAttention):
             )
             out[group.places] = mixed.transpose(1, 2)
         return out[:num_tokens].flatten(1)
+
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return heads [T, H, D] as they are turned and attended; here they are what they were."""
+        return q, k, v
 
 
 class EncoderLayer:

@@ -69,7 +69,8 @@ class Gemma4Attention(HeadNormAttention):
         """See `SelfAttention.rotate_and_write`."""
         kernels, norm = self._kernels, self._qk_norm
         assert norm is not None
-        heads = parts[-1].reshape(len(parts[-1]), -1, self._head_dim)
+        num_heads = parts[-1].shape[1] // self._head_dim
+        heads = parts[-1].reshape(len(parts[-1]), num_heads, self._head_dim)
         if self._is_sharing:
             q = kernels.rms_norm(heads, norm.q_weight, norm.eps)
             return kernels.rotary(q, q[:, :1].clone(), inputs.cos, inputs.sin)[0]

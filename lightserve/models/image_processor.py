@@ -18,7 +18,7 @@ MAX_RATIO = 200
 """By so much a picture may be longer than wide where its size may be any."""
 CLIP, LLAVA, QWEN = "CLIPImageProcessor", "LlavaImageProcessor", "Qwen2VLImageProcessor"
 PIXTRAL, TILES = "PixtralImageProcessor", "GotOcr2ImageProcessor"
-GEMMA3 = "Gemma3ImageProcessor"
+GEMMA3, GEMMA4 = "Gemma3ImageProcessor", "Gemma4ImageProcessor"
 """Kinds of processors, as their files name them."""
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -39,11 +39,15 @@ class AnySize(msgspec.Struct, frozen=True):
     longest_edge: int | None = None
     """Pixels into which sides are fitted before they are rounded up (Pixtral, section 2.2); None:
     they are rounded to the nearest multiple."""
+    fills: bool = False
+    """Whether each picture becomes as large as `max_pixels` lets it, as in Gemma 4."""
 
     def of(self, height: int, width: int) -> tuple[int, int] | None:
         """Return height and width for those of a picture; None: it is too narrow."""
         if max(height, width) > MAX_RATIO * min(height, width):
             return None
+        if self.fills:
+            return self._largest(height, width)
         factor = self.factor
         if self.longest_edge is None:
             sides = [round(side / factor) * factor for side in (height, width)]
@@ -62,6 +66,15 @@ class AnySize(msgspec.Struct, frozen=True):
             growth = math.sqrt(self.min_pixels / (height * width))
             sides = [math.ceil(side * growth / factor) * factor for side in (height, width)]
         return sides[0], sides[1]
+
+    def _largest(self, height: int, width: int) -> tuple[int, int]:
+        """Return the largest sides, rounded down; of narrow pictures one is `factor`."""
+        growth = math.sqrt(self.max_pixels / (height * width))
+        sides = [math.floor(growth * side / self.factor) for side in (height, width)]
+        if 0 in sides:
+            most = max(1, self.max_pixels // self.factor**2)
+            sides = [min(max(1, height // width), most), min(max(1, width // height), most)]
+        return sides[0] * self.factor, sides[1] * self.factor
 
 
 class Tiles(msgspec.Struct, frozen=True):
@@ -147,6 +160,9 @@ class ImageProcessor(msgspec.Struct, frozen=True):
         if self.any_size is None:
             return self.crop or self.size
         factor = self.any_size.factor
+        if self.any_size.fills:  # no other image has more tokens than a strip
+            number = min(max_pixels, self.any_size.max_pixels) // factor**2
+            return factor, max(1, number) * factor
         side = math.isqrt(min(max_pixels, self.any_size.max_pixels)) // factor * factor
         return max(side, factor), max(side, factor)
 
@@ -185,13 +201,16 @@ def load_image_processor(
     if base not in known:
         raise fields.error("image_processor_type", f"must be {' or '.join(known)}, got {kind!r}")
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        if not fields.boolean(key, default=True):
-            raise fields.error(key, "must be true")
+        wanted = (base, key) != (GEMMA4, "do_normalize")  # that encoder does it itself
+        if fields.boolean(key, default=wanted) != wanted:
+            raise fields.error(key, f"must be {str(wanted).lower()}")
     if fields.boolean("do_pan_and_scan", default=False):
         raise fields.error("do_pan_and_scan", "must be false")
     is_gemma = base == GEMMA3
     mean = _colours(fields, "image_mean", _HALVES if is_gemma else _CLIP_MEAN)
     std = _colours(fields, "image_std", _HALVES if is_gemma else _CLIP_STD)
+    if base == GEMMA4:
+        mean = std = _HALVES
     resample = _BILINEAR if is_gemma else _BICUBIC
     pads = base == LLAVA and fields.boolean("do_pad", default=False)
     processor = ImageProcessor(
@@ -204,9 +223,8 @@ def load_image_processor(
         mean=mean,
         std=std,
     )
-    if base in (QWEN, PIXTRAL):
-        read = _any_size if base == QWEN else _fitted_size
-        return msgspec.structs.replace(processor, any_size=read(fields, factor))
+    if base in _READ_ANY_SIZE:
+        return msgspec.structs.replace(processor, any_size=_READ_ANY_SIZE[base](fields, factor))
     if base == TILES:
         return _in_tiles(fields, processor, image_size)
     return _of_one_size(fields, processor, image_size, is_gemma=is_gemma)
@@ -276,6 +294,18 @@ def _any_size(fields: JsonFields, factor: int) -> AnySize:
     return AnySize(
         factor, min(limits["min_pixels"], MAX_PIXELS), min(limits["max_pixels"], MAX_PIXELS)
     )
+
+
+def _filled_size(fields: JsonFields, factor: int) -> AnySize:
+    """Return the sizes that Gemma 4's processor makes."""
+    merge = fields.integer("pooling_kernel_size", default=3)
+    if (found := fields.integer("patch_size", default=16) * merge) != factor:
+        raise fields.error("patch_size", f"times pooling_kernel_size must be {factor}, got {found}")
+    most = fields.integer("max_soft_tokens", default=280, high=MAX_PIXELS // factor**2)
+    return AnySize(factor, 1, most * factor**2, fills=True)
+
+
+_READ_ANY_SIZE = {QWEN: _any_size, PIXTRAL: _fitted_size, GEMMA4: _filled_size}
 
 
 def has_image_processor(path: Path) -> bool:

@@ -5,13 +5,14 @@ Patches are embedded, and all see each other (Dosovitskiy et al., 2021, section 
 by row and column (Wang et al., 2024, section 2.1), some within windows (Bai et al., 2025, section
 2.1), as does Pixtral's (Agrawal et al., 2024, section 2.2). InternVL's sees the tiles of a picture
 one by one (Chen et al., 2024, section 3.3). Two products make embeddings of the language model's
-size, each of one or several patches; Gemma 3 has one, of means of patches. Qwen-VL's are of all
-patches, by queries that attend to them.
+size, each of one or several patches; Gemmas 3 and 4 have one, of means of patches. Qwen-VL's
+are of all patches, by queries that attend to them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,20 +29,25 @@ from lightserve.models.layers.linear import (
     ModelContext,
     ModuleShard,
     Norm,
+    RMSNorm,
     UnquantizedMethod,
+    WeightReader,
     read_vector,
 )
 from lightserve.models.plain_config import NormWeights
 from lightserve.models.vision_config import VisionConfig
 from lightserve.models.weight_files import (
     QUERY_NORMS,
+    RANGES,
     VISION_CLASS,
     VISION_LAST_NORM,
     VISION_LAYERS,
+    VISION_MOVE,
     VISION_NORM,
     VISION_PATCHES,
     VISION_POSITIONS,
     VISION_PROJECTOR,
+    VISION_SCALE,
     projectors,
 )
 
@@ -57,15 +63,93 @@ class _Grid(NamedTuple):
     """float32 cos and sin [T, head_dim / 2] of each token's row and column; None: not rotated."""
 
 
+class _Clipped:
+    """Products of one input, each of which clips it, and its results, to ranges of its own.
+
+    As in transformers' `Gemma4ClippableLinear`.
+    """
+
+    def __init__(self, parts: list[tuple[Linear, list[tuple[Tensor, Tensor]]]]) -> None:
+        """`parts`: each a product with its ranges, of inputs and perhaps of results."""
+        self._parts = parts
+
+    def apply(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Linear.apply`."""
+        results = []
+        for linear, (inputs, *outputs) in self._parts:
+            result = linear.apply(x.clamp(*inputs), dtype=dtype)
+            results.append(result.clamp(*outputs[0]) if outputs else result)
+        return torch.cat(results, dim=-1)
+
+    def rows(self, in_size: int, dtype: torch.dtype) -> None:
+        """See `Linear.rows`."""
+        return
+
+
+class _ClippingMethod(UnquantizedMethod):
+    """Plain weights whose products clip. Results that ranks have yet to add are left as they are:
+    their layer clips the sums."""
+
+    sums = ("self_attn.o_proj", "mlp.down_proj")
+
+    def create(
+        self, reader: WeightReader, shards: Sequence[ModuleShard], *, is_gated: bool = False
+    ) -> Linear:
+        """See `LinearMethod.create`."""
+        parts = []
+        for shard in shards:
+            own = RANGES[:1] if shard.name.endswith(self.sums) else RANGES
+            ranges = [self.range_of(reader, f"{shard.name}.{name}") for name in own]
+            parts.append((super().create(reader, [shard], is_gated=is_gated), ranges))
+        return _Clipped(parts)
+
+    @staticmethod
+    def range_of(reader: WeightReader, name: str) -> tuple[Tensor, Tensor]:
+        """Read the least and the largest number of a range."""
+        low, high = (torch.empty((), dtype=reader.dtype, device=reader.device) for _ in range(2))
+        reader.read_into(low, f"{name}_min")
+        reader.read_into(high, f"{name}_max")
+        return low, high
+
+
+class _NormedHeads(EncoderAttention):
+    """Attention of Gemma 4's encoder: each head is normalised, and its halves turn by themselves.
+
+    Turned pairs are half a head apart for kernels: of a head with the quarters c C r R, whose
+    columns turn pairs of c and C and rows those of r and R, this makes r c R C.
+    """
+
+    def __init__(self, context: ModelContext, prefix: str, *, layer: int) -> None:
+        super().__init__(context, prefix, layer=layer)
+        reader, size, self._eps = context.reader, self._head_dim, context.config.rms_norm_eps
+        quarters = torch.arange(size, device=reader.device).view(2, 2, size // 4)
+        self._order = quarters.flip(0).transpose(0, 1).flatten()
+        self._weights = [
+            context.norm_weight(f"{prefix}.{name}_norm", Part(0, size))[self._order]
+            for name in "qk"
+        ]
+        self._ones = torch.ones(size, device=reader.device)
+
+    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `EncoderAttention.prepared`."""
+        norm, order, eps = self._kernels.rms_norm, self._order, self._eps
+        q, k = (
+            norm(heads.index_select(2, order), weight, eps)
+            for heads, weight in zip((q, k), self._weights, strict=True)
+        )
+        return q, k, norm(v, self._ones, eps)
+
+
 class _Layer:
-    """x = x + attention(norm(x)); x = x + mlp(norm(x)); both perhaps scaled (LayerScale, Touvron et
-    al., 2021, section 2)."""
+    """x = x + attention(norm(x)); x = x + mlp(norm(x)); both perhaps clipped, normalised or scaled
+    (LayerScale, Touvron et al., 2021, section 2)."""
 
     def __init__(self, context: ModelContext, vision: VisionConfig, layer: int) -> None:
         prefix, own = f"{VISION_LAYERS}.{layer}", context
         if (eps := vision.layers.qk_norm_eps) is not None:
             own = replace(context, config=replace(context.config, rms_norm_eps=eps))
-        self._attention = EncoderAttention(own, f"{prefix}.self_attn", layer=layer)
+        attention = _NormedHeads if vision.layers.has_head_norms else EncoderAttention
+        self._attention = attention(own, f"{prefix}.self_attn", layer=layer)
         activation, size = vision.layers.activation, vision.layers.intermediate_size
         if vision.layers.is_gated or activation is None:
             self._mlp = gated_mlp(context, f"{prefix}.mlp", size, activation)
@@ -74,6 +158,17 @@ class _Layer:
         self._attention_norm, self._mlp_norm = (
             context.norm(f"{prefix}.norm{n}", size=vision.hidden_size) for n in (1, 2)
         )
+        self._ranges: list[tuple[Tensor, Tensor]] = []
+        if vision.layers.clips:
+            self._ranges = [
+                _ClippingMethod.range_of(context.reader, f"{prefix}.{name}.{RANGES[1]}")
+                for name in _ClippingMethod.sums
+            ]
+        self._output_norms: list[Norm] = []
+        if vision.layers.has_output_norms:
+            self._output_norms = [
+                context.norm(f"{prefix}.output_norm{n}", size=vision.hidden_size) for n in (1, 2)
+            ]
         self._scales: list[Tensor] = []
         if vision.layers.has_scales:
             self._scales = [
@@ -86,10 +181,14 @@ class _Layer:
         """x [T, hidden] -> [T, hidden]."""
         groups = grid.whole if self._sees_all else grid.windows
         heads = self._attention.attend(self._attention_norm(x), groups, grid.tables)
-        x = x + self._scaled(self._attention.project(heads), 0)
-        return x + self._scaled(self._mlp(self._mlp_norm(x)), 1)
+        x = x + self._added(self._attention.project(heads), 0)
+        return x + self._added(self._mlp(self._mlp_norm(x)), 1)
 
-    def _scaled(self, x: Tensor, block: int) -> Tensor:
+    def _added(self, x: Tensor, block: int) -> Tensor:
+        if self._ranges:
+            x = x.clamp(*self._ranges[block])
+        if self._output_norms:
+            x = self._output_norms[block](x)
         return x * self._scales[block] if self._scales else x
 
 
@@ -205,6 +304,46 @@ class _QueryProjector:
         return self._outer.apply(self._norm(x))
 
 
+class _ScalingProjector:
+    """outer(norm(mean of an embedding's patches, moved and scaled)), as Gemma 4 has it."""
+
+    def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
+        """`context` is that of the encoder."""
+        reader, hidden = context.reader, vision.hidden_size
+        self._shape, self._root = (vision.merge**2, hidden), math.sqrt(hidden)
+        self._move_and_scale: list[Tensor] = []
+        if vision.projector.standardizes:
+            self._move_and_scale = [
+                read_vector(reader, name, hidden, torch.float32)
+                for name in (VISION_MOVE, VISION_SCALE)
+            ]
+        ones = torch.ones(hidden, device=reader.device)
+        self._norm = RMSNorm(context.kernels, ones, vision.layers.norm_eps)
+        shape = context.config.embedding_size, hidden
+        weight = _read(context, f"{VISION_PROJECTOR}.outer.weight", shape)
+        self._outer = context.method.make(weight, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T / merge ** 2, size of an embedding]."""
+        means = x.view(-1, *self._shape).float().mean(dim=1).to(x.dtype)
+        wide = means.float() * self._root  # beyond float16
+        if self._move_and_scale:
+            move, scale = self._move_and_scale
+            wide = (wide - move) * scale
+        return self._outer.apply(self._norm(wide.to(x.dtype)))
+
+
+def _pooling(
+    context: ModelContext, vision: VisionConfig
+) -> _PoolingProjector | _QueryProjector | _ScalingProjector:
+    """Load the one product behind the encoder, where it has no pair; `context` is its own."""
+    if vision.projector.num_queries:
+        return _QueryProjector(context, vision)
+    if vision.projector.scales_means:
+        return _ScalingProjector(context, vision)
+    return _PoolingProjector(context, vision)
+
+
 class _Encoding:
     """See `ImageEncoding`."""
 
@@ -258,12 +397,14 @@ class VisionEncoder:
             self._class = _read(context, VISION_CLASS, (*lead, *lead, hidden)).view(1, 1, hidden)
         self._positions: Tensor | None = None
         if vision.num_positions:
-            shape = (*lead, vision.num_positions, hidden)
-            self._positions = self._in_order(
-                _read(context, VISION_POSITIONS, shape).view(shape[-2:])
-            )
+            shape = (*lead, *(2,) * vision.has_axes, vision.num_positions, hidden)
+            positions = _read(context, VISION_POSITIONS, shape).view(shape[len(lead) :])
+            self._positions = self._in_order(positions)
         self._patches = _patch_embedding(context, vision, method)
-        self.layers = [_Layer(own, vision, layer) for layer in range(vision.layers.count)]
+        of_layers = own
+        if vision.layers.clips:
+            of_layers = replace(own, method=_ClippingMethod(context.kernels))
+        self.layers = [_Layer(of_layers, vision, layer) for layer in range(vision.layers.count)]
         has_bias = None if vision.layers.is_rms_around else True
         own = replace(own, config=replace(own.config, layer_norm_bias=has_bias))
         self._first_norm, self.last_norm = (
@@ -274,11 +415,7 @@ class VisionEncoder:
             )
         )
         pairs = [_Projector(own, vision, name, size) for name, size in projectors(vision)]
-        self.projector: _Projector | _PoolingProjector | _QueryProjector
-        if vision.projector.num_queries:
-            self.projector = _QueryProjector(own, vision)
-        else:
-            self.projector = pairs.pop(0) if pairs else _PoolingProjector(own, vision)
+        self.projector = pairs.pop(0) if pairs else _pooling(own, vision)
         self.deep = dict(zip(vision.projector.deep_layers, pairs, strict=True))
         self._dtype = reader.dtype
         processor = vision.processor
@@ -333,10 +470,14 @@ class VisionEncoder:
         return by_place.reshape(shape).transpose(1, 2).reshape(rows * columns, *rest)
 
     def _positions_of(self, rows: int, columns: int) -> Tensor:
-        """Return learned positions [T, hidden], stretched where images have any size."""
+        """Return learned positions [T, hidden], stretched where images have any size, or by row
+        and column."""
         assert self._positions is not None
         if self.config.processor.any_size is None:
             return self._positions
+        if self.config.has_axes:
+            of_columns, of_rows = self._positions
+            return self._merged(of_columns[:columns] + of_rows[:rows, None], rows, columns)
         side, size = math.isqrt(len(self._positions)), self._positions.shape[1]
         square = self._positions.view(side, side, size)
         return self._merged(_stretched(square, rows, columns, is_cubic=False), rows, columns)
@@ -403,13 +544,17 @@ def _patch_embedding(
 ) -> Linear:
     """Load the product of a patch; weights for several frames are added: all are the image."""
     reader, patch = context.reader, vision.patch_size
-    frames = () if vision.num_frames is None else (vision.num_frames,)
+    frames = () if vision.patches.num_frames is None else (vision.patches.num_frames,)
     shape = (vision.hidden_size, 3, *frames, patch, patch)
+    if vision.patches.is_flat:
+        flat = _read(context, f"{VISION_PATCHES}.weight", (vision.hidden_size, 3 * patch**2))
+        by_pixel = flat.view(-1, patch, patch, 3)
+        return method.make(by_pixel.permute(0, 3, 1, 2).flatten(1), None)
     weight = _read(context, f"{VISION_PATCHES}.weight", shape)
     if frames:
         weight = weight.float().sum(dim=2).to(reader.dtype)
     bias = None
-    if vision.has_patch_bias:
+    if vision.patches.has_bias:
         bias = read_vector(reader, f"{VISION_PATCHES}.bias", vision.hidden_size)
     return method.make(weight.flatten(1), bias)
 
@@ -419,6 +564,7 @@ def _layer_config(context: ModelContext, vision: VisionConfig) -> ModelConfig:
     return replace(
         context.config,
         vision=None,
+        gemma4=None,
         word_size=context.config.embedding_size,
         hidden_size=vision.hidden_size,
         intermediate_size=vision.layers.intermediate_size,
@@ -426,12 +572,12 @@ def _layer_config(context: ModelContext, vision: VisionConfig) -> ModelConfig:
         num_heads=vision.layers.num_heads,
         num_kv_heads=vision.layers.num_heads,
         head_dim=vision.hidden_size // vision.layers.num_heads,
-        attention_scale=None,
+        attention_scale=1.0 if vision.layers.has_head_norms else None,
         rms_norm_eps=vision.layers.norm_eps,
         layer_norm_bias=None if vision.layers.is_rms else True,
         has_whole_qk_norm=vision.layers.qk_norm_eps is not None,
         attention_chunk=None,
-        norm_weights=NormWeights.PLAIN,
+        norm_weights=NormWeights.WIDE if vision.layers.has_head_norms else NormWeights.PLAIN,
         activation=vision.layers.activation,
         has_gelu=False,
         qkv_bias=vision.layers.qkv_bias,

@@ -192,6 +192,13 @@ class EncoderLayers:
     merged: str = ""
     """How the file has queries, keys and values as one tensor, see `ModelConfig.merged`; empty: it
     has three."""
+    has_head_norms: bool = False
+    """Whether heads are those of Gemma 4: queries, keys and values are normalised, scores have no
+    other scale, the first half of a head is turned by columns and the second by rows; …"""
+    has_output_norms: bool = False
+    """… and results of blocks are normalised before they are added."""
+    clips: bool = False
+    """Whether inputs and results of each product are clipped to ranges of the file."""
     window: int | None = None
     """Embeddings along the side of a square within which layers attend; None: they see all."""
     full: frozenset[int] = frozenset()
@@ -214,6 +221,10 @@ class Projector:
     """Learned queries that attend to all patches, one for each embedding; 0: embeddings are made of
     patches of their own."""
     num_query_heads: int = 0
+    scales_means: bool = False
+    """Whether means are scaled before that, and their norm has no weights, as in Gemma 4; …"""
+    standardizes: bool = False
+    """… and moved and scaled number by number."""
     has_merger: bool = False
     """Whether a product before the two makes as many numbers as a patch has of an embedding's."""
     inner_size: int | None = None
@@ -232,6 +243,19 @@ class PatchRope(NamedTuple):
     """Base."""
     alternates: bool = False
     """Whether a column's frequencies lie between those of a row; else they are the same."""
+
+
+class PatchWeights(NamedTuple):
+    """The product that embeds patches, as a file has it."""
+
+    has_bias: bool = False
+    num_frames: int | None = None
+    """Equal images that weights are for; None: they are for one, without this size."""
+    is_flat: bool = False
+    """Whether weights are a matrix, in the order of pixels."""
+
+
+ALONE = PatchWeights()
 
 
 class ImageInPrompt(NamedTuple):
@@ -267,15 +291,15 @@ class VisionConfig:
     patch_size: int
     merge: int = 1
     """Patches along the side of the square of which an embedding is made."""
-    num_frames: int | None = None
-    """Equal images that a patch's weights are for; None: they are for one, without this size."""
-    has_patch_bias: bool = False
+    patches: PatchWeights = ALONE
     has_class: bool = False
     """Whether a token that stands for the whole image goes before the patches, …"""
     drops_class: bool = False
     """… and its result is left out."""
     num_positions: int = 0
-    """Learned positions, with that of the class; where sizes differ the square is stretched."""
+    """Learned positions, with that of the class; where sizes differ the square is stretched. …"""
+    has_axes: bool = False
+    """… So many of columns and so many of rows, whose sum a patch gets."""
     has_first_norm: bool = False
     """Whether there is a norm before the layers."""
     is_batched: bool = False

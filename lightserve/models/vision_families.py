@@ -15,6 +15,7 @@ from lightserve.models.architectures import Architecture
 from lightserve.models.image_processor import (
     CLIP,
     GEMMA3,
+    GEMMA4,
     LLAVA,
     PIXTRAL,
     QWEN,
@@ -30,6 +31,7 @@ from lightserve.models.vision_config import (
     EncoderLayers,
     ImageInPrompt,
     PatchRope,
+    PatchWeights,
     Projector,
     VisionConfig,
     text_fields,
@@ -71,6 +73,8 @@ def parse_vision(fields: JsonFields, architecture: Architecture) -> VisionConfig
             return _parse_gemma3(fields) if _sees(fields) else None
         case Architecture.QWEN:
             return _parse_qwen_vl(fields) if fields.has(VISION_KEY) else None
+        case Architecture.GEMMA4_WHOLE:
+            return _parse_gemma4(fields) if _sees(fields) else None
         case Architecture.QWEN2_VL | Architecture.QWEN2_5_VL | Architecture.QWEN3_VL:
             return _parse_qwen(fields, architecture)
         case Architecture.QWEN3_5_WHOLE | Architecture.QWEN3_5_MOE_WHOLE:
@@ -253,7 +257,7 @@ def _parse_internvl(fields: JsonFields) -> VisionConfig:
         ),
         patch_size=patch_size,
         merge=2,
-        has_patch_bias=True,
+        patches=PatchWeights(has_bias=True),
         has_class=True,
         drops_class=True,
         num_positions=1 + (image_size // patch_size) ** 2,
@@ -308,7 +312,7 @@ def _parse_gemma3(fields: JsonFields) -> VisionConfig:
         projector=Projector(pools=True, activation=Activation.GELU, has_bias=False),
         patch_size=patch_size,
         merge=merge,
-        has_patch_bias=True,
+        patches=PatchWeights(has_bias=True),
         num_positions=side**2,
         has_last_norm=True,
         prompt=ImageInPrompt("<start_of_image>", f"\n\n{_GEMMA3_IMAGE}\n\n", is_whole=True),
@@ -395,6 +399,86 @@ _QWEN_VL_NAMES = (
 )
 
 
+def _parse_gemma4(fields: JsonFields) -> VisionConfig:
+    """Return the encoder of Gemma 4, as transformers has it (`Gemma4VisionModel`)."""
+    own, text = _vision_fields(fields, "gemma4_vision"), text_fields(fields)
+    hidden, heads = _heads(own, "hidden_size", 768, "num_attention_heads", num_heads=12)
+    _check_axes(own, "num_attention_heads", hidden, heads)
+    name = "gelu_pytorch_tanh"
+    for key, wanted, found in (
+        ("head_dim", hidden // heads, own.integer("head_dim", default=64)),
+        ("num_key_value_heads", heads, own.integer("num_key_value_heads", default=12)),
+        ("hidden_activation", name, own.string("hidden_activation", default=name)),
+    ):
+        if found != wanted:
+            raise own.error(key, f"must be {wanted!r}, got {found!r}")
+    rope = own.child("rope_parameters") if own.has("rope_parameters") else JsonFields(own.path, {})
+    kind = rope.string("rope_type", default="axial")
+    if kind not in ("axial", "default"):  # the authors' files have the second name
+        raise rope.error("rope_type", f"must be 'axial', got {kind!r}")
+    merge = own.integer("pooling_kernel_size", default=3, high=16)
+    patch_size = own.integer("patch_size", default=16, high=4096)
+    processor = load_image_processor(fields.path.parent, GEMMA4, factor=patch_size * merge)
+    sizes, num_positions = processor.any_size, own.integer("position_embedding_size", default=10240)
+    assert sizes is not None
+    if num_positions < (most := sizes.max_pixels // sizes.factor**2 * merge):
+        raise own.error("position_embedding_size", f"must be at least {most}, got {num_positions}")
+    return VisionConfig(
+        placeholder=_placeholder(fields, 258_880),
+        processor=processor,
+        names=_GEMMA4_NAMES,
+        prefixes=(
+            (("vision.", "model.vision_tower."), ("vision_tower.projector.", "embed_vision.")),
+        ),
+        hidden_size=hidden,
+        layers=EncoderLayers(
+            count=own.integer("num_hidden_layers", default=16, high=MAX_LAYERS),
+            num_heads=heads,
+            intermediate_size=own.integer("intermediate_size", default=3072),
+            norm_eps=own.number("rms_norm_eps", default=1e-6),
+            activation=Activation.GELU_TANH,
+            is_gated=True,
+            qkv_bias=False,
+            has_bias=False,
+            is_rms=True,
+            has_head_norms=True,
+            has_output_norms=True,
+            clips=own.boolean("use_clipped_linears", default=False),
+        ),
+        projector=Projector(
+            pools=True,
+            scales_means=True,
+            standardizes=own.boolean("standardize", default=False),
+            activation=Activation.GELU,
+            has_bias=False,
+        ),
+        patch_size=patch_size,
+        merge=merge,
+        patches=PatchWeights(is_flat=True),
+        num_positions=num_positions,
+        has_axes=True,
+        rope=PatchRope(rope.number("rope_theta", default=100.0)),
+        prompt=ImageInPrompt(
+            "<|image|>",
+            "<|image><|image|><image|>",
+            is_whole=text.string("use_bidirectional_attention", default="") == "vision",
+        ),
+    )
+
+
+_GEMMA4_NAMES = (
+    ("_proj.weight", "_proj.linear.weight"),
+    ("vision.projector.outer", "vision.projector.embedding_projection"),
+    ("vision.patches", "vision.patch_embedder.input_proj"),
+    ("vision.positions.weight", "vision.patch_embedder.position_embedding_table"),
+    ("vision.layers", "vision.encoder.layers"),
+    (".norm1", ".input_layernorm"),
+    (".norm2", ".pre_feedforward_layernorm"),
+    (".output_norm1", ".post_attention_layernorm"),
+    (".output_norm2", ".post_feedforward_layernorm"),
+)
+
+
 def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
     """Return the encoder of a Qwen-VL, which takes images of any size; its sizes are the file's."""
     kind = _QWEN_KINDS[architecture]
@@ -445,8 +529,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
         ),
         patch_size=patch_size,
         merge=merge,
-        num_frames=own.integer("temporal_patch_size", default=2, high=16),
-        has_patch_bias=is_third,
+        patches=PatchWeights(is_third, own.integer("temporal_patch_size", default=2, high=16)),
         num_positions=_num_positions(own) if is_third else 0,
         rope=PatchRope(10_000.0),
         axes=parse_axes(text, is_interleaved=is_third, has_states=has_states),

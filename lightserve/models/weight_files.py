@@ -55,6 +55,10 @@ VISION_NORM, VISION_LAST_NORM = f"{VISION}first_norm", f"{VISION}last_norm"
 VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
 QUERY_NORMS = ("query_norm", "patch_norm", "last_norm")
 """Norms of a projector with queries: of these, of patches, and of the results."""
+VISION_MOVE, VISION_SCALE = f"{VISION}std_bias", f"{VISION}std_scale"
+"""Numbers that are taken off means of patches, and by which they are multiplied then."""
+RANGES = ("input", "output")
+"""Ranges of a product that clips: each is two numbers, `_min` and `_max`."""
 LATENT_INPUTS, LATENT_RESULTS = "fc1_latent_proj", "fc2_latent_proj"
 """Products before and behind experts, see `MoeConfig.latent_size`."""
 CHOICE_BIAS = "e_score_correction_bias"
@@ -198,13 +202,12 @@ def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
 def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
     hidden, patch = vision.hidden_size, vision.patch_size
-    frames = () if vision.num_frames is None else (vision.num_frames,)
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{VISION_PATCHES}.weight": (hidden, 3, *frames, patch, patch)
-    }
-    if vision.has_patch_bias:
+    frames = () if vision.patches.num_frames is None else (vision.patches.num_frames,)
+    shape = (3 * patch**2,) if vision.patches.is_flat else (3, *frames, patch, patch)
+    shapes: dict[str, tuple[int, ...]] = {f"{VISION_PATCHES}.weight": (hidden, *shape)}
+    if vision.patches.has_bias:
         shapes[f"{VISION_PATCHES}.bias"] = (hidden,)
-    lead = (1,) * vision.is_batched
+    lead = (1,) * vision.is_batched + (2,) * vision.has_axes
     if vision.has_class:
         shapes[VISION_CLASS] = (*lead, *lead, hidden)
     if vision.num_positions:
@@ -229,13 +232,17 @@ def _projector_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, 
     """Return the tensors of the products behind the layers, but for norms in the encoder's form."""
     hidden, projector = vision.hidden_size, vision.projector
     shapes: dict[str, tuple[int, ...]] = {}
-    if projector.pools:
+    if projector.scales_means:
+        shapes = {"outer.weight": (size, hidden)}
+    elif projector.pools:
         shapes = {"norm.weight": (hidden,), "outer.weight": (hidden, size)}
     if number := projector.num_queries:
         shapes = {"queries": (number, size), "positions": (number, size), "outer": (size, size)}
         shapes |= {"inner.weight": (size, hidden), "qkv_weight": (3 * size, size)}
         shapes |= {"o_proj.weight": (size, size), "o_proj.bias": (size,), "qkv_bias": (3 * size,)}
     shapes = {f"{VISION_PROJECTOR}.{name}": shape for name, shape in shapes.items()}
+    if projector.standardizes:
+        shapes |= {VISION_MOVE: (hidden,), VISION_SCALE: (hidden,)}
     group, middle = hidden * vision.merge**2, projector.inner_size or size
     for name, _ in projectors(vision):
         if projector.has_merger:
@@ -264,10 +271,15 @@ def _vision_layer_tensors(vision: VisionConfig, prefix: str) -> dict[str, tuple[
             shapes |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in linears.items()}
     if layers.has_scales:
         shapes |= {f"{prefix}.scale{n}": (hidden,) for n in (1, 2)}
-    for part in ("weight",) if layers.is_rms else ("weight", "bias"):
-        shapes |= {f"{prefix}.norm{n}.{part}": (hidden,) for n in (1, 2)}
-    if layers.qk_norm_eps is not None:
-        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (hidden,) for name in "qk"}
+    for kind in ("norm", "output_norm") if layers.has_output_norms else ("norm",):
+        for part in ("weight",) if layers.is_rms else ("weight", "bias"):
+            shapes |= {f"{prefix}.{kind}{n}.{part}": (hidden,) for n in (1, 2)}
+    if layers.qk_norm_eps is not None or layers.has_head_norms:
+        size = hidden // layers.num_heads if layers.has_head_norms else hidden
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    if layers.clips:
+        ends = [f"{kind}_{end}" for kind in RANGES for end in ("min", "max")]
+        shapes |= {f"{prefix}.{name}.{end}": () for name in (*inputs, *others) for end in ends}
     return shapes
 
 

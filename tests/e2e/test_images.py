@@ -141,7 +141,9 @@ def test_answers(client: OpenAI, reference: Reference) -> None:
     check(reference, whole(client, turns), [FIRST, SECOND])
 
 
-@pytest.mark.parametrize("family", ["qwen_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["qwen_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "gemma3", "gemma4"]
+)
 def test_families_with_two_ranks(run_parent: Path, tmp_path: Path, family: str) -> None:
     model = write_vision_model(tmp_path, family)
     flags = ("--model", str(model), "--served-model-name=llava", "--dtype=float32", "--tp=2")

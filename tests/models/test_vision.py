@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.graph_recorders import TapeRecorder
 from support.lossless import (
     MAX_LEN,
@@ -290,10 +291,13 @@ def test_recorded_passes_turn_by_the_same_positions(tmp_path: Path, family: str)
         ("mistral3", "mistral4"),
         ("internvl", "qwen3"),
         ("internvl_6b", "qwen2"),  # InternViT-6B: norms of queries and keys, RMS norms in layers
+        ("gemma4_plain", ""),
     ],
 )
 def test_other_encoders_and_text_parts(tmp_path: Path, family: str, text: str) -> None:
-    changes = {**find_tiny_model(text).config, "model_type": text.partition("-")[0]}
+    changes: dict[str, Any] = {}
+    if text:
+        changes = {**find_tiny_model(text).config, "model_type": text.partition("-")[0]}
     write_vision_model(
         tmp_path,
         family,
@@ -611,6 +615,14 @@ def test_files_that_cannot_be_served(
         ("gemma3", {"image_size": 63}, "must be that of a grid of 9 x 9 patches"),
         ("gemma3", {"image_size": 84}, "'size' must be the encoder's 84 x 84"),
         ("gemma3", {"model_type": "clip"}, "must be 'siglip_vision_model', got 'clip'"),
+        ("gemma4", {"head_dim": 8}, "'vision_config.head_dim' must be 16, got 8"),
+        ("gemma4", {"num_key_value_heads": 1}, "'vision_config.num_key_value_heads' must be 2"),
+        ("gemma4", {"hidden_activation": "silu"}, "must be 'gelu_pytorch_tanh', got 'silu'"),
+        ("gemma4", {"hidden_size": 36, "num_attention_heads": 6}, "heads of a multiple of 4"),
+        ("gemma4", {"position_embedding_size": 33}, "must be at least 34, got 33"),
+        ("gemma4", {"patch_size": 8}, "'patch_size' times pooling_kernel_size must be 16, got 14"),
+        ("gemma4", {"rope_parameters": {"rope_type": "yarn"}}, "must be 'axial', got 'yarn'"),
+        ("gemma4", {"model_type": "siglip_vision_model"}, "must be 'gemma4_vision', got 'siglip"),
         ("internvl", {"norm_type": "batch_norm"}, "or 'rms_norm', got 'batch_norm'"),
         ("internvl", {"image_size": [28, 14]}, "must be a square of 1 to 4096"),
         ("internvl", {"image_size": 35}, "must be a multiple of 14, got 35"),
@@ -660,6 +672,10 @@ def test_first_qwen_vls_that_cannot_be_served(
         ("mistral3", {"image_processor_type": "CLIPImageProcessor"}, "must be PixtralImage"),
         ("gemma3", {"do_pan_and_scan": True}, "'do_pan_and_scan' must be false"),
         ("gemma3", {"size": {"height": 28, "width": 28}}, "must be the encoder's 56 x 56"),
+        ("gemma4", {"do_normalize": True}, "'do_normalize' must be false"),
+        ("gemma4", {"do_resize": False}, "'do_resize' must be true"),
+        ("gemma4", {"max_soft_tokens": 21400}, "must be between 1 and 21399, got 21400"),
+        ("gemma4", {"image_processor_type": "Gemma3ImageProcessor"}, "must be Gemma4ImageProc"),
         ("internvl", {"size": {"height": 28, "width": 14}}, "must be the encoder's 28 x 28"),
         ("internvl", {"max_patches": 5349}, "must be at most 5348, got 5349"),
         ("internvl", {"min_patches": 5}, "'min_patches' must be between 1 and 4"),
@@ -729,6 +745,48 @@ def test_the_published_qwen_vl_has_the_simulators_sizes(tmp_path: Path) -> None:
         True: pytest.approx(shape.encoder.num_params, rel=0.03),
         False: pytest.approx(shape.num_params, rel=0.01),
     }
+
+
+def test_clipped_products_have_ranges_of_their_own(tmp_path: Path) -> None:
+    """A range that is not there is named, and each of them changes what is seen."""
+    file = write_vision_model(tmp_path, "gemma4") / "model.safetensors"
+    tensors = load_file(file)
+    made = picture(1)
+    pixels = torch.frombuffer(
+        bytearray(given_image(tmp_path, made, 0).pixels), dtype=torch.uint8
+    ).view(42, 56, 3)
+
+    def seen() -> torch.Tensor:
+        runner = make_runner(tmp_path, model=None)
+        with torch.inference_mode():
+            return runner._model.encode(pixels).embeddings()
+
+    before, prefix = seen(), "model.vision_tower.encoder.layers.1"
+    products = [f"self_attn.{name}_proj" for name in "qkvo"]
+    products += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    ends = [f"{kind}_{end}" for kind in ("input", "output") for end in ("min", "max")]
+    for name in (f"{prefix}.{product}.{end}" for product in products for end in ends):
+        save_file(tensors | {name: tensors[name] / 4}, file, metadata={"format": "pt"})
+        assert (seen() - before).abs().max() > 1e-4, name
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"tensor '{name}' is missing"):
+        seen()
+
+
+def test_a_gemma_4_whose_tokens_see_all_texts_is_refused(tmp_path: Path) -> None:
+    """Images that see themselves are those of files that say so."""
+    file = write_vision_model(tmp_path, "gemma4") / "config.json"
+    values = json.loads(file.read_text())
+    for seen, is_whole in (("vision", True), (None, False)):
+        values["text_config"]["use_bidirectional_attention"] = seen
+        file.write_text(json.dumps(values))
+        vision = load_model_config(tmp_path).vision
+        assert vision is not None and vision.prompt.is_whole is is_whole
+    values["text_config"]["use_bidirectional_attention"] = "all"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match="must be null or 'vision', got 'all'"):
+        load_model_config(tmp_path)
 
 
 def test_the_processor_may_be_in_another_file(tmp_path: Path) -> None:

@@ -1134,6 +1134,11 @@ def randomise(reference: Any, generator: torch.Generator) -> None:
             buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith(("std_bias", "std_scale")):
+            buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith(("put_min", "put_max")):  # so that one number of ten is clipped
+            bound = 1.5 + 0.3 * torch.rand(buffer.shape, generator=generator)
+            buffer.copy_(-bound if name.endswith("min") else bound)
 
 
 def _of_family(family: str, name: str, scaled: Tensor, *, tied: bool) -> Tensor:
@@ -1141,7 +1146,7 @@ def _of_family(family: str, name: str, scaled: Tensor, *, tied: bool) -> Tensor:
     is_norm = name.endswith("norm.weight")
     if family.startswith("gemma") and "embed_tokens" in name and not tied:
         return scaled / math.sqrt(scaled.shape[1])
-    if family == "gemma4_text":  # scores have no other scale
+    if family.startswith("gemma4"):  # scores have no other scale
         return scaled / math.sqrt(len(scaled)) if name.endswith("q_norm.weight") else scaled
     if family.startswith("gemma"):
         return scaled - 1.0 if is_norm else scaled

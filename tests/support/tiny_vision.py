@@ -18,6 +18,11 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4 import image_processing_pil_gemma4
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    _SUPPORTED_SOFT_TOKENS as SUPPORTED_SOFT_TOKENS,
+)
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -28,7 +33,7 @@ from lightserve.messages.images import digest_of
 from lightserve.models.config import load_model_config
 from lightserve.picture_process import decode
 from support.own_code_models import own_code_reference, write_own_code_model
-from support.tiny_models import BASE_CONFIG, QWEN_DELTA, randomise
+from support.tiny_models import BASE_CONFIG, GEMMA4, QWEN_DELTA, randomise
 from support.tokenizers_made import write_byte_level, write_config
 
 SIDE, PATCH = 28, 7
@@ -100,7 +105,7 @@ def write_llava(
 
 FAMILIES = (
     *("llava", "qwen_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
-    *("mistral3", "internvl", "gemma3"),
+    *("mistral3", "internvl", "gemma3", "gemma4"),
 )
 SIZES: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -214,6 +219,60 @@ def write_towered(
     return path
 
 
+FILLING: dict[str, Any] = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "do_normalize": False,
+    "patch_size": PATCH,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 17,
+}
+"""Images of at most 17 tokens, each of the mean of 4 patches."""
+image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (17, *SUPPORTED_SOFT_TOKENS)
+
+
+def write_gemma4(path: Path, *, is_plain: bool = False, **changes: Any) -> Path:
+    """Write a random Gemma 4; `is_plain`: nothing is clipped or moved by numbers of the file,
+    layers have no embeddings of their own, and images do not see themselves."""
+    transformers_logging.disable_progress_bar()
+    text = {**BASE_CONFIG, **GEMMA4, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-5}
+    text |= {"sliding_window": 12, "vocab_size_per_layer_input": VOCAB_SIZE}
+    text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    text |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+    text |= {"num_global_key_value_heads": 1}
+    if not is_plain:
+        text |= {"hidden_size_per_layer_input": 8, "attention_k_eq_v": False}
+        text |= {"num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": PATCH,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 40,
+        "use_clipped_linears": not is_plain,
+        "standardize": not is_plain,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 90.0},
+    }
+    kind = transformers.Gemma4ForConditionalGeneration
+    config = kind.config_class(
+        vision_config=vision,
+        text_config=text | changes,
+        image_token_id=PLACEHOLDER,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    reference = kind(config)
+    randomise(reference, torch.Generator().manual_seed(3))
+    reference.lm_head.weight.data[PLACEHOLDER] = 0  # never the best: it would stand for an image
+    reference.save_pretrained(path)
+    names = ("<|image|>", "<|image>", "<image|>")
+    _write_tokenizer(path, QWEN_TEMPLATE.replace("[<image>]", names[0]), *names)
+    write_config(path, "preprocessor_config.json", FILLING)
+    return path
+
+
 def _rename(path: Path, family: str) -> None:
     """Give tensors the names of Gemma 3's authors, or those that others have in memory."""
     file = path / "model.safetensors"
@@ -264,6 +323,8 @@ def write_vision_model(
     """Write a random model of one of FAMILIES; `has_old_names`: as its authors' files."""
     if family == "llava":
         return write_llava(path, has_old_names=has_old_names, **changes)
+    if family.startswith("gemma4"):
+        return write_gemma4(path, is_plain=family == "gemma4_plain", **changes)
     if family == "qwen_vl":
         return write_qwen_vl(path, **changes)
     if family in ("mistral3", "pixtral", "internvl", "internvl_6b", "gemma3"):
@@ -388,7 +449,7 @@ class Reference:
     """
 
     def __init__(self, path: Path) -> None:
-        self._sees_whole = False
+        self._sees_whole = self._tells_types = False
         self._model: Any = own_code_reference(path)
         if self._model is not None:
             size = {"height": QWEN_SIDE, "width": QWEN_SIDE}
@@ -404,10 +465,12 @@ class Reference:
             FITTED["image_processor_type"]: PixtralImageProcessorPil,
             TILED["image_processor_type"]: GotOcr2ImageProcessorPil,
             SQUARE["image_processor_type"]: Gemma3ImageProcessorPil,
+            FILLING["image_processor_type"]: Gemma4ImageProcessorPil,
         }[own["image_processor_type"]]
         if made is GotOcr2ImageProcessorPil:
             own["crop_to_patches"] = True  # as the model's processor always has it
         self._processor, self._sees_whole = made(**own), made is Gemma3ImageProcessorPil
+        self._tells_types = made in (Qwen2VLImageProcessorPil, Gemma4ImageProcessorPil)
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
@@ -421,7 +484,8 @@ class Reference:
         if self._sees_whole and images:
             del inputs["num_crops"]
             inputs["token_type_ids"] = (ids == PLACEHOLDER).int()
-        if "image_grid_thw" in inputs:
+        inputs.pop("num_soft_tokens_per_image", None)
+        if self._tells_types and images:
             inputs["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
         output = self._model(ids, **inputs)
         return output.logits[0].float().log_softmax(-1)

@@ -18,8 +18,18 @@ import pytest
 from PIL import Image
 from support.bad_pictures import bad_pictures, png_of
 from support.fake_router import eventually
-from support.tiny_vision import PROCESSOR, SIDE, data_url, file_of, picture, write_llava
+from support.tiny_vision import (
+    FILLING,
+    PROCESSOR,
+    SIDE,
+    data_url,
+    file_of,
+    picture,
+    write_llava,
+    write_vision_model,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -133,6 +143,49 @@ def test_fitted_sizes_are_those_of_transformers(
     processor = clip(28, shortest_edge=None, crop=None, any_size=any_size)
     made = values(decode(file_of(image), processor), processor)
     assert processor.makes(*made.shape[1:]) and np.abs(made - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize(("patch", "merge", "most"), [(16, 3, 280), (16, 3, 70), (7, 2, 17)])
+@pytest.mark.parametrize("size", [*SIZES, (700, 5), (7, 640), (1, 200)], ids=str)
+def test_filled_sizes_are_those_of_transformers(
+    size: tuple[int, int], patch: int, merge: int, most: int
+) -> None:
+    """As many pixels as the budget lets, also of narrow pictures, of which a side rounds to 0."""
+    image, factor = picture(size[0], *size), patch * merge
+    own = {"patch_size": patch, "pooling_kernel_size": merge, "max_soft_tokens": most}
+    expected = Gemma4ImageProcessorPil(**own)(image, input_data_format="channels_last")
+    (num_tokens,), (flat,) = expected["num_soft_tokens_per_image"], expected["pixel_values"]
+    halves = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+    any_size = AnySize(factor, 1, most * factor**2, fills=True)
+    processor = clip(28, shortest_edge=None, crop=None, any_size=any_size, **halves)
+    made = values(decode(file_of(image), processor), processor)
+    assert processor.makes(*made.shape[1:]) and num_tokens == made[0].size // factor**2
+    rows, columns = (side // patch for side in made.shape[1:])
+    by_patch = flat[: rows * columns].reshape(rows, columns, patch, patch, 3)
+    whole = by_patch.transpose(4, 0, 2, 1, 3).reshape(made.shape)
+    assert np.abs(made - 2 * (whole - 0.5)).max() < 1e-6  # as the encoder begins
+    assert processor.largest(10**9) == (factor, most * factor)
+    assert processor.largest(1) == (factor, factor)
+
+
+def test_filled_sizes_that_are_asked_for(tmp_path: Path) -> None:
+    vision = load_model_config(write_vision_model(tmp_path, "gemma4")).vision
+    assert vision is not None and vision.processor.any_size is not None
+    own, factor = vision.processor, vision.factor
+    assert own.any_size == AnySize(factor, 1, FILLING["max_soft_tokens"] * factor**2, fills=True)
+    data = file_of(picture(1, 400, 300))
+
+    def asked(**options: Any) -> tuple[int, int]:
+        made = decode(data, Picture("", "x", **options).processor(own))
+        return made.height // factor, made.width // factor
+
+    assert asked() == asked(detail="high") == asked(detail="low") == (3, 4)
+    assert asked(max_pixels=6 * factor**2) == (2, 2)
+    assert asked(max_pixels=factor**2) == asked(max_pixels=1) == (1, 1)
+    with pytest.raises(InvalidRequest, match="x must have no min_pixels: the model reads each"):
+        asked(min_pixels=1)
+    with pytest.raises(InvalidRequest, match="of at most the model's 3332, got 3333"):
+        asked(max_pixels=3333)
 
 
 def test_fitted_sizes_keep_what_is_asked() -> None:

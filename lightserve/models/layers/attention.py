@@ -101,8 +101,9 @@ def seeing_whole(
 ) -> Tensor:
     """Return heads [T, Hq, D] with those of tokens of images that see each other (`batch.seen`).
 
-    As Gemma 3 has it (Gemma Team, 2025; transformers' masks): such a token sees its image to the
-    end, and from the front what its window has, `window` positions with its own. `q` [T, Hq, D].
+    As Gemma 3 has it, and Gemma 4 in layers with a window (Gemma Team, 2025; transformers' masks):
+    such a token sees its image to the end, and from the front what its window has, `window`
+    positions with its own. `q` [T, Hq, D].
     """
     for image in batch.seen:
         low = 0 if window is None else max(0, image.start - window + 1)
@@ -218,6 +219,8 @@ class SelfAttention:
         self._num_heads, self._num_kv_heads, self._head_dim = q_part.size, kv_part.size, head_dim
         self._scale = config.attention_scale or head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
+        # In Gemma 4 an image's tokens see each other where there is a window, nowhere else.
+        self._sees_images = config.gemma4 is None or self._sliding_window is not None
         self._score_mod = _score_mod(context, prefix, q_part)
         q_rows, kv_rows = _features(q_part, head_dim), _features(kv_part, head_dim)
         parts = [
@@ -316,7 +319,7 @@ class SelfAttention:
             sliding_window=self._sliding_window,
             score_mod=self._score_mod,
         )
-        if inputs.batch.seen:
+        if inputs.batch.seen and self._sees_images:
             pools, window = (k_pool, v_pool), self._sliding_window
             heads = seeing_whole(heads, q, pools, inputs.batch, scale=self._scale, window=window)
         heads = heads.reshape(num_tokens, self._sizes[0])

@@ -544,6 +544,7 @@ def test_what_the_template_does_not_have_is_refused(
                 "Ċ",
             ],
         ),
+        ("gemma4", "<|image|>", ["<|image>", *["<|image|>"] * 12, "<image|>"]),
     ],
 )
 def test_tokens_around_and_within_images(
@@ -573,6 +574,7 @@ def test_tokens_around_and_within_images(
         ("mistral3", "[IMG_END]", "[IMG][IMG_END][IMG_BREAK]"),
         ("internvl", "</img>", "<img><IMG_CONTEXT></img>"),
         ("gemma3", "<end_of_image>", "<start_of_image><image_soft_token><end_of_image>"),
+        ("gemma4", "<|image>", "<|image><|image|><image|>"),
     ],
 )
 def test_a_tokenizer_without_the_tokens_of_images(
