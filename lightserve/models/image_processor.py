@@ -69,12 +69,14 @@ class AnySize(msgspec.Struct, frozen=True):
 
     def _largest(self, height: int, width: int) -> tuple[int, int]:
         """Return the largest sides, rounded down; of narrow pictures one is `factor`."""
-        growth = math.sqrt(self.max_pixels / (height * width))
-        sides = [math.floor(growth * side / self.factor) for side in (height, width)]
-        if 0 in sides:
-            most = max(1, self.max_pixels // self.factor**2)
-            sides = [min(max(1, height // width), most), min(max(1, width // height), most)]
-        return sides[0] * self.factor, sides[1] * self.factor
+        factor, growth = self.factor, math.sqrt(self.max_pixels / (height * width))
+        rows, columns = (math.floor(growth * side / factor) for side in (height, width))
+        most = max(1, self.max_pixels // factor**2)
+        if not rows:
+            rows, columns = 1, most
+        elif not columns:
+            rows, columns = most, 1
+        return rows * factor, columns * factor
 
 
 class Tiles(msgspec.Struct, frozen=True):

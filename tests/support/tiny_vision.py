@@ -241,7 +241,8 @@ def write_gemma4(path: Path, *, is_plain: bool = False, **changes: Any) -> Path:
     text |= {"num_global_key_value_heads": 1}
     if not is_plain:
         text |= {"hidden_size_per_layer_input": 8, "attention_k_eq_v": False}
-        text |= {"num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
+        # The third layer has keys of its own: images' tokens in the second, which sees all, show.
+        text |= {"num_kv_shared_layers": 1, "use_bidirectional_attention": "vision"}
     vision: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
