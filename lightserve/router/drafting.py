@@ -47,8 +47,8 @@ MARGIN = 1.25
 rows whose token is late."""
 LEAST_WON_S = 1.5e-4
 """Drafts are to win so much at least: planning and guessing them takes as long."""
-FIRST_CHANCE = 0.4
-"""Chance of a draft of which nothing is known."""
+FIRST_CHANCE = 0.6
+"""Chance of a draft of which nothing is known: what is never tried is never known."""
 PRIOR_DRAFTS = 3.0
 """Drafts that what is known of the key counts for, in a row; and FIRST_CHANCE, of a key."""
 ROW_MEMORY, KEY_MEMORY = 0.85, 0.98

@@ -131,6 +131,16 @@ def test_none_where_logits_cost_what_a_draft_is_worth() -> None:
     assert 0 < sum(scene.choose()) < 4 * MAX_DRAFTS
 
 
+def test_rows_without_a_record_try_drafts_where_likely_ones_pay() -> None:
+    """No record would ever begin otherwise; a few wrong drafts end it."""
+    costs = StepCoefficients(0.03, 8.0, 4e-4, 1e-3, 1e-3, 0.0, 0.0, 0.0)
+    scene = Scene([decoding(number) for number in range(16)], costs)
+    assert sum(scene.choose()) == 16
+    for number in range(16):
+        scene.learn(number, 0)
+    assert scene.choose() == []
+
+
 def test_best_effort_drafts_where_weights_bound_the_step_alone() -> None:
     """A token beyond the knee costs next to nothing, which only real-time rows may buy."""
     costs = msgspec.structs.replace(BOUND_BY_WEIGHTS, knee=8.0, per_new_s=STEP_S / 1e6)
