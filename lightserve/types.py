@@ -47,6 +47,20 @@ RT, BE = RequestClass.RT, RequestClass.BE
 """For loops over requests: to Python 3.11 looking a member up by its class is a call."""
 
 
+class Activation(StrEnum):
+    """A function of single numbers in a feed-forward block."""
+
+    SILU = "silu"
+    CLAMPED_SILU = "clamped silu"
+    """gpt-oss's: clamped, x * sigmoid(alpha x), beside ups that are clamped and one larger."""
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    RELU_SQUARED = "relu squared"
+    QUICK_GELU = "quick_gelu"
+    """x * sigmoid(1.702 x), in CLIP's encoder of images alone."""
+
+
 class SLO(msgspec.Struct, frozen=True, array_like=True):
     """Targets of a request; None: it has no such target.
 

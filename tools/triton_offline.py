@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -116,7 +116,7 @@ class Loaded(NamedTuple):
     function: int
     """The compiled kernel, on one device."""
     grid: tuple[int, int, int]
-    arguments: tuple
+    arguments: tuple[Any, ...]
 
 
 class _NoteTaker(_NoGpu):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.products import PRODUCT_ROWS, NormInputs, ProductKey, candidates
 from lightserve.kernels.triton.products import multiply as multiply_rows
 from lightserve.kernels.weights import (
-    ClampedGate,
+    SILU_GATES,
+    BlockActivation,
     DeltaRule,
     ExpertBiases,
     Fp8Weight,
@@ -50,7 +52,7 @@ from lightserve.kernels.weights import (
     StateBank,
 )
 from lightserve.messages.router_worker import AddSequence
-from lightserve.types import RowId, SamplingParams
+from lightserve.types import Activation, RowId, SamplingParams
 from lightserve.worker.sampling.interface import KnownCounts, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
 from lightserve.worker.sampling.table import SamplingTable
@@ -289,26 +291,60 @@ def few_rows_case(name: str, num_outputs: int, num_inputs: int, num_rows: int) -
     return Case(f"few rows, {name} {num_inputs} to {num_outputs}, {num_rows}", call)
 
 
-def mix(
-    num_experts: int,
-    num_chosen: int,
-    hidden: int,
-    size: int,
-    num_tokens: int,
-    *,
-    is_clamped: bool = False,
-) -> None:
-    """Go through a block of experts; `is_clamped`: as gpt-oss has them, with biases."""
-    chosen = meta(num_tokens, num_chosen, dtype=torch.int64)
-    weights = meta(num_tokens, num_chosen, dtype=torch.float32)
-    gate_up, down = meta(num_experts, 2 * size, hidden), meta(num_experts, hidden, size)
-    biases, clamp = None, None
-    if is_clamped:
-        biases = ExpertBiases(meta(num_experts, 2 * size), meta(num_experts, hidden))
-        clamp = ClampedGate(1.702, 7.0)
-    x = meta(num_tokens, hidden)
-    both = (experts.plain_experts(gate_up), experts.plain_experts(down))
-    experts.mix_experts(x, chosen, weights, *both, biases=biases, gate=clamp)
+class Mixture(NamedTuple):
+    """A block of experts; those with clamped gates have biases, as gpt-oss's."""
+
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    size: int
+    """Intermediate features."""
+    activation: BlockActivation = SILU_GATES
+
+    def run(self, num_tokens: int, first: PackedExperts, second: PackedExperts) -> None:
+        """Send tokens through them."""
+        biases = None
+        if self.activation.kind is Activation.CLAMPED_SILU:
+            first_biases = meta(self.num_experts, self.activation.num_parts * self.size)
+            biases = ExpertBiases(first_biases, meta(self.num_experts, self.hidden))
+        experts.mix_experts(
+            meta(num_tokens, self.hidden),
+            meta(num_tokens, self.num_chosen, dtype=torch.int64),
+            meta(num_tokens, self.num_chosen, dtype=torch.float32),
+            first,
+            second,
+            biases=biases,
+            activation=self.activation,
+        )
+
+
+MIXTURES = {
+    "Mixtral 8x7B": Mixture(8, 2, 4096, 14336),
+    "Qwen3-30B-A3B": Mixture(128, 8, 2048, 768),
+    "gpt-oss": Mixture(
+        32, 4, 2880, 2880, BlockActivation(Activation.CLAMPED_SILU, alpha=1.702, limit=7.0)
+    ),
+    "Gemma 4 26B-A4B": Mixture(128, 8, 2816, 704, BlockActivation(Activation.GELU_TANH)),
+    "Nemotron 3 Nano": Mixture(
+        128, 6, 2688, 1856, BlockActivation(Activation.RELU_SQUARED, is_gated=False)
+    ),
+}
+PACKED_MIXTURES = (
+    ("fp4", "gpt-oss"),
+    ("int4", "Mixtral 8x7B"),
+    ("int8", "Qwen3-30B-A3B"),
+    ("fp8 by fp8", "Qwen3-30B-A3B"),
+    ("int8", "Gemma 4 26B-A4B"),
+    *((kind, "Nemotron 3 Nano") for kind in ("int4", "int8", "fp8 by fp8")),
+)
+
+
+def mix(mixture: Mixture, num_tokens: int) -> None:
+    """Go through a block of experts whose weights are plain."""
+    num_experts, _, hidden, size, activation = mixture
+    first = meta(num_experts, activation.num_parts * size, hidden)
+    second = meta(num_experts, hidden, size)
+    mixture.run(num_tokens, experts.plain_experts(first), experts.plain_experts(second))
 
 
 def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> None:
@@ -338,9 +374,9 @@ def multiply(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> Non
         quantized.linear_groups(x, weight, None)
 
 
-def mix_packed(kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> None:
-    """Go through a block of experts that are packed, as gpt-oss has them or plain."""
-    num_experts, num_chosen, hidden, size = sizes
+def mix_packed(kind: str, mixture: Mixture, num_tokens: int) -> None:
+    """Go through a block of experts that are packed, one of `PACKED_MIXTURES`."""
+    num_experts, _, hidden, size, activation = mixture
     group, block_k, bits = {
         "fp4": (32, 32, 4), "int4": (128, 64, 4), "int8": (0, 128, 8), "fp8 by fp8": (128, 128, 8)
     }[kind]  # fmt: skip
@@ -363,31 +399,14 @@ def mix_packed(kind: str, sizes: tuple[int, int, int, int], num_tokens: int) -> 
             has_fp8,
         )
 
-    experts.mix_experts(
-        meta(num_tokens, hidden),
-        meta(num_tokens, num_chosen, dtype=torch.int64),
-        meta(num_tokens, num_chosen, dtype=torch.float32),
-        experts_of(2 * size, hidden),
-        experts_of(hidden, size),
-        biases=ExpertBiases(meta(num_experts, 2 * size), meta(num_experts, hidden))
-        if kind == "fp4"
-        else None,
-        gate=ClampedGate(1.702, 7.0) if kind == "fp4" else None,
-    )
+    first = experts_of(activation.num_parts * size, hidden)
+    mixture.run(num_tokens, first, experts_of(hidden, size))
 
 
-PACKED_MIXTURES = {
-    "fp4": (32, 4, 2880, 2880),
-    "int4": (8, 2, 4096, 14336),
-    "int8": (128, 8, 2048, 768),
-    "fp8 by fp8": (128, 8, 2048, 768),
-}
 PACKED_KINDS = (
     "int8", "int8 by int8", "int4", "uint8", "fp8 of outputs", "fp8 in blocks",
     "fp8 by fp8 of outputs", "fp8 by fp8 in blocks",
 )  # fmt: skip
-MIXTURES = {"Mixtral 8x7B": (8, 2, 4096, 14336), "Qwen3-30B-A3B": (128, 8, 2048, 768)}
-
 
 RECURRENT = {
     "delta rule of 16 heads": (16, 16, 128, 128),
@@ -395,6 +414,8 @@ RECURRENT = {
     "Kimi's delta rule of 32 heads": (32, 32, 128, 128),
     "Mamba-2 of 48 heads": (1, 48, 128, 64),
     "Mamba-2 of 128 heads": (8, 128, 128, 80),
+    "Mamba-2 of 32 heads, states of 256": (2, 32, 256, 128),
+    "Mamba-2 of 48 heads, states of 256": (1, 48, 256, 64),
 }
 """Key heads or groups, heads, size of keys or states, size of values."""
 
@@ -563,15 +584,8 @@ CASES: list[Case] = [
     ),
     *(few_rows_case(*sizes, num_rows) for sizes in FEW_ROWS for num_rows in PRODUCT_ROWS),
     *(
-        Case(f"experts of {name}, {num_tokens} tokens", partial(mix, *sizes, num_tokens))
-        for name, sizes in MIXTURES.items()
-        for num_tokens in (8, 4096)
-    ),
-    *(
-        Case(
-            f"experts of gpt-oss, {num_tokens} tokens",
-            partial(mix, 32, 4, 2880, 2880, num_tokens, is_clamped=True),
-        )
+        Case(f"experts of {name}, {num_tokens} tokens", partial(mix, mixture, num_tokens))
+        for name, mixture in MIXTURES.items()
         for num_tokens in (8, 4096)
     ),
     *(
@@ -582,10 +596,10 @@ CASES: list[Case] = [
     ),
     *(
         Case(
-            f"packed experts, {kind}, {num_tokens} tokens",
-            partial(mix_packed, kind, sizes, num_tokens),
+            f"packed experts, {name}, {kind}, {num_tokens} tokens",
+            partial(mix_packed, kind, MIXTURES[name], num_tokens),
         )
-        for kind, sizes in PACKED_MIXTURES.items()
+        for kind, name in PACKED_MIXTURES
         for num_tokens in (8, 4096)
     ),
     *(

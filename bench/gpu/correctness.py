@@ -35,10 +35,10 @@ from lightserve.errors import StartupError
 from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.self_check import check_kernels, check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import ClampedGate, Packed
+from lightserve.kernels.weights import BlockActivation, Packed
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence
-from lightserve.types import RowId, SamplingParams
+from lightserve.types import Activation, RowId, SamplingParams
 from lightserve.worker.device import make_queue
 from lightserve.worker.sampling.interface import KnownCounts, Sampled, SamplingBatch
 from lightserve.worker.sampling.sampler import sample
@@ -82,7 +82,7 @@ SHAPES = {
         num_experts=32,
         num_chosen_experts=4,
         expert_size=2880,
-        expert_gate=ClampedGate(1.702, 7.0),
+        expert_activation=BlockActivation(Activation.CLAMPED_SILU, alpha=1.702, limit=7.0),
         has_expert_biases=True,
         has_sinks=True,
     ),

@@ -26,7 +26,7 @@ from lightserve.kernels.reference import (
     rounded_to_e4m3,
     rounded_to_int8,
 )
-from lightserve.kernels.weights import ExpertBiases, Fp8Block, Fp8Weight, PromptRuns
+from lightserve.kernels.weights import SILU_GATES, ExpertBiases, Fp8Block, Fp8Weight, PromptRuns
 
 CHECKED_FP8_GROUP = 128
 CHOICE_ROWS = 7
@@ -187,10 +187,11 @@ def _fp8_blocks(pair: Pair) -> Iterator[Comparison]:
             yield Comparison("fp8 block", shape, again, total)
 
 
-def _size(shapes: KernelShapes) -> int:
-    """Return how many features of an expert are tried: of a large one, fewer."""
-    most = MAX_WEIGHT_NUMBERS // (3 * shapes.hidden_size) // CHECKED_GROUP * CHECKED_GROUP
-    return min(shapes.expert_size, max(CHECKED_GROUP, most))
+def _expert_sizes(shapes: KernelShapes) -> tuple[int, int]:
+    """Return inputs of an expert, and how many of its features are tried: of a large one, fewer."""
+    num_inputs = shapes.expert_inputs or shapes.hidden_size
+    most = MAX_WEIGHT_NUMBERS // (3 * num_inputs) // CHECKED_GROUP * CHECKED_GROUP
+    return num_inputs, min(shapes.expert_size, max(CHECKED_GROUP, most))
 
 
 def expert_choices(pair: Pair) -> Iterator[Comparison]:
@@ -211,11 +212,13 @@ def expert_choices(pair: Pair) -> Iterator[Comparison]:
 def expert_products(pair: Pair) -> Iterator[Comparison]:
     """Compare products of a few experts: as many as tokens choose, and one that none does."""
     shapes, is_joint = pair.shapes, Can.EXPERTS in pair.kernels.can
-    if not is_joint and (shapes.expert_gate is not None or shapes.has_expert_biases):
+    activation = shapes.expert_activation
+    if not is_joint and (activation != SILU_GATES or shapes.has_expert_biases):
         return
-    num_chosen, size, hidden = shapes.num_chosen_experts, _size(shapes), shapes.hidden_size
+    num_chosen, (hidden, size) = shapes.num_chosen_experts, _expert_sizes(shapes)
     num_experts = min(shapes.num_experts, num_chosen + 1)
-    gate_up = pair.random(num_experts, 2 * size, hidden, scale=hidden**-0.5)
+    num_first = activation.num_parts * size
+    gate_up = pair.random(num_experts, num_first, hidden, scale=hidden**-0.5)
     down = pair.random(num_experts, hidden, size, scale=size**-0.5)
 
     mixer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
@@ -232,7 +235,7 @@ def expert_products(pair: Pair) -> Iterator[Comparison]:
         if kernels is pair.kernels and mixer is not None:
             return (mixer(*args[:3]),)
         biases = ExpertBiases(*args[5:]) if shapes.has_expert_biases else None
-        return (kernels.mix_experts(*args[:5], biases=biases, gate=shapes.expert_gate),)
+        return (kernels.mix_experts(*args[:5], biases=biases, activation=activation),)
 
     for num_tokens in LINEAR_ROWS:
         x = pair.random(num_tokens, hidden)
@@ -240,7 +243,7 @@ def expert_products(pair: Pair) -> Iterator[Comparison]:
         weights = pair.random(num_tokens, num_chosen).float().softmax(dim=1)
         biases: tuple[Tensor, ...] = ()
         if shapes.has_expert_biases:
-            biases = (pair.random(num_experts, 2 * size), pair.random(num_experts, hidden))
+            biases = (pair.random(num_experts, num_first), pair.random(num_experts, hidden))
         yield from pair.compare(
             "mix_experts",
             f"{num_tokens} tokens, {num_chosen} of {num_experts} experts of {size}",
@@ -252,9 +255,10 @@ def expert_products(pair: Pair) -> Iterator[Comparison]:
 def packed_expert_products(pair: Pair) -> Iterator[Comparison]:
     """Compare products of a few experts whose numbers have 4 bits."""
     kernels, shapes, num_experts = pair.kernels, pair.shapes, pair.shapes.num_chosen_experts + 1
-    num_features, hidden = _size(shapes), shapes.hidden_size
-    packed, wide = [], []
-    for outputs, inputs in ((2 * num_features, hidden), (hidden, num_features)):
+    hidden, num_features = _expert_sizes(shapes)
+    activation, packed, wide = shapes.expert_activation, [], []
+    num_first = activation.num_parts * num_features
+    for outputs, inputs in ((num_first, hidden), (hidden, num_features)):
         drawn: dict[str, Any] = {"generator": pair.generator, "device": pair.device}
         codes = torch.randint(16, (num_experts, outputs, inputs), **drawn).byte()
         sizes = (num_experts, outputs, -(-inputs // CHECKED_GROUP))
@@ -269,11 +273,9 @@ def packed_expert_products(pair: Pair) -> Iterator[Comparison]:
         order = pair.random(num_tokens, num_experts).float().argsort(dim=1)[:, :-1]
         weights = pair.random(*order.shape).float().softmax(dim=1)
         with Poison():
-            found = kernels.mix_experts(
-                x, order, weights, packed[0], packed[1], gate=shapes.expert_gate
-            )
+            found = kernels.mix_experts(x, order, weights, *packed, activation=activation)
         truth = ReferenceKernels().mix_experts(
-            x.float(), order, weights, wide[0], wide[1], gate=shapes.expert_gate
+            x.float(), order, weights, *wide, activation=activation
         )
         text = f"{num_tokens} tokens, {num_experts} experts of {num_features}"
         yield Comparison("packed mix_experts", text, found, truth)

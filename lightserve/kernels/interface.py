@@ -25,7 +25,8 @@ from torch.nn import functional
 
 from lightserve.kernels.weights import (
     NO_RUNS,
-    ClampedGate,
+    SILU_GATES,
+    BlockActivation,
     ConvolutionSizes,
     DeltaRule,
     ExpertBiases,
@@ -42,6 +43,7 @@ from lightserve.kernels.weights import (
     StateSizes,
     Weight,
 )
+from lightserve.types import Activation
 
 FACTOR_BYTES = 4
 """A float32 factor stands behind the numbers of a head that are kept in 8 bits."""
@@ -315,6 +317,35 @@ class Kernels(Protocol):
             out = functional.gelu(x, approximate="tanh")
         return out if up is None else out.mul_(up)
 
+    def activate(self, x: Tensor, kind: Activation, up: Tensor | None = None) -> Tensor:
+        """Return an activation of numbers of any shape, times `up` of as many if there is one."""
+        match kind:
+            case Activation.GELU | Activation.GELU_TANH:
+                return self.gelu(x, up, is_exact=kind is Activation.GELU)
+            case Activation.RELU:
+                out = functional.relu(x)
+            case Activation.RELU_SQUARED:
+                out = functional.relu(x).square()
+            case Activation.QUICK_GELU:
+                out = x * sigmoid(1.702 * x)
+            case _:
+                raise ValueError(f"{kind} is an activation of gates alone")
+        return out if up is None else out * up
+
+    def features(self, product: Tensor, activation: BlockActivation) -> Tensor:
+        """Return features [T, I] of a first product: [T, I], or of gates and ups [T, 2*I]."""
+        kind, is_gated, alpha, limit = activation
+        if not is_gated:
+            return self.activate(product, kind)
+        if kind is Activation.SILU:
+            return self.silu_and_mul(product)
+        gates, ups = product.chunk(2, dim=-1)
+        if kind is not Activation.CLAMPED_SILU:
+            return self.activate(gates, kind, ups)
+        gates, ups = gates.float().clamp(max=limit), ups.float().clamp(-limit, limit)
+        # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
+        return (gates / (1.0 + torch.exp(-alpha * gates)) * (ups + 1.0)).to(product.dtype)
+
     def write_kv(
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -486,13 +517,13 @@ class Kernels(Protocol):
         down: Tensor | PackedExperts,
         *,
         biases: ExpertBiases | None = None,
-        gate: ClampedGate | None = None,
+        activation: BlockActivation = SILU_GATES,
     ) -> Tensor:
         """Return the sum of the results of each token's experts, times their weights.
 
-        An expert gives down @ `silu_and_mul`(gate_up @ x), or with another `gate` in its place. x
-        [T, K], chosen int64 [T, C] (experts below E, different ones for a token), weights float32
-        [T, C], gate_up [E, 2*I, K] (gates first), down [E, K, I], both contiguous -> [T, K]. With
+        An expert gives down @ `features`(gate_up @ x). x [T, K], chosen int64 [T, C] (experts
+        below E, different ones for a token), weights float32 [T, C], gate_up [E, 2*I, K] (gates
+        first; without gates [E, I, K]), down [E, K, I], both contiguous -> [T, K]. With
         `Can.PACKED_EXPERTS` both may be results of `stack_experts`.
         """
         raise _missing(self, Can.EXPERTS)
@@ -634,11 +665,13 @@ class KernelShapes:
     num_experts: int = 0
     """Experts of a layer that has any."""
     num_chosen_experts: int = 0
+    expert_inputs: int | None = None
+    """Numbers that each reads and gives; None: `hidden_size`."""
     expert_size: int = 0
     """Intermediate features of each."""
     expert_choice: ExpertChoice | None = None
     has_choice_bias: bool = False
-    expert_gate: ClampedGate | None = None
+    expert_activation: BlockActivation = SILU_GATES
     has_expert_biases: bool = False
     has_sinks: bool = False
     """Whether the softmax of attention has a score more."""

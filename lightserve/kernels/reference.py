@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch, Can, ScoreMod
 from lightserve.kernels.recurrent import RecurrentOperations
-from lightserve.kernels.weights import ClampedGate, ExpertBiases, PackedExperts, Weight
+from lightserve.kernels.weights import (
+    SILU_GATES,
+    BlockActivation,
+    ExpertBiases,
+    PackedExperts,
+    Weight,
+)
 
 
 def rounded_to_int8(weight: Tensor) -> Tensor:
@@ -118,7 +124,7 @@ class ReferenceKernels(RecurrentOperations):
         down: Tensor | PackedExperts,
         *,
         biases: ExpertBiases | None = None,
-        gate: ClampedGate | None = None,
+        activation: BlockActivation = SILU_GATES,
     ) -> Tensor:
         """See `Kernels.mix_experts`: every token through every expert."""
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
@@ -128,8 +134,7 @@ class ReferenceKernels(RecurrentOperations):
         for expert in range(len(down)):
             own = (None, None) if biases is None else (part[expert] for part in biases)
             first, second = own
-            features = self.linear(x, gate_up[expert], first)
-            features = self.silu_and_mul(features) if gate is None else gate.apply(features)
+            features = self.features(self.linear(x, gate_up[expert], first), activation)
             added = self.linear(features, down[expert], second)
             out += added.float() * share[:, expert, None]
         return out.to(x.dtype)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightserve.types import Activation
+
 NO_RUNS: npt.NDArray[np.int64] = np.zeros(2, dtype=np.int64)
 """Runs of a pass without tokens of prompts; never written."""
 
@@ -179,20 +181,24 @@ class ExpertChoice(NamedTuple):
         return groups.masked_fill(is_out[..., None], float("-inf")).view_as(ranks)
 
 
-class ClampedGate(NamedTuple):
-    """The gate of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate and up clamped before."""
+class BlockActivation(NamedTuple):
+    """How features of a feed-forward block follow from its first product."""
 
-    alpha: float
-    limit: float
-    """Largest gate, and largest up on either side of zero."""
+    kind: Activation = Activation.SILU
+    is_gated: bool = True
+    """The product has gates [I], whose activation multiplies ups [I]; else features are that of all
+    of it."""
+    alpha: float = 0.0
+    limit: float = 0.0
+    """Of `CLAMPED_SILU`: largest gate, and largest up on either side of zero."""
 
-    def apply(self, gate_up: Tensor) -> Tensor:
-        """Return the gated features [T, I] of gate_up [T, 2*I], gates first."""
-        gates, ups = gate_up.float().chunk(2, dim=-1)
-        gates, ups = gates.clamp(max=self.limit), ups.clamp(-self.limit, self.limit)
-        # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
-        features = gates / (1.0 + torch.exp(-self.alpha * gates)) * (ups + 1.0)
-        return features.to(gate_up.dtype)
+    @property
+    def num_parts(self) -> int:
+        """Numbers of the product for each feature."""
+        return 2 if self.is_gated else 1
+
+
+SILU_GATES = BlockActivation()
 
 
 class StateBank(NamedTuple):

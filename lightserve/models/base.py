@@ -21,7 +21,8 @@ from lightserve.kernels.interface import (
     SeenWhole,
 )
 from lightserve.kernels.weights import (
-    ClampedGate,
+    SILU_GATES,
+    BlockActivation,
     ConvolutionSizes,
     ExpertChoice,
     KeptInputs,
@@ -32,6 +33,7 @@ from lightserve.models.config import ModelConfig
 from lightserve.models.moe_config import MoeConfig, Scoring
 from lightserve.models.plain_config import NormWeights
 from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig, MambaConfig
+from lightserve.types import Activation
 
 # The sizes of a model's parts as the kernels of one rank see them.
 
@@ -70,11 +72,12 @@ def kernel_shapes(
         num_chosen_experts=0 if moe is None else moe.num_chosen,
         expert_choice=None if moe is None or moe.scoring is Scoring.CHOSEN else choice_of(moe),
         has_choice_bias=moe is not None and moe.has_choice_bias,
-        expert_gate=None if moe is None or moe.clamp is None else ClampedGate(*moe.clamp),
+        expert_activation=expert_activation(config),
         has_expert_biases=moe is not None and moe.has_biases,
         has_sinks=config.has_sinks,
         delta=_state_sizes(config, tp),
         convolution=_convolution_sizes(config, tp),
+        expert_inputs=None if moe is None else moe.latent_size,
         expert_size=0 if moe is None else even_part(moe.intermediate_size, tp).size,
     )
     return [
@@ -107,6 +110,16 @@ def _state_sizes(config: ModelConfig, tp: TensorParallel) -> StateSizes | None:
     keys, values = even_part(delta.num_key_heads, tp), even_part(delta.num_value_heads, tp)
     sizes = keys.size, values.size, delta.key_dim, delta.value_dim, delta.width
     return StateSizes(*sizes, delta.beta_scale, decays_channels=delta.rank > 0)
+
+
+def expert_activation(config: ModelConfig) -> BlockActivation:
+    """Return what a model's experts have between their products."""
+    if config.moe is not None and config.moe.clamp is not None:
+        alpha, limit = config.moe.clamp
+        return BlockActivation(Activation.CLAMPED_SILU, alpha=alpha, limit=limit)
+    if config.activation is not None:
+        return BlockActivation(config.activation, is_gated=False)
+    return BlockActivation(Activation.GELU_TANH) if config.has_gelu else SILU_GATES
 
 
 def choice_of(moe: MoeConfig) -> ExpertChoice:

@@ -32,7 +32,7 @@ from lightserve.models.latent_config import (
     parse_mistral4,
 )
 from lightserve.models.moe_config import MoeConfig, parse_gpt_oss, parse_llama4
-from lightserve.models.plain_config import MAX_LAYERS, Activation, NormWeights
+from lightserve.models.plain_config import MAX_LAYERS, NormWeights
 from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.models.rope import (
     DEFAULT_THETA,
@@ -48,6 +48,7 @@ from lightserve.models.rope import (
 from lightserve.models.vision_config import VisionConfig, text_part
 from lightserve.models.vision_families import parse_vision
 from lightserve.models.weight_format import WeightFormat, is_mxfp4, parse_weight_format
+from lightserve.types import Activation
 
 CONFIG_FILE = "config.json"
 MODULES_FILE = "modules.json"

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from lightserve.models.architectures import CROSS_ENCODERS
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS, Activation
+from lightserve.models.plain_config import MAX_LAYERS
 from lightserve.models.rope import DEFAULT_THETA, DefaultRope
+from lightserve.types import Activation
 
 _ACTIVATIONS = {
     "gelu": Activation.GELU,

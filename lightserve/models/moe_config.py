@@ -100,7 +100,7 @@ class MoeConfig:
     has_biases: bool = False
     """Whether the router and all experts have biases."""
     clamp: tuple[float, float] | None = None
-    """Alpha and limit of gates as `ClampedGate` has them; None: SiLU."""
+    """Alpha and limit of `Activation.CLAMPED_SILU`; None: gates are SiLU, or the model's own."""
     stacked: Stacked | None = None
     """None: each expert has tensors of its own."""
     is_beside: bool = False

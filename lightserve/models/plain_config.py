@@ -6,24 +6,14 @@ GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT. Torch-free.
 from __future__ import annotations
 
 import struct
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
 from lightserve.models.rope import DEFAULT_THETA, DefaultRope, parse_rope, parse_rotary_dim
+from lightserve.types import Activation
 
 MAX_LAYERS = 4096
-
-
-class Activation(StrEnum):
-    """Between the two products of a block without a gate."""
-
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    RELU = "relu"
-    RELU_SQUARED = "relu squared"
-    QUICK_GELU = "quick_gelu"
-    """x * sigmoid(1.702 x), in CLIP's encoder of images alone."""
 
 
 class NormWeights(Enum):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn import functional
 from lightserve.models.base import Part, SingleRank
 from lightserve.models.config import ModelConfig
 from lightserve.models.encoder import EncoderAttention, Group
-from lightserve.models.layers.feed_forward import activation_of, block, gated_mlp
+from lightserve.models.layers.feed_forward import block, gated_mlp
 from lightserve.models.layers.linear import (
     Linear,
     ModelContext,
@@ -223,7 +224,7 @@ class _Projector:
         num_inputs = hidden if own.has_merger else self._group
         self._inner = product("inner", inner, num_inputs, has_bias=own.has_bias)
         self._outer = product("outer", size, inner, has_bias=own.has_bias)
-        self._activate = activation_of(context.kernels, vision.projector.activation)
+        self._activate = partial(context.kernels.activate, kind=vision.projector.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T / merge ** 2, size of an embedding]."""

@@ -12,7 +12,7 @@ from lightserve.messages.images import EncoderWork, Image
 from lightserve.models.architectures import Architecture
 from lightserve.models.image_processor import ImageProcessor
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import Activation
+from lightserve.types import Activation
 
 # The text part.
 

@@ -25,7 +25,7 @@ from lightserve.models.image_processor import (
     load_image_processor,
 )
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS, Activation
+from lightserve.models.plain_config import MAX_LAYERS
 from lightserve.models.rope import parse_axes
 from lightserve.models.vision_config import (
     EncoderLayers,
@@ -37,6 +37,7 @@ from lightserve.models.vision_config import (
     text_fields,
     text_part,
 )
+from lightserve.types import Activation
 
 VISION_KEY = "visual"
 """Key of `config.json` under which the first Qwen-VL has its encoder."""

@@ -26,13 +26,6 @@ def check_options(
     """
     _check_latents(config, model_config, kernels)
     _check_recurrent(config, model_config, kernels)
-    has_own_gates = model_config.has_gelu or model_config.activation is not None
-    has_graphs = Can.GRAPHS in kernels.can and config.cuda_graphs != "off"
-    if model_config.moe and has_own_gates and has_graphs:
-        raise ConfigError(
-            f"no CUDA graph holds experts of {model_config.architecture}, which have no gates of"
-            " SiLU: --cuda-graphs off does without, as does --device cpu"
-        )
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     sizes = [model_config.shape_of(layers[0]).head_dim for layers in model_config.kv_groups]
     if is_kept_small and (odd := [size for size in sizes if size % FACTOR_BYTES]):

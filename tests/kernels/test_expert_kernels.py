@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +27,8 @@ from lightserve.kernels.reference import ReferenceKernels, rounded_to_int8
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import _comparisons
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import ClampedGate, ExpertBiases, ExpertChoice, Fp8Weight
+from lightserve.kernels.weights import BlockActivation, ExpertBiases, ExpertChoice, Fp8Weight
+from lightserve.types import Activation
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -94,7 +97,7 @@ def test_triton(case: tuple[int, int, int, int, int], dtype: torch.dtype) -> Non
 def test_biases_and_clamped_gates(dtype: torch.dtype) -> None:
     """Gates of gpt-oss; without them, or with biases of another expert, it is another result."""
     x, chosen, weights, gate_up, down = inputs(CASES[2], dtype)
-    gate = ClampedGate(1.702, 1.5)
+    gate = BlockActivation(Activation.CLAMPED_SILU, alpha=1.702, limit=1.5)
     biases = ExpertBiases(torch.randn(gate_up.shape[:2]).to(dtype), torch.randn(5, 100).to(dtype))
     truth = torch.zeros(x.shape)
     for token, (expert, share) in enumerate(zip(chosen[:, 0].tolist(), weights[:, 0], strict=True)):
@@ -108,10 +111,57 @@ def test_biases_and_clamped_gates(dtype: torch.dtype) -> None:
         return error(kernels.mix_experts(x, chosen, weights, gate_up, down, **options), truth)
 
     for kernels in (ReferenceKernels(), TritonKernels()):
-        assert run(kernels, biases=biases, gate=gate) <= LIMITS[dtype]
+        assert run(kernels, biases=biases, activation=gate) <= LIMITS[dtype]
         others = ExpertBiases(biases.gate_up.roll(1, 0), biases.down)
-        for wrong in ({"biases": biases}, {"gate": gate}, {"biases": others, "gate": gate}):
+        for wrong in (
+            {"biases": biases},
+            {"activation": gate},
+            {"biases": others, "activation": gate},
+        ):
             assert run(kernels, **wrong) > 2 * LIMITS[dtype]
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: functional.silu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.RELU: functional.relu,
+    Activation.RELU_SQUARED: lambda x: x.clamp(min=0) ** 2,
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations(kind: Activation, *, is_gated: bool) -> None:
+    """Those of gates and of whole products; another activation is another result."""
+    x, chosen, weights, gate_up, down = inputs(CASES[1], torch.float32)
+    if not is_gated:
+        gate_up = gate_up[:, : gate_up.shape[1] // 2].contiguous()
+    truth = torch.zeros(x.shape)
+    for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            first, *ups = (gate_up[expert] @ x[token]).chunk(2 if is_gated else 1)
+            features = ACTIVATIONS[kind](first) * (ups[0] if is_gated else 1.0)
+            truth[token] += share * (down[expert] @ features)
+    if kind is Activation.SILU and not is_gated:
+        with pytest.raises(ValueError, match="of gates alone"):
+            ReferenceKernels().activate(x, kind)
+        return
+    for kernels in (ReferenceKernels(), TritonKernels()):
+        errors = {
+            other: error(
+                kernels.mix_experts(
+                    *(x, chosen, weights, gate_up, down),
+                    activation=BlockActivation(other, is_gated=is_gated),
+                ),
+                truth,
+            )
+            for other in ACTIVATIONS
+            if is_gated or other is not Activation.SILU
+        }
+        assert errors.pop(kind) <= LIMITS[torch.float32]
+        assert min(errors.values()) > 10 * LIMITS[torch.float32]
 
 
 def test_what_the_limits_show() -> None:
@@ -150,6 +200,12 @@ def test_the_check_at_the_start() -> None:
         ]
         assert len(errors) == 3 and (max(errors) <= limit) == agrees, errors
     assert not list(expert_products(Pair(TorchKernels(), SHAPES, torch.device("cpu"))))
+    squared = BlockActivation(Activation.RELU_SQUARED, is_gated=False)
+    latent = replace(SHAPES, expert_inputs=24, expert_activation=squared)
+    for kernels, agrees in ((TritonKernels(), True), (Broken(), False)):
+        for comparison in expert_products(Pair(kernels, latent, torch.device("cpu"))):
+            assert comparison.result.shape[1] == 24
+            assert (comparison.error() <= limit) == (agrees or len(comparison.result) == 1)
 
 
 @pytest.mark.parametrize("products", [expert_products, packed_expert_products])

@@ -206,8 +206,8 @@ class HalfRank(SingleRank):
 def test_launches_of_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     before = launches_of_a_layer(TritonKernels(), monkeypatch)
     assert before == [
-        "_add_rms_norm_kernel", "cuBLAS", "_rotate_and_write_kernel", "_decode_kernel",
-        "_merge_kernel", "cuBLAS", "_add_rms_norm_kernel", "cuBLAS", "_silu_and_mul_kernel",
+        "_norm_kernel", "cuBLAS", "_rotate_and_write_kernel", "_decode_kernel",
+        "_merge_kernel", "cuBLAS", "_norm_kernel", "cuBLAS", "_silu_and_mul_kernel",
         "cuBLAS",
     ]  # fmt: skip
     kernels = few_rows_kernels(CONFIGS[0])

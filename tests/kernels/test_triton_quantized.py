@@ -34,7 +34,7 @@ from lightserve.kernels.self_check import check_quantized
 from lightserve.kernels.triton import experts, quantized
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.norms import RoundedRows
-from lightserve.kernels.weights import ClampedGate, ExpertBiases, Fp8Weight, Packed
+from lightserve.kernels.weights import SILU_GATES, BlockActivation, ExpertBiases, Fp8Weight, Packed
 from lightserve.models.config import load_model_config
 from lightserve.models.layers.linear import (
     Linear,
@@ -53,6 +53,7 @@ from lightserve.models.layers.quantized import (
     rounded_to_fp8,
 )
 from lightserve.models.stored_weights import StoredWeight, fp8_of
+from lightserve.types import Activation
 from lightserve.worker import build
 from lightserve.worker.build import linear_method
 
@@ -462,27 +463,34 @@ def packed_experts(kind: str, num_experts: int, outputs: int, inputs: int) -> tu
     return KERNELS.stack_experts(weights), torch.stack(numbers)
 
 
+CLAMPED = BlockActivation(Activation.CLAMPED_SILU, alpha=1.7, limit=3.0)
+SQUARED = BlockActivation(Activation.RELU_SQUARED, is_gated=False)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint8", "fp8", "fp4"])
 def test_experts_of_every_kind(kind: str) -> None:
-    """With gates of gpt-oss and biases, and without; experts that no token chose."""
+    """With gates of gpt-oss and biases, without either, and plain; some that no token chose."""
     for (tokens, num_experts, chosen_each, hidden, size), dtype in (
         ((5, 4, 2, 100, 72), torch.float32),
         ((70, 3, 1, 64, 40), torch.bfloat16),
     ):
-        gate_up, wide_gate_up = packed_experts(kind, num_experts, 2 * size, hidden)
+        both = {n: packed_experts(kind, num_experts, n * size, hidden) for n in (1, 2)}
         down, wide_down = packed_experts(kind, num_experts, hidden, size)
         x = normal(tokens, hidden, dtype=dtype, seed=7)
         weights, chosen = normal(tokens, num_experts, seed=8).softmax(-1).topk(chosen_each, dim=-1)
         biases = ExpertBiases(normal(num_experts, 2 * size), normal(num_experts, hidden))
-        for own, gate in ((None, None), (biases, ClampedGate(1.7, 3.0))):
+        for own, activation in ((None, SILU_GATES), (biases, CLAMPED), (None, SQUARED)):
+            gate_up, wide_gate_up = both[activation.num_parts]
             narrow = own and ExpertBiases(own.gate_up.to(dtype), own.down.to(dtype))
             with Poisoned():
                 found = KERNELS.mix_experts(
-                    x, chosen, weights, gate_up, down, biases=narrow, gate=gate
+                    x, chosen, weights, gate_up, down, biases=narrow, activation=activation
                 )
             wide = narrow and ExpertBiases(narrow.gate_up.float(), narrow.down.float())
             truth = ReferenceKernels().mix_experts(
-                x.float(), chosen, weights, wide_gate_up, wide_down, biases=wide, gate=gate
+                *(x.float(), chosen, weights, wide_gate_up, wide_down),
+                biases=wide,
+                activation=activation,
             )
             assert relative_error(found, truth) <= (1e-5 if dtype is torch.float32 else 1e-2)
             assert relative_error(found.roll(1, 1), truth) > 0.1

@@ -18,7 +18,7 @@ from support.parity import DirectDriver, ParityReport, compare_all, run_sequence
 from support.tiny_models import VOCAB_SIZE, find_tiny_model, load_reference, write_tiny_model
 from torch import Tensor
 
-from lightserve.errors import ConfigError
+from lightserve.errors import ConfigError, StartupError
 from lightserve.kernels import select
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
@@ -26,14 +26,18 @@ from lightserve.kernels.cpu.native import InvariantNativeKernels
 from lightserve.kernels.interface import (
     MAX_FEW_TOKENS,
     AttentionBatch,
+    Can,
     Kernels,
     MostTokens,
     UnknownValues,
 )
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import make_kernels, missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.layers.attention import in_chunks
+from lightserve.models.moe_config import MoeConfig
 from lightserve.models.recurrent_config import DeltaConfig, Joined, MambaConfig, RecurrentConfig
+from lightserve.types import Activation
 from lightserve.worker.graphs import DecodeGraphs
 
 NUM_SEQUENCES = choose(2, 3)
@@ -51,6 +55,9 @@ CASES = [
     ("granite-hybrid", torch.float32),
     ("nemotron-h", torch.bfloat16),
     ("kimi-linear", torch.float32),
+    ("nemotron-h-latent", torch.float32),
+    ("nemotron-h-moe", torch.bfloat16),
+    ("gemma4-moe", torch.float32),
 ]
 
 
@@ -66,7 +73,7 @@ def report_of(
     return compare_all(sequences, logits, dtype)
 
 
-@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, CASES[:10:2]))
+@pytest.mark.parametrize(("name", "dtype"), long_but(CASES, [*CASES[:10:2], CASES[-3]]))
 def test_parity_with_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     report = report_of(name, dtype, tmp_path)
     assert report.holds(dtype), report
@@ -178,6 +185,35 @@ def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentCon
     logits = decodes.logits(*at)
     assert logits is not None
     assert (logits - reference.eager(*at)).abs().max() > 0.1
+
+
+MOE = MoeConfig(
+    layers=frozenset({0, 1}), num_experts=4, num_chosen=2, intermediate_size=40, normalises=True
+)
+WITHOUT_GATES = replace(MOE, projections=("up_proj", "down_proj"), latent_size=24)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe": MOE, "has_gelu": True},
+        {"moe": WITHOUT_GATES, "activation": Activation.RELU_SQUARED},
+    ],
+    ids=["GELU of gates", "squares without gates"],
+)
+def test_recorded_passes_go_through_experts(changes: dict[str, Any]) -> None:
+    """No operation waits for the device, and which experts are chosen follows each replay's tokens.
+
+    One expert after the other, as kernels without `Can.EXPERTS` have it, waits.
+    """
+
+    class OneByOne(TritonKernels):
+        can = TritonKernels.can & ~(Can.EXPERTS | Can.PACKED_EXPERTS)
+
+    compare_recorded(**changes)
+    with pytest.raises(StartupError, match="waits for the device"):
+        scene(OneByOne(), **changes).graphs(RerunRecorder(), sizes=(4,)).capture()
 
 
 @torch.inference_mode()

@@ -185,7 +185,7 @@ def _cuda_gpu(device: torch.device) -> Gpu:
         name=facts.name,
         capability=10 * facts.major + facts.minor,
         num_sms=facts.multi_processor_count,
-        shared_bytes=facts.shared_memory_per_block_optin,
+        shared_bytes=facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
@@ -210,11 +210,13 @@ class AttentionConfigs:
 
     def prefill(self, shape: AttentionShape, gpu: Gpu, chunks: ChunkClass) -> PrefillConfig:
         """Return the configuration of a step's prefill work."""
-        return self._measured.get((shape, chunks)) or default_prefill(shape, gpu)
+        found = self._measured.get((shape, chunks))
+        return found if isinstance(found, PrefillConfig) else default_prefill(shape, gpu)
 
     def decode(self, shape: AttentionShape, gpu: Gpu) -> DecodeConfig:
         """Return the configuration of decodes; one for all batches (see `decode`)."""
-        return self._measured.get((shape, None)) or default_decode(shape, gpu)
+        found = self._measured.get((shape, None))
+        return found if isinstance(found, DecodeConfig) else default_decode(shape, gpu)
 
 
 def default_prefill(shape: AttentionShape, gpu: Gpu) -> PrefillConfig:

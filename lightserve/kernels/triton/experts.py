@@ -26,7 +26,8 @@ from lightserve.kernels.triton.launch import cdiv, launched, next_power_of_2
 from lightserve.kernels.triton.norms import round_rows
 from lightserve.kernels.triton.quantized import add_tile, finished, half_of
 from lightserve.kernels.weights import (
-    ClampedGate,
+    SILU_GATES,
+    BlockActivation,
     ExpertBiases,
     Fp4Weight,
     Fp8Weight,
@@ -98,14 +99,33 @@ def place_of(
 
 
 @triton.jit
-def gated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr):
-    """Return silu(gate) * up, or the features of a `ClampedGate`."""
-    if IS_CLAMPED:
+def activated(x, KIND: tl.constexpr):
+    """Return an `Activation` of float32 numbers, by its value."""
+    if KIND == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif KIND == "quick_gelu":
+        x = x / (1.0 + tl.exp(-1.702 * x))
+    elif KIND == "gelu_tanh":
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
+    elif KIND == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
+    else:
+        tl.static_assert((KIND == "relu") | (KIND == "relu squared"))
+        x = tl.maximum(x, 0.0)
+        if KIND == "relu squared":
+            x *= x
+    return x
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, KIND: tl.constexpr):
+    """Return the activation of gates times ups; alpha and limit: of `BlockActivation`."""
+    if KIND == "clamped silu":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         features = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
     else:
-        features = gate / (1.0 + tl.exp(-gate)) * up
+        features = activated(gate, KIND) * up
     return features
 
 
@@ -117,10 +137,11 @@ def _features_kernel(
     starts_ptr, num_tokens, x_stride, factors_stride, size, alpha, limit, NUM_INPUTS: tl.constexpr,
     NUM_BYTES: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, HAS_BIASES: tl.constexpr, IS_CLAMPED: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, HAS_BIASES: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
 ):
     # fmt: on
-    """silu(gate @ x) * (up @ x), or a `ClampedGate`, of BLOCK_P pairs: out [P, size], by expert."""
+    """Features of BLOCK_P pairs, see `Kernels.features`: out [P, size], by expert."""
     expert, first, end = place_of(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
         return
@@ -129,7 +150,7 @@ def _features_kernel(
     tokens = tl.load(order_ptr + pairs, mask=is_pair, other=0) // NUM_CHOSEN
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < size
-    rows = expert.to(tl.int64) * 2 * size + outputs
+    rows = expert.to(tl.int64) * (2 if IS_GATED else 1) * size + outputs
     lines, own = x_ptr + tokens[:, None] * x_stride, x_factors_ptr + tokens
     is_small: tl.constexpr = x_ptr.dtype.element_ty == tl.uint8
     gate = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
@@ -139,20 +160,24 @@ def _features_kernel(
             gate, start, lines, own, num_tokens, is_pair, values_ptr, factors_ptr, zeros_ptr, rows,
             is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K, WIDEN,
         )  # fmt: skip
-        up = add_tile(
-            up, start, lines, own, num_tokens, is_pair, values_ptr, factors_ptr, zeros_ptr,
-            rows + size, is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K,
-            WIDEN,
-        )  # fmt: skip
+        if IS_GATED:
+            up = add_tile(
+                up, start, lines, own, num_tokens, is_pair, values_ptr, factors_ptr, zeros_ptr,
+                rows + size, is_output, factors_stride, NUM_INPUTS, NUM_BYTES, KIND, GROUP, BLOCK_K,
+                WIDEN,
+            )  # fmt: skip
     gate = finished(
         gate, own, is_pair, factors_ptr, bias_ptr, rows, is_output, KIND, GROUP, HAS_BIASES,
         is_small,
     )  # fmt: skip
-    up = finished(
-        up, own, is_pair, factors_ptr, bias_ptr, rows + size, is_output, KIND, GROUP, HAS_BIASES,
-        is_small,
-    )  # fmt: skip
-    features = gated(gate, up, alpha, limit, IS_CLAMPED)
+    if IS_GATED:
+        up = finished(
+            up, own, is_pair, factors_ptr, bias_ptr, rows + size, is_output, KIND, GROUP,
+            HAS_BIASES, is_small,
+        )  # fmt: skip
+        features = gated(gate, up, alpha, limit, ACTIVATION)
+    else:
+        features = activated(gate, ACTIVATION)
     place = out_ptr + pairs[:, None] * size + outputs[None, :]
     kind: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(place, features.to(kind), mask=is_pair[:, None] & is_output[None, :])
@@ -245,14 +270,14 @@ def mix_experts(
     down: PackedExperts,
     *,
     biases: ExpertBiases | None = None,
-    gate: ClampedGate | None = None,
+    activation: BlockActivation = SILU_GATES,
 ) -> Tensor:
     """See `Kernels.mix_experts`."""
     num_tokens, num_inputs = x.shape
     if not num_tokens:
         return torch.empty_like(x)
     assert x.stride(1) == 1
-    size = len(gate_up.values) // gate_up.num_experts // 2
+    size = len(gate_up.values) // gate_up.num_experts // activation.num_parts
     pairs = sorted_pairs(chosen, gate_up.num_experts)
     features = torch.empty((len(pairs.order), size), dtype=x.dtype, device=x.device)
     # Packed numbers of gates and of ups, or with zeros: more outputs would spill registers.
@@ -268,14 +293,14 @@ def mix_experts(
         "num_warps": NUM_WARPS,
     }
     first, second = biases or (None, None)
-    alpha, limit = gate or (0.0, 0.0)
     own, x_factors = _rounded(x, gate_up)
     _features_kernel[(pairs.num_blocks, cdiv(size, block_f))](
         own, x_factors, gate_up.values, gate_up.factors, gate_up.zeros, first, features,
-        pairs.order, pairs.starts, num_tokens, own.stride(0), _stride_of(gate_up), size, alpha,
-        limit, NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
+        pairs.order, pairs.starts, num_tokens, own.stride(0), _stride_of(gate_up), size,
+        activation.alpha, activation.limit, NUM_INPUTS=num_inputs,
+        NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
         GROUP=gate_up.group, NUM_CHOSEN=pairs.num_chosen, BLOCK_K=gate_up.block_k,
-        BLOCK_N=block_f, IS_CLAMPED=gate is not None,
+        BLOCK_N=block_f, ACTIVATION=activation.kind.value, IS_GATED=activation.is_gated,
         maxnreg=MOST_REGISTERS if is_large and gate_up.kind == "fp4" else None,
         enable_fp_fusion=True, **shared,
     )  # fmt: skip

@@ -15,7 +15,8 @@ from lightserve.kernels.triton.configs import AttentionConfigs
 from lightserve.kernels.triton.products import NormInputs, ProductChoices, multiply, product_config
 from lightserve.kernels.triton.scan import RecurrentKernels
 from lightserve.kernels.weights import (
-    ClampedGate,
+    SILU_GATES,
+    BlockActivation,
     ExpertBiases,
     Fp4Weight,
     Fp8Weight,
@@ -100,14 +101,14 @@ class TritonKernels(RecurrentKernels):
         down: Tensor | PackedExperts,
         *,
         biases: ExpertBiases | None = None,
-        gate: ClampedGate | None = None,
+        activation: BlockActivation = SILU_GATES,
     ) -> Tensor:
         """See `Kernels.mix_experts`."""
         both = (
             experts.plain_experts(part) if isinstance(part, Tensor) else part
             for part in (gate_up, down)
         )
-        return experts.mix_experts(x, chosen, weights, *both, biases=biases, gate=gate)
+        return experts.mix_experts(x, chosen, weights, *both, biases=biases, activation=activation)
 
     def quantize(self, weight: Tensor, *, is_gated: bool = False) -> Int8Weight:
         """See `Kernels.quantize`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -63,7 +64,7 @@ class Kernel:
         ]
         self._num_arguments = len(parameters) - len(self._constants)
         assert [*parameters][self._num_arguments :] == self._constants, function.fn
-        self._compiled: dict[tuple, tuple[CompiledKernel, list]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any]]] = {}
         """Kernels by kinds of arguments; with the constants, in the order of the parameters."""
 
     def __getitem__(self, grid):

@@ -115,29 +115,7 @@ def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
 
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    num_rows,
-    eps,
-    x_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (rows < num_rows) & (columns < WIDTH)
-    x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0)
-    out = _normed(x, weight, eps, WIDTH, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows * WIDTH + columns, out, mask=mask)
-
-
-@launched
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_rms_norm_kernel(
+def _norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -153,18 +131,23 @@ def _add_rms_norm_kernel(
     SIZE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """SIZE: see `_store_rounded`; 0: results have the model's type, and no factors."""
+    """Normalise rows, or, with a residual, the sum that is stored in its place.
+
+    SIZE: see `_store_rounded`; 0: results have the model's type, and no factors.
+    """
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     rows = first_row + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < WIDTH)
-    residual = residual_ptr + rows * residual_stride + columns
     x = tl.load(x_ptr + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    before = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = residual_ptr + rows * residual_stride + columns
+        before = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+        rounded = (x + before).to(residual_ptr.dtype.element_ty)
+        tl.store(residual, rounded, mask=mask)
+        x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + columns + 0 * rows, mask=mask, other=0.0)
-    rounded = (x + before).to(residual_ptr.dtype.element_ty)
-    tl.store(residual, rounded, mask=mask)
-    out = _normed(rounded.to(tl.float32), weight, eps, WIDTH, x_ptr.dtype.element_ty)
+    out = _normed(x, weight, eps, WIDTH, x_ptr.dtype.element_ty)
     if SIZE:
         _store_rounded(
             out.to(tl.float32), out_ptr, factors_ptr, first_row, 0, num_rows, WIDTH, ROWS, BLOCK,
@@ -180,7 +163,7 @@ def _silu_and_mul_kernel(
     x_ptr, out_ptr, factors_ptr, num_rows, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """SIZE: as in `_add_rms_norm_kernel`."""
+    """SIZE: as in `_norm_kernel`."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)[None, :]
     mask = columns < WIDTH
@@ -263,27 +246,15 @@ def round_rows(x: Tensor, group: int) -> RoundedRows:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels.rms_norm`."""
     rows = x.reshape(-1, x.shape[-1])
-    num_rows, width = rows.shape
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    launch = _norm_launch(width)
-    if num_rows:
-        _rms_norm_kernel[cdiv(num_rows, launch["ROWS"]),](
-            rows,
-            weight,
-            out,
-            num_rows,
-            eps,
-            rows.stride(0),
-            **launch,
-            enable_fp_fusion=True,
-        )
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _norm(rows, None, weight, eps, out, None, None)
     return out.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `Kernels.add_rms_norm`; overwrites `residual`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _add_rms_norm(x, residual, weight, eps, out, None, None)
+    _norm(x, residual, weight, eps, out, None, None)
     return out, residual
 
 
@@ -295,13 +266,13 @@ def add_rms_norm_rounded(
         rows, residual = add_rms_norm(x, residual, weight, eps)
         return round_rows(rows, group), residual
     out = _rounded_like(x, x.shape[1], group)
-    _add_rms_norm(x, residual, weight, eps, out.values, out.factors, group)
+    _norm(x, residual, weight, eps, out.values, out.factors, group)
     return out, residual
 
 
-def _add_rms_norm(
+def _norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     out: Tensor,
@@ -311,7 +282,7 @@ def _add_rms_norm(
     num_rows, width = x.shape
     launch = _norm_launch(width)
     if num_rows:
-        _add_rms_norm_kernel[cdiv(num_rows, launch["ROWS"]),](
+        _norm_kernel[cdiv(num_rows, launch["ROWS"]),](
             x,
             residual,
             weight,
@@ -320,7 +291,7 @@ def _add_rms_norm(
             num_rows,
             eps,
             x.stride(0),
-            residual.stride(0),
+            0 if residual is None else residual.stride(0),
             **launch,
             **_rounding(group, launch["BLOCK"], x.device),
             enable_fp_fusion=True,

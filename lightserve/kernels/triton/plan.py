@@ -430,12 +430,12 @@ def _most(batch: AttentionBatch, together: int, tokens: int, most_few: int) -> _
         blocks = (num_tokens - chunks) // tokens + chunks
         return _Most(few, few, num_tokens if chunks else 0, blocks)
     q_lens = np.array(batch.host_q_lens)
-    few, chunks = q_lens[q_lens <= most_few], q_lens[q_lens > most_few]
+    short, long = q_lens[q_lens <= most_few], q_lens[q_lens > most_few]
     return _Most(
-        int(few.sum()),
-        int((-(-few // together)).sum()),
-        int(chunks.sum()),
-        int((-(-chunks // tokens)).sum()),
+        int(short.sum()),
+        int((-(-short // together)).sum()),
+        int(long.sum()),
+        int((-(-long // tokens)).sum()),
     )
 
 

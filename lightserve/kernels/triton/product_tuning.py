@@ -140,10 +140,8 @@ def tuned_products(
     kept = Kept(gpu_of(device), directory)
     found = ProductChoices()
     for work in product_works(shapes):
-        choice = kept.choices.get(work.name)
-        if choice is None or not _is_product_choice(choice):
-            choice = choose_product(work, device, timer)
-            kept.add(choice)
+        measure = partial(choose_product, work, device, timer)
+        choice = kept.choice(work.name, _is_product_choice, measure)
         if choice.config:
             found[work.key] = ProductChoice(ProductConfig(**choice.config), work.num_outputs)
         advance(1)
@@ -243,10 +241,8 @@ def tuned_scaled(
     kept = Kept(gpu_of(device), directory)
     found = set()
     for work in scaled_works(shapes):
-        choice = kept.choices.get(work.name)
-        if choice is None or choice.config not in ({}, IS_SCALED):
-            choice = choose_scaled(work, device, timer)
-            kept.add(choice)
+        measure = partial(choose_scaled, work, device, timer)
+        choice = kept.choice(work.name, lambda own: own.config in ({}, IS_SCALED), measure)
         if choice.config and ScaledScene(work.key, device, 1).agrees():
             found.add(work.key)
         advance(1)
@@ -296,9 +292,9 @@ class ScaledScene:
         except (RuntimeError, ValueError, TypeError) as error:  # none for this GPU, this CUDA
             log.debug("torch has no product of e4m3 here: %s", error)
             return False
-        error = relative_error(found, linear_fp8(rows, weight, bias))
-        if not error <= LIMITS[torch.bfloat16]:
-            log.warning("torch's product of e4m3 is not used: its relative error is %.2g", error)
+        off_by = relative_error(found, linear_fp8(rows, weight, bias))
+        if not off_by <= LIMITS[torch.bfloat16]:
+            log.warning("torch's product of e4m3 is not used: its relative error is %.2g", off_by)
             return False
         return True
 

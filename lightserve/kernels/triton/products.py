@@ -241,7 +241,7 @@ def _finish(
             bias = tl.load(bias_ptr + NUM_OUTPUTS + outputs, mask=is_output, other=0.0)
             ups += bias.to(tl.float32)[None, :]
     if IS_GATED:
-        sums = gated(sums, ups, 0.0, 0.0, False)
+        sums = gated(sums, ups, 0.0, 0.0, "silu")
     mask = (rows < num_rows)[:, None] & is_output[None, :]
     target = out_ptr + rows[:, None] * NUM_OUTPUTS + outputs[None, :]
     tl.store(target, sums.to(out_ptr.dtype.element_ty), mask=mask)

@@ -471,9 +471,10 @@ def _update_states(layer: _Layer, said: Tensor, bank: StateBank, batch: Attentio
     options = {
         "BLOCK_K": max(16, next_power_of_2(heads["KEY_DIM"])),
         "PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
-        # Decays of all keys take registers: more warps, and one chunk at a time.
+        # Decays of all keys take registers: more warps, and one chunk at a time. So do states of
+        # more than 128: with 4 warps the scan of chunks spills on sm_89 and 90.
         "num_stages": 1 if heads["BY_CHANNEL"] else 2,
-        "num_warps": 8 if heads["BY_CHANNEL"] else 4,
+        "num_warps": 8 if heads["BY_CHANNEL"] or heads["KEY_DIM"] > 128 else 4,
     }
     num_chunks, held = len(walk.chunk_owners), held_of(batch)
     pairs = said.new_empty(2, len(mixed) if num_chunks else 0, num_heads, CHUNK)

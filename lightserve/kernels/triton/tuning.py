@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -183,12 +184,9 @@ def tuned_configs(
     kept = Kept(gpu, directory)
     configs = base or AttentionConfigs()
     for work in works(shapes):
-        choice = kept.choices.get(work.name)
-        config = None if choice is None else _read(work, choice)
-        if config is None:
-            choice = choose(work, shapes.context_len, device, timer)
-            config = _read(work, choice)
-            kept.add(choice)
+        measure = partial(choose, work, shapes.context_len, device, timer)
+        config = _read(work, kept.choice(work.name, partial(_read, work), measure))
+        assert config is not None, "a choice of today can be read"
         configs = configs.plus(work.shape, work.chunks, config)
         advance(1)
     return configs
@@ -200,14 +198,23 @@ class Kept:
     def __init__(self, gpu: Gpu, directory: Path | None) -> None:
         self._key = TuningKey(gpu.name, triton.__version__, KERNEL_VERSION)
         self._path = tuning_path(self._key, directory)
-        self.choices = load_choices(self._path, self._key)
+        self._choices = load_choices(self._path, self._key)
 
-    def add(self, choice: Choice) -> None:
-        """Keep a choice. The last rank to write wins, with the choices that others had by then."""
-        self.choices = {
-            **load_choices(self._path, self._key), **self.choices, choice.work: choice
-        }  # fmt: skip
-        _save(self._path, self._key, self.choices)
+    def choice(
+        self, work: str, is_readable: Callable[[Choice], object], measure: Callable[[], Choice]
+    ) -> Choice:
+        """Return a work's choice, measured and kept if there is none that can be read.
+
+        `is_readable` gives something true for one that can. The last rank to write wins, with the
+        choices that others had by then.
+        """
+        found = self._choices.get(work)
+        if found is None or not is_readable(found):
+            found = measure()
+            known = load_choices(self._path, self._key)
+            self._choices = {**known, **self._choices, work: found}
+            _save(self._path, self._key, self._choices)
+        return found
 
 
 def works(shapes: KernelShapes) -> list[Work]:
@@ -221,7 +228,7 @@ def works(shapes: KernelShapes) -> list[Work]:
             shapes.dtype,
             has_window=window is not None,
             value_dim=shapes.value_dim or shapes.head_dim,
-            kv=KV_KINDS.get(shapes.pool_dtype, "plain"),
+            kv=KV_KINDS.get(shapes.pool_dtype or shapes.dtype, "plain"),
         )
         found += [Work(shape, window, chunks) for chunks in (None, *ChunkClass)]
     return found
@@ -393,7 +400,7 @@ def cuda_timer(call: Call) -> float:
     """Return the median time of a call on the current GPU, in seconds."""
     for _ in range(3):
         call()
-    times = []
+    times: list[float] = []
     for _ in range(15):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Launching a few rows' attention takes the host longer than the GPU takes to run it.

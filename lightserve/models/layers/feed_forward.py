@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import Can, Kernels, sigmoid
-from lightserve.kernels.weights import ClampedGate, ExpertBiases, Fp8Block, PackedExperts
+from lightserve.kernels.interface import Can, sigmoid
+from lightserve.kernels.weights import (
+    SILU_GATES,
+    BlockActivation,
+    ExpertBiases,
+    Fp8Block,
+    PackedExperts,
+)
 from lightserve.models.architectures import BESIDE_NORMS
-from lightserve.models.base import Part, choice_of, even_part
+from lightserve.models.base import Part, choice_of, even_part, expert_activation
 from lightserve.models.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -32,8 +38,8 @@ from lightserve.models.layers.linear import (
     rounding_weight,
 )
 from lightserve.models.moe_config import MoeConfig, Scoring
-from lightserve.models.plain_config import Activation
 from lightserve.models.weight_files import CHOICE_BIAS, LATENT_INPUTS, LATENT_RESULTS, SHARED_GATE
+from lightserve.types import Activation
 
 
 class FeedForward(Protocol):
@@ -126,19 +132,7 @@ def block(context: ModelContext, prefix: str, size: int) -> MLP:
         return gated_mlp(context, prefix, size)
     part = even_part(size, context.tp)
     first = _first_linear(context, [(f"{prefix}.up_proj", part)])
-    return MLP(context, prefix, first, part, activation_of(context.kernels, activation))
-
-
-def activation_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor], Tensor]:
-    """Return an activation as a function of numbers of any shape."""
-    activations: dict[Activation, Callable[[Tensor], Tensor]] = {
-        Activation.RELU: functional.relu,
-        Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
-        Activation.GELU: partial(kernels.gelu, is_exact=True),
-        Activation.GELU_TANH: kernels.gelu,
-        Activation.QUICK_GELU: lambda x: x * sigmoid(1.702 * x),
-    }
-    return activations[activation]
+    return MLP(context, prefix, first, part, partial(context.kernels.activate, kind=activation))
 
 
 def gated_mlp(
@@ -169,8 +163,8 @@ def gated_mlp(
         return MLP(context, prefix, first, part, lambda x: x)
     if activation is None:
         return MLP(context, prefix, first, part, partial(_scaled_gate, factor))
-    is_exact = activation is Activation.GELU
-    return MLP(context, prefix, first, part, partial(_gelu_gate, kernels, is_exact=is_exact))
+    gates = BlockActivation(activation)
+    return MLP(context, prefix, first, part, partial(kernels.features, activation=gates))
 
 
 class ExpertMLP:
@@ -323,9 +317,6 @@ class _Experts(Protocol):
 
 def _experts(context: ModelContext, names: Sequence[str], moe: MoeConfig) -> _Experts:
     can = context.kernels.can
-    config = context.config  # in kernels that mix experts gates are SiLU, or clamped
-    if config.has_gelu or config.activation is not None:
-        return _SeparateExperts(context, names, moe)
     packed = _packed_weights(context, names, moe) if Can.PACKED_EXPERTS in can else None
     if packed is not None:
         return _JointExperts(context, names, moe, packed)
@@ -345,7 +336,7 @@ class _JointExperts:
         weights: tuple[Tensor, Tensor] | tuple[PackedExperts, PackedExperts],
     ) -> None:
         self._kernels, self._weights = context.kernels, weights
-        self._gate = None if moe.clamp is None else ClampedGate(*moe.clamp)
+        self._activation = expert_activation(context.config)
         self._biases: ExpertBiases | None = None
         if moe.has_biases:
             part = even_part(moe.intermediate_size, context.tp)
@@ -354,7 +345,7 @@ class _JointExperts:
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See `_Experts.mix`."""
         return self._kernels.mix_experts(
-            x, chosen, weights, *self._weights, biases=self._biases, gate=self._gate
+            x, chosen, weights, *self._weights, biases=self._biases, activation=self._activation
         )
 
 
@@ -362,16 +353,16 @@ def _plain_weights(
     context: ModelContext, names: Sequence[str], moe: MoeConfig
 ) -> tuple[Tensor, Tensor]:
     """Load this rank's parts of all experts, gates first, as `Kernels.mix_experts` takes them."""
-    hidden, reader = context.config.hidden_size, context.reader
+    hidden, reader = moe.latent_size or context.config.hidden_size, context.reader
     part = even_part(moe.intermediate_size, context.tp)
-    gate, up, down = moe.projections
-    shape = (len(names), 2, part.size, hidden)
+    *halves, down = moe.projections
+    shape = (len(names), len(halves), part.size, hidden)
     gate_ups = torch.empty(shape, dtype=reader.dtype, device=reader.device)
     shape_down = (len(names), hidden, part.size)
     downs = torch.empty(shape_down, dtype=reader.dtype, device=reader.device)
     for number, name in enumerate(names):
-        reader.read_into(gate_ups[number, 0], f"{name}.{gate}.weight", rows=part)
-        reader.read_into(gate_ups[number, 1], f"{name}.{up}.weight", rows=part)
+        for own, half in zip(gate_ups[number], halves, strict=True):
+            reader.read_into(own, f"{name}.{half}.weight", rows=part)
         reader.read_into(downs[number], f"{name}.{down}.weight", columns=part)
     return gate_ups.flatten(1, 2), downs
 
@@ -380,15 +371,16 @@ def _packed_weights(
     context: ModelContext, names: Sequence[str], moe: MoeConfig
 ) -> tuple[PackedExperts, PackedExperts] | None:
     """Load this rank's parts packed, gates first, where the method packs the weights of experts."""
-    part, hidden = even_part(moe.intermediate_size, context.tp), Part(0, context.config.hidden_size)
-    gate, up, down = moe.projections
+    part = even_part(moe.intermediate_size, context.tp)
+    hidden = Part(0, moe.latent_size or context.config.hidden_size)
+    *halves, down = moe.projections
 
     def shard(name: str, rows: Part, columns: Part) -> ModuleShard:
         return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
 
     packed = context.method.pack_experts(
         context.reader,
-        [[shard(f"{name}.{half}", part, hidden) for half in (gate, up)] for name in names],
+        [[shard(f"{name}.{half}", part, hidden) for half in halves] for name in names],
         [[shard(f"{name}.{down}", hidden, part)] for name in names],
     )
     if packed is None:
@@ -400,14 +392,14 @@ def _biases(
     context: ModelContext, names: Sequence[str], moe: MoeConfig, part: Part
 ) -> ExpertBiases:
     """Load the biases of all experts; rank 0 alone adds the biases of outputs."""
-    reader, hidden = context.reader, context.config.hidden_size
-    gate, up, down = moe.projections
+    reader, hidden = context.reader, moe.latent_size or context.config.hidden_size
+    *halves, down = moe.projections
     dtype, device = reader.dtype, reader.device
-    gate_up = torch.empty(len(names), 2, part.size, dtype=dtype, device=device)
+    gate_up = torch.empty(len(names), len(halves), part.size, dtype=dtype, device=device)
     outputs = torch.zeros(len(names), hidden, dtype=dtype, device=device)
     for number, name in enumerate(names):
-        reader.read_into(gate_up[number, 0], f"{name}.{gate}.bias", rows=part)
-        reader.read_into(gate_up[number, 1], f"{name}.{up}.bias", rows=part)
+        for own, half in zip(gate_up[number], halves, strict=True):
+            reader.read_into(own, f"{name}.{half}.bias", rows=part)
         if context.tp.rank == 0:
             reader.read_into(outputs[number], f"{name}.{down}.bias")
     return ExpertBiases(gate_up.flatten(1, 2), outputs)
@@ -417,11 +409,6 @@ def _scaled_gate(factor: float, gate_up: Tensor) -> Tensor:
     """Return silu(factor * gate) * up [T, I] of gate_up [T, 2*I], gates first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate * factor) * up
-
-
-def _gelu_gate(kernels: Kernels, gate_up: Tensor, *, is_exact: bool = False) -> Tensor:
-    """Return GELU(gate) * up [T, I] of gate_up [T, 2*I], gates first."""
-    return kernels.gelu(*gate_up.chunk(2, dim=-1), is_exact=is_exact)
 
 
 class _SeparateExperts:
@@ -435,13 +422,10 @@ class _SeparateExperts:
         part = even_part(moe.intermediate_size, context.tp)
         inputs = Part(0, moe.latent_size or context.config.hidden_size)
         adds_bias = moe.has_biases and context.tp.rank == 0
-        self._gate: Callable[[Tensor], Tensor] | None = None
-        if moe.clamp is not None:
-            self._gate = ClampedGate(*moe.clamp).apply
-        elif context.config.has_gelu:
-            self._gate = partial(_gelu_gate, context.kernels)
-        elif (activation := context.config.activation) is not None:
-            self._gate = activation_of(context.kernels, activation)
+        activation = expert_activation(context.config)
+        self._activate: Callable[[Tensor], Tensor] | None = None  # products by gated weights have
+        if activation != SILU_GATES:
+            self._activate = partial(context.kernels.features, activation=activation)
 
         def shard(name: str, rows: Part, columns: Part, *, has_bias: bool) -> ModuleShard:
             return ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
@@ -452,11 +436,11 @@ class _SeparateExperts:
             pair = [
                 shard(f"{name}.{half}", part, inputs, has_bias=moe.has_biases) for half in firsts
             ]
-            self._gate_ups.append(method.create(reader, pair, is_gated=self._gate is None))
+            self._gate_ups.append(method.create(reader, pair, is_gated=self._activate is None))
             last = shard(f"{name}.{down}", inputs, part, has_bias=adds_bias)
             self._downs.append(method.create(reader, [last]))
         self._mixer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        if not (self._gate or moe.has_biases):
+        if not (self._activate or moe.has_biases):
             pairs = [
                 (gate_up.weight, down.weight)
                 for gate_up, down in zip(self._gate_ups, self._downs, strict=True)
@@ -481,8 +465,8 @@ class _SeparateExperts:
             start, end = end, end + count
             rows = tokens[start:end]
             features = self._gate_ups[expert].apply(x[rows])
-            if self._gate is not None:
-                features = self._gate(features)
+            if self._activate is not None:
+                features = self._activate(features)
             added = self._downs[expert].apply(features)
             out.index_add_(0, rows, added * shares[start:end])
         return out.to(x.dtype)

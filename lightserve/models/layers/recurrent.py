@@ -51,6 +51,11 @@ class RecurrentLayer(UnfusedAttention):
 
     num_rates = 0
     """Rates of a token, on this rank."""
+    _in: ColumnParallelLinear
+    """Numbers of channels, and those that gate results behind them."""
+    _rates: ColumnParallelLinear
+    _factors: tuple[Tensor, float] | None = None
+    """Of numbers of `_in`, [channels + outputs], and of rates; None: all are 1."""
 
     def __init__(
         self,
@@ -67,9 +72,12 @@ class RecurrentLayer(UnfusedAttention):
         self._number = sorted(config.layers).index(layer)
         self.num_channels, self._num_outputs = channels, outputs
 
-    @abstractmethod
     def _inputs(self, x: Tensor) -> Inputs:
         """Return the inputs of tokens; x [T, hidden]."""
+        wide, rates = self._in(x), self._rates.wide(x)
+        if self._factors is not None:
+            wide, rates = wide * self._factors[0], rates * self._factors[1]
+        return Inputs(wide[:, : self.num_channels], wide[:, self.num_channels :], rates)
 
     @abstractmethod
     def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
@@ -176,7 +184,7 @@ class DeltaLayer(RecurrentLayer):
         super().__init__(context, delta, layer, channels=sections.num_channels, outputs=outputs)
         self.num_rates = values.size + sections.rates.size
         self._in = self.linear(context, sections.wide(f"{prefix}.in_proj_"))
-        self._gates = self.gates(context, sections, prefix)
+        self._rates = self.gates(context, sections, prefix)
         self._out = RowParallelLinear(
             context.method,
             reader,
@@ -228,10 +236,6 @@ class DeltaLayer(RecurrentLayer):
     def decays(self, context: ModelContext, name: str, heads: Part) -> Tensor:
         """Load the logarithms of this rank's decays, float32 [Hv]."""
         return _floats(context, name, heads)
-
-    def _inputs(self, x: Tensor) -> Inputs:
-        wide, rates = self._in(x), self._gates.wide(x)
-        return Inputs(wide[:, : self.num_channels], wide[:, self.num_channels :], rates)
 
     def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
         (mixed, z, rates), (convolution, matrices) = own, banks
@@ -297,12 +301,11 @@ class MambaLayer(RecurrentLayer):
         self._bias = _joined(context, f"{name}.bias", channels) if mamba.has_conv_bias else None
         self._norm = _joined(context, f"{prefix}.norm.weight", [rows]) if mamba.has_norm else None
         self._sizes = (max(1, mamba.num_groups // context.tp.size), mamba.inner // mamba.num_groups)
-        self._factors: Tensor | None = None
         if (beside := mamba.beside) is not None:
             z, *others, rate = torch.tensor(beside.parts, dtype=reader.dtype)
             sizes = torch.tensor([part.size for part in (*channels, rows)])
-            self._factors = torch.stack([*others, z]).repeat_interleave(sizes).to(reader.device)
-            self._rate_factor = float(rate)
+            factors = torch.stack([*others, z]).repeat_interleave(sizes).to(reader.device)
+            self._factors = factors, float(rate)
         self._rule = MambaRule(
             groups.size,
             mamba.state_size,
@@ -327,12 +330,6 @@ class MambaLayer(RecurrentLayer):
         wide = (wide * torch.rsqrt(squares / size + self._eps)).flatten(1)
         return wide.to(x.dtype) * self._norm
 
-    def _inputs(self, x: Tensor) -> Inputs:
-        wide, rates = self._in(x), self._rates.wide(x)
-        if self._factors is not None:
-            wide, rates = wide * self._factors, rates * self._rate_factor
-        return Inputs(wide[:, : self.num_channels], wide[:, self.num_channels :], rates)
-
     def _update(self, own: Inputs, banks: Sequence[StateBank], batch: AttentionBatch) -> Tensor:
         (mixed, z, rates), (convolution, matrices) = own, banks
         assert rates is not None
@@ -354,7 +351,7 @@ class KimiDeltaLayer(DeltaLayer):
         rank, (rates, values) = sections.rank, (sections.rates, sections.value_rows)
         whole = Part(0, rank)
         self._low = self.linear(context, [(f"{prefix}.{name}_a_proj", whole) for name in "fg"])
-        self._rates = self.linear(exact, [(f"{prefix}.f_b_proj", rates)], rank=rank)
+        self._decays = self.linear(exact, [(f"{prefix}.f_b_proj", rates)], rank=rank)
         self._z = self.linear(context, [(f"{prefix}.g_b_proj", values)], rank=rank)
         return self.linear(exact, sections.narrow(f"{prefix}.in_proj_"))
 
@@ -367,8 +364,8 @@ class KimiDeltaLayer(DeltaLayer):
         return found.flatten()[heads.start : heads.start + heads.size].clone()
 
     def _inputs(self, x: Tensor) -> Inputs:
-        rates, z = (part.contiguous() for part in self._low(x).chunk(2, dim=-1))
-        rates = torch.cat([self._gates.wide(x), self._rates(rates).float()], dim=-1)
+        decays, z = (part.contiguous() for part in self._low(x).chunk(2, dim=-1))
+        rates = torch.cat([self._rates.wide(x), self._decays(decays).float()], dim=-1)
         return Inputs(self._in(x), self._z(z), rates)
 
 

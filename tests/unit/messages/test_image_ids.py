@@ -22,13 +22,12 @@ from lightserve.messages.images import (
     without_image_ids,
 )
 from lightserve.models.image_processor import ImageProcessor
-from lightserve.models.plain_config import Activation
 from lightserve.models.vision_config import EncoderLayers, Projector, VisionConfig
 from lightserve.router.from_submit import check_submit
 from lightserve.router.kv.block_events import BlockEvents, BlockStored
 from lightserve.router.kv.prefix_node import task_aware
 from lightserve.router.kv.prefix_tree import PrefixTree
-from lightserve.types import RequestClass, RequestId, SamplingParams
+from lightserve.types import Activation, RequestClass, RequestId, SamplingParams
 
 
 def image(start: int, colour: int = 0, num_tokens: int = 9) -> Image:

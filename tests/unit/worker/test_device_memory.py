@@ -441,7 +441,7 @@ TESTS = Path(__file__).parents[2]
 KERNELS = {
     "_decode_kernel",
     "_prefill_kernel",
-    "_add_rms_norm_kernel",
+    "_norm_kernel",
     "_move_kernel",
     "_rows_kernel",
     "adjust_kernel",
