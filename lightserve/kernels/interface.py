@@ -318,7 +318,11 @@ class Kernels(Protocol):
         return out if up is None else out.mul_(up)
 
     def activate(self, x: Tensor, kind: Activation, up: Tensor | None = None) -> Tensor:
-        """Return an activation of numbers of any shape, times `up` of as many if there is one."""
+        """Return an activation of numbers of any shape, times `up` of as many if there is one.
+
+        Raises:
+            ValueError: for `CLAMPED_SILU`, which is of gates and ups alone, see `features`.
+        """
         match kind:
             case Activation.GELU | Activation.GELU_TANH:
                 return self.gelu(x, up, is_exact=kind is Activation.GELU)
@@ -328,8 +332,10 @@ class Kernels(Protocol):
                 out = functional.relu(x).square()
             case Activation.QUICK_GELU:
                 out = x * sigmoid(1.702 * x)
-            case _:
-                raise ValueError(f"{kind} is an activation of gates alone")
+            case Activation.SILU:
+                out = functional.silu(x)
+            case Activation.CLAMPED_SILU:
+                raise ValueError(f"{kind} is of gates and ups alone")
         return out if up is None else out * up
 
     def features(self, product: Tensor, activation: BlockActivation) -> Tensor:

@@ -144,10 +144,6 @@ def test_activations(kind: Activation, *, is_gated: bool) -> None:
             first, *ups = (gate_up[expert] @ x[token]).chunk(2 if is_gated else 1)
             features = ACTIVATIONS[kind](first) * (ups[0] if is_gated else 1.0)
             truth[token] += share * (down[expert] @ features)
-    if kind is Activation.SILU and not is_gated:
-        with pytest.raises(ValueError, match="of gates alone"):
-            ReferenceKernels().activate(x, kind)
-        return
     for kernels in (ReferenceKernels(), TritonKernels()):
         errors = {
             other: error(
@@ -158,7 +154,6 @@ def test_activations(kind: Activation, *, is_gated: bool) -> None:
                 truth,
             )
             for other in ACTIVATIONS
-            if is_gated or other is not Activation.SILU
         }
         assert errors.pop(kind) <= LIMITS[torch.float32]
         assert min(errors.values()) > 10 * LIMITS[torch.float32]
