@@ -190,18 +190,15 @@ def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentCon
 MOE = MoeConfig(
     layers=frozenset({0, 1}), num_experts=4, num_chosen=2, intermediate_size=40, normalises=True
 )
-WITHOUT_GATES = replace(MOE, projections=("up_proj", "down_proj"), latent_size=24)
+GELU_GATES = {"moe": MOE, "has_gelu": True}
+SQUARES = {
+    "moe": replace(MOE, projections=("up_proj", "down_proj"), latent_size=24),
+    "activation": Activation.RELU_SQUARED,
+}
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"moe": MOE, "has_gelu": True},
-        {"moe": WITHOUT_GATES, "activation": Activation.RELU_SQUARED},
-    ],
-    ids=["GELU of gates", "squares without gates"],
-)
+@pytest.mark.parametrize(("changes",), long_but([(GELU_GATES,), (SQUARES,)], [(SQUARES,)]))
 def test_recorded_passes_go_through_experts(changes: dict[str, Any]) -> None:
     """No operation waits for the device, and which experts are chosen follows each replay's tokens.
 
