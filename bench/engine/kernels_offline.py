@@ -303,19 +303,13 @@ class Mixture(NamedTuple):
 
     def run(self, num_tokens: int, first: PackedExperts, second: PackedExperts) -> None:
         """Send tokens through them."""
+        num_experts, num_chosen, hidden, size, activation = self
+        x, chosen = meta(num_tokens, hidden), meta(num_tokens, num_chosen, dtype=torch.int64)
         biases = None
-        if self.activation.kind is Activation.CLAMPED_SILU:
-            first_biases = meta(self.num_experts, self.activation.num_parts * self.size)
-            biases = ExpertBiases(first_biases, meta(self.num_experts, self.hidden))
-        experts.mix_experts(
-            meta(num_tokens, self.hidden),
-            meta(num_tokens, self.num_chosen, dtype=torch.int64),
-            meta(num_tokens, self.num_chosen, dtype=torch.float32),
-            first,
-            second,
-            biases=biases,
-            activation=self.activation,
-        )
+        if activation.kind is Activation.CLAMPED_SILU:
+            biases = ExpertBiases(meta(num_experts, 2 * size), meta(num_experts, hidden))
+        own = x, chosen, chosen.float(), first, second
+        experts.mix_experts(*own, biases=biases, activation=activation)
 
 
 MIXTURES = {

@@ -317,41 +317,6 @@ class Kernels(Protocol):
             out = functional.gelu(x, approximate="tanh")
         return out if up is None else out.mul_(up)
 
-    def activate(self, x: Tensor, kind: Activation, up: Tensor | None = None) -> Tensor:
-        """Return an activation of numbers of any shape, times `up` of as many if there is one.
-
-        Raises:
-            ValueError: for `CLAMPED_SILU`, which is of gates and ups alone, see `features`.
-        """
-        match kind:
-            case Activation.GELU | Activation.GELU_TANH:
-                return self.gelu(x, up, is_exact=kind is Activation.GELU)
-            case Activation.RELU:
-                out = functional.relu(x)
-            case Activation.RELU_SQUARED:
-                out = functional.relu(x).square()
-            case Activation.QUICK_GELU:
-                out = x * sigmoid(1.702 * x)
-            case Activation.SILU:
-                out = functional.silu(x)
-            case Activation.CLAMPED_SILU:
-                raise ValueError(f"{kind} is of gates and ups alone")
-        return out if up is None else out * up
-
-    def features(self, product: Tensor, activation: BlockActivation) -> Tensor:
-        """Return features [T, I] of a first product: [T, I], or of gates and ups [T, 2*I]."""
-        kind, is_gated, alpha, limit = activation
-        if not is_gated:
-            return self.activate(product, kind)
-        if kind is Activation.SILU:
-            return self.silu_and_mul(product)
-        gates, ups = product.chunk(2, dim=-1)
-        if kind is not Activation.CLAMPED_SILU:
-            return self.activate(gates, kind, ups)
-        gates, ups = gates.float().clamp(max=limit), ups.float().clamp(-limit, limit)
-        # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
-        return (gates / (1.0 + torch.exp(-alpha * gates)) * (ups + 1.0)).to(product.dtype)
-
     def write_kv(
         self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -527,7 +492,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return the sum of the results of each token's experts, times their weights.
 
-        An expert gives down @ `features`(gate_up @ x). x [T, K], chosen int64 [T, C] (experts
+        An expert gives down @ `features_of`(gate_up @ x). x [T, K], chosen int64 [T, C] (experts
         below E, different ones for a token), weights float32 [T, C], gate_up [E, 2*I, K] (gates
         first; without gates [E, I, K]), down [E, K, I], both contiguous -> [T, K]. With
         `Can.PACKED_EXPERTS` both may be results of `stack_experts`.
@@ -619,6 +584,43 @@ def sigmoid(x: Tensor) -> Tensor:
     Written out: torch's own depends, in its last bits, on where its vectors end.
     """
     return 1.0 / (1.0 + torch.exp(-x))
+
+
+def activate(kernels: Kernels, x: Tensor, kind: Activation, up: Tensor | None = None) -> Tensor:
+    """Return an activation of numbers of any shape, times `up` of as many if there is one.
+
+    Raises:
+        ValueError: for `CLAMPED_SILU`, which is of gates and ups alone, see `features_of`.
+    """
+    match kind:
+        case Activation.GELU | Activation.GELU_TANH:
+            return kernels.gelu(x, up, is_exact=kind is Activation.GELU)
+        case Activation.RELU:
+            out = functional.relu(x)
+        case Activation.RELU_SQUARED:
+            out = functional.relu(x).square()
+        case Activation.QUICK_GELU:
+            out = x * sigmoid(1.702 * x)
+        case Activation.SILU:
+            out = functional.silu(x)
+        case Activation.CLAMPED_SILU:
+            raise ValueError(f"{kind} is of gates and ups alone")
+    return out if up is None else out * up
+
+
+def features_of(kernels: Kernels, product: Tensor, activation: BlockActivation) -> Tensor:
+    """Return features [T, I] of a first product: [T, I], or of gates and ups [T, 2*I]."""
+    kind, is_gated, alpha, limit = activation
+    if not is_gated:
+        return activate(kernels, product, kind)
+    if kind is Activation.SILU:
+        return kernels.silu_and_mul(product)
+    gates, ups = product.chunk(2, dim=-1)
+    if kind is not Activation.CLAMPED_SILU:
+        return activate(kernels, gates, kind, ups)
+    gates, ups = gates.float().clamp(max=limit), ups.float().clamp(-limit, limit)
+    # Written out: torch's own sigmoid depends, in its last bits, on where its vectors end.
+    return (gates / (1.0 + torch.exp(-alpha * gates)) * (ups + 1.0)).to(product.dtype)
 
 
 class UnknownValues(Sequence[int]):

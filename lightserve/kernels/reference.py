@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import FACTOR_BYTES, AttentionBatch, Can, ScoreMod
+from lightserve.kernels.interface import (
+    FACTOR_BYTES,
+    AttentionBatch,
+    Can,
+    ScoreMod,
+    features_of,
+)
 from lightserve.kernels.recurrent import RecurrentOperations
 from lightserve.kernels.weights import (
     SILU_GATES,
@@ -134,7 +140,7 @@ class ReferenceKernels(RecurrentOperations):
         for expert in range(len(down)):
             own = (None, None) if biases is None else (part[expert] for part in biases)
             first, second = own
-            features = self.features(self.linear(x, gate_up[expert], first), activation)
+            features = features_of(self, self.linear(x, gate_up[expert], first), activation)
             added = self.linear(features, down[expert], second)
             out += added.float() * share[:, expert, None]
         return out.to(x.dtype)

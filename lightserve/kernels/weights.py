@@ -182,15 +182,14 @@ class ExpertChoice(NamedTuple):
 
 
 class BlockActivation(NamedTuple):
-    """How features of a feed-forward block follow from its first product."""
+    """The way from a feed-forward block's first product to its features."""
 
     kind: Activation = Activation.SILU
     is_gated: bool = True
-    """The product has gates [I], whose activation multiplies ups [I]; else features are that of all
-    of it."""
+    """The product has gates, whose activation multiplies ups; else all of it is activated."""
     alpha: float = 0.0
     limit: float = 0.0
-    """Of `CLAMPED_SILU`: largest gate, and largest up on either side of zero."""
+    """Largest gate of `CLAMPED_SILU`, and largest up on either side of zero."""
 
     @property
     def num_parts(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightserve.kernels.interface import activate
 from lightserve.models.base import Part, SingleRank
 from lightserve.models.config import ModelConfig
 from lightserve.models.encoder import EncoderAttention, Group
@@ -224,7 +225,7 @@ class _Projector:
         num_inputs = hidden if own.has_merger else self._group
         self._inner = product("inner", inner, num_inputs, has_bias=own.has_bias)
         self._outer = product("outer", size, inner, has_bias=own.has_bias)
-        self._activate = partial(context.kernels.activate, kind=vision.projector.activation)
+        self._activate = partial(activate, context.kernels, kind=vision.projector.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T / merge ** 2, size of an embedding]."""

@@ -141,7 +141,7 @@ def _features_kernel(
     ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
 ):
     # fmt: on
-    """Features of BLOCK_P pairs, see `Kernels.features`: out [P, size], by expert."""
+    """Features of BLOCK_P pairs, see `features_of`: out [P, size], by expert."""
     expert, first, end = place_of(starts_ptr, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_P)
     if expert >= NUM_EXPERTS:
         return

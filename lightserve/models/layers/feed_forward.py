@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightserve.kernels.interface import Can, sigmoid
+from lightserve.kernels.interface import Can, activate, features_of, sigmoid
 from lightserve.kernels.weights import (
     SILU_GATES,
     BlockActivation,
@@ -132,7 +132,7 @@ def block(context: ModelContext, prefix: str, size: int) -> MLP:
         return gated_mlp(context, prefix, size)
     part = even_part(size, context.tp)
     first = _first_linear(context, [(f"{prefix}.up_proj", part)])
-    return MLP(context, prefix, first, part, partial(context.kernels.activate, kind=activation))
+    return MLP(context, prefix, first, part, partial(activate, context.kernels, kind=activation))
 
 
 def gated_mlp(
@@ -164,7 +164,7 @@ def gated_mlp(
     if activation is None:
         return MLP(context, prefix, first, part, partial(_scaled_gate, factor))
     gates = BlockActivation(activation)
-    return MLP(context, prefix, first, part, partial(kernels.features, activation=gates))
+    return MLP(context, prefix, first, part, partial(features_of, kernels, activation=gates))
 
 
 class ExpertMLP:
@@ -425,7 +425,7 @@ class _SeparateExperts:
         activation = expert_activation(context.config)
         self._activate: Callable[[Tensor], Tensor] | None = None  # products by gated weights have
         if activation != SILU_GATES:
-            self._activate = partial(context.kernels.features, activation=activation)
+            self._activate = partial(features_of, context.kernels, activation=activation)
 
         def shard(name: str, rows: Part, columns: Part, *, has_bias: bool) -> ModuleShard:
             return ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)

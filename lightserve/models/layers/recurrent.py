@@ -55,7 +55,7 @@ class RecurrentLayer(UnfusedAttention):
     """Numbers of channels, and those that gate results behind them."""
     _rates: ColumnParallelLinear
     _factors: tuple[Tensor, float] | None = None
-    """Of numbers of `_in`, [channels + outputs], and of rates; None: all are 1."""
+    """Factors of numbers of `_in`, [channels + outputs], and of rates; None: all are 1."""
 
     def __init__(
         self,
