@@ -43,8 +43,8 @@ LARGE_BLOCK_P = 64
 LARGE_FROM = 32
 NUM_WARPS = 4
 MOST_REGISTERS = 240
-"""Registers for gates and ups of 4-bit numbers: left alone, the compiler keeps to 128, and
-spills."""
+"""Registers for gates and ups of MXFP4, and for int4 whose last block is not full: left alone, the
+compiler keeps to 128, or 168, and spills."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,6 +284,7 @@ def mix_experts(
     is_large = pairs.block == LARGE_BLOCK_P
     block_f = BLOCK_N // 2 if is_large and gate_up.kind != "plain" else BLOCK_N
     block_n = BLOCK_N // 2 if is_large and down.kind == "int4" else BLOCK_N
+    is_ragged = block_n < BLOCK_N and size % (2 * down.block_k) > 0
     shared = {
         "NUM_EXPERTS": gate_up.num_experts,
         "BLOCK_E": next_power_of_2(gate_up.num_experts),
@@ -292,17 +293,15 @@ def mix_experts(
         "HAS_BIASES": biases is not None,
         "num_warps": NUM_WARPS,
     }
-    first, second = biases or (None, None)
+    (kind, is_gated, *limits), (first, second) = activation, biases or (None, None)
     own, x_factors = _rounded(x, gate_up)
     _features_kernel[(pairs.num_blocks, cdiv(size, block_f))](
         own, x_factors, gate_up.values, gate_up.factors, gate_up.zeros, first, features,
-        pairs.order, pairs.starts, num_tokens, own.stride(0), _stride_of(gate_up), size,
-        activation.alpha, activation.limit, NUM_INPUTS=num_inputs,
-        NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
-        GROUP=gate_up.group, NUM_CHOSEN=pairs.num_chosen, BLOCK_K=gate_up.block_k,
-        BLOCK_N=block_f, ACTIVATION=activation.kind.value, IS_GATED=activation.is_gated,
-        maxnreg=MOST_REGISTERS if is_large and gate_up.kind == "fp4" else None,
-        enable_fp_fusion=True, **shared,
+        pairs.order, pairs.starts, num_tokens, own.stride(0), _stride_of(gate_up), size, *limits,
+        NUM_INPUTS=num_inputs, NUM_BYTES=gate_up.values.shape[1], KIND=gate_up.kind,
+        GROUP=gate_up.group, NUM_CHOSEN=pairs.num_chosen, BLOCK_K=gate_up.block_k, BLOCK_N=block_f,
+        ACTIVATION=kind.value, IS_GATED=is_gated, enable_fp_fusion=True,
+        maxnreg=MOST_REGISTERS if is_large and gate_up.kind == "fp4" else None, **shared,
     )  # fmt: skip
     added = torch.empty((*chosen.shape, num_inputs), dtype=torch.float32, device=x.device)
     own, x_factors = _rounded(features, down)
@@ -310,6 +309,7 @@ def mix_experts(
         own, x_factors, down.values, down.factors, down.zeros, second, weights.contiguous(), added,
         pairs.order, pairs.starts, len(pairs.order), _stride_of(down), num_inputs, NUM_INPUTS=size,
         NUM_BYTES=down.values.shape[1], KIND=down.kind, GROUP=down.group, BLOCK_K=down.block_k,
-        BLOCK_N=block_n, enable_fp_fusion=True, **shared,
+        BLOCK_N=block_n, enable_fp_fusion=True, maxnreg=MOST_REGISTERS if is_ragged else None,
+        **shared,
     )  # fmt: skip
     return added.sum(dim=1).to(x.dtype)
