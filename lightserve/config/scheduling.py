@@ -301,6 +301,11 @@ class SchedulingOptions:
         default = AUTO_BATCHED_TOKENS[device_type]
         return self.max_num_batched_tokens or max(default, self.max_num_seqs)
 
+    def drafted_tokens_of_step(self, device_type: str) -> int:
+        """Return the most tokens of rows with guesses that a step has, see `max_tokens_of_step`."""
+        most = self.max_num_seqs * (1 + self.drafts_per_row)
+        return min(self.max_tokens_of_step(device_type), most) if self.drafts_per_row else 0
+
     def check_scheduling(self) -> None:
         """Refuse targets that contradict each other, and options that would have no effect."""
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:

@@ -216,17 +216,22 @@ class KeptInputs(NamedTuple):
     """Inputs of recurrent layers from which the states of some rows are made behind a pass.
 
     The pass leaves the states of these rows as they are: how many of their tokens count is known
-    behind it. Layers write their inputs side by side, in order.
+    behind it. Layers write the inputs of K tokens of the pass side by side, in order.
     """
 
     is_held: Tensor
     """uint8 [rows of the tables], 1 for the rows whose states the pass leaves as they are."""
     inputs: Tensor
-    """[L, inputs of all recurrent layers], of the model's type."""
+    """[K, inputs of all recurrent layers], of the model's type."""
     rates: Tensor
-    """float32 [L, rates of all recurrent layers]."""
+    """float32 [K, rates of all recurrent layers]."""
     tokens: Tensor
-    """int64 [L], the tokens of the pass that these are of: the ones whose logits are wanted."""
+    """int64 [K], which tokens of the pass these are of: those of the rows that are held."""
+
+    def first(self, count: int) -> KeptInputs:
+        """Return the part for `count` tokens, or for all if they are fewer."""
+        parts = (part[:count] for part in (self.inputs, self.rates, self.tokens))
+        return KeptInputs(self.is_held, *parts)
 
 
 class MambaRule(NamedTuple):

@@ -459,13 +459,13 @@ def check_hardware(serve: ServeConfig, hardware: Hardware) -> None:
             " planned alike"
         )
     whose = f"--hardware {hardware.name}"
-    check_states(serve, hardware.num_state_slots, whose, is_gpu=hardware.overlaps_copies)
+    check_states(serve, hardware.num_state_slots, whose)
 
 
-def check_states(serve: ServeConfig, num_state_slots: int, whose: str, *, is_gpu: bool) -> None:
+def check_states(serve: ServeConfig, num_state_slots: int, whose: str) -> None:
     """Check that a server with these options would start with a model of so many state slots.
 
-    `whose` says where the model comes from; `is_gpu`, whether a GPU has it.
+    `whose` says where the model comes from.
 
     Raises:
         ConfigError: it would not.
@@ -474,9 +474,4 @@ def check_states(serve: ServeConfig, num_state_slots: int, whose: str, *, is_gpu
         raise ConfigError(
             f"{flag_name('block_owner')} must be two-ended with {whose}, whose model has recurrent"
             f" layers, got {serve.block_owner}"
-        )
-    if num_state_slots and is_gpu and serve.speculation != "off":
-        raise ConfigError(
-            f"{flag_name('speculation')} must be off with {whose}, a GPU whose model has recurrent"
-            f" layers, got {serve.speculation}"
         )

@@ -208,9 +208,7 @@ class Recording:
         if settings.hardware is not None:
             check_hardware(serve, settings.hardware)
         else:
-            workers = self.workers
-            is_gpu = workers.overlaps_copies
-            check_states(serve, workers.num_state_slots, "the log", is_gpu=is_gpu)
+            check_states(serve, self.workers.num_state_slots, "the log")
         core_config = make_scheduler_config(
             serve,
             max_model_len=self.max_model_len,

@@ -61,6 +61,7 @@ from lightserve.worker.checks import (
 )
 from lightserve.worker.constraints import RowConstraints
 from lightserve.worker.device import device_of_rank, make_queue
+from lightserve.worker.draft_states import kept_bytes
 from lightserve.worker.drafts import Lookup
 from lightserve.worker.graphs import DecodeTables, estimated_graph_bytes
 from lightserve.worker.host_pool import DirectHostPool, HostPool
@@ -100,6 +101,7 @@ def make_pools(
     *,
     is_shown: bool,
     measure: Callable[[KVPool], DeviceMemory],
+    kept_bytes: int = 0,
 ) -> Pools:
     """Return the pools of a rank.
 
@@ -109,6 +111,7 @@ def make_pools(
         device: of the KV pool.
         is_shown: whether to show progress: rank 0 does.
         measure: called on a GPU with a pool of a few slots: the memory of everything else there.
+        kept_bytes: of a rank for the inputs of guesses, see `DraftStates`.
 
     Raises:
         ConfigError, StartupError: they do not fit.
@@ -119,6 +122,9 @@ def make_pools(
         memory = measure(KVPool(layout, MIN_SLOTS, device))
         num_staged = num_staged_slots(config, layout, total_bytes=memory.total)
         memory = dataclasses.replace(memory, staging=num_staged * layout.bytes_per_token)
+        # The room for those inputs was there beside the weights.
+        weights = memory.weights - kept_bytes
+        memory = dataclasses.replace(memory, weights=weights, kept=kept_bytes)
         num_slots = num_device_slots(config, layout, memory)
         log.info(
             "of %.1f GiB on %s: %s, KV pool %.2f GiB",
@@ -128,7 +134,8 @@ def make_pools(
             (num_slots + 1) * layout.bytes_per_token / 2**30,
         )
     else:
-        num_slots = num_kv_slots(config, layout, free_bytes=free_bytes)
+        num_slots = num_kv_slots(config, layout, free_bytes=free_bytes, kept_bytes=kept_bytes)
+        free_bytes -= kept_bytes * len(config.local_ranks)
     sizes = host_sizes(
         config, layout, num_slots=num_slots, free_bytes=free_bytes, is_beside_gpu=is_on_gpu
     )
@@ -245,6 +252,7 @@ def build_runner(
     tune_kernels(kernels, shapes, device, mode=mode, is_shown=is_shown, has_fp8_rows=has_rows)
     check_shapes(kernels, shapes, device, kinds=method.kinds)
     constraints = None if tp.rank else _row_constraints(config, model_config.vocab_size, device)
+    most_drafted = config.drafted_tokens_of_step(device.type)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
         return ModelRunner(
@@ -258,13 +266,17 @@ def build_runner(
             constraints=constraints,
             pooling=embedding.kind if embedding and embedding.is_whole else None,
             proposer=_proposer(config, device),
+            max_drafted_tokens=most_drafted,
         )
 
     def measure(pool: KVPool) -> DeviceMemory:
         make = partial(make_runner, host_pool=DirectHostPool(0, pool))
         return measure_gpu(config, model, pool, make, graph_sizes=sizes, tp=tp, dtype=torch_dtype)
 
-    pool, host_pool = make_pools(config, layout, device, is_shown=tp.rank == 0, measure=measure)
+    kept = kept_bytes(model.recurrent, most_drafted)
+    pool, host_pool = make_pools(
+        config, layout, device, is_shown=is_shown, measure=measure, kept_bytes=kept
+    )
     kinds = dtype + _unlike_the_model(config, dtype, kv_type)
     slots = _slots_in_words(pool, host_pool)
     log.info("%s, %s kernels on %s, %s", kinds, kernels.name, device, slots)

@@ -25,7 +25,7 @@ def check_options(
         ConfigError: an option, or the kernels, do not go with the model.
     """
     _check_latents(config, model_config, kernels)
-    _check_recurrent(config, model_config, kernels)
+    _check_recurrent(config, model_config)
     is_kept_small = config.kv_dtype != "auto" and device.type == "cuda"
     sizes = [model_config.shape_of(layers[0]).head_dim for layers in model_config.kv_groups]
     if is_kept_small and (odd := [size for size in sizes if size % FACTOR_BYTES]):
@@ -61,24 +61,16 @@ def _check_latents(config: ServeConfig, model_config: ModelConfig, kernels: Kern
         )
 
 
-def _check_recurrent(config: ServeConfig, model_config: ModelConfig, kernels: Kernels) -> None:
+def _check_recurrent(config: ServeConfig, model_config: ModelConfig) -> None:
     """Check that a model with recurrent layers is served as it can be.
 
     Raises:
-        ConfigError: guesses, blocks of one request, or these kernels, do not go with it.
+        ConfigError: blocks of one request do not go with it.
     """
-    if model_config.recurrent is None:
-        return
-    name = model_config.architecture
-    if config.speculation != "off" and Can.GRAPHS in kernels.can:
+    if model_config.recurrent is not None and config.block_owner == "exclusive":
         raise ConfigError(
-            f"--speculation {config.speculation} needs --device cpu with {name}, which has"
-            " recurrent layers"
-        )
-    if config.block_owner == "exclusive":
-        raise ConfigError(
-            f"--block-owner exclusive does not go with {name}: the state of its recurrent layers"
-            " takes more slots than a block has, and prefixes keep some"
+            f"--block-owner exclusive does not go with {model_config.architecture}: the state of"
+            " its recurrent layers takes more slots than a block has, and prefixes keep some"
         )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch, UnknownValues
+from lightserve.kernels.weights import KeptInputs
 from lightserve.logs import one_line
 from lightserve.messages.common import size_within
 from lightserve.models.base import KVTensors, Model, logits_dtype
@@ -263,6 +264,8 @@ class DecodeTables(NamedTuple):
     """See `AttentionBatch.state_slots`."""
     shifts: npt.NDArray[np.int64] | None = None
     """See `RowImages.shifts`; on the host."""
+    kept: KeptInputs | None = None
+    """See `DraftStates.room`; steps with chunks write it. None: no states wait for drafts."""
 
     @property
     def num_state_slots(self) -> int:

@@ -260,29 +260,39 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     )
 
 
-def num_kv_slots(config: ServeConfig, layout: KVLayout, *, free_bytes: int) -> int:
+def num_kv_slots(
+    config: ServeConfig, layout: KVLayout, *, free_bytes: int, kept_bytes: int = 0
+) -> int:
     """Return the size in tokens of this rank's pool on the CPU.
 
     Args:
         config: --kv-memory (per rank, or auto), --max-kv-tokens, --tp.
         layout: knows the bytes of one token on this rank.
         free_bytes: free memory, before the pool, on the machine that all ranks share.
+        kept_bytes: of it, what each rank needs for the inputs of guesses, see `DraftStates`.
 
     Raises:
         ConfigError: --kv-memory is no size, or more than is free, or an option needs a GPU.
-        StartupError: not even `MIN_SLOTS` tokens fit.
+        StartupError: not even `MIN_SLOTS` tokens fit, or those inputs do not.
     """
     if config.has_gpu_memory_utilization:
         raise ConfigError("--gpu-memory-utilization needs a GPU, and none was found")
     num_ranks = len(config.local_ranks)
+    rest = free_bytes - kept_bytes * num_ranks
+    kept = f"{kept_bytes / 2**20:.0f} MiB for inputs of guesses (--speculation) on each rank"
+    if kept_bytes and rest <= 0:
+        raise StartupError(
+            f"{kept} are more than the {free_bytes / 2**20:.0f} MiB that are free for {num_ranks}"
+            " rank(s): lower --max-draft-tokens, --max-num-seqs or --max-num-batched-tokens"
+        )
     if config.kv_memory == "auto":
-        budget = min(AUTO_LIMIT_BYTES, free_bytes // 2) // num_ranks
+        budget = min(AUTO_LIMIT_BYTES, rest // 2) // num_ranks
     else:
         budget = parse_memory(config.kv_memory, "--kv-memory")
-        if budget * num_ranks > free_bytes:
+        if budget * num_ranks > rest:
             raise ConfigError(
                 f"--kv-memory {config.kv_memory} for {num_ranks} rank(s) is more than the"
-                f" {free_bytes / 2**20:.0f} MiB that are free"
+                f" {rest / 2**20:.0f} MiB that are free" + f" beside {kept}" * bool(kept_bytes)
             )
     num_slots = _slots_within(budget, layout)
     if config.max_kv_tokens:
@@ -406,10 +416,11 @@ def _mem_available(path: Path) -> int:
 
 # How much of a GPU the KV pool may take: what is left once everything else has been measured.
 #
-#     │ others │ weights │ activations │ graphs │ staging │ KV pool ·········· │ kept free │
-#     └────────────────── total * --gpu-memory-utilization ────────────────────┘
+#     │ others │ weights │ kept │ activations │ graphs │ staging │ KV pool ····· │ kept free │
+#     └────────────────── total * --gpu-memory-utilization ──────────────────────┘
 #
-# `others` is what other processes and the CUDA libraries of this one take. Weights are loaded and
+# `others` is what other processes and the CUDA libraries of this one take, `kept` the inputs of
+# guesses (`DraftStates`), whose room is there like the weights. Weights are loaded and
 # the largest steps run before the pool is made, so that nothing is guessed but the memory of CUDA
 # graphs, which are captured behind it: two of them say what all will take.
 
@@ -437,11 +448,14 @@ class DeviceMemory:
     """Further bytes of the largest step, as torch's allocator reserves them."""
     graphs: int = 0
     staging: int = 0
+    kept: int = 0
+    """Inputs of guesses, see `DraftStates`."""
 
     @property
     def taken(self) -> int:
         """All of it."""
-        return self.others + self.weights + self.activations + self.graphs + self.staging
+        parts = (self.others, self.weights, self.kept, self.activations, self.graphs, self.staging)
+        return sum(parts)
 
     def __str__(self) -> str:
         parts = {
@@ -449,6 +463,7 @@ class DeviceMemory:
             "the largest step": self.activations,
             "CUDA graphs": self.graphs,
             "staged copies": self.staging,
+            "inputs of guesses": self.kept,
             "other processes and libraries": self.others,
         }
         return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
@@ -489,11 +504,12 @@ def num_device_slots(config: ServeConfig, layout: KVLayout, memory: DeviceMemory
             f" {_gib(max(0, limit - memory.taken))}, and the pool would take {_gib(needed)}"
         )
     if num_slots < min_slots(layout):
+        guesses = " --max-draft-tokens," * bool(memory.kept)
         raise StartupError(
             f"no room for a KV pool: {memory} leave {_gib(max(0, budget))} of the {_gib(limit)}"
             f" that {asked} allows of {_gib(memory.total)}, {max(0, num_slots)} tokens where"
-            f" {min_slots(layout)} are needed{_with_states(layout)}. Lower --max-num-batched-tokens"
-            " or --max-num-seqs, use more ranks (--tp), or free the GPU"
+            f" {min_slots(layout)} are needed{_with_states(layout)}. Lower{guesses}"
+            " --max-num-batched-tokens or --max-num-seqs, use more ranks (--tp), or free the GPU"
         )
     return num_slots
 

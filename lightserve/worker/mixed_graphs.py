@@ -299,6 +299,7 @@ class MixedGraphs:
             host_q_lens=UnknownValues("host_q_lens", num_rows),
             host_context_lens=UnknownValues("host_context_lens", num_rows),
             state_slots=tables.state_slots,
+            kept=None if tables.kept is None else tables.kept.first(size),
             most=MostTokens(size, min(size, max(MAX_FEW_TOKENS, self._max_rows))),
             turned=None if tables.shifts is None else positions - shifts.index_select(0, owners),
         )

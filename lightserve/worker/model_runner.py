@@ -17,11 +17,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import AttentionBatch
 from lightserve.messages.common import GraphSizes, pack_int32
 from lightserve.messages.images import EncoderWork, Image, digest_of
 from lightserve.messages.router_worker import StepPlan, StepResult, check_states
@@ -88,6 +86,7 @@ class ModelRunner:
         constraints: RowConstraints | None = None,
         pooling: Pooling | None = None,
         proposer: Proposer | None = None,
+        max_drafted_tokens: int = 0,
     ) -> None:
         """Make the tables.
 
@@ -102,6 +101,8 @@ class ModelRunner:
             constraints: enforces those of the sequences; rank 0 alone has it.
             pooling: of an encoder, all of whose rows are whole prompts.
             proposer: guesses drafts; None: no plan has any, or the model's own head guesses them.
+            max_drafted_tokens: most tokens that rows with drafts have in a step, of a model that
+                has states: their inputs are kept until the drafts are judged.
         """
         self._model = model
         self._head: HeadDrafts | None = None
@@ -122,7 +123,7 @@ class ModelRunner:
             proposer=proposer,
             placeholder=vision.placeholder if vision else 0,
         )
-        self._draft_states = DraftStates(model, pool, self._states, queue)
+        self._draft_states = DraftStates(model, pool, self._states, queue, most=max_drafted_tokens)
         self._images = RowImages(model, queue, max_num_seqs)
         self._sampling = SamplingTable(max_num_seqs)
         self._known_counts: KnownCounts | None = None
@@ -143,7 +144,11 @@ class ModelRunner:
         """The state of all rows on the device, for `DecodeGraphs`."""
         table = self._table
         return DecodeTables(
-            table.token_ids, table.req_to_slot, table.state_slots, self._images.shifts
+            table.token_ids,
+            table.req_to_slot,
+            table.state_slots,
+            self._images.shifts,
+            self._draft_states.room,
         )
 
     @property
@@ -155,6 +160,11 @@ class ModelRunner:
     def max_num_seqs(self) -> int:
         """Rows of the tables."""
         return self._table.max_num_seqs
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether plans may have drafts."""
+        return self._table.has_drafts
 
     @property
     def has_constraints(self) -> bool:
@@ -382,9 +392,9 @@ class ModelRunner:
 
     def _hidden(self, inputs: StepInputs, images: Replaced | None) -> Tensor:
         """Return the hidden states of the tokens whose logits are wanted."""
-        wanted = inputs.tensors.logit_rows
+        wanted, kept = inputs.tensors.logit_rows, self._draft_states.hold(inputs)
         if self._head is not None:
-            assert images is None, "no model has both"
+            assert images is None and kept is None, "no model has both"
             input_ids, batch = self._table.unrecorded(inputs)
             hidden = self._recorded(inputs)
             if hidden is None:
@@ -394,19 +404,12 @@ class ModelRunner:
             return hidden.index_select(0, wanted)
         turned = self._images.turned(inputs)
         if images is not None or (turned is not None and turned.ndim > 1):
-            return self._model.hidden(*self._one_by_one(inputs, turned), self.pool, wanted, images)
+            own = self._table.unrecorded(inputs, turned, kept)
+            return self._model.hidden(*own, self.pool, wanted, images)
         hidden = self._recorded(inputs)
         if hidden is not None:
             return hidden.index_select(0, wanted)
-        return self._model.hidden(*self._one_by_one(inputs, turned), self.pool, wanted)
-
-    def _one_by_one(
-        self, inputs: StepInputs, turned: npt.NDArray[np.int64] | None
-    ) -> tuple[Tensor, AttentionBatch]:
-        """Return `SequenceTable.unrecorded`, with rows with drafts held."""
-        input_ids, batch = self._table.unrecorded(inputs, turned)
-        kept = self._draft_states.hold(inputs)
-        return input_ids, batch if kept is None else replace(batch, kept=kept)
+        return self._model.hidden(*self._table.unrecorded(inputs, turned, kept), self.pool, wanted)
 
     def _recorded(self, inputs: StepInputs) -> Tensor | None:
         """Return the hidden states of all tokens of a step, and perhaps more, by a graph of it.
@@ -494,7 +497,7 @@ class ModelRunner:
         are accepted."""
         accepted = self._table.append(inputs, token_ids)
         if inputs.draws is not None and accepted is not None:
-            self._draft_states.move_on(inputs.draws, accepted)
+            self._draft_states.move_on(inputs.draws.drafted, accepted)
         return accepted
 
     def _prompt_logprobs(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.interface import AttentionBatch
+from lightserve.kernels.weights import KeptInputs
 from lightserve.messages.common import Int32Array, unpack_int32
 from lightserve.messages.images import without_image_ids
 from lightserve.messages.router_worker import (
@@ -114,8 +115,6 @@ class Draws(NamedTuple):
     """[rows that sample], the first draw of each; the others follow it."""
     of_drafted: Tensor
     """int64 [D], the same of those with drafts, on the device."""
-    num_drafted_tokens: int
-    """Tokens that these compute, drafts or not."""
 
 
 class SequenceTable:
@@ -156,6 +155,11 @@ class SequenceTable:
         self._num_prompt = np.zeros(max_num_seqs + 1, dtype=np.int64)
         self._num_top = [0] * max_num_seqs
         """Most probable tokens that are wanted at each place of the prompt."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether plans may have drafts."""
+        return self._drafts is not None
 
     @property
     def token_ids(self) -> Tensor:
@@ -230,8 +234,7 @@ class SequenceTable:
             places, positions = tensors.sampled_places, tensors.sampled_positions
             tensors = StepTensors(tensors.logit_rows, places - by_draw, positions - by_draw)
         if drafted is not None:
-            num_tokens = int((1 + begun.num_drafts[chosen]).sum())
-            draws = Draws(drafted, firsts, of_drafted, num_tokens)
+            draws = Draws(drafted, firsts, of_drafted)
         return replace(
             inputs,
             tensors=tensors,
@@ -253,12 +256,15 @@ class SequenceTable:
         return StepInputs(tensors, [], sampled_rows, rows, np.ones_like(rows), ends)
 
     def unrecorded(
-        self, inputs: StepInputs, turned: Int64Array | None = None
+        self,
+        inputs: StepInputs,
+        turned: Int64Array | None = None,
+        kept: KeptInputs | None = None,
     ) -> tuple[Tensor, AttentionBatch]:
         """Return a step's new tokens, int64 [T], and attention's inputs, for a pass launched
         kernel by kernel.
 
-        `turned`: positions, see `RowImages.turned`.
+        `turned`: positions, see `RowImages.turned`; `kept`: see `AttentionBatch`.
         """
         rows, counts, ends = inputs.rows, inputs.q_lens, inputs.context_lens
         token_rows, positions = ranges(rows, ends - counts, counts)
@@ -291,6 +297,7 @@ class SequenceTable:
             host_context_lens=ends.tolist(),
             is_bounded=inputs.too_far is not None,
             state_slots=self.state_slots,
+            kept=kept,
             turned=turns[0] if len(turns) == 1 else torch.stack(turns) if turns else None,
             host_prompt_lens=(self._num_prompt[rows] - ends + counts).clip(0, counts).tolist(),
         )

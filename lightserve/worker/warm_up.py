@@ -178,6 +178,10 @@ def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
             fits = sum(part.num_tokens for part in wanted) <= max_num_batched_tokens
             parts = wanted if fits else wanted[:1]
             _execute(runner, parts, dict(enumerate(pair)), prompt=_PROMPT)
+    if runner.has_drafts and (num_drafts := min(2, max_num_batched_tokens - 1)):
+        _execute(runner, [_Part(0, 0, _PROMPT)], {0: _GREEDY}, prompt=_PROMPT)
+        slots = [_first_slot(_Part(0, _PROMPT + place, 1)) for place in range(1 + num_drafts)]
+        _run(runner, [], [], [], pack_decodes([0], [_PROMPT], slots, [num_drafts]))
     # Positions that were never filled are token 0 in slot 0.
     for rows in _chunks(runner.context_len, runner.max_num_seqs, max_num_batched_tokens):
         _run(runner, [], [], rows)

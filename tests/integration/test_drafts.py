@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,22 @@ import numpy as np
 import pytest
 import torch
 from support.drafted import Scripted
-from support.graph_recorders import TapeRecorder
-from support.grids import choose, more_when_long
+from support.graph_recorders import RerunRecorder, Tape, TapeRecorder
+from support.grids import choose, long_but, more_when_long
 from support.late_queue import LateQueue
 from support.lossless import MAX_SEQS, Catalogue, Tally, make_runner, make_schedule
+from support.random_model import RECURRENT
 from support.recorded_plans import RecordedStep, record_steps
 from support.recorded_plans import make_runner as make_small_runner
 from support.tensor_kernels import FromTensors, TensorKernels
 from support.tiny_models import find_tiny_model
 from torch import Tensor
 
+from lightserve.errors import StartupError
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.select import missing_core
+from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.weights import KeptInputs
 from lightserve.messages.common import TokenSegment, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     AddSequence,
@@ -34,14 +41,16 @@ from lightserve.messages.router_worker import (
     unpack_decodes,
 )
 from lightserve.router.kv.cache import Preemption
-from lightserve.types import DraftSource, RowId, SamplingParams, StepId
+from lightserve.types import MAX_DRAFTS, DraftSource, RowId, SamplingParams, StepId
+from lightserve.worker import build
 from lightserve.worker.device import HostQueue
-from lightserve.worker.draft_states import DraftStates
+from lightserve.worker.draft_states import DraftStates, kept_bytes
 from lightserve.worker.drafts import Drafted, Drafts, Lookup, Proposer, RecentAnswers, Rows
 from lightserve.worker.graphs import DecodeGraphs
 from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.step_results import Pending
+from lightserve.worker.tables import StepInputs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,7 +136,10 @@ def test_drafts_leave_states_alone(name: str, acceptance: float, tmp_path: Path)
     chosen = {number for schedule in schedules for number in schedule.requests}
     runner = make_runner(tmp_path, model=find_tiny_model(name))
     catalogue, total = Catalogue(runner, chosen=sorted(chosen)), Tally()
-    counted = Counted(runner)
+    counted, room = Counted(runner), runner._draft_states.room
+    assert room is not None
+    room_bytes = room.inputs.nbytes + room.rates.nbytes
+    assert room_bytes == kept_bytes(runner._model.recurrent, MAX_SEQS * (1 + MAX_DRAFTS))
     catalogue.script_drafts(acceptance)
     for schedule in schedules:
         total.add(catalogue.run(schedule))
@@ -140,6 +152,14 @@ def test_drafts_leave_states_alone(name: str, acceptance: float, tmp_path: Path)
     assert counts["verified"] == counts["drafted"] > choose(30, 300)
     share = counts["accepted"] / counts["drafted"]  # but for rows with log-probabilities
     assert abs(share - acceptance) < 0.3 and (share > 0.0) == (acceptance > 0.0)
+
+
+def test_inputs_for_which_there_is_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "free_memory_bytes", lambda: 2**16)
+    with pytest.raises(StartupError, match=r"MiB for inputs of guesses .* lower --max-draft"):
+        make_runner(tmp_path, model=find_tiny_model("qwen3.5"))
 
 
 def test_a_state_that_moves_on_too_far_is_seen(
@@ -186,8 +206,8 @@ def sequences_of(steps: list[RecordedStep]) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def with_drafts(proposer: Proposer, seed: int) -> list[RecordedStep]:
-    runner = make_small_runner(kernels=TensorKernels())
+def with_drafts(proposer: Proposer, seed: int, kind: str | None = None) -> list[RecordedStep]:
+    runner = make_small_runner(kernels=TensorKernels(), kind=kind)
     drafts_of(runner)._proposer = proposer
     return record_steps(runner, seed, preemption=Preemption.CHECKPOINT, max_drafts=8)
 
@@ -204,45 +224,163 @@ def overlapped(runner: ModelRunner, steps: list[RecordedStep]) -> list[StepResul
     return [*found, runner.finish(launched.popleft())]
 
 
-@more_when_long
-@pytest.mark.parametrize("seed", range(choose(2, 8)))
-@pytest.mark.parametrize("has_graphs", [False, True])
-def test_a_device_that_is_late_says_the_same(seed: int, has_graphs: bool) -> None:
-    """Where rows are is read on the device: plans say the furthest that they can be at."""
-    plain = record_steps(
-        make_small_runner(kernels=TensorKernels()), seed, preemption=Preemption.CHECKPOINT
-    )
+def late_results(
+    kind: str | None,
+    *,
+    has_graphs: bool,
+    seed: int = 0,
+    kernels: Kernels | None = None,
+    num_steps: int = 10**6,
+) -> tuple[list[RecordedStep], list[StepResult]]:
+    """Return the first steps with drafts, some of which are right, and what a late device says.
+
+    `kind`: of recurrent layers, see `RECURRENT`; `kernels`: of the late device, None: plain ones.
+    """
+    first = make_small_runner(kernels=TensorKernels(), kind=kind)
+    plain = record_steps(first, seed, preemption=Preemption.CHECKPOINT)
     answers = sequences_of(plain)
-    steps = with_drafts(Scripted(answers, 0.6), seed)
+    steps = with_drafts(Scripted(answers, 0.6), seed, kind)
     assert sequences_of(steps) == answers
-    runner = make_small_runner(LateQueue(), FromTensors())
+    runner = make_small_runner(LateQueue(), kernels or FromTensors(), kind=kind)
     drafts_of(runner)._proposer = Scripted(answers, 0.6)
     if has_graphs:
+        recorder = TapeRecorder() if kernels is None else RerunRecorder()
         tables = runner.tables
         decodes = DecodeGraphs(
             runner._model,
             runner.pool,
             tables,
-            sizes=(1, 2, 4, 6),
-            recorder=TapeRecorder(),
+            sizes=(1, 2, 4, 6) if kernels is None else (6,),
+            recorder=recorder,
             has_logits=True,
         )
-        mixed = MixedGraphs(
-            runner._model, runner.pool, tables, sizes=(16, 32, 64), recorder=TapeRecorder()
-        )
+        sizes = (16, 32, 64) if kernels is None else (40,)
+        mixed = MixedGraphs(runner._model, runner.pool, tables, sizes=sizes, recorder=recorder)
         with torch.inference_mode():
             decodes.capture()
             mixed.capture()
         runner.use_graphs(decodes, mixed)
-    found = overlapped(runner, steps)
-    num_several = 0
+    return steps[:num_steps], overlapped(runner, steps[:num_steps])
+
+
+LATE = [
+    *((None, True, 0), (None, False, 1)),
+    *(("delta", True, 0), ("mamba", False, 1), ("convolution", True, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_graphs", "seed"),
+    long_but(itertools.product([None, *RECURRENT], (False, True), range(8)), LATE),
+)
+def test_a_device_that_is_late_says_the_same(
+    kind: str | None, has_graphs: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are is read on the device: plans say the furthest that they can be at.
+
+    So is how far states move on: the host has no say in it, and keeps inputs of drafts alone.
+    """
+    watched = WatchedStates(monkeypatch, kind)
+    steps, found = late_results(kind, has_graphs=has_graphs, seed=seed)
+    assert num_several(steps, found) > 20
+    assert watched.are_alike()
+    assert (kind is None) == (not watched.num_kept)
+    for kept, drafted, logits in watched.num_kept:
+        assert kept == drafted <= logits
+    assert kind is None or any(kept < logits for kept, _, logits in watched.num_kept), "other rows"
+
+
+def num_several(steps: list[RecordedStep], found: list[StepResult]) -> int:
+    """Compare results, and return how many rows got several tokens at once."""
+    count = 0
     for step, result in zip(steps, found, strict=True):
         own, wanted = (row_results(step.plan, r) for r in (result, step.result))
         assert [row.token_ids for row in own] == [row.token_ids for row in wanted]
         assert result.drafted == step.result.drafted
         assert result.num_verified >= step.result.num_verified
-        num_several += sum(len(row.token_ids) > 1 for row in own)
-    assert num_several > 20
+        count += sum(len(row.token_ids) > 1 for row in own)
+    return count
+
+
+class WatchedStates:
+    """Has nothing wait for a late device when states are held and move on, and notes them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+        """`kind`: of recurrent layers, see `RECURRENT`."""
+        sizes = () if kind is None else RECURRENT[kind].state_bytes(4)
+        self.num_kept: list[tuple[int, int, int]] = []
+        """Tokens whose inputs a step keeps, those that rows with drafts have, and those whose
+        logits are wanted."""
+        self._states: dict[bool, list[Tensor]] = {False: [], True: []}
+        """States of rows with drafts behind each step, by whether a device is late."""
+        hold, move_on = DraftStates.hold, DraftStates.move_on
+
+        def watched_hold(states: DraftStates, inputs: StepInputs) -> KeptInputs | None:
+            with Tape():
+                kept = hold(states, inputs)
+            if kept is not None and inputs.draws is not None:
+                drafted = int(inputs.q_lens[inputs.draws.drafted.decodes].sum())
+                self.num_kept.append((len(kept.tokens), drafted, len(inputs.tensors.logit_rows)))
+            return kept
+
+        def watched_move_on(states: DraftStates, drafted: Drafted, accepted: Tensor) -> None:
+            is_late = not states._queue.is_at_once
+            with Tape() if is_late else nullcontext():
+                move_on(states, drafted, accepted)
+            if states._layers and drafted.counts.any():
+                self._states[is_late] += states_of(states, drafted.rows, sizes)
+
+        monkeypatch.setattr(DraftStates, "hold", watched_hold)
+        monkeypatch.setattr(DraftStates, "move_on", watched_move_on)
+
+    def are_alike(self) -> bool:
+        """Return whether a late device's are those of one that is not, as far as it has come."""
+        at_once, late = self._states[False], self._states[True]
+        pairs = zip(at_once[: len(late)], late, strict=True)
+        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+
+
+def states_of(states: DraftStates, rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Return each state tensor of the first layer, of so many bytes, float32 [rows, numbers]."""
+    found = []
+    for bank, num_bytes in zip(states._kv.states[0], sizes, strict=True):
+        slots = states._slots[rows, bank.first : bank.first + bank.num_slots].long()
+        own = bank.pieces[:, :, slots].movedim(2, 0).flatten(1)
+        found.append(own[:, :num_bytes].contiguous().view(torch.float32))
+    return found
+
+
+@pytest.mark.parametrize("too_far", [-1, 1])
+def test_states_that_a_late_device_moves_on_wrongly_are_seen(
+    too_far: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a token less or more than count."""
+    move_on = DraftStates.move_on
+
+    def wrong(self: DraftStates, drafted: Drafted, accepted: Tensor) -> None:
+        own = accepted if self._queue.is_at_once else (accepted + too_far).clamp(min=0)
+        move_on(self, drafted, torch.minimum(own, drafted.counts))
+
+    monkeypatch.setattr(DraftStates, "move_on", wrong)
+    watched = WatchedStates(monkeypatch, "delta")
+    late_results("delta", has_graphs=True)
+    assert not watched.are_alike()
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_graphs"),
+    long_but(itertools.product(RECURRENT, (False, True)), [("delta", True), ("mamba", False)]),
+)
+def test_gpu_kernels_move_states_on(
+    kind: str, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's, interpreted, those of chunks and of single tokens."""
+    watched = WatchedStates(monkeypatch, kind)
+    steps, found = late_results(
+        kind, has_graphs=has_graphs, kernels=TritonKernels(), num_steps=choose(8, 40)
+    )
+    assert num_several(steps, found) > 1
+    assert watched.are_alike() and watched.num_kept
 
 
 class Texts:

@@ -15,6 +15,7 @@ from support.graph_recorders import RerunRecorder
 from support.grids import choose, long_but
 from support.model_runs import LoadedModel, load_tiny, standard_sequences
 from support.parity import DirectDriver, ParityReport, compare_all, run_sequences, schedule
+from support.random_model import RECURRENT
 from support.tiny_models import VOCAB_SIZE, find_tiny_model, load_reference, write_tiny_model
 from torch import Tensor
 
@@ -36,7 +37,6 @@ from lightserve.kernels.select import make_kernels, missing_core
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.models.layers.attention import in_chunks
 from lightserve.models.moe_config import MoeConfig
-from lightserve.models.recurrent_config import DeltaConfig, Joined, MambaConfig, RecurrentConfig
 from lightserve.types import Activation
 from lightserve.worker.graphs import DecodeGraphs
 
@@ -138,17 +138,6 @@ def test_padded_decodes_give_the_logits_of_plain_ones() -> None:
         torch.testing.assert_close(logits, reference.eager(rows, positions), rtol=1e-4, atol=1e-4)
 
 
-DELTA = DeltaConfig(
-    layers=frozenset({0}), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=12, width=3,
-    joined=Joined.HEADS,
-)  # fmt: skip
-"""Of a model of two layers."""
-MAMBA = MambaConfig(
-    layers=frozenset({0}), num_heads=4, head_dim=12, num_groups=2, state_size=16, width=3,
-    has_conv_bias=True, has_bias=False,
-)  # fmt: skip
-
-
 def compare_recorded(**changes: Any) -> tuple[Scene, Scene, DecodeGraphs]:
     """Compare decodes alone, and chunks beside them, padded; rows that begin, and that go on."""
     ours = scene(make_kernels("triton", batch_invariant=False), **changes)
@@ -175,9 +164,9 @@ def compare_recorded(**changes: Any) -> tuple[Scene, Scene, DecodeGraphs]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("recurrent",), long_but([(DELTA,), (MAMBA,)], [(DELTA,)]))
-def test_recorded_passes_move_states_on_as_plain_ones_do(recurrent: RecurrentConfig) -> None:
-    ours, reference, decodes = compare_recorded(recurrent=recurrent)
+@pytest.mark.parametrize(("kind",), long_but([("delta",), ("mamba",)], [("delta",)]))
+def test_recorded_passes_move_states_on_as_plain_ones_do(kind: str) -> None:
+    ours, reference, decodes = compare_recorded(recurrent=RECURRENT[kind])
     before = ours.tables.state_slots
     assert before is not None
     before[3] = before[7].clone()  # another row's state is other numbers

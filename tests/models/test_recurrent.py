@@ -284,10 +284,11 @@ def test_bad_choices_are_told_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=rf"{complaint} are needed \({num_states} of them"):
         num_kv_slots(served, layout, free_bytes=2**30)
     kernels = make_kernels("torch", batch_invariant=False)
-    guessing = ServeConfig(model=str(path), speculation="ngram")
+    guessing, cuda = ServeConfig(model=str(path), speculation="ngram"), torch.device("cuda")
     check_options(guessing, config, kernels, CPU)
-    with pytest.raises(ConfigError, match="--speculation ngram needs --device cpu with Qwen3_5"):
-        check_options(guessing, config, TritonKernels(), torch.device("cuda"))
+    check_options(guessing, config, TritonKernels(), cuda)
+    with pytest.raises(ConfigError, match="ngram needs kernels that read on the device"):
+        check_options(guessing, config, ReferenceKernels(), cuda)
     options = {"block_owner": "exclusive", "preemption": "recompute", "cache_policy": "off"}
     alone = ServeConfig(model=str(path), **options)
     with pytest.raises(ConfigError, match="--block-owner exclusive does not go with"):

@@ -55,6 +55,7 @@ from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Ma
 from lightserve.worker.drafts import Lookup
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.memory import KVPool
+from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.profiling import ShapeLimits, random_steps
 from lightserve.worker.staged_host_pool import StagedHostPool
@@ -63,7 +64,7 @@ from lightserve.worker.warm_up import warm_up
 from support.graph_recorders import RerunRecorder
 from support.immediate_copies import ImmediateEvent
 from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS
-from support.random_model import layout_of, random_model, tiny_config
+from support.random_model import RECURRENT, layout_of, random_model, tiny_config
 from support.recorded_plans import make_runner as make_cpu_runner
 from support.recorded_plans import record_steps
 from tools.triton_offline import _NoGpu
@@ -168,17 +169,25 @@ SMALL = Size(NUM_SLOTS, MAX_SEQS, MAX_LEN, 40)
 LARGE = Size(200_000, 64, 32_768, 8192)
 
 
-def make_runner(queue: StepQueue, size: Size = SMALL) -> ModelRunner:
-    """Return a runner as a GPU has it, with graphs for some numbers of decodes."""
+def make_runner(
+    queue: StepQueue, size: Size = SMALL, kind: str | None = None, *, has_mixed: bool = False
+) -> ModelRunner:
+    """Return a runner as a GPU has it, with graphs for some numbers of decodes.
+
+    `kind`: of recurrent layers, see `RECURRENT`. `has_mixed`: other steps have graphs, too.
+    """
     device = queue.device
-    config = tiny_config(sliding_windows=(None, 24), max_position_embeddings=size.max_len)
-    pool = KVPool(layout_of(config, "bfloat16"), size.num_slots, device)
+    recurrent = None if kind is None else RECURRENT[kind]
+    config = tiny_config(
+        sliding_windows=(None, 24), max_position_embeddings=size.max_len, recurrent=recurrent
+    )
+    dtype = torch.bfloat16 if kind is None else torch.float32  # states as long as in the plans
+    name = str(dtype).removeprefix("torch.")
+    pool = KVPool(layout_of(config, name), size.num_slots, device)
     pieces = [(tensor.shape[:3].numel(), tensor.shape[4]) for tensor in pool.tensors]
 
     def rows(number: int) -> list[Tensor]:
-        return [
-            torch.empty(number, *piece, dtype=torch.bfloat16, device=device) for piece in pieces
-        ]
+        return [torch.empty(number, *piece, dtype=dtype, device=device) for piece in pieces]
 
     copies = CopyQueue(device)
     model = random_model(
@@ -186,7 +195,7 @@ def make_runner(queue: StepQueue, size: Size = SMALL) -> ModelRunner:
         config,
         context_len=size.max_len,
         device=device,
-        dtype=torch.bfloat16,
+        dtype=dtype,
     )
     host_pool = StagedHostPool(
         pool,
@@ -205,13 +214,16 @@ def make_runner(queue: StepQueue, size: Size = SMALL) -> ModelRunner:
         max_num_seqs=size.max_seqs,
         constraints=KnownMasks(),  # type: ignore[arg-type]  # what a runner calls
         proposer=Lookup(size.max_seqs + 1, queue),
+        max_drafted_tokens=size.max_tokens,
     )
-    graphs = DecodeGraphs(
-        model, pool, runner.tables, sizes=ladder(4), recorder=RerunRecorder(), has_logits=True
-    )
+    recorder, tables, mixed = RerunRecorder(), runner.tables, None
+    graphs = DecodeGraphs(model, pool, tables, sizes=ladder(4), recorder=recorder, has_logits=True)
     with torch.inference_mode():
-        graphs.capture(lambda _: None)
-    runner.use_graphs(graphs)
+        if has_mixed:
+            mixed = MixedGraphs(model, pool, tables, sizes=(16, size.max_tokens), recorder=recorder)
+            mixed.capture()
+        graphs.capture()
+    runner.use_graphs(graphs, mixed)
     return runner
 
 
@@ -256,10 +268,14 @@ def recorded_plans() -> list[StepPlan]:
             msgspec.structs.replace(sequence, **next(changes)) for sequence in step.plan.sequences
         ]
         plans.append(msgspec.structs.replace(step.plan, sequences=sequences))
-    drafted = record_steps(
-        make_cpu_runner(), SEED, preemption=Preemption.CHECKPOINT, max_drafts=MAX_DRAFTS
-    )
-    return [*plans, *(step.plan for step in drafted)]
+    return [*plans, *drafted_plans()]
+
+
+def drafted_plans(kind: str | None = None) -> list[StepPlan]:
+    """Return the plans of a schedule with drafts; `kind`: of recurrent layers, see `RECURRENT`."""
+    runner = make_cpu_runner(kind=kind)
+    steps = record_steps(runner, SEED, preemption=Preemption.CHECKPOINT, max_drafts=MAX_DRAFTS)
+    return [step.plan for step in steps]
 
 
 def large_plans() -> list[StepPlan]:
@@ -339,13 +355,15 @@ def looking_at_launches(device: torch.device) -> Iterator[list[str]]:
         JITFunction.run = run
 
 
-def run_fake(plans: Sequence[StepPlan]) -> dict[str, Any]:
-    """Launch all plans on fake tensors."""
+def run_fake(
+    plans: Sequence[StepPlan], kind: str | None = None, *, has_mixed: bool = False
+) -> dict[str, Any]:
+    """Launch all plans on fake tensors; see `make_runner`."""
     device = torch.device("cuda:0" if torch.version.cuda else "meta")
     functorch_config.fake_tensor_allow_meta = True
     as_it_is = mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor)  # fake tensors cannot
     with an_h200(), FakeTensorMode(), as_it_is, looking_at_launches(device) as names:
-        runner = make_runner(StepQueue(device))
+        runner = make_runner(StepQueue(device), kind=kind, has_mixed=has_mixed)
         with NoLists(), WaitingForNothing():
             pending = launch_all(runner, plans)
             try:
@@ -427,10 +445,23 @@ def run_variants(plans: Sequence[StepPlan]) -> dict[str, Any]:
     return {"num_late_if_cold": len(cold), "late": found}
 
 
-def _late(size: Size, plans: Sequence[StepPlan], *, is_cold: bool = False) -> list[str]:
-    """Return what plans would compile after a start, cold: one without a warm-up."""
+def run_states(kind: str) -> dict[str, Any]:
+    """Launch plans with drafts of a model with states, with graphs of all steps and without."""
+    plans, found = drafted_plans(kind), {}
+    for has_mixed in (False, True):
+        fake = run_fake(plans, kind, has_mixed=has_mixed)
+        late = _late(SMALL, plans, kind=kind, has_mixed=has_mixed)
+        found[f"mixed {has_mixed}"] = {"fake": fake, "late": late}
+    return found
+
+
+def _late(
+    size: Size, plans: Sequence[StepPlan], *, is_cold: bool = False, **options: Any
+) -> list[str]:
+    """Return what plans would compile after a start, cold: one without a warm-up; `options` of
+    `make_runner`."""
     with noting_variants() as found:
-        runner = make_runner(LastingQueue(torch.device("meta")), size)
+        runner = make_runner(LastingQueue(torch.device("meta")), size, **options)
         runner.__class__ = _Executed
         if not is_cold:
             warm_up(runner, max_num_batched_tokens=size.max_tokens)
@@ -441,4 +472,5 @@ def _late(size: Size, plans: Sequence[StepPlan], *, is_cold: bool = False) -> li
 
 if __name__ == "__main__":
     recorded = recorded_plans()
-    print(json.dumps({"fake": run_fake(recorded), "variants": run_variants(recorded)}))
+    results = {"fake": run_fake(recorded), "variants": run_variants(recorded)}
+    print(json.dumps(results | {"states": run_states("delta")}))

@@ -15,9 +15,34 @@ from lightserve.models.base import KVLayout, Part, SingleRank, TensorParallel, k
 from lightserve.models.config import ModelConfig
 from lightserve.models.decoder import DecoderModel
 from lightserve.models.layers.linear import LinearMethod, ModelContext, UnquantizedMethod
+from lightserve.models.recurrent_config import (
+    ConvolutionConfig,
+    DeltaConfig,
+    Joined,
+    MambaConfig,
+    RecurrentConfig,
+)
 from lightserve.models.rope import DefaultRope
 
 CPU = torch.device("cpu")
+
+_FIRST = frozenset({0})
+RECURRENT: dict[str, RecurrentConfig] = {
+    "delta": DeltaConfig(
+        layers=_FIRST, num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=12, width=3,
+        joined=Joined.HEADS,
+    ),
+    "mamba": MambaConfig(
+        layers=_FIRST, num_heads=4, head_dim=12, num_groups=2, state_size=16, width=3,
+        has_conv_bias=True, has_bias=False,
+    ),
+    "kimi": DeltaConfig(
+        layers=_FIRST, num_key_heads=2, num_value_heads=2, key_dim=16, value_dim=12, width=3,
+        joined=Joined.NONE, rank=8,
+    ),
+    "convolution": ConvolutionConfig(layers=_FIRST, channels=64, width=3, has_bias=False),
+}  # fmt: skip
+"""Each kind of recurrent layer, as the first of two layers."""
 
 
 class RandomReader:

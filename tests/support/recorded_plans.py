@@ -30,12 +30,14 @@ from lightserve.worker.drafts import Lookup
 from lightserve.worker.host_pool import DirectHostPool
 from lightserve.worker.memory import KVPool
 from lightserve.worker.model_runner import ModelRunner
-from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS, Schedule, make_core
-from support.random_model import layout_of, random_model, tiny_config
+from support.lossless import MAX_LEN, MAX_SEQS, NUM_SLOTS, STATES, Schedule, make_core
+from support.random_model import RECURRENT, layout_of, random_model, tiny_config
 
 NUM_REQUESTS = 12
 POOL_SLOTS = 130
 """Too few for all of them."""
+BUDGET = 40
+"""Tokens of a step."""
 
 _OPTIONS: list[dict[str, Any]] = [
     {},
@@ -107,9 +109,14 @@ def make_runner(
     *,
     keeps_answers: bool = False,
     is_constrained: bool = False,
+    kind: str | None = None,
 ) -> ModelRunner:
-    """Return a runner of a small random model on the CPU; all have the same weights."""
-    config, queue = tiny_config(), queue or HostQueue()
+    """Return a runner of a small random model on the CPU; all have the same weights.
+
+    `kind`: of its first layer, see `RECURRENT`; None: attention.
+    """
+    recurrent = None if kind is None else RECURRENT[kind]
+    config, queue = tiny_config(recurrent=recurrent), queue or HostQueue()
     pool = KVPool(layout_of(config), NUM_SLOTS, HostQueue.device)
     return ModelRunner(
         random_model(kernels or TorchKernels(), config, context_len=MAX_LEN),
@@ -120,6 +127,7 @@ def make_runner(
         max_num_seqs=MAX_SEQS,
         constraints=ThirdsOnly(config.vocab_size) if is_constrained else None,  # type: ignore[arg-type]
         proposer=Lookup(MAX_SEQS + 1, queue, keeps_answers=keeps_answers),
+        max_drafted_tokens=BUDGET,
     )
 
 
@@ -154,7 +162,7 @@ def record_steps(
         classes=[rng.choice(tuple(RequestClass)) for _ in range(NUM_REQUESTS)],
         abort_times_s=[],
         policy="priority",
-        budget=40,
+        budget=BUDGET,
         num_slots=POOL_SLOTS,
         num_host_slots=NUM_SLOTS,
         copied_token_s=0.0,
@@ -166,7 +174,8 @@ def record_steps(
         make_core(schedule),
         recorder,
         lambda plan: 0.01,
-        num_slots=schedule.num_slots,
+        num_slots=schedule.num_slots + STATES * runner.pool.num_state_slots,
+        num_state_slots=runner.pool.num_state_slots,
         num_host_slots=schedule.num_host_slots,
     )
     simulation.run(

@@ -7,10 +7,10 @@ made; a number of rows; the number of threads; or a number that never changes. S
 twice about what a layer does, and the core computes what it would one by one.
 
     noted     linear(x + 0, rows T, 0x7f..weight, …, buffer 3 + 0, threads)
-    run       places = [T, R, L, threads, address of x, …, addresses of buffers]: patch, call
+    run       places = [T, R, L, K, threads, address of x, …, addresses of buffers]: patch, call
 
 All that torch is asked for meanwhile goes through `Notes`: making tensors, looking at them in
-another shape, choosing rows by `logit_rows`, and operations on single numbers that are rounded
+another shape, choosing rows by lists of tokens, and operations on single numbers that are rounded
 once, which the core does to torch's bit (sums, products, copies, ReLU). Anything else ends the
 attempt, and a second one with other numbers of rows has to give the same notes, or a choice by the
 number of rows would stay what it was the first time.
@@ -39,10 +39,11 @@ from lightserve.kernels.cpu.core import Core, Element, Noted
 from lightserve.kernels.interface import AttentionBatch, NotRecordableError, PassInputs, Summing
 from lightserve.kernels.weights import KeptInputs
 
-_TOKENS, _ROWS, _CHOSEN, _THREADS, _FIRST_INPUT = range(5)
+_TOKENS, _ROWS, *_LISTED, _THREADS, _FIRST_INPUT = range(6)
 """Places whose values count; those behind them are addresses: inputs, output, buffers."""
-_SIZES = ((67, 41, 23), (19, 7, 5))
-"""Tokens, rows, and tokens that go on of the passes that are noted: no two alike."""
+_SIZES = ((67, 41, 23, 13), (19, 7, 5, 3))
+"""Tokens, rows, tokens that go on and tokens whose inputs are kept of the passes that are noted: no
+two alike."""
 _ALIGNMENT = 64
 _CALL_BYTES = 3 * 8
 """Bytes of a call as the core has it."""
@@ -118,18 +119,17 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The calls that layers make of the core and of torch."""
 
     def __init__(
-        self, core: Core, level: int, inputs: PassInputs, sizes: tuple[int, int, int]
+        self, core: Core, level: int, inputs: PassInputs, sizes: tuple[int, int, int, int]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call | _Sum] = []
         self.made: list[_Region] = []
         self.core, self._level = core, level
-        self._counts = dict(zip(sizes, (_TOKENS, _ROWS, _CHOSEN), strict=True))
+        self._counts = dict(zip(sizes, (_TOKENS, _ROWS, *_LISTED), strict=True))
         self._regions: list[_Region] = []
         self._kept: list[object] = [inputs]
         """So that no address is another one's later on."""
-        addresses = input_addresses(inputs)
-        self._chosen = addresses[0] if inputs.logit_rows is not None else None
+        self._lists = [own.data_ptr() for own in _lists(inputs) if own is not None]
         extents = _extents(inputs)
         for number, (address, num_bytes) in enumerate(extents):
             self._add(_Region(number, address, address + num_bytes, _TOKENS, 0))
@@ -198,15 +198,15 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _gather(self, source: Tensor, dim: int, index: Tensor) -> Tensor:
-        if dim != 0 or index.data_ptr() != self._chosen or not _has_rows(source):
-            raise NotRecordableError("they look up rows by other than the wanted tokens")
+        if dim != 0 or index.data_ptr() not in self._lists or not _has_rows(source):
+            raise NotRecordableError("they look up rows by other than the wanted or kept tokens")
         out = self._keep(source.new_empty(len(index), *source.shape[1:]))
         size, stride = source.element_size(), source.stride(0)
         self.note(
             self.core.gather,
             (
                 *(source.data_ptr(), len(source), stride * size, source[0].numel() * size),
-                *(self._chosen, len(index), out.data_ptr()),
+                *(index.data_ptr(), len(index), out.data_ptr()),
             ),
         )
         return out
@@ -356,6 +356,12 @@ def row_numbers(batch: AttentionBatch) -> RowNumbers:
     return rows
 
 
+def _lists(inputs: PassInputs) -> tuple[Tensor | None, Tensor | None]:
+    """Return the lists of tokens that rows are looked up by: the wanted, and the kept ones."""
+    kept = inputs.batch.kept
+    return inputs.logit_rows, None if kept is None else kept.tokens
+
+
 def _input_tensors(inputs: PassInputs) -> Iterator[Tensor]:
     """Return them in the order of their places; the rows' numbers stand behind them."""
     batch = inputs.batch
@@ -368,7 +374,7 @@ def _input_tensors(inputs: PassInputs) -> Iterator[Tensor]:
     if batch.state_slots is not None:
         yield batch.state_slots
     if batch.kept is not None:
-        yield from batch.kept[:3]
+        yield from batch.kept
 
 
 def input_addresses(inputs: PassInputs) -> list[int]:
@@ -385,9 +391,9 @@ def _extents(inputs: PassInputs) -> list[tuple[int, int]]:
     return [*extents, (rows.address, rows.numbers.nbytes), (runs.ctypes.data, runs.nbytes)]
 
 
-def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
+def _example(like: PassInputs, sizes: tuple[int, int, int, int]) -> PassInputs:
     """Return inputs of other numbers of rows; only their addresses and shapes mean anything."""
-    num_tokens, num_rows, num_chosen = sizes
+    num_tokens, num_rows, num_chosen, num_kept = sizes
     batch = like.batch
 
     def vector(size: int, of: Tensor) -> Tensor:
@@ -397,9 +403,9 @@ def _example(like: PassInputs, sizes: tuple[int, int, int]) -> PassInputs:
     wanted = None if like.logit_rows is None else like.logit_rows.new_zeros(num_chosen)
     kept = batch.kept
     if kept is not None:
-        assert wanted is not None
-        own, rates = (part.new_zeros(num_chosen, part.shape[1]) for part in kept[1:3])
-        kept = KeptInputs(torch.empty_like(kept.is_held), own, rates, wanted)
+        own, rates = (part.new_zeros(num_kept, part.shape[1]) for part in kept[1:3])
+        tokens = vector(num_kept, kept.tokens)
+        kept = KeptInputs(torch.empty_like(kept.is_held), own, rates, tokens)
     return PassInputs(
         like.x.new_zeros(num_tokens, like.x.shape[1]),
         AttentionBatch(
@@ -529,8 +535,8 @@ class Program:
 
     def __call__(self, inputs: PassInputs) -> Tensor:
         """Run them; see `Kernels.record`."""
-        x, rows = inputs.x, inputs.logit_rows
-        counts = (len(x), row_numbers(inputs.batch).num_rows, 0 if rows is None else len(rows))
+        lengths = (0 if own is None else len(own) for own in _lists(inputs))
+        counts = (len(inputs.x), row_numbers(inputs.batch).num_rows, *lengths)
         count, shape, dtype = self._output
         output = torch.empty(counts[count], *shape, dtype=dtype)
         sizes = [

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,7 @@ SMALL = DeviceMemory(total=24 * GIB, others=GIB, weights=15 * GIB, activations=6
         ({"kv_memory": "500GiB", "max_kv_tokens": 1000}, H200, 1000),
         ({"max_kv_tokens": 1000}, H200, 1000),
         ({"kv_memory": "1GiB"}, SMALL, 8192 - 1),
+        ({}, replace(H200, kept=6 * GIB), (126 - 26) * 8192 - 1),
     ],
 )
 def test_size(options: dict[str, Any], memory: DeviceMemory, num_slots: int) -> None:
@@ -108,6 +110,11 @@ def test_layers_of_8_bits_begin_where_kernels_read_16_bytes_at_once(
         ),
         ({"kv_memory": "2MiB"}, H200, "15 tokens where 16 are needed"),
         ({"max_kv_tokens": 15}, H200, "15 tokens where 16"),
+        (
+            {"gpu_memory_utilization": 0.3},
+            replace(H200, kept=22 * GIB),
+            r"inputs of guesses 22\.00 GiB.* leave 0\.00 GiB .* Lower --max-draft-tokens, --max-nu",
+        ),
     ],
 )
 def test_what_does_not_fit(options: dict[str, Any], memory: DeviceMemory, message: str) -> None:
@@ -489,3 +496,12 @@ def test_steps_are_on_the_device_and_wait_for_nothing(found: Any) -> None:
 def test_nothing_is_compiled_after_the_start(found: Any) -> None:
     assert found["variants"]["late"] == {"small": [], "large": []}
     assert found["variants"]["num_late_if_cold"] > 10
+
+
+@pytest.mark.parametrize("graphs", ["mixed False", "mixed True"])
+def test_states_of_rows_with_drafts_wait_for_nothing(found: Any, graphs: str) -> None:
+    """They move on behind the draws, by kernels that the start has compiled."""
+    steps = found["states"][graphs]["fake"]
+    assert steps["num_plans"] > 20 and steps["waited"] == "in finish"
+    assert set(steps["kernels"]) >= {"_keep_kernel", "_pairs_kernel", "_scan_kernel"}
+    assert found["states"][graphs]["late"] == []

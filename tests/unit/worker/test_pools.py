@@ -131,6 +131,7 @@ def test_a_pool_of_what_was_measured() -> None:
             torch.device("cuda"),
             is_shown=False,
             measure=measure,
+            kept_bytes=GIB,  # which were there when the weights were measured
         )
     left = 126 * GIB - MEMORY.taken
     assert made.kv.num_slots == left // LAYOUT.bytes_per_token - 1

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -219,6 +220,39 @@ def test_impossible_pools(options: dict[str, object], error: type[Exception], me
 MIB = 2**20
 
 
+def test_inputs_of_guesses_are_part_of_the_memory() -> None:
+    """Of each rank; what they leave is for KV, of which `auto` takes a half."""
+    sizes = {"free_bytes": 100 * MIB, "kept_bytes": 20 * MIB}
+    for num_ranks in (1, 2):
+        auto = num_kv_slots(ServeConfig(tp=num_ranks), LAYOUT, **sizes)
+        assert auto == (100 - 20 * num_ranks) * MIB // 2 // num_ranks // 192
+    assert num_kv_slots(ServeConfig(kv_memory="80MiB"), LAYOUT, **sizes) == 80 * MIB // 192
+    said = "more than the 80 MiB that are free beside 20 MiB for inputs of guesses"
+    with pytest.raises(ConfigError, match=said):
+        num_kv_slots(ServeConfig(kv_memory="81MiB"), LAYOUT, **sizes)
+    said = (
+        r"50 MiB for inputs of guesses \(--speculation\) on each rank are more than the 99 MiB that"
+        r" are free for 2 rank\(s\): lower --max-draft-tokens, --max-num-seqs or"
+    )
+    with pytest.raises(StartupError, match=said):
+        num_kv_slots(ServeConfig(tp=2), LAYOUT, free_bytes=99 * MIB, kept_bytes=50 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens"),
+    [
+        ({}, 0),
+        ({"speculation": "ngram", "max_num_seqs": 4}, 36),
+        ({"speculation": "ngram", "max_num_seqs": 4, "max_draft_tokens": 2}, 12),
+        ({"speculation": "ngram", "max_num_seqs": 100}, 512),
+        ({"speculation": "ngram", "max_num_seqs": 100, "max_num_batched_tokens": 200}, 200),
+    ],
+)
+def test_tokens_of_rows_with_guesses(options: dict[str, Any], num_tokens: int) -> None:
+    """As many rows as there can be, with all their guesses, but no more than a step has."""
+    assert ServeConfig(**options).drafted_tokens_of_step("cpu") == num_tokens
+
+
 @pytest.mark.parametrize(
     ("groups", "free_mib"),
     [
@@ -342,12 +376,20 @@ class NotingRunner:
     """Takes down the plans."""
 
     def __init__(
-        self, device: str, context_len: int, max_num_seqs: int, *, rank: int, num_states: int
+        self,
+        device: str,
+        context_len: int,
+        max_num_seqs: int,
+        *,
+        rank: int,
+        num_states: int,
+        has_drafts: bool,
     ) -> None:
         self.device = torch.device(device)
         self.context_len = context_len
         self.max_num_seqs = max_num_seqs
         self.has_constraints = rank == 0
+        self.has_drafts = has_drafts
         self.pool = SimpleNamespace(num_state_slots=num_states)
         self.plans: list[StepPlan] = []
 
@@ -363,8 +405,10 @@ def plans_of(
     *,
     rank: int = 0,
     num_states: int = 0,
+    has_drafts: bool = False,
 ) -> list[StepPlan]:
-    runner = NotingRunner(device, context_len, max_num_seqs, rank=rank, num_states=num_states)
+    own = {"rank": rank, "num_states": num_states, "has_drafts": has_drafts}
+    runner = NotingRunner(device, context_len, max_num_seqs, **own)  # type: ignore[arg-type]
     warm_up(runner, max_num_batched_tokens=max_tokens)  # type: ignore[arg-type]
     return runner.plans
 
@@ -384,7 +428,7 @@ def test_rows_that_begin_have_slots_for_their_states() -> None:
 @pytest.mark.parametrize("context_len", [2, 3, 5, 8, 4096])
 @pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(1, 64), (2, 64), (256, 2048)])
 def test_within_limits(device: str, context_len: int, max_num_seqs: int, max_tokens: int) -> None:
-    plans = plans_of(device, context_len, max_num_seqs, max_tokens)
+    plans = plans_of(device, context_len, max_num_seqs, max_tokens, has_drafts=True)
     assert plans
     for plan in plans:
         assert 0 < sum(row.num_tokens for row in plan_rows(plan)) <= max_tokens
@@ -415,4 +459,14 @@ def test_kinds_of_steps() -> None:
     assert max(row.num_tokens for plan in plans for row in plan_rows(plan)) == 4095 // 3
     assert any(len(unpack_int32(plan.decodes.rows)) == 2 for plan in plans)
     # On the CPU, where nothing is compiled, a start is not to take longer.
-    assert len(plans_of("cpu", 4096, 256, 2048)) == 2
+    assert len(plans_of("cpu", 4096, 256, 2048, has_drafts=True)) == 2
+
+
+@pytest.mark.parametrize(("max_tokens", "num_drafts"), [(2048, [2]), (2, [1]), (1, [])])
+def test_guesses_are_verified_before_the_first_request(
+    max_tokens: int, num_drafts: list[int]
+) -> None:
+    """On a GPU: kernels that move states on are those of chunks whose length the device has."""
+    plans = plans_of("cuda", 4096, 256, max_tokens, has_drafts=True)
+    drafts = [unpack_int32(plan.decodes.num_drafts).tolist() for plan in plans]
+    assert [own for own in drafts if own] == ([num_drafts] if num_drafts else [])
