@@ -179,9 +179,13 @@ def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
             parts = wanted if fits else wanted[:1]
             _execute(runner, parts, dict(enumerate(pair)), prompt=_PROMPT)
     if runner.has_drafts and (num_drafts := min(2, max_num_batched_tokens - 1)):
-        _execute(runner, [_Part(0, 0, _PROMPT)], {0: _GREEDY}, prompt=_PROMPT)
-        slots = [_first_slot(_Part(0, _PROMPT + place, 1)) for place in range(1 + num_drafts)]
-        _run(runner, [], [], [], pack_decodes([0], [_PROMPT], slots, [num_drafts]))
+        firsts = [0, 1][: min(runner.max_num_seqs, max_num_batched_tokens - num_drafts)]
+        parts = [_Part(row, 0, 1, is_sampled=False) for row in firsts]
+        _execute(runner, parts, dict.fromkeys(firsts, _GREEDY), prompt=2)
+        counts = [num_drafts, 0][: len(firsts)]
+        places = [_Part(row, 1 + i, 1) for row in firsts for i in range(1 + counts[row])]
+        slots = [_first_slot(place) for place in places]
+        _run(runner, [], [], [], pack_decodes(firsts, [1] * len(firsts), slots, counts))
     # Positions that were never filled are token 0 in slot 0.
     for rows in _chunks(runner.context_len, runner.max_num_seqs, max_num_batched_tokens):
         _run(runner, [], [], rows)

@@ -45,7 +45,7 @@ def places_of(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _convolve_kernel(
     x_ptr,
     weight_ptr,

@@ -126,7 +126,7 @@ def _pairs_by_channel(q, k, total, CHUNK: tl.constexpr):
 
 # fmt: off
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _pairs_kernel(
     mixed_ptr, gates_ptr, decay_ptr, rate_bias_ptr, inverse_ptr, scores_ptr, starts_ptr, owners_ptr,
     chunk_starts_ptr, num_rows, mixed_stride, gates_stride, scale, KEY_HEADS: tl.constexpr,
@@ -302,7 +302,7 @@ def _scan_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(
     x_ptr,
     z_ptr,

@@ -462,7 +462,9 @@ def test_kinds_of_steps() -> None:
     assert len(plans_of("cpu", 4096, 256, 2048, has_drafts=True)) == 2
 
 
-@pytest.mark.parametrize(("max_tokens", "num_drafts"), [(2048, [2]), (2, [1]), (1, [])])
+@pytest.mark.parametrize(
+    ("max_tokens", "num_drafts"), [(2048, [2, 0]), (3, [2]), (2, [1]), (1, [])]
+)
 def test_guesses_are_verified_before_the_first_request(
     max_tokens: int, num_drafts: list[int]
 ) -> None:
