@@ -252,7 +252,6 @@ def build_runner(
     tune_kernels(kernels, shapes, device, mode=mode, is_shown=is_shown, has_fp8_rows=has_rows)
     check_shapes(kernels, shapes, device, kinds=method.kinds)
     constraints = None if tp.rank else _row_constraints(config, model_config.vocab_size, device)
-    most_drafted = config.drafted_tokens_of_step(device.type)
 
     def make_runner(pool: KVPool, host_pool: HostPool) -> ModelRunner:
         return ModelRunner(
@@ -266,17 +265,16 @@ def build_runner(
             constraints=constraints,
             pooling=embedding.kind if embedding and embedding.is_whole else None,
             proposer=_proposer(config, device),
-            max_drafted_tokens=most_drafted,
+            max_drafted_tokens=config.drafted_tokens_of_step(device.type),
         )
 
     def measure(pool: KVPool) -> DeviceMemory:
         make = partial(make_runner, host_pool=DirectHostPool(0, pool))
         return measure_gpu(config, model, pool, make, graph_sizes=sizes, tp=tp, dtype=torch_dtype)
 
-    kept = kept_bytes(model.recurrent, most_drafted)
-    pool, host_pool = make_pools(
-        config, layout, device, is_shown=is_shown, measure=measure, kept_bytes=kept
-    )
+    kept = kept_bytes(model.recurrent, config.drafted_tokens_of_step(device.type))
+    pools = make_pools(config, layout, device, is_shown=is_shown, measure=measure, kept_bytes=kept)
+    pool, host_pool = pools
     kinds = dtype + _unlike_the_model(config, dtype, kv_type)
     slots = _slots_in_words(pool, host_pool)
     log.info("%s, %s kernels on %s, %s", kinds, kernels.name, device, slots)
