@@ -60,28 +60,28 @@ _MAX_SEPARATOR_CHARS = 16
 
 _CONTENT = (
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% set seen = namespace(number=0) %}{% for part in m['content'] %}"
+    "{% set seen.number = 0 %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}{% set seen.number = seen.number + 1 %}"
     "{{ 'Picture ' ~ seen.number ~ ': <img><imgpad></img>\n' }}"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
 )
 _FORMATS = {
     CHATML: (
-        "{% if messages[0]['role'] != 'system' %}"
+        "{% set seen = namespace(number=0) %}{% if messages[0]['role'] != 'system' %}"
         "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
         "{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
         "{{ raise_exception('it has system, user and assistant alone') }}{% endif %}"
         "{{ '<|im_start|>' + m['role'] + '\n' }}" + _CONTENT + "{{ '<|im_end|>\n' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
     "raw": (
         "{% if messages | length > 1 or messages[0]['role'] != 'user' %}"
         "{{ raise_exception('it has one message, of a user: the model is none for chats') }}"
-        "{% endif %}{% set m = messages[0] %}" + _CONTENT
+        "{% endif %}{% set m = messages[0] %}{% set seen = namespace(number=0) %}" + _CONTENT
     ),
 }
-"""By `chat_format`. Images have numbers in each message, as `from_list_format` has it."""
+"""By `chat_format`. Images have numbers in each message, as `from_list_format` has it. Variables
+are set for all of a template: those of a part of it would be options of requests."""
 _BLANK = "\t"
 """Behind a tag in a message: where it is gone, the template takes blanks off its end."""
 

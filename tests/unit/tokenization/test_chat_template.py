@@ -315,7 +315,9 @@ def qwen(path: Path, form: str, *messages: ChatMessage) -> str:
     source = find_chat_template(path)
     assert source is not None
     assert source.origin == f"{path}/generation_config.json: key 'chat_format'"
-    return ChatTemplate(source, special_tokens={}).render(Conversation(messages=list(messages)))
+    template = ChatTemplate(source, special_tokens={})
+    assert not template.option_names, "a request's option would change nothing"
+    return template.render(Conversation(messages=list(messages)))
 
 
 SEEN = ChatMessage("user", "Old\nNew?", parts=("Old ", None, "\n", None, "New?"))
