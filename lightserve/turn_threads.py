@@ -3,7 +3,8 @@
 A frontend parses bodies, decodes pictures, encodes prompts and asks its store in such threads. A
 client is an API key, see `WHOSE`. Of those that wait the one that has had least time is next: one
 that sends large pictures does not hold up the small ones of another. One that comes has had at
-least as much as the one with work that has had least; when there is no work, all is forgotten.
+least as much as the one that began last (start-time fair queueing): what others left it to take
+does not count against it. When there is no work, all is forgotten.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class TurnThreads:
         """Work that is done for each client."""
         self._had_s: dict[str, float] = {}
         """Time of each client since there was no work, with that of others when it came."""
+        self._begun_s = 0.0
+        """Time that the client whose work began last had had by then; it never falls."""
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which a thread does; raise its error.
@@ -58,10 +61,8 @@ class TurnThreads:
         """
         waiting = _Waiting(work)
         with self._lock:
-            whose, working = WHOSE.get(), {*self._lines, *self._running}
-            if whose not in working:
-                least_s = min((self._had_s[each] for each in working), default=0.0)
-                self._had_s[whose] = max(self._had_s.get(whose, 0.0), least_s)
+            if (whose := WHOSE.get()) not in self._lines:
+                self._had_s[whose] = max(self._had_s.get(whose, 0.0), self._begun_s)
             self._lines.setdefault(whose, deque()).append(waiting)
         try:
             self._threads.submit(self._take_turn)
@@ -76,6 +77,7 @@ class TurnThreads:
             if not self._lines:
                 return  # it was dropped
             whose = min(self._lines, key=self._had_s.__getitem__)
+            self._begun_s = self._had_s[whose]
             line = self._lines.pop(whose)
             waiting = line.popleft()
             if line:
@@ -94,6 +96,7 @@ class TurnThreads:
                 del self._running[whose]
             if not self._running and not self._lines:
                 self._had_s.clear()
+                self._begun_s = 0.0
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
         """Let running work end, drop what waits, and do `last` in a thread."""

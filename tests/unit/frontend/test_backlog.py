@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -218,6 +219,44 @@ def test_a_key_that_sends_one_piece_after_the_other_has_no_more_time() -> None:
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
+def test_a_key_does_not_pay_later_for_what_others_left_it() -> None:
+    """One thread has a long piece of a key that asks for no more, the other is another's alone."""
+
+    async def scenario() -> None:
+        now_s, had_s, turns = 0.0, Counter[str](), TurnsByHand()
+        threads = TurnThreads(2, "work", clock=lambda: now_s)
+        threads._threads = turns  # type: ignore[assignment]
+        begun: list[Coroutine[object, None, None]] = []
+
+        def send(key: str, work: Callable[[], None]) -> None:
+            WHOSE.set(key)
+            begun.append(threads.run(work))
+            begun[-1].send(None)
+
+        def piece(key: str) -> None:
+            nonlocal now_s
+            now_s += 1.0
+            had_s[key] += 1.0
+
+        def long() -> None:
+            for _ in range(200):
+                send("early", functools.partial(piece, "early"))
+            for _ in range(100):
+                turns.take()
+            for _ in range(200):
+                send("late", functools.partial(piece, "late"))
+            for _ in range(40):
+                turns.take()
+
+        send("long", long)
+        turns.take()
+        assert had_s == {"early": 120.0, "late": 20.0}
+        for waiting in begun:
+            waiting.close()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
