@@ -126,6 +126,13 @@ class StepModel:
     coefficients: StepCoefficients
     sizes: GraphSizes = NO_SIZES
     """To which steps are padded."""
+    tells_rows: bool = True
+    """Whether a row's cost was told from the floor; if not, a draft has none."""
+
+    @property
+    def per_draft_s(self) -> float:
+        """Seconds of a draft's logits."""
+        return self.coefficients.per_decode_s if self.tells_rows else 0.0
 
     @property
     def worthwhile_s(self) -> float:
@@ -147,7 +154,7 @@ class StepModel:
         return (
             c.floor_s
             + c.per_new_s * max(0.0, num_new - c.knee)
-            + c.per_decode_s * (shape.num_decodes + shape.num_drafts)
+            + (c.per_decode_s * shape.num_decodes + self.per_draft_s * shape.num_drafts)
             + c.per_chunk_s * shape.num_chunks
             + c.per_decode_context_s * shape.decode_context
             + c.per_chunk_context_s * shape.chunk_context
@@ -162,7 +169,7 @@ class StepModel:
         c, counts = self.coefficients, np.arange(1, len(pairs) + 1)
         num_new = self.sizes.padded_all(counts + shape.num_new)
         found: FloatArray = c.per_new_s * np.maximum(0.0, num_new - c.knee)
-        found += self._seconds(shape, 0) + c.per_decode_s * counts + c.per_chunk_pair_s * pairs
+        found += self._seconds(shape, 0) + self.per_draft_s * counts + c.per_chunk_pair_s * pairs
         return found
 
     def seconds_of_parts(self, shape: StepShape) -> tuple[float, float, float]:
@@ -174,8 +181,8 @@ class StepModel:
         of_chunks = self.sizes.padded(of_chunks, has_chunks=has_chunks)
         of_decodes = self.sizes.padded(num_decodes, has_chunks=False)
         floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
-        decodes_s = c.per_decode_s * num_decodes
-        rows_s, drafts_s = c.per_decode_s * (num_decodes + drafts), c.per_decode_s * drafts
+        decodes_s, drafts_s = c.per_decode_s * num_decodes, self.per_draft_s * drafts
+        rows_s = decodes_s + drafts_s
         chunks_s = c.per_chunk_s * num_chunks
         decode_context_s = c.per_decode_context_s * decode_context
         chunk_context_s = c.per_chunk_context_s * chunk_context

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -190,7 +190,7 @@ class StepCost:
         if coefficients is not None:
             self.use_profile(coefficients)
         elif self._model is not None:
-            self._model = StepModel(self._model.coefficients, sizes)
+            self._model = replace(self._model, sizes=sizes)
 
     def use_profile(self, coefficients: StepCoefficients) -> None:
         """Start from what was measured of fresh workers."""
@@ -328,7 +328,10 @@ class StepCost:
         """Fit to the samples; what was last observed keeps correcting."""
         samples = [sample for of_size in self._samples.values() for sample in of_size]
         coefficients = fit(samples, sizes=self._sizes, num_knees=NUM_KNEES)
-        self._model = StepModel(coefficients, self._sizes)
+        # Of one stream, what is added to the cost of its row can be taken from the floor: prompts
+        # decide, in whose time either is little.
+        counts = {s.num_decodes + s.num_drafts for s, _ in samples if s.num_chunks == 0}
+        self._model = StepModel(coefficients, self._sizes, tells_rows=len(counts) > 1)
         self._forget_ratios()
         latest = [of_size[-8:] for of_size in map(list, self._samples.values())]
         for shape, seconds in (sample for of_size in latest for sample in of_size):

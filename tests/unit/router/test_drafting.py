@@ -102,6 +102,27 @@ def test_none_before_it_is_known_how_long_steps_take() -> None:
     assert scene.choose() == [MAX_DRAFTS] * 2
 
 
+def test_of_one_stream_the_cost_of_its_row_is_no_draft_s_until_drafts_tell() -> None:
+    """Prompts have less of a floor than its decodes, so that the fit puts all of it on the row."""
+    scene = Scene([decoding(0)], BOUND_BY_WEIGHTS)
+    scene.cost = cost = StepCost()
+
+    def see(shape: StepShape, seconds: float) -> None:
+        for number in range(REFIT_STEPS):
+            cost.observe(shape, seconds)
+            prompt = 20 + 10 * number
+            cost.observe(StepShape().plus(0, prompt), prompt * 1e-4)
+
+    one = StepShape().plus_decodes(1, 10)
+    see(one, STEP_S)
+    assert cost.seconds(one.plus_decodes(1, 10)) > 1.9 * cost.seconds(one)
+    assert scene.choose() != []
+    assert cost.seconds(one.plus_drafts(8, 80)) == pytest.approx(STEP_S, rel=0.1)
+    see(one.plus_drafts(8, 80), 9 * STEP_S)
+    assert scene.choose() == []
+    assert cost.seconds(one.plus_drafts(8, 80)) == pytest.approx(9 * STEP_S, rel=0.1)
+
+
 def test_none_where_a_token_costs_what_it_is_worth() -> None:
     scene = Scene([decoding(number) for number in range(4)], BOUND_BY_COMPUTE)
     assert scene.choose() == []
