@@ -768,6 +768,17 @@ def test_clipped_products_have_ranges_of_their_own(tmp_path: Path) -> None:
     for name in (f"{prefix}.{product}.{end}" for product in products for end in ends):
         save_file(tensors | {name: tensors[name] / 4}, file, metadata={"format": "pt"})
         assert (seen() - before).abs().max() > 1e-4, name
+    for end, sign in (("min", -1), ("max", 1)):  # as transformers makes a model: nothing is clipped
+        wide = {
+            key: one * 0 + sign * math.inf
+            for key, one in tensors.items()
+            if key.endswith(f"put_{end}")
+        }
+        save_file(tensors | wide, file, metadata={"format": "pt"})
+        assert seen().isfinite().all() and (seen() - before).abs().max() > 1e-4
+    save_file(tensors | {name: tensors[name] * math.nan}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"tensor '{name}' has values that are not finite"):
+        seen()
     del tensors[name]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=f"tensor '{name}' is missing"):

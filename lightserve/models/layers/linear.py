@@ -53,7 +53,8 @@ class WeightReader(Protocol):
 
         Converts to the target's dtype; on a device the copy may be under way on return. Raises
         ModelLoadError naming file and tensor when the tensor is missing or has another shape, and,
-        now or when all is read, when it holds a value that is not finite.
+        now or when all is read, when it holds a value that is not finite; an infinite single
+        number, without dimensions, is the end of a range that has none.
         """
 
     def read_stored(
