@@ -101,13 +101,14 @@ class ModelRunner:
             constraints: enforces those of the sequences; rank 0 alone has it.
             pooling: of an encoder, all of whose rows are whole prompts.
             proposer: guesses drafts; None: no plan has any, or the model's own head guesses them.
-            max_drafted_tokens: most tokens that rows with drafts have in a step, of a model that
-                has states: their inputs are kept until the drafts are judged.
+            max_drafted_tokens: most tokens that rows with drafts have in a step, 0: no plan has
+                any. Of a model with states their inputs are kept until the drafts are judged.
         """
         self._model = model
         self._head: HeadDrafts | None = None
         if model.draft_head is not None:
             proposer = self._head = HeadDrafts(model, model.draft_head, pool, tp, queue)
+        self.max_drafted_tokens = max_drafted_tokens
         self.pool = pool
         self.host_pool = host_pool
         self._tp = tp
@@ -160,11 +161,6 @@ class ModelRunner:
     def max_num_seqs(self) -> int:
         """Rows of the tables."""
         return self._table.max_num_seqs
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether plans may have drafts."""
-        return self._table.has_drafts
 
     @property
     def has_constraints(self) -> bool:

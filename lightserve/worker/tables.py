@@ -157,11 +157,6 @@ class SequenceTable:
         """Most probable tokens that are wanted at each place of the prompt."""
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether plans may have drafts."""
-        return self._drafts is not None
-
-    @property
     def token_ids(self) -> Tensor:
         """Known tokens, int32 [max_num_seqs + 1, max_model_len + 1]; the last row is padding."""
         return self._token_ids

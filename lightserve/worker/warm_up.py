@@ -178,7 +178,8 @@ def warm_up(runner: ModelRunner, *, max_num_batched_tokens: int) -> None:
             fits = sum(part.num_tokens for part in wanted) <= max_num_batched_tokens
             parts = wanted if fits else wanted[:1]
             _execute(runner, parts, dict(enumerate(pair)), prompt=_PROMPT)
-    if runner.has_drafts and (num_drafts := min(2, max_num_batched_tokens - 1)):
+    # With one row and one guess there is no room for the inputs of more tokens than these.
+    if (num_drafts := min(2, runner.max_drafted_tokens - 1)) > 0:
         firsts = [0, 1][: min(runner.max_num_seqs, max_num_batched_tokens - num_drafts)]
         parts = [_Part(row, 0, 1, is_sampled=False) for row in firsts]
         _execute(runner, parts, dict.fromkeys(firsts, _GREEDY), prompt=2)

@@ -383,13 +383,13 @@ class NotingRunner:
         *,
         rank: int,
         num_states: int,
-        has_drafts: bool,
+        max_drafted: int,
     ) -> None:
         self.device = torch.device(device)
         self.context_len = context_len
         self.max_num_seqs = max_num_seqs
         self.has_constraints = rank == 0
-        self.has_drafts = has_drafts
+        self.max_drafted_tokens = max_drafted
         self.pool = SimpleNamespace(num_state_slots=num_states)
         self.plans: list[StepPlan] = []
 
@@ -405,9 +405,9 @@ def plans_of(
     *,
     rank: int = 0,
     num_states: int = 0,
-    has_drafts: bool = False,
+    max_drafted: int = 0,
 ) -> list[StepPlan]:
-    own = {"rank": rank, "num_states": num_states, "has_drafts": has_drafts}
+    own = {"rank": rank, "num_states": num_states, "max_drafted": max_drafted}
     runner = NotingRunner(device, context_len, max_num_seqs, **own)  # type: ignore[arg-type]
     warm_up(runner, max_num_batched_tokens=max_tokens)  # type: ignore[arg-type]
     return runner.plans
@@ -428,7 +428,7 @@ def test_rows_that_begin_have_slots_for_their_states() -> None:
 @pytest.mark.parametrize("context_len", [2, 3, 5, 8, 4096])
 @pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(1, 64), (2, 64), (256, 2048)])
 def test_within_limits(device: str, context_len: int, max_num_seqs: int, max_tokens: int) -> None:
-    plans = plans_of(device, context_len, max_num_seqs, max_tokens, has_drafts=True)
+    plans = plans_of(device, context_len, max_num_seqs, max_tokens, max_drafted=max_tokens)
     assert plans
     for plan in plans:
         assert 0 < sum(row.num_tokens for row in plan_rows(plan)) <= max_tokens
@@ -459,16 +459,30 @@ def test_kinds_of_steps() -> None:
     assert max(row.num_tokens for plan in plans for row in plan_rows(plan)) == 4095 // 3
     assert any(len(unpack_int32(plan.decodes.rows)) == 2 for plan in plans)
     # On the CPU, where nothing is compiled, a start is not to take longer.
-    assert len(plans_of("cpu", 4096, 256, 2048, has_drafts=True)) == 2
+    assert len(plans_of("cpu", 4096, 256, 2048, max_drafted=2048)) == 2
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_drafts"), [(2048, [2, 0]), (3, [2]), (2, [1]), (1, [])]
+    ("options", "num_drafts"),
+    [
+        ({}, [2, 0]),
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 3}, [2]),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 2}, [1]),
+        ({"max_num_seqs": 1, "max_num_batched_tokens": 1}, []),
+        ({"max_num_seqs": 1, "max_draft_tokens": 1}, [1]),
+        ({"speculation": "off"}, []),
+    ],
 )
 def test_guesses_are_verified_before_the_first_request(
-    max_tokens: int, num_drafts: list[int]
+    options: dict[str, Any], num_drafts: list[int]
 ) -> None:
-    """On a GPU: kernels that move states on are those of chunks whose length the device has."""
-    plans = plans_of("cuda", 4096, 256, max_tokens, has_drafts=True)
+    """On a GPU: kernels that move states on are those of chunks whose length the device has.
+
+    With no more tokens than there is room for the inputs of.
+    """
+    config = ServeConfig(**{"speculation": "ngram"} | options)
+    rows, tokens = config.max_num_seqs, config.max_tokens_of_step("cuda")
+    most = config.drafted_tokens_of_step("cuda")
+    plans = plans_of("cuda", 4096, rows, tokens, max_drafted=most)
     drafts = [unpack_int32(plan.decodes.num_drafts).tolist() for plan in plans]
     assert [own for own in drafts if own] == ([num_drafts] if num_drafts else [])
