@@ -13,6 +13,7 @@ import torch
 from support.grids import choose, every_value, long_but, long_unless
 from support.model_runs import NUM_DECODES, LoadedModel, load_tiny, standard_sequences
 from support.parity import (
+    FP32_LOGPROB,
     ParityReport,
     TokenSequence,
     compare,
@@ -75,6 +76,9 @@ def case_name(case: tuple[TinyModel, str]) -> str:
 
 
 CASES = list(itertools.product(TINY_MODELS, KERNELS))
+OWN_ROUNDING = {"qwen3-next": 2.6e-4}
+"""Limits where transformers' own float32 is not within FP32_LOGPROB of float64: it differs by
+1.2e-4 on Zen 4, and ours by 0.8e-4 (torch), 1.0e-4 (native) and 1.4e-4 (reference)."""
 QUICK = [(tiny, KERNELS[i % len(KERNELS)]) for i, tiny in enumerate(TINY_MODELS)]
 """Each model on one kind of kernels."""
 
@@ -94,7 +98,8 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_float32_keeps_n3(prepared: Prepared, chunk: int | None, alone: bool) -> None:
     report = prepared.report(chunk=chunk, alone=alone)
     assert report.num_positions >= 124
-    assert report.holds(torch.float32), report
+    limit = OWN_ROUNDING.get(prepared.tiny.name, FP32_LOGPROB)
+    assert report.holds(torch.float32, logprob=limit), report
 
 
 def swap_early_tokens(prepared: Prepared, count: int = 2) -> ParityReport:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -228,6 +229,7 @@ def main() -> None:
     guesses = run_row(build_runner(config_of(directory, tp=size), tp=tp))
     if rank == 0:
         (directory / "guesses.json").write_text(json.dumps(guesses))
+    os._exit(0)  # whatever torch's threads still hold
 
 
 if __name__ == "__main__":

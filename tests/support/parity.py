@@ -62,14 +62,14 @@ class ParityReport:
             max(self.max_logprob_delta, other.max_logprob_delta),
         )
 
-    def holds(self, dtype: torch.dtype) -> bool:
-        """Whether the comparison's limits are kept."""
+    def holds(self, dtype: torch.dtype, *, logprob: float = FP32_LOGPROB) -> bool:
+        """Whether the limits are kept; `logprob`: that of log-probabilities in float32."""
         if self.num_different:
             return False
         if dtype != torch.float32:
             return True
         return (
-            self.max_logprob_delta <= FP32_LOGPROB
+            self.max_logprob_delta <= logprob
             and self.num_excused <= FP32_EXCUSED_SHARE * self.num_positions
         )
 
