@@ -127,7 +127,7 @@ class StepModel:
     sizes: GraphSizes = NO_SIZES
     """To which steps are padded."""
     tells_rows: bool = True
-    """Whether a row's cost was told from the floor; if not, a draft has none."""
+    """Whether the fit told a row's cost from the floor; if not, drafts cost no logits."""
 
     @property
     def per_draft_s(self) -> float:

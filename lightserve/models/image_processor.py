@@ -40,7 +40,7 @@ class AnySize(msgspec.Struct, frozen=True):
     """Pixels into which sides are fitted before they are rounded up (Pixtral, section 2.2); None:
     they are rounded to the nearest multiple."""
     fills: bool = False
-    """Whether each picture becomes as large as `max_pixels` lets it, as in Gemma 4."""
+    """Pictures fill the limit: each becomes as large as `max_pixels` lets it, as in Gemma 4."""
 
     def of(self, height: int, width: int) -> tuple[int, int] | None:
         """Return height and width for those of a picture; None: it is too narrow."""

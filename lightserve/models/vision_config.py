@@ -198,7 +198,7 @@ class EncoderLayers:
     has_output_norms: bool = False
     """… and results of blocks are normalised before they are added."""
     clips: bool = False
-    """Whether inputs and results of each product are clipped to ranges of the file."""
+    """Products clip their inputs and results to ranges of the file."""
     window: int | None = None
     """Embeddings along the side of a square within which layers attend; None: they see all."""
     full: frozenset[int] = frozenset()
@@ -252,7 +252,7 @@ class PatchWeights(NamedTuple):
     num_frames: int | None = None
     """Equal images that weights are for; None: they are for one, without this size."""
     is_flat: bool = False
-    """Whether weights are a matrix, in the order of pixels."""
+    """Weights of patches are a matrix, in the order of pixels."""
 
 
 ALONE = PatchWeights()
