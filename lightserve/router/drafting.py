@@ -212,7 +212,6 @@ class Drafting:
         gains *= self._steps <= most[:, None]
         if is_late is not None:
             gains[is_late()] *= MARGIN
-        base_s = cost.seconds(shape)
         # Falling along a row, so that no draft comes before its predecessors.
         order = (-gains).ravel().argsort(kind="stable")[:room]
         owners = rows[order // self.most]
@@ -223,10 +222,9 @@ class Drafting:
             order, owners = order[is_taken], owners[is_taken]
         worth_s = gains.ravel()[order].cumsum() * (alone_s / len(rows))
         pairs = self._table.next_position[owners].cumsum()
-        times_s = cost.seconds_with_drafts(shape, pairs)
-        # Kinds of steps have corrections of their own: more tokens take no less time.
-        won_s = worth_s - MARGIN * np.maximum(0.0, times_s - base_s)
-        if base_s <= limit_s:
+        times_s, added_s = cost.seconds_with_drafts(shape, pairs)
+        won_s = worth_s - MARGIN * added_s
+        if cost.seconds(shape) <= limit_s:
             won_s[times_s > limit_s] = 0.0
         if not len(won_s) or won_s[best := int(won_s.argmax())] <= LEAST_WON_S:
             return NO_ROWS

@@ -146,6 +146,7 @@ class StepCost:
     _ratios: dict[StepKind, _Ratio] = field(
         default_factory=lambda: {kind: _Ratio() for kind in StepKind}
     )
+    """Of drafts beside decodes': steps without drafts tell when the machine gets slower or faster."""
     _means: dict[StepKind, float] = field(default_factory=lambda: dict.fromkeys(StepKind, 1.0))
     """Means of observed over modelled time by kind, `_all` for kinds not seen."""
     _guard: float | None = None
@@ -215,17 +216,23 @@ class StepCost:
         prefill_s = means[PREFILL] * chunks_s
         return max(time_s, decode_s, prefill_s)
 
-    def seconds_with_drafts(self, shape: StepShape, pairs: IntArray) -> FloatArray:
-        """Return `seconds` of a shape with 1 … n drafts, float64 [n]; see `StepModel`."""
+    def seconds_with_drafts(self, shape: StepShape, pairs: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Return `seconds` of a shape with 1 … n drafts, and what these add, float64 [n] each.
+
+        Drafts add at least what the model says of more tokens: corrections of two kinds differ by
+        chance as well, and by more than a draft costs. `pairs` as in `StepModel`.
+        """
         model, means = self._model, self._means
         if model is None:
-            return np.zeros(len(pairs))
+            return np.zeros(len(pairs)), np.zeros(len(pairs))
         whole_s = model.seconds_with_drafts(shape, pairs)
-        if shape.num_chunks == 0:
-            return means[DRAFT] * whole_s
-        times_s = means[PREFILL] * model.seconds_with_drafts(shape.chunks, pairs)
-        decode_s = means[DECODE] * model.seconds(shape.decodes)
-        return np.maximum(np.maximum(means[MIXED] * whole_s, times_s), decode_s)
+        of_kind = means[MIXED if shape.num_chunks else DRAFT]
+        times_s, least_s = of_kind * whole_s, of_kind * (whole_s - model.seconds(shape))
+        if shape.num_chunks:
+            chunks_s = means[PREFILL] * model.seconds_with_drafts(shape.chunks, pairs)
+            decode_s = means[DECODE] * model.seconds(shape.decodes)
+            times_s = np.maximum(np.maximum(times_s, chunks_s), decode_s)
+        return times_s, np.maximum(times_s - self.seconds(shape), least_s)
 
     def work(self, shape: StepShape) -> float:
         """Return the predicted seconds that a shape takes in large steps, whose floor others pay.
@@ -234,7 +241,7 @@ class StepCost:
         """
         if self._model is None:
             return 0.0
-        return self._ratio(kind_of(shape)).mean * self._model.work(shape)
+        return self._means[kind_of(shape)] * self._model.work(shape)
 
     def num_padding(self, shape: StepShape) -> int:
         """Return how many tokens the workers compute in a step beside those of its shape.
@@ -304,15 +311,16 @@ class StepCost:
 
     def _ratio(self, kind: StepKind) -> _Ratio:
         ratio = self._ratios[kind]
-        if kind is DRAFT and not ratio.num_observed:
-            ratio = self._ratios[DECODE]
-        return ratio if ratio.num_observed else self._all
+        return ratio if ratio.num_observed or kind is DRAFT else self._all
 
     def _observe_ratio(self, shape: StepShape, seconds: float) -> None:
         assert self._model is not None
         ratio = seconds / max(self._model.seconds(shape), 1e-9)
+        kind = kind_of(shape)
         self._all.observe(ratio)
-        self._ratios[kind_of(shape)].observe(ratio)
+        if kind is DRAFT:
+            ratio /= self._ratio(DECODE).mean
+        self._ratios[kind].observe(ratio)
         self._note_ratios()
 
     def _forget_ratios(self) -> None:
@@ -322,6 +330,7 @@ class StepCost:
 
     def _note_ratios(self) -> None:
         self._means = {kind: self._ratio(kind).mean for kind in self._ratios}
+        self._means[DRAFT] *= self._means[DECODE]
         self._guard = None
 
     def _fit(self) -> None:
