@@ -33,7 +33,7 @@ from lightserve.router.request import ENDED, Request, until_end
 from lightserve.router.request_table import NO_ROWS, BoolArray, Decodes, FloatArray, RequestTable
 from lightserve.router.request_table import Rows as IntArray
 from lightserve.router.step import PlannedStep
-from lightserve.router.step_cost import StepCost
+from lightserve.router.step_cost import FADING, StepCost
 from lightserve.types import (
     DraftSource,
     RequestClass,
@@ -53,8 +53,6 @@ PRIOR_DRAFTS = 3.0
 """Drafts that what is known of the key counts for, in a row; and FIRST_CHANCE, of a key."""
 ROW_MEMORY, KEY_MEMORY = 0.85, 0.98
 """Weight of what is known after a result with drafts: of the row, of the key."""
-FADING = 0.98
-"""Weight after a decision for no drafts, from which nothing is learnt: so a row tries again."""
 QUIET_STEPS = 3
 """Steps behind one without drafts that have none either, without looking: planning takes time."""
 

@@ -83,6 +83,9 @@ steps show a change."""
 SPREAD_MEMORY = 0.03
 """Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY, and of a
 copy's time in what copies take."""
+FADING = 0.98
+"""Weight of what is known of drafts after a step without any, which tells nothing of them: so they are
+tried again."""
 GUARD_DEVIATIONS = 2.5
 """Deviations that the guard adds. A step that took longer than predicted by more, and by
 LEAST_OUTLIER, says no more than that: it was stalled by something else, which no shorter step would
@@ -316,10 +319,12 @@ class StepCost:
     def _observe_ratio(self, shape: StepShape, seconds: float) -> None:
         assert self._model is not None
         ratio = seconds / max(self._model.seconds(shape), 1e-9)
-        kind = kind_of(shape)
+        kind, of_drafts = kind_of(shape), self._ratios[DRAFT]
         self._all.observe(ratio)
         if kind is DRAFT:
             ratio /= self._ratio(DECODE).mean
+        elif kind is DECODE:
+            of_drafts.mean += (1.0 - FADING) * (1.0 - of_drafts.mean)
         self._ratios[kind].observe(ratio)
         self._note_ratios()
 

@@ -405,7 +405,8 @@ def test_blocks_of_one_request_leave_no_slots_to_guesses() -> None:
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_the_time_of_all_numbers_of_drafts_is_that_of_each(sizes: GraphSizes, chunk: int) -> None:
     cost = StepCost()
-    assert cost.seconds_with_drafts(StepShape(), np.ones(2, dtype=np.int64)).tolist() == [0.0, 0.0]
+    nothing = cost.seconds_with_drafts(StepShape(), np.ones(2, dtype=np.int64))
+    assert [some.tolist() for some in nothing] == [[0.0, 0.0], [0.0, 0.0]]
     values = (3e-3, 20.0, 1e-4, 2e-5, 3e-4, 1e-7, 2e-7, 3e-8)
     cost.use_workers(StepCoefficients(*values), sizes)
     shape = StepShape().plus_decodes(6, 900)
@@ -413,7 +414,33 @@ def test_the_time_of_all_numbers_of_drafts_is_that_of_each(sizes: GraphSizes, ch
     for number, seconds in enumerate((4e-3, 6e-3, 2e-2)):  # of several kinds, so that they differ
         cost.observe([shape.decodes, shape.plus_drafts(3, 20), shape.plus(0, 9)][number], seconds)
     pairs = np.cumsum(np.arange(100, 220))
-    found = cost.seconds_with_drafts(shape, pairs).tolist()
+    found, added = map(np.ndarray.tolist, cost.seconds_with_drafts(shape, pairs))
     each = enumerate(pairs.tolist(), 1)
     expected = [cost.seconds(shape.plus_drafts(count, own)) for count, own in each]
     assert found == pytest.approx(expected, rel=1e-12)
+    base_s = cost.seconds(shape)
+    assert all(more >= time_s - base_s - 1e-15 for more, time_s in zip(added, found, strict=True))
+    assert all(np.diff(added) >= 0.0) and added[-1] > 0.0
+
+
+def test_a_guess_costs_what_the_model_says_though_its_kind_of_step_was_faster_by_chance() -> None:
+    cost, shape = StepCost(), StepShape().plus_decodes(4, 400)
+    cost.use_profile(StepCoefficients(30e-3, 6.0, 1.7e-3, 6e-4, 0.0, 0.0, 0.0, 0.0))
+    for _ in range(20):
+        cost.observe(shape, 1.1 * 32.4e-3)
+        cost.observe(shape.plus_drafts(1, 100), 33e-3)
+    whole_s, added_s = cost.seconds_with_drafts(shape, np.array([100, 200]))
+    assert whole_s[0] == pytest.approx(33e-3, rel=0.01) and whole_s[0] < cost.seconds(shape)
+    assert added_s == pytest.approx([6e-4, 1.2e-3], rel=0.01)
+
+
+def test_a_machine_that_gets_faster_without_guesses_is_known_to_be_so_with_them() -> None:
+    cost, shape = StepCost(), StepShape().plus_decodes(1, 100)
+    cost.use_profile(StepCoefficients(10e-3, 6.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0))
+    for _ in range(30):
+        cost.observe(shape, 30e-3)
+        cost.observe(shape.plus_drafts(1, 100), 36e-3)
+    for _ in range(60):
+        cost.observe(shape, 10e-3)
+    (whole_s,), (added_s,) = cost.seconds_with_drafts(shape, np.array([100]))
+    assert whole_s == pytest.approx(12e-3, rel=0.02) and added_s == pytest.approx(2e-3, rel=0.1)
