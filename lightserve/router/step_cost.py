@@ -84,8 +84,8 @@ SPREAD_MEMORY = 0.03
 """Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY, and of a
 copy's time in what copies take."""
 FADING = 0.98
-"""Weight of what is known of drafts after a step without any, which tells nothing of them: so they are
-tried again."""
+"""Weight of what is known of drafts after a step without any, from which nothing is learnt: so they
+are tried again."""
 GUARD_DEVIATIONS = 2.5
 """Deviations that the guard adds. A step that took longer than predicted by more, and by
 LEAST_OUTLIER, says no more than that: it was stalled by something else, which no shorter step would
@@ -149,7 +149,7 @@ class StepCost:
     _ratios: dict[StepKind, _Ratio] = field(
         default_factory=lambda: {kind: _Ratio() for kind in StepKind}
     )
-    """Of drafts beside decodes': steps without drafts tell when the machine gets slower or faster."""
+    """That of drafts is beside that of decodes, which tell when a machine gets slower or faster."""
     _means: dict[StepKind, float] = field(default_factory=lambda: dict.fromkeys(StepKind, 1.0))
     """Means of observed over modelled time by kind, `_all` for kinds not seen."""
     _guard: float | None = None
@@ -219,7 +219,9 @@ class StepCost:
         prefill_s = means[PREFILL] * chunks_s
         return max(time_s, decode_s, prefill_s)
 
-    def seconds_with_drafts(self, shape: StepShape, pairs: IntArray) -> tuple[FloatArray, FloatArray]:
+    def seconds_with_drafts(
+        self, shape: StepShape, pairs: IntArray
+    ) -> tuple[FloatArray, FloatArray]:
         """Return `seconds` of a shape with 1 … n drafts, and what these add, float64 [n] each.
 
         Drafts add at least what the model says of more tokens: corrections of two kinds differ by

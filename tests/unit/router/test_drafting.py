@@ -430,8 +430,8 @@ def test_a_guess_costs_what_the_model_says_though_its_kind_of_step_was_faster_by
         cost.observe(shape, 1.1 * 32.4e-3)
         cost.observe(shape.plus_drafts(1, 100), 33e-3)
     whole_s, added_s = cost.seconds_with_drafts(shape, np.array([100, 200]))
-    assert whole_s[0] == pytest.approx(33e-3, rel=0.01) and whole_s[0] < cost.seconds(shape)
-    assert added_s == pytest.approx([6e-4, 1.2e-3], rel=0.01)
+    assert whole_s[0] == pytest.approx(33e-3, rel=0.02) and whole_s[0] < cost.seconds(shape)
+    assert added_s == pytest.approx([6e-4, 1.2e-3], rel=0.02)
 
 
 def test_a_machine_that_gets_faster_without_guesses_is_known_to_be_so_with_them() -> None:
@@ -442,5 +442,17 @@ def test_a_machine_that_gets_faster_without_guesses_is_known_to_be_so_with_them(
         cost.observe(shape.plus_drafts(1, 100), 36e-3)
     for _ in range(60):
         cost.observe(shape, 10e-3)
-    (whole_s,), (added_s,) = cost.seconds_with_drafts(shape, np.array([100]))
-    assert whole_s == pytest.approx(12e-3, rel=0.02) and added_s == pytest.approx(2e-3, rel=0.1)
+    ((whole_s,), (added_s,)) = cost.seconds_with_drafts(shape, np.array([100]))
+    assert 10e-3 < whole_s < 12e-3 and added_s < 2e-3
+
+
+def test_guesses_that_were_slow_once_are_tried_again() -> None:
+    cost, shape = StepCost(), StepShape().plus_decodes(1, 100)
+    cost.use_profile(StepCoefficients(10e-3, 6.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0))
+    cost.observe(shape, 10e-3)
+    cost.observe(shape.plus_drafts(1, 100), 20e-3)
+    added_s = [cost.seconds_with_drafts(shape, np.array([100]))[1][0]]
+    for _ in range(100):
+        cost.observe(shape, 10e-3)
+    added_s += [cost.seconds_with_drafts(shape, np.array([100]))[1][0]]
+    assert added_s[0] > 2e-3 and added_s[1] < 1e-3
