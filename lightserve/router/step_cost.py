@@ -84,8 +84,7 @@ SPREAD_MEMORY = 0.03
 """Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY, and of a
 copy's time in what copies take."""
 FADING = 0.98
-"""Weight of what is known of drafts after a step without any, from which nothing is learnt: so they
-are tried again."""
+"""Weight of what is known of drafts after a step without any: so they are tried again."""
 GUARD_DEVIATIONS = 2.5
 """Deviations that the guard adds. A step that took longer than predicted by more, and by
 LEAST_OUTLIER, says no more than that: it was stalled by something else, which no shorter step would
@@ -224,8 +223,7 @@ class StepCost:
     ) -> tuple[FloatArray, FloatArray]:
         """Return `seconds` of a shape with 1 … n drafts, and what these add, float64 [n] each.
 
-        Drafts add at least what the model says of more tokens: corrections of two kinds differ by
-        chance as well, and by more than a draft costs. `pairs` as in `StepModel`.
+        They add at least what the model says: corrections of two kinds differ by chance as well.
         """
         model, means = self._model, self._means
         if model is None:
@@ -306,11 +304,9 @@ class StepCost:
             self._observe_ratio(shape, seconds)
         if self._is_profiled:
             return
-        size = shape.num_new.bit_length()
-        samples = self._samples.setdefault(size, deque(maxlen=REFIT_STEPS))
+        samples = self._samples.setdefault(shape.num_new.bit_length(), deque(maxlen=REFIT_STEPS))
         samples.append(StepSample(shape, seconds))
-        self._num_observed += 1
-        count = self._num_observed
+        self._num_observed = count = self._num_observed + 1
         if count % REFIT_STEPS == 0 or (count < REFIT_STEPS and count & (count - 1) == 0):
             self._fit()
 
