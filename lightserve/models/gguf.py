@@ -126,10 +126,24 @@ class GgufFile:
         return ModelLoadError(f"{self.path}: key {key!r} {complaint}")
 
     def integer(
-        self, key: str, *, default: int | None = None, low: int = 0, high: int | None = None
+        self,
+        key: str,
+        *,
+        default: int | None = None,
+        low: int = 0,
+        high: int | None = None,
+        num_layers: int | None = None,
     ) -> int:
-        """Return an integer between `low` and `high`; without a default the key is required."""
-        value = self.metadata.get(key, default)
+        """Return an integer between `low` and `high`; without a default the key is required.
+
+        `num_layers`: the key may have a number for each layer; those that are not 0 are equal.
+        """
+        value: object = self.metadata.get(key, default)
+        if num_layers is not None and isinstance(value, np.ndarray):
+            found = {number for number in self.integers(key, num_layers) if number}
+            if len(found) > 1:
+                raise self.error(key, f"must have one number other than 0, got {sorted(found)}")
+            value = found.pop() if found else 0
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
         if isinstance(value, bool) or not isinstance(value, int):
             what = "is missing" if value is None else f"must be an integer, {limits}"
@@ -137,6 +151,17 @@ class GgufFile:
         if value < low or (high is not None and value > high):
             raise self.error(key, f"must be {limits}, got {value}")
         return value
+
+    def integers(self, key: str, num_layers: int) -> list[int]:
+        """Return an integer of at least 0 for each layer; the key may have one for all."""
+        value = self.metadata.get(key)
+        if not isinstance(value, np.ndarray):
+            return [self.integer(key)] * num_layers
+        found: list[int] = value.tolist()
+        if len(found) != num_layers or value.dtype.kind not in "iu" or min(found) < 0:
+            complaint = f"must be {num_layers} integers of at least 0, got {len(found)} numbers"
+            raise self.error(key, complaint)
+        return found
 
     def number(self, key: str, *, default: float | None = None) -> float:
         """Return a finite number."""

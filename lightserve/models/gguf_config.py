@@ -16,6 +16,7 @@ from lightserve.models.gguf_families import (
     MIXTRAL,
     OLMO3,
     GgufFamily,
+    epsilon_of,
     has,
     has_sigmoid,
     window_of,
@@ -26,11 +27,13 @@ from lightserve.models.recurrent_config import DeltaConfig, Joined
 from lightserve.models.rope import rope_of
 
 _GATES = "ffn_gate_inp_shexp.weight"
-_WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _GATES_AND_UPS = "ffn_gate_up_exps"
 """The first two of these in one tensor, gates before ups."""
 _BY_HEAD = ("attn_k_b.weight", "attn_v_b.weight")
+_CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+_VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
+"""Tensors of states that files of Mamba-2 have as matrices."""
 _MAX_ALONE = 1 << 18
 """Tensors, where experts are counted one by one."""
 
@@ -66,8 +69,10 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
         if name.endswith(_BY_HEAD) and len(tensor.shape) == 3:
             first, second, columns = tensor.shape
             tensors[name] = dataclasses.replace(tensor, shape=(first * second, columns))
-        if name.endswith(".ssm_conv1d.weight") and len(tensor.shape) == 2:
+        if name.endswith(_CONVOLUTIONS) and len(tensor.shape) == 2:
             tensors[name] = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+        if name.endswith(_VECTORS) and len(tensor.shape) == 2:
+            tensors[name] = dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))
         kind, _, part = f"ffn_{rest}".partition(".")
         products = (kind,) if kind in _EXPERTS else _EXPERTS[:2] if kind == _GATES_AND_UPS else ()
         if not products or len(tensor.shape) != {"weight": 3, "bias": 2}.get(part):
@@ -119,6 +124,8 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
         merged = merged - {"qkv", "grouped_qkv"}
         if has(gguf, "attn_qkv.weight"):
             merged |= {"qkv"}
+    if has(gguf, "ffn_gate.weight") or has(gguf, "ffn_gate_shexp.weight"):
+        merged = merged - {"gate_up"}
     moe = config.moe and dataclasses.replace(config.moe, stacked=None)
     latent = config.latent and dataclasses.replace(
         config.latent, is_split=has(gguf, "attn_k_b.weight")
@@ -138,6 +145,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     """Return the entries that config.json would have. Raises ModelLoadError naming a key or a
     tensor."""
     family, name = family_of(gguf), gguf.string("general.architecture")
+    num_layers = gguf.integer(f"{name}.block_count", low=1)
     num_heads = gguf.integer(f"{name}.attention.head_count", low=1)
     hidden = gguf.integer(f"{name}.embedding_length", low=num_heads)
     key = f"{name}.attention.key_length"
@@ -149,7 +157,6 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
     if "token_embd.weight" not in gguf.tensors:
         raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
-    norm = "layer_norm_epsilon" if name in _WITH_LAYER_NORM else "layer_norm_rms_epsilon"
     return {
         "architectures": [family.architecture],
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
@@ -157,16 +164,23 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "intermediate_size": gguf.integer(
             f"{name}.feed_forward_length",
             default=gguf.integer(f"{name}.expert_feed_forward_length", default=0) or None,
+            num_layers=num_layers,
         ),
-        "num_hidden_layers": gguf.integer(f"{name}.block_count", low=1),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": gguf.integer(
-            f"{name}.attention.head_count_kv", default=num_heads, low=1, high=num_heads
+            f"{name}.attention.head_count_kv",
+            default=num_heads,
+            low=1,
+            high=num_heads,
+            num_layers=num_layers,
         ),
         "head_dim": head_dim,
-        "rms_norm_eps": gguf.number(f"{name}.attention.{norm}"),
+        "rms_norm_eps": epsilon_of(gguf, name),
         "max_position_embeddings": gguf.integer(f"{name}.context_length"),
-        "rope_parameters": rope_of(gguf, name, rotated, family.theta),
+        "rope_parameters": rope_of(gguf, name, rotated, family.theta)
+        if family.is_rotated
+        else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": name in ("llama", "granite", "smollm3") and has(gguf, "attn_q.bias"),
         "dtype": "bfloat16",

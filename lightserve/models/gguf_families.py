@@ -38,6 +38,7 @@ _OUTPUT_NORMS = (
     ("post_feedforward_layernorm.", "post_ffw_norm."),
 )
 _SOFTMAX, _SIGMOID = 1, 2
+_WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
 _BAICHUAN_13B_LAYERS = 40
 _MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
 
@@ -61,6 +62,8 @@ class GgufFamily:
     tensor."""
     module: str = "mlp"
     """Module that holds the experts."""
+    is_rotated: bool = True
+    """Whether keys of rotary embeddings say anything."""
     theta: float = 10_000.0
     """Base of rotary embeddings where the file gives none."""
     own: Callable[[GgufFile, str], dict[str, Any]] = _nothing
@@ -73,14 +76,22 @@ class GgufFamily:
 
 
 def has(gguf: GgufFile, name: str) -> bool:
-    """Whether the first layer has a tensor."""
-    return f"blk.0.{name}" in gguf.tensors
+    """Whether a layer has a tensor: the first, or another, where layers are of several kinds."""
+    ending = f".{name}"
+    return f"blk.0.{name}" in gguf.tensors or any(each.endswith(ending) for each in gguf.tensors)
 
 
 def need(gguf: GgufFile, name: str) -> None:
-    """Refuse a file whose first layer lacks a tensor."""
+    """Refuse a file no layer of which has a tensor."""
     if not has(gguf, name):
         raise ModelLoadError(f"{gguf.path}: tensor 'blk.0.{name}' is missing")
+
+
+def epsilon_of(gguf: GgufFile, name: str) -> float:
+    """Return what norms add to mean squares; Nemotron-H has one of two keys for it, or both."""
+    key, other = (f"{name}.attention.layer_norm_{kind}epsilon" for kind in ("rms_", ""))
+    is_other = name.startswith("nemotron_h") and key not in gguf.metadata
+    return gguf.number(other if is_other or name in _WITH_LAYER_NORM else key)
 
 
 def _qwen2(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -97,21 +108,38 @@ def _num_experts(gguf: GgufFile, name: str) -> int:
     return gguf.integer(f"{name}.expert_count", low=1, high=MAX_EXPERTS)
 
 
-def _mixtral(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _experts(gguf: GgufFile, name: str) -> dict[str, Any]:
     return {
         "num_local_experts": (number := _num_experts(gguf, name)),
+        "num_experts": number,
         "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
+    }
+
+
+def _sized_experts(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Return experts that have a size of their own beside that of other blocks."""
+    size = gguf.integer(f"{name}.expert_feed_forward_length", low=1)
+    return _experts(gguf, name) | {"moe_intermediate_size": size}
+
+
+def _grouped_experts(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Return experts in groups, with weights that a factor multiplies; 0 is none to llama.cpp."""
+    num_experts = _num_experts(gguf, name)
+    groups = gguf.integer(f"{name}.expert_group_count", default=1, low=1, high=num_experts)
+    used = f"{name}.expert_group_used_count"
+    return _sized_experts(gguf, name) | {
+        "n_routed_experts": num_experts,
+        "n_shared_experts": gguf.integer(f"{name}.expert_shared_count", low=1),
+        "norm_topk_prob": gguf.boolean(f"{name}.expert_weights_norm", default=False),
+        "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=0.0) or 1.0,
+        "n_group": groups,
+        "topk_group": gguf.integer(used, default=1, low=1, high=groups),
     }
 
 
 def _qwen_moe(gguf: GgufFile, name: str) -> dict[str, Any]:
     """Qwen2-MoE's experts keep the weights that all had together, Qwen3-MoE's do not."""
-    own = {
-        "num_experts": (number := _num_experts(gguf, name)),
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
-        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
-        "norm_topk_prob": name != "qwen2moe",
-    }
+    own = _sized_experts(gguf, name) | {"norm_topk_prob": name != "qwen2moe"}
     if name == "qwen2moe":
         need(gguf, "attn_q.bias")
     if name != "qwen3moe":
@@ -160,9 +188,14 @@ def _size_of_a_head(gguf: GgufFile, name: str) -> int:
 
 
 def _granite(gguf: GgufFile, name: str) -> dict[str, Any]:
-    """To llama.cpp, 0 is no scale, and a context that was not extended no embedding of places."""
+    """A context that was not extended is no embedding of places to llama.cpp."""
     if not gguf.boolean(key := f"{name}.rope.scaling.finetuned", default=True):
         raise gguf.error(key, "must be true: models without rotary embeddings are not supported")
+    return _granite_factors(gguf, name)
+
+
+def _granite_factors(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """To llama.cpp, 0 is no factor."""
     attention = gguf.number(f"{name}.attention.scale", default=0.0)
     return {
         "embedding_multiplier": gguf.number(f"{name}.embedding_scale", default=0.0) or 1.0,
@@ -196,16 +229,9 @@ def _kinds(gguf: GgufFile, name: str, key: str, kind: str) -> list[str]:
 def _qwen_delta(gguf: GgufFile, name: str) -> dict[str, Any]:
     """Qwen3-Next and Qwen3.5 without their layers for several tokens at once."""
     num_layers = _own_layers(gguf, name)
-    num_heads = gguf.integer(f"{name}.ssm.time_step_rank", low=1)
-    if (inner := gguf.integer(key := f"{name}.ssm.inner_size", low=1)) % num_heads:
-        raise gguf.error(key, f"must be a multiple of {num_heads}, got {inner}")
     own: dict[str, Any] = {
         "num_hidden_layers": num_layers,
-        "linear_conv_kernel_dim": gguf.integer(f"{name}.ssm.conv_kernel"),
-        "linear_key_head_dim": gguf.integer(f"{name}.ssm.state_size"),
-        "linear_num_key_heads": gguf.integer(f"{name}.ssm.group_count"),
-        "linear_num_value_heads": num_heads,
-        "linear_value_head_dim": inner // num_heads,
+        **_states(gguf, name, _DELTA_SIZES),
         "full_attention_interval": gguf.integer(f"{name}.full_attention_interval", default=4),
     }
     if (key := f"{name}.attention.recurrent_layers") in gguf.metadata:
@@ -213,11 +239,104 @@ def _qwen_delta(gguf: GgufFile, name: str) -> dict[str, Any]:
     return own if name == "qwen35" else own | _qwen_moe(gguf, name)
 
 
+_DELTA_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "linear_value_head_dim"),
+)
+_MAMBA_SIZES = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
+_NEMOTRON_SIZES = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
+"""Words of config.json for the sizes of `_states`."""
+
+
+def _states(gguf: GgufFile, name: str, words: tuple[str, ...]) -> dict[str, int]:
+    """Return sizes of layers with states by the words that config.json has for them.
+
+    `words`: of the convolution's width, a head's state, groups, heads, and numbers of a head.
+    """
+    num_heads = gguf.integer(f"{name}.ssm.time_step_rank", low=1)
+    if (inner := gguf.integer(key := f"{name}.ssm.inner_size", low=1)) % num_heads:
+        raise gguf.error(key, f"must be a multiple of {num_heads}, got {inner}")
+    keys = ("conv_kernel", "state_size", "group_count")
+    sizes = [gguf.integer(f"{name}.ssm.{key}", low=1) for key in keys]
+    return dict(zip(words, [*sizes, num_heads, inner // num_heads], strict=True))
+
+
+def _kinds_by_heads(gguf: GgufFile, name: str, kind: str) -> list[str]:
+    """Return the kinds of layers: those without heads of keys are of `kind`."""
+    heads = gguf.integers(f"{name}.attention.head_count_kv", gguf.integer(f"{name}.block_count"))
+    return ["full_attention" if number else kind for number in heads]
+
+
+def _granite_hybrid(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Layers without heads of keys are Mamba-2's; the shared expert is the block of a model
+    without experts."""
+    inner = gguf.integer(f"{name}.ssm.inner_size")
+    is_rotated = gguf.boolean(f"{name}.rope.scaling.finetuned", default=True)
+    own: dict[str, Any] = {
+        **_granite_factors(gguf, name),
+        **_states(gguf, name, _MAMBA_SIZES),
+        "mamba_expand": inner / gguf.integer(f"{name}.embedding_length"),
+        "mamba_conv_bias": has(gguf, "ssm_conv1d.bias"),
+        "layer_types": _kinds_by_heads(gguf, name, "linear_attention"),
+        "position_embedding_type": "rope" if is_rotated else "nope",
+        "attention_bias": has(gguf, "attn_q.bias"),
+    }
+    if not gguf.integer(f"{name}.expert_count", default=0):
+        size = gguf.integer(f"{name}.feed_forward_length")
+        return own | {"num_local_experts": 0, "shared_intermediate_size": size}
+    shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
+    return own | _experts(gguf, name) | {"shared_intermediate_size": shared}
+
+
+def _nemotron(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Each layer is one block: a feed-forward where it has a size, else attention where it has
+    heads of keys, else Mamba-2. Layers for several tokens at once are left out."""
+    num_layers, num_blocks = _own_layers(gguf, name), gguf.integer(f"{name}.block_count")
+    sizes = gguf.integers(f"{name}.feed_forward_length", num_blocks)
+    kinds = _kinds_by_heads(gguf, name, "linear_attention")
+    block = "moe" if gguf.integer(f"{name}.expert_count", default=0) else "mlp"
+    kinds = [block if size else kind for size, kind in zip(sizes, kinds, strict=True)]
+    own: dict[str, Any] = {
+        **_states(gguf, name, _NEMOTRON_SIZES),
+        "num_hidden_layers": num_layers,
+        "layers_block_type": kinds[:num_layers],
+        "layer_norm_epsilon": epsilon_of(gguf, name),
+        "use_conv_bias": has(gguf, "ssm_conv1d.bias"),
+        "mlp_bias": has(gguf, "ffn_up.bias"),
+    }
+    if block == "mlp":
+        return own
+    shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
+    own["moe_shared_expert_intermediate_size"] = shared
+    own["moe_latent_size"] = gguf.integer(f"{name}.moe_latent_size", default=0) or None
+    return own | _grouped_experts(gguf, name)
+
+
+def _lfm2(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Layers without heads of keys are short convolutions."""
+    gguf.integer(f"{name}.attention.sliding_window", default=0, high=0)
+    gguf.integer(f"{name}.decision.block_count", default=0, high=0)
+    if not gguf.boolean(key := f"{name}.attention.causal", default=True):
+        raise gguf.error(key, "must be true")
+    own: dict[str, Any] = {
+        "layer_types": _kinds_by_heads(gguf, name, "conv"),
+        "conv_L_cache": gguf.integer(f"{name}.shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+    }
+    if name == "lfm2":
+        return own
+    if not has_sigmoid(gguf, name):
+        raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    num_dense = gguf.integer(f"{name}.leading_dense_block_count", default=0)
+    return own | _sized_experts(gguf, name) | {"num_dense_layers": num_dense}
+
+
 def _llama4(gguf: GgufFile, name: str) -> dict[str, Any]:
     """Chunks and growth are llama.cpp's own numbers; models of 128 experts norm no heads."""
     if gguf.integer(key := f"{name}.attention.sliding_window", default=1) == 0:
         raise gguf.error(key, "must not be 0: models without chunks are not supported")
-    return _mixtral(gguf, name) | {
+    return _experts(gguf, name) | {
         "intermediate_size_mlp": gguf.integer(f"{name}.feed_forward_length"),
         "intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
         "interleave_moe_layer_step": gguf.integer(f"{name}.interleave_moe_layer_step", low=1),
@@ -232,7 +351,7 @@ def _gpt_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
     """
     head_dim = gguf.integer(f"{name}.attention.key_length")
     inner = gguf.integer(f"{name}.expert_feed_forward_length")
-    return _mixtral(gguf, name) | {
+    return _experts(gguf, name) | {
         "intermediate_size": inner,
         "sliding_window": gguf.integer(f"{name}.attention.sliding_window"),
         "attention_bias": has(gguf, "attn_q.bias"),
@@ -262,10 +381,9 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
     normalises = gguf.boolean(key := f"{name}.expert_weights_norm", default=False)
     if normalises and not is_v3 and name != "mistral4":
         raise gguf.error(key, "must be false where weights are a softmax")
-    num_experts = _num_experts(gguf, name)
-    num_groups = gguf.integer(f"{name}.expert_group_count", default=1, low=1, high=num_experts)
-    choice = "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy"
-    if name == "mistral4":
+    experts = _grouped_experts(gguf, name)
+    choice = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
+    if is_v3 or name == "mistral4":
         choice = "noaux_tc"
     rope = rope_of(gguf, name, rotated, 10_000.0)
     if rope["rope_type"] == "yarn":
@@ -280,24 +398,14 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"mscale_all_dim": 1.0}
         if name == "mistral4":
             rope["mscale"] = 1.0
-    return {
+    return experts | {
         "num_hidden_layers": _own_layers(gguf, name),
         "q_lora_rank": gguf.integer(f"{name}.attention.q_lora_rank", default=0) or None,
         "kv_lora_rank": gguf.integer(f"{name}.attention.kv_lora_rank"),
         "qk_nope_head_dim": head_dim - rotated,
         "qk_rope_head_dim": rotated,
         "v_head_dim": _size_of_heads(gguf, name, "value"),
-        "n_routed_experts": num_experts,
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=num_experts),
-        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
-        "n_shared_experts": gguf.integer(f"{name}.expert_shared_count", low=1),
         "first_k_dense_replace": gguf.integer(f"{name}.leading_dense_block_count"),
-        "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=1.0),
-        "norm_topk_prob": normalises,
-        "n_group": num_groups,
-        "topk_group": gguf.integer(
-            f"{name}.expert_group_used_count", default=1, low=1, high=num_groups
-        ),
         "topk_method": choice,
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "rope_parameters": rope,
@@ -374,14 +482,11 @@ def _minimax(gguf: GgufFile, name: str) -> dict[str, Any]:
     if not has_sigmoid(gguf, name):
         raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
     size = gguf.integer(f"{name}.expert_feed_forward_length", low=1)
-    return _mixtral(gguf, name) | {"intermediate_size": size}
+    return _experts(gguf, name) | {"intermediate_size": size}
 
 
 def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return _mixtral(gguf, name) | {
-        "num_experts": _num_experts(gguf, name),
-        "norm_topk_prob": False,
-    }
+    return _experts(gguf, name) | {"norm_topk_prob": False}
 
 
 def _gpt_neox(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -465,17 +570,34 @@ _DELTA = (
     ("linear_attn.out_proj.", "ssm_out."),
     ("post_attention_layernorm.", "post_attention_norm."),
 )
+_MAMBA = (
+    ("mamba.in_proj.", "ssm_in."),
+    ("mamba.conv1d.", "ssm_conv1d."),
+    ("mamba.dt_bias", "ssm_dt.bias"),
+    ("mamba.A_log", "ssm_a"),
+    ("mamba.D", "ssm_d"),
+    ("mamba.norm.", "ssm_norm."),
+    ("mamba.out_proj.", "ssm_out."),
+)
+_SHORT_CONVOLUTIONS = ((".conv.", ".shortconv."), ("model.norm.", "token_embd_norm."))
 MIXTRAL = GgufFamily(
     architecture="MixtralForCausalLM",
     own_names=(("block_sparse_moe.gate.", "ffn_gate_inp."),),
     has_neighbours=True,
     experts=("w1", "w3", "w2"),
     module="block_sparse_moe",
-    own=_mixtral,
+    own=_experts,
 )
 """A `llama` with experts."""
 OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo3)
 """An `olmo2` with windows."""
+_DEEPSEEK_EXPERTS = (
+    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    ("mlp.gate.", "ffn_gate_inp."),
+    ("mlp.shared_experts.gate_proj.", "ffn_gate_shexp."),
+    ("mlp.shared_experts.up_proj.", "ffn_up_shexp."),
+    ("mlp.shared_experts.down_proj.", "ffn_down_shexp."),
+)
 _LATENTS = (
     ("self_attn.q_a_proj.", "attn_q_a."),
     ("self_attn.q_b_proj.", "attn_q_b."),
@@ -485,11 +607,7 @@ _LATENTS = (
     ("self_attn.kv_b_proj.", "attn_kv_b."),
     ("self_attn.k_b_proj.", "attn_k_b."),
     ("self_attn.v_b_proj.", "attn_v_b."),
-    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
-    ("mlp.gate.", "ffn_gate_inp."),
-    ("mlp.shared_experts.gate_proj.", "ffn_gate_shexp."),
-    ("mlp.shared_experts.up_proj.", "ffn_up_shexp."),
-    ("mlp.shared_experts.down_proj.", "ffn_down_shexp."),
+    *_DEEPSEEK_EXPERTS,
 )
 DEEPSEEK3 = GgufFamily(architecture="DeepseekV3ForCausalLM", own_names=_LATENTS, own=_deepseek)
 """A `deepseek2` whose experts' weights are sigmoids."""
@@ -503,6 +621,17 @@ FALCON2 = GgufFamily(
     own=_falcon,
 )
 """A `falcon` that norms for each block."""
+_NEMOTRON = GgufFamily(
+    architecture="NemotronHForCausalLM",
+    own_names=(
+        *_MAMBA,
+        *_DEEPSEEK_EXPERTS,
+        ("mlp.fc1_latent_proj.", "ffn_latent_down."),
+        ("mlp.fc2_latent_proj.", "ffn_latent_up."),
+    ),
+    is_rotated=False,
+    own=_nemotron,
+)
 FAMILIES = {
     "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
     "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
@@ -537,6 +666,33 @@ FAMILIES = {
         own=lambda gguf, name: {"sliding_window": window_of(gguf, name)},
     ),
     "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
+    "granitehybrid": GgufFamily(
+        architecture="GraniteMoeHybridForCausalLM",
+        own_names=(
+            *_MAMBA,
+            ("block_sparse_moe.router.layer.", "ffn_gate_inp."),
+            ("block_sparse_moe.mlp.gate_proj.", "ffn_gate_shexp."),
+            ("block_sparse_moe.mlp.up_proj.", "ffn_up_shexp."),
+            ("block_sparse_moe.mlp.down_proj.", "ffn_down_shexp."),
+        ),
+        has_neighbours=True,
+        module="block_sparse_moe",
+        own=_granite_hybrid,
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
+    "lfm2": GgufFamily(architecture="Lfm2ForCausalLM", own_names=_SHORT_CONVOLUTIONS, own=_lfm2),
+    "lfm2moe": GgufFamily(
+        architecture="Lfm2MoeForCausalLM",
+        own_names=(
+            *_SHORT_CONVOLUTIONS,
+            ("feed_forward.gate.e_score_correction_bias", "exp_probs_b.bias"),
+            ("feed_forward.gate.", "ffn_gate_inp."),
+        ),
+        experts=("w1", "w3", "w2"),
+        module="feed_forward",
+        own=_lfm2,
+    ),
     "seed_oss": GgufFamily(
         architecture="SeedOssForCausalLM",
         own_names=(("post_attention_layernorm.", "post_attention_norm."),),

@@ -63,6 +63,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+HYBRIDS = {
+    "granitehybrid-moe": (2 + 2 * 4 + 2) * 3,
+    "nemotron_h_moe": 2 * 3 + (2 * 6 + 2 + 2) * 2,
+    "lfm2": 4 * 4,
+}
+"""Models with Mamba-2 layers or short convolutions, and how many of their weights stay blocks."""
+
 # Weights and whole models.
 
 
@@ -109,7 +116,7 @@ def test_quantised_weights_are_close(kind: str, limit: float, tmp_path: Path) ->
 
 @pytest.mark.skipif(bool(missing_core()), reason=missing_core())
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4"])
-@pytest.mark.parametrize("name", [*MODELS, "gpt-oss-mxfp4", "qwen35"])
+@pytest.mark.parametrize("name", [*MODELS, "gpt-oss-mxfp4", "qwen35", *HYBRIDS])
 def test_blocks_of_integers_are_multiplied_as_they_are(
     name: str, kind: str, tmp_path: Path
 ) -> None:
@@ -128,12 +135,31 @@ def test_blocks_of_integers_are_multiplied_as_they_are(
     assert isinstance(method, StoredMethod)
     expected = logits(ReferenceKernels(), None)
     torch.testing.assert_close(logits(kernels, method), expected, rtol=1e-4, atol=1e-4)
-    own = {"llama": 4 * 3, "gpt-oss-mxfp4": (2 + 2 * 6) * 3, "qwen35": 4 * 4}
+    own = {"llama": 4 * 3, "gpt-oss-mxfp4": (2 + 2 * 6) * 3, "qwen35": 4 * 4, **HYBRIDS}
     num_kept = own.get(name, 4 * 2)
     assert method.num_kept == num_kept and not method.num_widened
     config = load_model_config(packed)
     kinds = [kind, "MXFP4"] if name == "gpt-oss-mxfp4" and kind != "MXFP4" else [kind]
     assert quantised_as(packed, config) == f"GGUF, {', '.join(kinds)}"
+
+
+@pytest.mark.skipif(bool(missing_core()), reason=missing_core())
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_weights_of_hybrids_are_rounded_as_those_of_directories(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
+    plain, file = converted(name, tmp_path)
+    tokens, found = torch.arange(7, 47), []
+    for path in (plain, unpack(file)):
+        kernels = NativeKernels()
+        method = linear_method(quantization, kernels, torch.float32, is_stored=False)
+        loaded = load_tiny(path, torch.float32, kernels, method=method)
+        passes = schedule([len(tokens)], chunk=20, num_decodes=6)
+        logits = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
+        assert logits is not None
+        found.append(logits[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 class ShapedReader(gguf_reader.GgufReader):
@@ -389,6 +415,30 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("mpt", "mpt.attention.clamp_kqv", 6.0, "'mpt.attention.clamp_kqv' must be 0"),
         ("granite", "granite.rope.scaling.finetuned", False, "must be true: models without rotary"),
         ("mpt", "mpt.feed_forward_length", 250, "must be a multiple of 64, got 250"),
+        ("nemotron_h", "nemotron_h.ssm.inner_size", 100, "must be a multiple of 8, got 100"),
+        ("granitehybrid", "granitehybrid.ssm.inner_size", 96, "'mamba_expand' must be an integer"),
+        ("granitehybrid", "granitehybrid.ssm.group_count", 3, "'mamba_n_groups' must divide"),
+        ("granitehybrid", "granitehybrid.attention.head_count_kv", [0, 2], "must be 3 integers"),
+        ("granitehybrid", "granitehybrid.attention.head_count_kv", [2, 1, 0], "other than 0, got "),
+        ("granitehybrid", "granitehybrid.attention.head_count_kv", [0, -2, 0], "at least 0"),
+        ("granitehybrid", "granitehybrid.attention.head_count_kv", [0, 0, 0], "between 1 and 4"),
+        (
+            "granitehybrid-moe",
+            "granitehybrid.expert_shared_feed_forward_length",
+            0,
+            "must be at least 1, got 0",
+        ),
+        ("nemotron_h", "nemotron_h.feed_forward_length", [0] * 5, "no layer of mlp or moe"),
+        ("nemotron_h", "nemotron_h.feed_forward_length", [0.5] * 5, "must be 5 integers"),
+        ("nemotron_h_moe", "nemotron_h_moe.expert_used_count", [2] * 5, "must be an integer"),
+        ("nemotron_h_moe", "nemotron_h_moe.expert_shared_count", 2, "'n_shared_experts' must be 1"),
+        ("nemotron_h_moe", "nemotron_h_moe.expert_group_used_count", 4, "between 1 and 3, got 4"),
+        ("lfm2", "lfm2.attention.head_count_kv", [2, 2, 2, 2], "no layers of conv"),
+        ("lfm2", "lfm2.attention.sliding_window", 8, "must be between 0 and 0, got 8"),
+        ("lfm2", "lfm2.attention.causal", False, "must be true"),
+        ("lfm2", "lfm2.shortconv.l_cache", 1, "'conv_L_cache' must be between 2 and 16, got 1"),
+        ("lfm2moe", "lfm2moe.expert_gating_func", 1, "must be 2 (sigmoid)"),
+        ("lfm2moe", "lfm2moe.leading_dense_block_count", 3, "must be between 0 and 2, got 3"),
     ],
 )
 def test_what_single_families_refuse(
@@ -400,17 +450,40 @@ def test_what_single_families_refuse(
     assert complaint in refused(gguf_bytes(metadata, tensors_of(gguf)), tmp_path / "bad.gguf")
 
 
-def test_layers_that_guess_are_left_out(tmp_path: Path) -> None:
-    _, file = converted("qwen35", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("qwen35", {"block_count": 5, "attention.recurrent_layers": [1, 1, 1, 0, 0]}),
+        (
+            "nemotron_h_moe",
+            {
+                "block_count": 6,
+                "attention.head_count_kv": [0, 0, 2, 0, 0, 2],
+                "feed_forward_length": [0, 32, 0, 32, 0, 32],
+            },
+        ),
+    ],
+)
+def test_layers_that_guess_are_left_out(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    _, file = converted(name, tmp_path)
     expected, gguf = load_model_config(unpack(file)), read_gguf(file)
-    more = {
-        "qwen35.block_count": 5,
-        "qwen35.nextn_predict_layers": 1,
-        "qwen35.attention.recurrent_layers": [1, 1, 1, 0, 0],
-    }
+    more = {f"{name}.{key}": item for key, item in {"nextn_predict_layers": 1, **more}.items()}
     metadata = dict(gguf.metadata) | tiny_tokens(200) | more
     file.write_bytes(gguf_bytes(metadata, tensors_of(gguf)))
     assert load_model_config(unpack(file)) == expected
+
+
+def test_the_key_of_epsilon_that_nemotron_s_files_may_have_alone(tmp_path: Path) -> None:
+    _, file = converted("nemotron_h", tmp_path)
+    expected, gguf = load_model_config(unpack(file)), read_gguf(file)
+    metadata = dict(gguf.metadata) | tiny_tokens(200)
+    del metadata["nemotron_h.attention.layer_norm_rms_epsilon"]
+    metadata["nemotron_h.attention.layer_norm_epsilon"] = 0.25
+    file.write_bytes(gguf_bytes(metadata, tensors_of(gguf)))
+    assert load_model_config(unpack(file)) == dataclasses.replace(expected, rms_norm_eps=0.25)
+    del metadata["nemotron_h.attention.layer_norm_epsilon"]
+    complaint = refused(gguf_bytes(metadata, tensors_of(gguf)), tmp_path / "bad.gguf")
+    assert "'nemotron_h.attention.layer_norm_epsilon' is missing" in complaint
 
 
 HUGE = 2**63

@@ -36,6 +36,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tekken", ["HELLOworld", " don", "'t", *"12345", ".\n\n", " ", " \u00c7A"]),
         ("deepseek-r1-qwen", ["HELLOworld", " don", "'t", *"12345", ".\n\n", " ", " \u00c7A"]),
         ("llama-v3", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        ("lfm2", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        ("pixtral", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        ("dbrx", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
         (
             "default",
             ["HELLOworld", " don", "'", "t", "123", "45", ".", "\n\n ", " \u00c7A"],

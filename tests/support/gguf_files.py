@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lightserve.models.gguf_families import DEEPSEEK3, FALCON2, FAMILIES, MIXTRA
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.plain_config import NormWeights
-from lightserve.models.recurrent_config import DeltaConfig
+from lightserve.models.recurrent_config import DeltaConfig, MambaConfig
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
@@ -168,7 +168,7 @@ def sizes_of(sizes: ModelConfig, name: str) -> dict[str, Any]:
     }
 
 
-def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def own_metadata(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
     """Return what architecture `name` alone has."""
     match name:
         case "mpt":
@@ -185,6 +185,17 @@ def own_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             return latent_metadata(config, name)
         case "qwen3next" | "qwen35" | "qwen35moe":
             return delta_metadata(config, name)
+        case "granitehybrid" | "nemotron_h" | "nemotron_h_moe":
+            return mamba_metadata(config, sizes, name)
+        case "lfm2" | "lfm2moe":
+            found = {"lfm2moe.expert_gating_func": 2} if name == "lfm2moe" else {}
+            dense = config.get("num_dense_layers", 0)
+            return found | {
+                f"{name}.attention.head_count_kv": heads_of_layers(sizes),
+                f"{name}.shortconv.l_cache": config["conv_L_cache"],
+                f"{name}.leading_dense_block_count": dense,
+                f"{name}.vocab_size": config["vocab_size"],
+            }
         case "llama4":
             return {
                 "llama4.expert_feed_forward_length": config["intermediate_size"],
@@ -206,6 +217,49 @@ def delta_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.dimension_sections": [2, 1, 1, 0],  # of pairs, which llama.cpp asks for
         "attention.recurrent_layers": Typed(9, struct.pack("<IQ", 7, len(flags)) + flags),
     }
+    return {f"{name}.{key}": item for key, item in found.items()}
+
+
+def heads_of_layers(sizes: ModelConfig) -> list[int]:
+    """Return the heads of keys of each layer."""
+    layers = map(sizes.shape_of, range(sizes.num_layers))
+    return [layer.num_kv_heads if layer.has_attention else 0 for layer in layers]
+
+
+def mamba_metadata(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
+    """Return what files of Granite 4 and Nemotron-H have."""
+    own, moe, inner = sizes.recurrent, sizes.moe, sizes.intermediate_size
+    assert isinstance(own, MambaConfig)
+    found: dict[str, Any] = {
+        "ssm.conv_kernel": own.width,
+        "ssm.state_size": own.state_size,
+        "ssm.group_count": own.num_groups,
+        "ssm.time_step_rank": own.num_heads,
+        "ssm.inner_size": own.inner,
+        "attention.head_count_kv": heads_of_layers(sizes),
+        "rope.scaling.finetuned": not sizes.unrotated_layers,
+        "feed_forward_length": config["intermediate_size"] if moe is not None else inner,
+    }
+    if moe is not None:
+        found["expert_shared_feed_forward_length"] = moe.shared_size
+    if name != "granitehybrid":
+        size = inner if moe is None else moe.intermediate_size
+        layers = range(sizes.num_layers)
+        found |= {
+            "feed_forward_length": [size * (n in sizes.feed_forward_layers) for n in layers],
+            "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+            "rope.dimension_count": sizes.hidden_size // sizes.num_heads,  # which says nothing
+        }
+    if name == "nemotron_h_moe":
+        assert moe is not None
+        found |= {
+            "expert_group_count": moe.num_groups,
+            "expert_group_used_count": moe.num_chosen_groups,
+            "expert_shared_count": 1,
+            "expert_weights_norm": moe.normalises,
+            "expert_weights_scale": moe.scale,
+            "moe_latent_size": moe.latent_size or 0,
+        }
     return {f"{name}.{key}": item for key, item in found.items()}
 
 
@@ -242,14 +296,14 @@ def latent_metadata(
 
 def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
     """Return a model's sizes as a file of architecture `name` has them."""
-    found = sizes_of(sizes, name) | own_metadata(config, name)
+    found = sizes_of(sizes, name) | own_metadata(config, sizes, name)
     for key, theirs in KEYS.items():
-        if config.get(theirs) is not None:
+        if config.get(theirs) is not None and (sizes.moe is not None or "expert" not in key):
             found[f"{name}.{key}"] = config[theirs]
     if name in _WITHOUT_WINDOW:
         found.pop(f"{name}.attention.sliding_window", None)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if key in config:
+        if key in config and sizes.moe is not None:
             found[f"{name}.expert_count"] = config[key]
     if "layer_types" in config and name == "olmo2":
         flags = bytes(kind == "sliding_attention" for kind in config["layer_types"])
@@ -401,6 +455,55 @@ def of_delta(
     return {stored: weight}
 
 
+def of_mamba(stored: str, weight: np.ndarray, num_groups: int) -> np.ndarray:
+    """Return a tensor of Mamba-2 as llama.cpp's converter stores it."""
+    match stored.split(".")[2:]:
+        case ["ssm_a"]:
+            return -np.exp(weight)[:, None]
+        case ["ssm_d"]:
+            return weight[:, None]
+        case ["ssm_norm", "weight"]:
+            return weight.reshape(num_groups, -1)
+        case ["ssm_conv1d", "weight"]:
+            return weight[:, 0]
+    return weight
+
+
+GRANITE_BLOCKS = {
+    "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+    "block_sparse_moe.output_linear": ("ffn_down_exps",),
+    "block_sparse_moe.router.layer": ("ffn_gate_inp",),
+    "shared_mlp.input_linear": ("ffn_gate", "ffn_up"),
+    "shared_mlp.output_linear": ("ffn_down",),
+}
+"""Tensors of Granite 4's blocks by the parts of those that transformers has."""
+
+
+def of_granite(ours: str, weight: np.ndarray, *, has_experts: bool) -> dict[str, np.ndarray]:
+    """Return gates, ups and downs of Granite 4, of experts and of the block beside them."""
+    _, _, layer, block = ours.removesuffix(".weight").split(".", 3)
+    names = GRANITE_BLOCKS[block]
+    ending = "_shexp" if has_experts and block.startswith("shared") else ""
+    parts = np.split(weight, len(names), axis=-2)
+    return {
+        f"blk.{layer}.{name}{ending}.weight": part for name, part in zip(names, parts, strict=True)
+    }
+
+
+def of_nemotron(theirs: str) -> str:
+    """Return our name of a tensor: all blocks of Nemotron-H have one name in the files."""
+    name, block, part = theirs.replace("backbone.", "model.").partition("mixer.")
+    if not block:
+        renamed = name.replace("embeddings.", "embed_tokens.").replace("norm_f.", "norm.")
+        return renamed.replace(".norm.", ".input_layernorm.") if ".layers." in name else renamed
+    first, module = part.split(".")[0], "mlp"
+    if first in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        module = "self_attn"
+    if first in ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj"):
+        module = "mamba"
+    return f"{name}{module}.{part}"
+
+
 def of_experts(
     ours: str,
     weight: np.ndarray,
@@ -421,6 +524,24 @@ def of_experts(
     return {}
 
 
+def alone(stored: str, weight: np.ndarray, sizes: ModelConfig) -> np.ndarray:
+    """Return a tensor in the shape that a file has for it, where that is another."""
+    if "ffn_gate_inp_shexp" in stored:
+        return weight[0]
+    if stored.endswith("shortconv.conv.weight"):
+        return weight[:, 0]
+    if isinstance(sizes.recurrent, MambaConfig):
+        return of_mamba(stored, weight, sizes.recurrent.num_groups)
+    return weight
+
+
+def replaced(name: str, parts: Iterable[tuple[str, ...]]) -> str:
+    """Return a name with the first of each pair in place of the second, from the last pair on."""
+    for new, *old in reversed(list(parts)):
+        name = name.replace(old[0], new)
+    return name
+
+
 def renamed(
     loaded: Mapping[str, Tensor], sizes: ModelConfig, family: GgufFamily, name: str
 ) -> dict[str, np.ndarray]:
@@ -428,36 +549,40 @@ def renamed(
     head_dim, group = sizes.head_dim, sizes.num_heads // sizes.num_kv_heads
     tensors: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for ours, tensor in loaded.items():
-        stored, weight = ours, tensor.float().numpy()
+    is_nemotron = name.startswith("nemotron_h")
+    for theirs, tensor in loaded.items():
+        ours, weight = of_nemotron(theirs) if is_nemotron else theirs, tensor.float().numpy()
         if ".experts." in ours:
             tensors |= of_experts(ours, weight, family, name, experts)
             continue
-        for part, theirs in reversed(sizes.stored_names):
-            stored = stored.replace(theirs, part)
+        if name == "granitehybrid" and any(block in ours for block in GRANITE_BLOCKS):
+            tensors |= of_granite(ours, weight, has_experts=sizes.moe is not None)
+            continue
+        stored = ours if is_nemotron else replaced(ours, sizes.stored_names)
         if "grouped_qkv" in sizes.merged and "qkv_proj" in stored:
             weight = apart(weight, head_dim, group)
         if name in ("internlm2", "baichuan") and "qkv_proj" in stored:
             tensors |= split_heads(stored, weight, sizes)
             continue
-        for part, theirs in family.stored_names:
-            stored = stored.replace(part, theirs)
-        if family.has_neighbours and stored.split(".")[-2] in _UNROTATED:
+        for part, own in family.stored_names:
+            stored = stored.replace(part, own)
+        if (family.has_neighbours or is_nemotron) and stored.split(".")[-2] in _UNROTATED:
             weight = neighbours(weight, head_dim)
         if sizes.norm_weights is NormWeights.ABOVE_ONE and stored.endswith("norm.weight"):
             weight = weight + ("ssm_norm" not in stored)
         if isinstance(sizes.recurrent, DeltaConfig) and "linear_attn" in ours:
             tensors |= of_delta(stored, weight, sizes.recurrent, family)
-            continue
-        if "ffn_gate_inp_shexp" in stored:
-            weight = weight[0]
-        if sizes.latent is not None and ".attn_kv_b." in stored:
+        elif sizes.latent is not None and ".attn_kv_b." in stored:
             tensors |= split_latents(stored, weight, sizes.latent)
-            continue
-        tensors[stored] = weight
+        else:
+            tensors[stored] = alone(stored, weight, sizes)
     for stored, stack in experts.items():
         tensors[stored] = np.stack([stack[number] for number in range(len(stack))])
     return tensors
+
+
+PLAIN = (".bias", "conv1d.weight", "conv.conv.weight", ".ssm_a", ".ssm_d", "_norm.weight")
+"""Endings of tensors that stay in float32."""
 
 
 def write_gguf(
@@ -486,8 +611,7 @@ def write_gguf(
             tensors[f"rope_factors_{length}.weight"] = np.array(factors)
     packed = {}
     for stored, weight in tensors.items():
-        is_plain = weight.ndim == 1 or stored.endswith((".bias", "conv1d.weight"))
-        is_plain = is_plain or "ffn_gate_inp" in stored
+        is_plain = weight.ndim == 1 or stored.endswith(PLAIN) or "ffn_gate_inp" in stored
         chosen = (experts_kind or kind) if "_exps." in stored else kind
         chosen = "F32" if is_plain else chosen
         rows = weight.reshape(-1, weight.shape[-1])

@@ -14,6 +14,7 @@ from support.gguf_files import KINDS, blocks, write_gguf
 from support.tiny_models import (
     DEEPSEEK_YARN_ROPE,
     LATENT,
+    LINEAR,
     PART_ROPE,
     QWEN_DELTA,
     TinyModel,
@@ -88,6 +89,33 @@ EXPERTS = {
 }
 """Of DeepSeek, with its latents."""
 DELTA = {**QWEN_DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+GRANITE_HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": [LINEAR, "full_attention", LINEAR],
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+NEMOTRON_H = {
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+NEMOTRON_EXPERTS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "n_group": 3,
+    "topk_group": 2,
+}
 CONVERTED = {
     **MODELS,
     "mixtral": TinyModel("", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -210,6 +238,65 @@ CONVERTED = {
             "logits_scaling": 4.0,
         },
     ),
+    "granitehybrid": TinyModel("", "GraniteMoeHybrid", {**GRANITE_HYBRID, "num_local_experts": 0}),
+    "granitehybrid-moe": TinyModel(
+        "",
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_HYBRID,
+            "mamba_n_groups": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+        },
+    ),
+    "nemotron_h": TinyModel(
+        "",
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": [LINEAR, "mlp", LINEAR, "full_attention", "mlp"],
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron_h_moe": TinyModel(
+        "",
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            **NEMOTRON_EXPERTS,
+            "layers_block_type": [LINEAR, "moe", "full_attention", "moe", LINEAR],
+            "moe_latent_size": 32,
+        },
+    ),
+    "lfm2": TinyModel(
+        "",
+        "Lfm2",
+        {
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.5,
+            "conv_bias": False,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2moe": TinyModel(
+        "",
+        "Lfm2Moe",
+        {
+            "conv_bias": False,
+            "conv_L_cache": 4,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "seed_oss": TinyModel("", "SeedOss", {"head_dim": 32, "num_hidden_layers": 3}),
     "exaone4": TinyModel("", "Exaone4", {"num_hidden_layers": 5, "sliding_window": 23}),
     "minimax-m2": TinyModel(
@@ -270,6 +357,7 @@ CONVERTED = {
 """By what `general.architecture` says, but for those in `SAYS`."""
 SAYS = {
     "mixtral": "llama",
+    "granitehybrid-moe": "granitehybrid",
     "olmo3": "olmo2",
     "gpt-oss-mxfp4": "gpt-oss",
     "deepseek2-lite": "deepseek2",
