@@ -42,8 +42,8 @@ TARGET_BF16 static inline void vector_panel(const LinearBf16& task, const Rows& 
 #pragma GCC unroll 16
     for (int j = 0; j < 16; j++) {
       if (IS_READ) {
-        prefetch_weights(panel + 64 * j);
-        prefetch_weights(panel + 64 * j + 32);
+        fetch_beyond(ahead, panel + 64 * j);
+        fetch_beyond(ahead, panel + 64 * j + 32);
       }
       const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + 32 * j);
       const __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + TILE + 32 * j);
@@ -135,10 +135,10 @@ void linear_bf16_avx512_bf16(const LinearBf16& task, int num_threads) {
   const auto panel_of = [&](int64_t number) { return task.weight + number * size; };
   if (task.num_rows > 1)
     return multiply_steps(task, rows, task.weight, panel_bytes, num_threads, panel_of);
-  over_panels(task, panel_bytes, 1, num_threads, [&](int64_t row, int64_t number) {
-    Ahead none{nullptr, 0};
-    vector_panel<1, true>(task, rows, row, number, panel_of(number), none);
-  });
+  over_panels_ahead(task, task.weight, panel_bytes, 1, num_threads,
+                    [&](int64_t number, Ahead& ahead) {
+                      vector_panel<1, true>(task, rows, 0, number, panel_of(number), ahead);
+                    });
 }
 
 void linear_widened(const LinearBf16& task, int num_threads) {

@@ -169,7 +169,8 @@ TARGET_VNNI INLINE __m512 half_zeros(const Groups& groups, int64_t place) {
 // R rows by one panel.
 template <int BITS, int R>
 TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRows& rows,
-                                            int64_t first_row, int64_t panel) {
+                                            int64_t first_row, int64_t panel,
+                                            const Ahead& ahead) {
   constexpr int LINES = BITS == 4 ? 4 : 8, LINE_INPUTS = K_BLOCK / LINES, HALF = 64 * LINES;
   const __m512i mask = _mm512_set1_epi8(0x0f);
   __m512 sums[R][2];
@@ -187,7 +188,7 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
       for (int j = 0; j < LINES; j++)
         for (int half = 0; half < 2; half++) {
           const uint8_t* line = numbers + half * HALF + 64 * j;
-          prefetch_weights(numbers + 128 * j + 64 * half);
+          fetch_beyond(ahead, numbers + 128 * j + 64 * half);
           const __m512i bytes = _mm512_loadu_si512(line);
           const __m512i first = BITS == 4 ? _mm512_and_si512(bytes, mask) : bytes;
           const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
@@ -224,10 +225,10 @@ TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRo
 
 template <int BITS>
 TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64_t first_row,
-                             int64_t panel) {
-#define CASE(R)                                           \
-  case R:                                                 \
-    vector_panel<BITS, R>(task, rows, first_row, panel);  \
+                             int64_t panel, const Ahead& ahead) {
+#define CASE(R)                                                  \
+  case R:                                                        \
+    vector_panel<BITS, R>(task, rows, first_row, panel, ahead);  \
     break;
   switch (smaller(MOST_ROWS, task.num_rows - first_row)) {
     CASE(1) CASE(2) CASE(3) CASE(4)
@@ -249,8 +250,11 @@ void linear_bytes(const LinearBf16& task, int num_threads) {
     for (int64_t row; (row = cursor.take()) < cursor.total;) split_row(task, row, rows);
   });
   const auto multiply = task.groups.bits == 4 ? vector_rows<4> : vector_rows<8>;
-  over_panels(task, rows.num_blocks * block_bytes_of(task.groups.bits), MOST_ROWS, num_threads,
-              [&](int64_t row, int64_t panel) { multiply(task, rows, row, panel); });
+  over_panels_ahead(task, task.groups.numbers, rows.num_blocks * block_bytes_of(task.groups.bits), 1,
+                    num_threads, [&](int64_t panel, Ahead& ahead) {
+                      for (int64_t row = 0; row < task.num_rows; row += MOST_ROWS)
+                        multiply(task, rows, row, panel, ahead);
+                    });
 }
 
 template <int BITS>

@@ -24,41 +24,50 @@ TARGET_AMX static inline void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// Fetches the line of a weight that is read a little after this one. Where lines of two halves are
-// read in turn, fetching them in the order of memory is what keeps it busy. It goes into the second
-// cache, far ahead: Zen 4's first one has too few lines on their way. (GB/s of one row of bfloat16 and
-// one core, Zen 4 beside other work: 6 KB ahead into the first 16, into the second 20, 12 to 20 KB ahead
-// 21 to 26. Zen 5, 6 KB ahead: 40 into the first, 38 into the second.)
-TARGET_BF16 INLINE void prefetch_weights(const void* line) {
-  constexpr int64_t AHEAD = 16384;
-  _mm_prefetch(static_cast<const char*>(line) + AHEAD, _MM_HINT_T1);
-}
-
-// Where the next panel is read from, which is fetched while this one is multiplied.
+// What is fetched into a thread's second cache while it multiplies a panel.
 struct Ahead {
+  // Lines of the next panel, where this one is read more than once: so many in each turn.
   const char* next;
-  int64_t lines;  // in each turn
+  int64_t lines;
+  // Where a panel is read once, the lines AHEAD of those that it reads: behind the end of its chunk come
+  // those of the thread's next one.
+  const char* end;
+  int64_t jump;
+
   void fetch() {
     for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
   }
 };
 
-// Calls multiply(panel, ahead) for all panels: while one is multiplied, in `num_turns` turns, the next
-// one that this thread has is fetched into its second cache.
+// Fetches the line AHEAD of one that is read. Where lines of two halves are read in turn, fetching them in
+// the order of memory is what keeps it busy. Zen 4's first cache has too few lines on their way. (GB/s of
+// one row of bfloat16 and one core, Zen 4 beside other work: 6 KB ahead into the first 16, into the second
+// 20, 12 to 20 KB ahead 21 to 26. Zen 5, 6 KB ahead: 40 into the first, 38 into the second.)
+constexpr int64_t AHEAD = 16384;
+TARGET_BF16 INLINE void fetch_beyond(const Ahead& ahead, const void* line) {
+  const char* from = static_cast<const char*>(line) + AHEAD;
+  _mm_prefetch(from < ahead.end ? from : from + ahead.jump, _MM_HINT_T1);
+}
+
+// Calls multiply(panel, ahead) for all panels: what a thread multiplies next, in `num_turns` turns, is on
+// its way while it multiplies.
 template <typename Multiply>
 void over_panels_ahead(const LinearBf16& task, const void* weight, int64_t panel_bytes,
                        int64_t num_turns, int num_threads, Multiply&& multiply) {
   const int64_t num_panels = task.num_panels();
   const int64_t size = panels_of_chunk(num_panels, panel_bytes, num_threads);
   const int64_t lines = divide_up(panel_bytes / 64, num_turns);
+  const char* first = static_cast<const char*>(weight);
   parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
     for (int64_t chunk = cursor.take(); chunk < cursor.total;) {
       const int64_t next = cursor.take();  // known early, so that its weights are on their way
       const int64_t end = smaller(num_panels, (chunk + 1) * size);
+      // Without a next one, lines that have just been read: they cost nothing.
+      const int64_t jump = next < cursor.total ? (next * size - end) * panel_bytes : -AHEAD;
       for (int64_t panel = chunk * size; panel < end; panel++) {
         const int64_t after = panel + 1 < end ? panel + 1 : next * size;
-        Ahead ahead{static_cast<const char*>(weight) + after * panel_bytes,
-                    after < num_panels ? lines : 0};
+        Ahead ahead{first + after * panel_bytes, after < num_panels ? lines : 0,
+                    first + end * panel_bytes, jump};
         multiply(panel, ahead);
       }
       chunk = next;
