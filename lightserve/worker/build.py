@@ -71,6 +71,7 @@ from lightserve.worker.memory import (
     DeviceMemory,
     KVPool,
     MemoryStatistics,
+    check_kept,
     free_memory_bytes,
     host_sizes,
     measure_step,
@@ -160,8 +161,14 @@ def measure_gpu(
 
     Every rank does; nothing of it is kept. `make_runner` makes a runner on a pool; `dtype` is the
     model's type, None: that of keys and values.
+
+    Raises:
+        StartupError: inputs of guesses do not fit, or a graph could not be recorded.
     """
     statistics = CudaStatistics(pool.device)
+    free_bytes = statistics.total() - statistics.begin() - statistics.others()
+    kept = kept_bytes(model.recurrent, config.drafted_tokens_of_step(pool.device.type))
+    check_kept(kept, free_bytes, f"on {pool.device}")
     most = config.max_tokens_of_step(pool.device.type)
     if model.config.encoder is not None:  # a prompt that is longer is a step of its own
         most = max(most, model.context_len)
@@ -184,6 +191,8 @@ def measure_gpu(
             # The capture itself says what cannot be recorded; ranks must not differ in it.
             with suppress(*([StartupError] if tp.size == 1 else [])):
                 taken = estimated_graph_bytes(make.mixed, graph_sizes.mixed)
+        if make.state_sizes:
+            taken += estimated_graph_bytes(make.states, make.state_sizes)
         return taken + estimated_graph_bytes(make.decodes, graph_sizes.decodes)
 
     memory = _measure(statistics, make_runner(pool), plans, graph_bytes)

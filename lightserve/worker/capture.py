@@ -16,6 +16,7 @@ from lightserve.kernels.interface import Can, Kernels
 from lightserve.messages.common import NO_SIZES, GraphSizes
 from lightserve.models.base import KVTensors, Model, TensorParallel
 from lightserve.progress import Advance, progress
+from lightserve.worker.draft_states import StateGraphs
 from lightserve.worker.graphs import (
     MAX_ROWS,
     CudaGraphRecorder,
@@ -87,6 +88,15 @@ class GraphMaker(NamedTuple):
         """Return graphs of other steps."""
         return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
 
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Sizes of `states`; none where no states wait for drafts."""
+        return () if self.tables.kept is None else mixed_ladder(len(self.tables.kept.tokens))
+
+    def states(self, sizes: Sequence[int]) -> StateGraphs:
+        """Return graphs that move states on behind drafts."""
+        return StateGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
+
 
 def make_graphs(
     model: Model,
@@ -133,7 +143,8 @@ def capture_graphs(
     start_s = time.monotonic()
     make = make_graphs(model, pool, runner.tables, tp=tp, dtype=dtype)
     graphs, mixed = make.decodes(sizes.decodes), None
-    count = len(sizes.decodes) + len(sizes.mixed)
+    states = make.states(make.state_sizes) if make.state_sizes else None
+    count = len(sizes.decodes) + len(sizes.mixed) + len(make.state_sizes)
     with progress("capturing CUDA graphs", count, is_shown=tp.rank == 0) as advance:
         # In this order: what passes of many tokens need between them serves all others.
         used = []
@@ -144,21 +155,27 @@ def capture_graphs(
             taken = capture_mixed(mixed, is_needed=is_needed, advance=advance)
             used, mixed = taken or [], mixed if taken else None
         used += graphs.capture(advance)
+        if states is not None:
+            used += states.capture(advance)
     graphs.check(LIMITS[dtype or pool.k[0].dtype])
     static_bytes = graphs.static_bytes
+    if states is not None:
+        states.check()
+        static_bytes += states.static_bytes
     if mixed is not None:
         mixed.check()
         mixed.keep(_worth(mixed, runner.device, tp, is_limited=is_limited))
         static_bytes += mixed.static_bytes
     log.info(
-        "%d CUDA graphs of 1 to %d decodes%s: %.1f s, %.2f GiB",
-        len(sizes.decodes) + (0 if mixed is None else len(mixed.sizes)),
+        "%d CUDA graphs of 1 to %d decodes%s%s: %.1f s, %.2f GiB",
+        len(sizes.decodes) + (0 if mixed is None else len(mixed.sizes)) + len(make.state_sizes),
         sizes.decodes[-1],
         "" if mixed is None else f", and of {mixed.sizes[0]} to {mixed.sizes[-1]} new tokens",
+        "" if states is None else f", and of up to {make.state_sizes[-1]} inputs of guesses",
         time.monotonic() - start_s,
         (sum(used) + static_bytes) / 2**30,
     )
-    runner.use_graphs(graphs, mixed)
+    runner.use_graphs(graphs, mixed, states)
 
 
 def capture_mixed(

@@ -9,10 +9,10 @@ import torch
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels.cpu.default import TorchKernels
-from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels, KernelShapes
+from lightserve.kernels.interface import FACTOR_BYTES, Can, Kernels
 from lightserve.kernels.select import missing_core
 from lightserve.kernels.self_check import check_kernels, check_quantized, check_small_kv
-from lightserve.kernels.weights import Packed
+from lightserve.kernels.weights import KernelShapes, Packed
 from lightserve.models.config import ModelConfig
 
 

@@ -12,22 +12,28 @@ part of a state: in the place of one state for each draft.
 The room for inputs is made once, for as many tokens as rows with drafts can have in a step: it is
 part of what memory is planned for, and passes that are recorded know its address. How many drafts
 are accepted a GPU alone knows: there a replay has as many tokens as the pass, of which those behind
-the last accepted one belong to no row.
+the last accepted one belong to no row. It is recorded, too: behind the draws, which are not, all
+layers are one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch, MostTokens, UnknownValues
 from lightserve.kernels.weights import KeptInputs
+from lightserve.messages.common import size_within
 from lightserve.models.base import KeepsStates, KVTensors, Model
+from lightserve.progress import Advance
 from lightserve.worker.device import DeviceQueue
 from lightserve.worker.drafts import Drafted
+from lightserve.worker.graphs import DecodeTables, GraphRecorder, record_sizes
 from lightserve.worker.memory import StateTable
 from lightserve.worker.tables import StepInputs, ranges
 
@@ -55,10 +61,12 @@ class DraftStates:
             device = queue.device
             self.room = KeptInputs(
                 torch.zeros(len(states.slots), dtype=torch.uint8, device=device),
-                torch.empty(most, num_channels, dtype=self._layers[0].dtype, device=device),
-                torch.empty(most, num_rates, dtype=torch.float32, device=device),
+                torch.zeros(most, num_channels, dtype=self._layers[0].dtype, device=device),
+                torch.zeros(most, num_rates, dtype=torch.float32, device=device),
                 torch.zeros(most, dtype=torch.int64, device=device),
             )
+        self.graphs: StateGraphs | None = None
+        """Recorded ways of states; None: kernels are launched one by one."""
         self._kept: KeptInputs | None = None
         """The part of the room that the step has whose rows are held."""
         self._firsts = torch.empty(0)
@@ -93,32 +101,170 @@ class DraftStates:
         if (kept := self._kept) is None:
             return
         self._kept = None
-        rows, is_at_once = drafted.rows, self._queue.is_at_once
-        kept.is_held.index_fill_(0, rows, 0)
-        counts = accepted + 1
-        ends = counts.cumsum(0)
-        size = int(ends[-1]) if is_at_once else len(kept.tokens)
-        steps = torch.arange(size, device=accepted.device)
-        owners = torch.searchsorted(ends, steps, right=True).clamp(max=len(rows) - 1)
-        places = steps + (self._firsts - ends + counts).index_select(0, owners)
-        lengths, names = drafted.lengths + accepted, ("rows", "q_lens", "context_lens")
-        host: list[Sequence[int]] = [UnknownValues(f"host_{name}", len(rows)) for name in names]
-        if is_at_once:
-            host = [part.tolist() for part in (rows, counts, lengths)]
-        batch = AttentionBatch(
-            positions=steps,
-            slot_mapping=steps[:0],
-            req_to_slot=self._slots,
-            rows=rows,
-            cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)).int(),
-            context_lens=lengths.int(),
-            host_rows=host[0],
-            host_q_lens=host[1],
-            host_context_lens=host[2],
-            most=None if is_at_once else MostTokens(size, size),
-            state_slots=self._slots,
+        lengths = drafted.lengths + accepted
+        held = torch.stack([drafted.rows, self._firsts, accepted + 1, lengths])
+        if self.graphs is not None:
+            self.graphs.move_on(held, len(kept.tokens))
+            return
+        host = held.tolist() if self._queue.is_at_once else None
+        size = len(kept.tokens) if host is None else sum(host[2])
+        _move_on(self._layers, self._kv, self._slots, kept, held, size=size, host=host)
+
+
+def _move_on(
+    layers: Sequence[KeepsStates],
+    kv: KVTensors,
+    slots: Tensor,
+    kept: KeptInputs,
+    held: Tensor,
+    *,
+    size: int,
+    host: list[list[int]] | None = None,
+) -> None:
+    """Move the states of rows on by the inputs that a pass has kept, and let go of both.
+
+    Args:
+        layers: all that keep states.
+        kv: where those are.
+        slots: of each row's states, see `StateTable`.
+        kept: the inputs.
+        held: int64 [4, D]: rows, which input is the first of each, how many count, and the length
+            of each row with the tokens of these.
+        size: how many count in all, or more.
+        host: `held` on the host; None: it is not known there.
+    """
+    rows, firsts, counts, lengths = held
+    kept.is_held.index_fill_(0, rows, 0)
+    ends = counts.cumsum(0)
+    steps = torch.arange(size, device=held.device)
+    owners = torch.searchsorted(ends, steps, right=True).clamp(max=len(rows) - 1)
+    places = steps + (firsts - ends + counts).index_select(0, owners)
+    places = places.clamp(max=len(kept.tokens) - 1)
+    names = ("rows", "q_lens", "context_lens")
+    known: list[Sequence[int]] = [UnknownValues(f"host_{name}", len(rows)) for name in names]
+    if host is not None:
+        known = [host[0], *host[2:]]
+    batch = AttentionBatch(
+        positions=steps,
+        slot_mapping=steps[:0],
+        req_to_slot=slots,
+        rows=rows,
+        cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)).int(),
+        context_lens=lengths.int(),
+        host_rows=known[0],
+        host_q_lens=known[1],
+        host_context_lens=known[2],
+        most=MostTokens(size, size) if host is None else None,
+        state_slots=slots,
+    )
+    for layer in layers:
+        layer.replay(kept, places, batch, kv)
+    kept.tokens.zero_()  # a graph reads all of the room's: they must be tokens of any pass
+
+
+class StateGraphs:
+    """Recorded ways of states to behind the last accepted drafts, all layers in one launch.
+
+    A graph is recorded for a number of inputs, whatever rows they belong to. What `_move_on` is
+    told of the rows is static, filled behind the draws on the device, and padded by the tables'
+    last row, of which no input counts.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVTensors,
+        tables: DecodeTables,
+        *,
+        sizes: Sequence[int],
+        recorder: GraphRecorder,
+    ) -> None:
+        """Make the static tensors; `capture` does the rest. Arguments as of `MixedGraphs`, but
+        that `sizes` are numbers of inputs."""
+        assert tables.kept is not None and tables.state_slots is not None
+        self._model, self._pool, self._tables = model, pool, tables
+        self._kept, self._slots = tables.kept, tables.state_slots
+        self._sizes, self._recorder = tuple(sizes), recorder
+        self._replays: dict[int, Callable[[], None]] = {}
+        max_rows = tables.token_ids.shape[0] - 1
+        self._padding = torch.zeros(4, max_rows, dtype=torch.int64, device=tables.token_ids.device)
+        self._padding[0].fill_(max_rows)
+        self._padding[3].fill_(1)
+        self._held = self._padding.clone()
+        """int64 [4, max_num_seqs], see `_move_on`."""
+
+    @property
+    def static_bytes(self) -> int:
+        """Memory of the tensors that are there before anything is recorded."""
+        return self._held.nbytes + self._padding.nbytes
+
+    @torch.inference_mode()
+    def capture(self, advance: Advance = lambda _: None) -> list[int]:
+        """Record every size; see `record_sizes`, which says what is returned and raised."""
+        self._replays, used = record_sizes(
+            self._recorder,
+            self._sizes,
+            self._run,
+            unit="inputs of guesses",
+            otherwise="--cuda-graphs off serves without",
+            advance=advance,
         )
-        places = places.clamp(max=len(kept.tokens) - 1)
-        for layer in self._layers:
-            layer.replay(kept, places, batch, self._kv)
-        kept.tokens.zero_()  # a graph reads all of the room's: they must be tokens of any pass
+        return used
+
+    def move_on(self, held: Tensor, num_inputs: int) -> None:
+        """Move the states of rows on, all of whose inputs, not only those that count, are so many;
+        `held` as in `_move_on`."""
+        size = size_within(self._sizes, num_inputs)
+        assert size is not None, "more inputs than there is room for"
+        self._set(held)
+        self._replays[size]()
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare the states that every graph leaves with those of the same launches one by one.
+
+        Rows that begin, of as many inputs each. Every rank does the same. Tables are as before
+        afterwards, what is in the pool and in the room for inputs is not.
+
+        Raises:
+            StartupError: a graph leaves other bits.
+        """
+        device = self._held.device
+        generator = torch.Generator(device).manual_seed(0)
+        for part in (self._kept.inputs, self._kept.rates):
+            part.normal_(generator=generator)
+        for size in self._sizes:
+            most = (len(self._pool.k[0]) - 1) // (1 + self._tables.num_state_slots)
+            num_rows = max(1, min(size, self._held.shape[1], most))
+            rows, counts = torch.arange(num_rows, device=device), size // num_rows
+            lengths = torch.full_like(rows, counts)
+            with self._tables.with_rows(torch.zeros(num_rows, 1, dtype=torch.int32)):
+                slots = self._slots[:num_rows].flatten().long()
+                self._set(torch.stack([rows, rows * counts, lengths, lengths]))
+                replayed = self._left_by(self._replays[size], slots)
+                one_by_one = self._left_by(partial(self._run, size), slots)
+            if not all(map(torch.equal, replayed, one_by_one)):
+                raise StartupError(
+                    f"the CUDA graph of {size} inputs of guesses leaves other states than its"
+                    " kernels do one by one; --cuda-graphs off serves without"
+                )
+
+    def _left_by(self, run: Callable[[], None], slots: Tensor) -> list[Tensor]:
+        """Return what stands in slots of the pool that were empty before `run`."""
+        pieces = [bank.pieces for layer in self._pool.states for bank in layer]
+        for part in pieces:
+            part.index_fill_(2, slots, 0)
+        run()
+        return [part.index_select(2, slots) for part in pieces]
+
+    def _set(self, held: Tensor) -> None:
+        """Put a step's rows where graphs read them."""
+        num_rows = held.shape[1]
+        self._held[:, :num_rows].copy_(held)
+        self._held[:, num_rows:].copy_(self._padding[:, num_rows:])
+
+    def _run(self, size: int) -> None:
+        """Move states on by at most `size` inputs; this is what is recorded."""
+        held = self._held[:, :size]
+        kept, layers = self._kept.first(size), self._model.recurrent
+        _move_on(layers, self._pool, self._slots, kept, held, size=size)

@@ -278,13 +278,8 @@ def num_kv_slots(
     if config.has_gpu_memory_utilization:
         raise ConfigError("--gpu-memory-utilization needs a GPU, and none was found")
     num_ranks = len(config.local_ranks)
+    check_kept(kept_bytes, free_bytes, f"for {num_ranks} rank(s)", num_ranks)
     rest = free_bytes - kept_bytes * num_ranks
-    kept = f"{kept_bytes / 2**20:.0f} MiB for inputs of guesses (--speculation) on each rank"
-    if kept_bytes and rest <= 0:
-        raise StartupError(
-            f"{kept} are more than the {free_bytes / 2**20:.0f} MiB that are free for {num_ranks}"
-            " rank(s): lower --max-draft-tokens, --max-num-seqs or --max-num-batched-tokens"
-        )
     if config.kv_memory == "auto":
         budget = min(AUTO_LIMIT_BYTES, rest // 2) // num_ranks
     else:
@@ -292,7 +287,9 @@ def num_kv_slots(
         if budget * num_ranks > rest:
             raise ConfigError(
                 f"--kv-memory {config.kv_memory} for {num_ranks} rank(s) is more than the"
-                f" {rest / 2**20:.0f} MiB that are free" + f" beside {kept}" * bool(kept_bytes)
+                f" {rest / 2**20:.0f} MiB that are free"
+                + f" beside {_kept(kept_bytes)}"
+                * bool(kept_bytes)
             )
     num_slots = _slots_within(budget, layout)
     if config.max_kv_tokens:
@@ -304,6 +301,29 @@ def num_kv_slots(
             " --max-kv-tokens"
         )
     return num_slots
+
+
+def check_kept(kept_bytes: int, free_bytes: int, where: str, num_ranks: int = 1) -> None:
+    """Check that there is memory for the inputs of guesses, before it is taken.
+
+    Args:
+        kept_bytes: of a rank, see `DraftStates`.
+        free_bytes: free memory, which so many ranks share.
+        where: whose memory that is, for the error.
+        num_ranks: see above.
+
+    Raises:
+        StartupError: there is not, or nothing would be left for keys and values.
+    """
+    if kept_bytes and kept_bytes * num_ranks >= free_bytes:
+        raise StartupError(
+            f"{_kept(kept_bytes)} are more than the {free_bytes / 2**20:.0f} MiB that are free"
+            f" {where}: lower --max-draft-tokens, --max-num-seqs or --max-num-batched-tokens"
+        )
+
+
+def _kept(kept_bytes: int) -> str:
+    return f"{kept_bytes / 2**20:.0f} MiB for inputs of guesses (--speculation) on each rank"
 
 
 def min_slots(layout: KVLayout) -> int:

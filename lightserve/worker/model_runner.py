@@ -29,7 +29,7 @@ from lightserve.models.pooling import Pooling
 from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import Lengths, RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue
-from lightserve.worker.draft_states import DraftStates
+from lightserve.worker.draft_states import DraftStates, StateGraphs
 from lightserve.worker.drafts import Proposer
 from lightserve.worker.graphs import DecodeGraphs, DecodeTables
 from lightserve.worker.head_drafts import HeadDrafts
@@ -180,9 +180,15 @@ class ModelRunner:
         """Longest sequence, in tokens."""
         return self._model.context_len
 
-    def use_graphs(self, graphs: DecodeGraphs, mixed: MixedGraphs | None = None) -> None:
-        """Run steps of decodes alone as `graphs` from now on, others as `mixed`; both captured."""
-        self._graphs, self._mixed = graphs, mixed
+    def use_graphs(
+        self,
+        graphs: DecodeGraphs,
+        mixed: MixedGraphs | None = None,
+        states: StateGraphs | None = None,
+    ) -> None:
+        """Run steps of decodes alone as `graphs` from now on, others as `mixed`, and move the
+        states of rows with drafts on as `states`; all captured."""
+        self._graphs, self._mixed, self._draft_states.graphs = graphs, mixed, states
 
     @property
     def encoder(self) -> EncoderWork | None:

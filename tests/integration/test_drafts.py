@@ -40,13 +40,15 @@ from lightserve.messages.router_worker import (
     row_results,
     unpack_decodes,
 )
+from lightserve.models.base import KVLayout
 from lightserve.router.kv.cache import Preemption
 from lightserve.types import MAX_DRAFTS, DraftSource, RowId, SamplingParams, StepId
 from lightserve.worker import build
 from lightserve.worker.device import HostQueue
-from lightserve.worker.draft_states import DraftStates, kept_bytes
+from lightserve.worker.draft_states import DraftStates, StateGraphs, kept_bytes
 from lightserve.worker.drafts import Drafted, Drafts, Lookup, Proposer, RecentAnswers, Rows
 from lightserve.worker.graphs import DecodeGraphs
+from lightserve.worker.memory import MIN_SLOTS, KVPool
 from lightserve.worker.mixed_graphs import MixedGraphs
 from lightserve.worker.model_runner import ModelRunner
 from lightserve.worker.step_results import Pending
@@ -154,12 +156,55 @@ def test_drafts_leave_states_alone(name: str, acceptance: float, tmp_path: Path)
     assert abs(share - acceptance) < 0.3 and (share > 0.0) == (acceptance > 0.0)
 
 
+INPUTS_DO_NOT_FIT = r"MiB for inputs of guesses \(--speculation\) .* lower --max-draft-tokens"
+
+
 def test_inputs_for_which_there_is_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "free_memory_bytes", lambda: 2**16)
-    with pytest.raises(StartupError, match=r"MiB for inputs of guesses .* lower --max-draft"):
+    with pytest.raises(StartupError, match=INPUTS_DO_NOT_FIT):
         make_runner(tmp_path, model=find_tiny_model("qwen3.5"))
+
+
+class FullGpu:
+    """A GPU of a MiB, of which weights and libraries leave 64 KiB."""
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+
+    def total(self) -> int:
+        return 2**20
+
+    def begin(self) -> int:
+        return 2**19
+
+    def others(self) -> int:
+        return 2**19 - 2**16
+
+
+def test_inputs_for_which_a_gpu_has_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start says so before a runner takes what is not there."""
+
+    def make_pools(_: object, layout: KVLayout, device: torch.device, **options: Any) -> None:
+        options["measure"](KVPool(layout, MIN_SLOTS, device))
+
+    def runner_without_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    for name, fake in (
+        ("CudaStatistics", FullGpu),
+        ("make_pools", make_pools),
+        ("ModelRunner", runner_without_memory),
+    ):
+        monkeypatch.setattr(build, name, fake)
+    with pytest.raises(StartupError, match=INPUTS_DO_NOT_FIT) as raised:
+        make_runner(tmp_path, model=find_tiny_model("qwen3.5"))
+    assert "are more than the 0 MiB that are free on cpu" in str(raised.value)
+    with pytest.raises(torch.OutOfMemoryError):  # of what needs no such room
+        make_runner(tmp_path / "plain")
 
 
 def test_a_state_that_moves_on_too_far_is_seen(
@@ -224,6 +269,11 @@ def overlapped(runner: ModelRunner, steps: list[RecordedStep]) -> list[StepResul
     return [*found, runner.finish(launched.popleft())]
 
 
+def launched(*_: object) -> None:
+    """Stand for the replay of a layer where graphs are recorded."""
+    raise AssertionError("states move on kernel by kernel")
+
+
 def late_results(
     kind: str | None,
     *,
@@ -256,10 +306,19 @@ def late_results(
         )
         sizes = (16, 32, 64) if kernels is None else (40,)
         mixed = MixedGraphs(runner._model, runner.pool, tables, sizes=sizes, recorder=recorder)
+        states = None
+        if tables.kept is not None:
+            sizes = (8, len(tables.kept.tokens))
+            states = StateGraphs(runner._model, runner.pool, tables, sizes=sizes, recorder=recorder)
+            states.capture()
         with torch.inference_mode():
             decodes.capture()
             mixed.capture()
-        runner.use_graphs(decodes, mixed)
+        runner.use_graphs(decodes, mixed, states)
+        if states is not None and kernels is None:
+            states.check()
+            for layer in runner._model.recurrent:
+                layer.replay = launched  # type: ignore[method-assign]
     return steps[:num_steps], overlapped(runner, steps[:num_steps])
 
 
@@ -367,6 +426,34 @@ def test_states_that_a_late_device_moves_on_wrongly_are_seen(
     assert not watched.are_alike()
 
 
+@pytest.mark.parametrize("fault", ["nothing is replayed", "the inputs of the recording"])
+def test_a_graph_of_states_that_leaves_others_is_seen(fault: str) -> None:
+    """At the start, to the bit."""
+
+    class Wrong(TapeRecorder):
+        def record(self, function: Any) -> Any:
+            replay, graphs = super().record(function), function.func.__self__
+            old = graphs._kept.inputs.clone()
+
+            def wrong() -> None:
+                new = graphs._kept.inputs.clone()
+                graphs._kept.inputs.copy_(old)
+                if fault != "nothing is replayed":
+                    replay()
+                graphs._kept.inputs.copy_(new)
+
+            return wrong
+
+    for recorder, is_seen in ((Wrong(), True), (TapeRecorder(), False)):
+        runner = make_small_runner(LateQueue(), TensorKernels(), kind="delta")
+        own = runner._model, runner.pool, runner.tables
+        states = StateGraphs(*own, sizes=(8, 40), recorder=recorder)
+        states.capture()
+        message = "graph of 8 inputs of guesses leaves other states .* --cuda-graphs off"
+        with pytest.raises(StartupError, match=message) if is_seen else nullcontext():
+            states.check()
+
+
 @pytest.mark.parametrize(
     ("kind", "has_graphs"),
     long_but(itertools.product(RECURRENT, (False, True)), [("delta", True), ("mamba", False)]),
@@ -377,7 +464,7 @@ def test_gpu_kernels_move_states_on(
     """Triton's, interpreted, those of chunks and of single tokens."""
     watched = WatchedStates(monkeypatch, kind)
     steps, found = late_results(
-        kind, has_graphs=has_graphs, kernels=TritonKernels(), num_steps=choose(8, 40)
+        kind, has_graphs=has_graphs, kernels=TritonKernels(), num_steps=choose(6, 40)
     )
     assert num_several(steps, found) > 1
     assert watched.are_alike() and watched.num_kept

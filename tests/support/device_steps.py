@@ -52,6 +52,7 @@ from lightserve.router.kv.cache import Preemption
 from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 from lightserve.worker.constraints import StepMasks
 from lightserve.worker.device import CopyStreams, CudaQueue, Event, HostMark, Mark
+from lightserve.worker.draft_states import StateGraphs
 from lightserve.worker.drafts import Lookup
 from lightserve.worker.graphs import DecodeGraphs, ladder
 from lightserve.worker.memory import KVPool
@@ -216,14 +217,18 @@ def make_runner(
         proposer=Lookup(size.max_seqs + 1, queue),
         max_drafted_tokens=size.max_tokens,
     )
-    recorder, tables, mixed = RerunRecorder(), runner.tables, None
+    recorder, tables, mixed, states = RerunRecorder(), runner.tables, None, None
     graphs = DecodeGraphs(model, pool, tables, sizes=ladder(4), recorder=recorder, has_logits=True)
     with torch.inference_mode():
         if has_mixed:
             mixed = MixedGraphs(model, pool, tables, sizes=(16, size.max_tokens), recorder=recorder)
             mixed.capture()
+        if has_mixed and kind is not None:
+            sizes = (16, size.max_tokens)
+            states = StateGraphs(model, pool, tables, sizes=sizes, recorder=recorder)
+            states.capture()
         graphs.capture()
-    runner.use_graphs(graphs, mixed)
+    runner.use_graphs(graphs, mixed, states)
     return runner
 
 

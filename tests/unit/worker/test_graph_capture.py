@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.graph_recorders import TapeRecorder
-from support.random_model import layout_of, random_model, tiny_config
+from support.random_model import RECURRENT, layout_of, random_model, tiny_config
 from support.tensor_kernels import TensorKernels
 from triton.runtime.errors import OutOfResources
 
@@ -24,6 +24,8 @@ from lightserve.messages.common import GraphSizes
 from lightserve.models.base import SingleRank
 from lightserve.worker import capture
 from lightserve.worker.capture import capture_graphs, graph_sizes
+from lightserve.worker.device import HostQueue
+from lightserve.worker.draft_states import DraftStates, StateGraphs
 from lightserve.worker.graphs import (
     NUM_WARM_UPS,
     CudaGraphRecorder,
@@ -32,7 +34,7 @@ from lightserve.worker.graphs import (
     MemoryUse,
     ladder,
 )
-from lightserve.worker.memory import KVPool
+from lightserve.worker.memory import KVPool, StateTable
 from lightserve.worker.mixed_graphs import MixedGraphs, mixed_ladder
 from lightserve.worker.profiling import profile_key
 
@@ -164,18 +166,31 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
 
         self.mixed: MixedGraphs | None = None
+        self.states: StateGraphs | None = None
         self.device = torch.device("cpu")
 
-    def use_graphs(self, graphs: DecodeGraphs, mixed: MixedGraphs | None = None) -> None:
-        self.graphs, self.mixed = graphs, mixed
+    def use_graphs(
+        self, graphs: DecodeGraphs, mixed: MixedGraphs | None, states: StateGraphs | None
+    ) -> None:
+        self.graphs, self.mixed, self.states = graphs, mixed, states
 
 
 def captured(
-    kernels: TensorKernels, sizes: tuple[int, ...], mixed: tuple[int, ...] = (), **options: Any
+    kernels: TensorKernels,
+    sizes: tuple[int, ...],
+    mixed: tuple[int, ...] = (),
+    kind: str | None = None,
+    **options: Any,
 ) -> Runner:
-    config, runner = tiny_config(), Runner()
+    """Return a runner with graphs; `kind`: of recurrent layers, whose states wait for drafts."""
+    config, runner = tiny_config(recurrent=None if kind is None else RECURRENT[kind]), Runner()
     pool = KVPool(layout_of(config), 200, torch.device("cpu"))
     model = random_model(kernels, config)
+    if kind is not None:
+        queue = HostQueue()
+        states = StateTable(4, pool, queue)
+        room = DraftStates(model, pool, states, queue, most=20).room
+        runner.tables = runner.tables._replace(state_slots=states.slots, kept=room)
     capture_graphs(runner, model, pool, GraphSizes(sizes, mixed), tp=SingleRank(), **options)
     return runner
 
@@ -219,6 +234,21 @@ def test_a_start_with_graphs_of_steps_with_prompts(
     assert f"decodes, and of {runner.mixed.sizes[0]} to 48 new tokens: " in last
     for table in runner.tables[:2]:
         assert not table.any(), "a check leaves the tables as they were"
+
+
+def test_a_start_with_graphs_of_states_that_wait_for_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether or not steps with prompts have any."""
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: TapeRecorder())
+    with caplog.at_level(logging.INFO):
+        runner = captured(TensorKernels(), (1, 4), kind="delta")
+    assert runner.mixed is None and runner.states is not None
+    first, *_, last = (record.getMessage() for record in caplog.records)
+    assert first == "capturing CUDA graphs: 4"
+    assert last.startswith("4 CUDA graphs of 1 to 4 decodes, and of up to 20 inputs of guesses: ")
+    assert captured(TensorKernels(), (1, 4)).states is None
+    assert captured(TensorKernels(), (), kind="delta").states is None
 
 
 class NoChunks(TensorKernels):

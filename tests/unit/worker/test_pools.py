@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.immediate_copies import TorchCopies, immediate_copy_queues
+from support.recorded_plans import make_runner
 from support.tiny_models import TINY_MODELS, write_tiny_model
 from torch._subclasses import FakeTensorMode
 
@@ -207,6 +208,25 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
         )
         assert [len(plan.rows) for plan in executed] == [3, 3, 3, 1]
         assert sum(row.num_tokens for row in executed[0].rows) == 40
+
+
+def test_measuring_tries_graphs_of_states_that_wait_for_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = make_runner(kind="delta")
+    monkeypatch.setattr(build, "CudaStatistics", Statistics)
+    monkeypatch.setattr(build, "estimated_graph_bytes", lambda _, sizes: sum(sizes))
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: None)
+    monkeypatch.setattr(ModelRunner, "execute", lambda *_: None, raising=True)
+    memory = build.measure_gpu(
+        ServeConfig(max_num_seqs=3),
+        runner._model,
+        runner.pool,
+        lambda _: runner,
+        graph_sizes=GraphSizes((1, 2)),
+        tp=SingleRank(),
+    )
+    assert memory.graphs == (1 + 2) + (16 + 32 + 40), "of as many inputs as there is room for"
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> KVPool:
