@@ -17,11 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.device import Machine, copy_bandwidth
 from bench.gpu.table import Bench
-from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes
+from lightserve.kernels.interface import AttentionBatch, Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.select import tune_kernels
 from lightserve.kernels.triton.configs import AttentionShape, ChunkClass, gpu_of
 from lightserve.kernels.triton.kernels import TritonKernels
+from lightserve.kernels.weights import KernelShapes
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.worker.memory import KVPool
 

@@ -32,10 +32,9 @@ from torch import Tensor
 from bench.faults.recovery import fault_in_all_reduce
 from bench.gpu.table import Bench
 from lightserve.errors import StartupError
-from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.self_check import check_kernels, check_quantized
 from lightserve.kernels.triton.kernels import TritonKernels
-from lightserve.kernels.weights import BlockActivation, Packed
+from lightserve.kernels.weights import BlockActivation, KernelShapes, Packed
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.messages.router_worker import AddSequence
 from lightserve.types import Activation, RowId, SamplingParams

@@ -13,13 +13,14 @@ from torch.nn import functional
 from bench.gpu.attention import MAX_ERROR, Order, attend, make_batch, slot_table, worst_error
 from bench.gpu.device import Machine, copy_bandwidth
 from bench.gpu.table import Bench
-from lightserve.kernels.interface import Can, KernelShapes
+from lightserve.kernels.interface import Can
 from lightserve.kernels.reference import numbers_of_groups, rounded_to_e4m3
 from lightserve.kernels.triton import product_tuning
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.product_tuning import ProductWork
 from lightserve.kernels.triton.products import ProductChoice, ProductChoices, ProductConfig
 from lightserve.kernels.triton.tuning import Choice
+from lightserve.kernels.weights import KernelShapes
 from lightserve.models.base import KVGroup, KVLayout
 from lightserve.models.layers.quantized import rounded_to_fp8
 from lightserve.worker.memory import KVPool
@@ -42,8 +43,7 @@ class Packed(NamedTuple):
 def kinds(machine: Machine, num_outputs: int, num_inputs: int) -> Iterator[Packed]:
     """Yield each kind with random numbers."""
     kernels, device = TritonKernels(), machine.device
-    weight = machine.random(num_outputs, num_inputs) / num_inputs**0.5
-    int8 = kernels.quantize(weight)
+    int8 = kernels.quantize(weight := machine.random(num_outputs, num_inputs) / num_inputs**0.5)
     look_up = kernels.rows_of(int8, num_inputs, torch.float32)
     every = torch.arange(num_outputs, device=device)
     yield Packed("int8", lambda x: kernels.linear(x, int8, None), look_up(every))

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes, UnknownValues
+from lightserve.kernels.interface import AttentionBatch, Kernels, UnknownValues
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.weights import KernelShapes
 
 SEED = 7
 LIMITS = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -18,7 +18,7 @@ from lightserve.kernels.check_pair import (
     Pair,
     Poison,
 )
-from lightserve.kernels.interface import Can, Kernels, KernelShapes, linears_of
+from lightserve.kernels.interface import Can, Kernels
 from lightserve.kernels.reference import (
     ReferenceKernels,
     numbers_of_fp4,
@@ -26,7 +26,15 @@ from lightserve.kernels.reference import (
     rounded_to_e4m3,
     rounded_to_int8,
 )
-from lightserve.kernels.weights import SILU_GATES, ExpertBiases, Fp8Block, Fp8Weight, PromptRuns
+from lightserve.kernels.weights import (
+    SILU_GATES,
+    ExpertBiases,
+    Fp8Block,
+    Fp8Weight,
+    KernelShapes,
+    PromptRuns,
+    linears_of,
+)
 
 CHECKED_FP8_GROUP = 128
 CHOICE_ROWS = 7

@@ -27,7 +27,6 @@ from lightserve.kernels.weights import (
     NO_RUNS,
     SILU_GATES,
     BlockActivation,
-    ConvolutionSizes,
     DeltaRule,
     ExpertBiases,
     ExpertChoice,
@@ -40,7 +39,6 @@ from lightserve.kernels.weights import (
     PackedExperts,
     PromptRuns,
     StateBank,
-    StateSizes,
     Weight,
 )
 from lightserve.types import Activation
@@ -636,66 +634,3 @@ class UnknownValues(Sequence[int]):
     def __getitem__(self, index: object) -> NoReturn:
         """Refuse: a graph would keep the values of its capture for ever."""
         raise RuntimeError(f"{self._name} of a recorded pass was read: every replay has others")
-
-
-# What of a model the kernels see, on one rank: sizes, type and windows.
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelShapes:
-    """Sizes of one rank's part of a model."""
-
-    dtype: torch.dtype
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    """A divisor of `num_heads`."""
-    head_dim: int
-    value_dim: int | None = None
-    """Size of a value head, which is so many of a key's first numbers; None: it has numbers of its
-    own."""
-    rotary_dim: int
-    """Number of a head's dimensions that are rotated."""
-    sliding_windows: tuple[int | None, ...]
-    """The different ones of all layers."""
-    rms_norm_eps: float
-    qk_norm: bool
-    """Whether heads are normalised one by one."""
-    qkv_bias: bool
-    context_len: int
-    """Longest sequence that is served."""
-    has_alibi: bool = False
-    soft_cap: float | None = None
-    """Cap of scores, see `ScoreMod`."""
-    has_wide_norms: bool = False
-    """Weights of norms may be float32, see `Kernels.rms_norm`."""
-    num_experts: int = 0
-    """Experts of a layer that has any."""
-    num_chosen_experts: int = 0
-    expert_inputs: int | None = None
-    """Numbers that each reads and gives; None: `hidden_size`."""
-    expert_size: int = 0
-    """Intermediate features of each."""
-    expert_choice: ExpertChoice | None = None
-    has_choice_bias: bool = False
-    expert_activation: BlockActivation = SILU_GATES
-    has_expert_biases: bool = False
-    has_sinks: bool = False
-    """Whether the softmax of attention has a score more."""
-    pool_dtype: torch.dtype | None = None
-    """Type of the pools of keys and values, see `Kernels.rotate_and_write`; None: `dtype`."""
-    delta: StateSizes | None = None
-    convolution: ConvolutionSizes | None = None
-    """Sizes of layers that are a convolution and nothing else."""
-
-
-def linears_of(shapes: KernelShapes) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of a layer's products, by name."""
-    q_size, kv_size = shapes.num_heads * shapes.head_dim, shapes.num_kv_heads * shapes.head_dim
-    return {
-        "qkv": (q_size + 2 * kv_size, shapes.hidden_size),
-        "out": (shapes.hidden_size, q_size),
-        "gate_up": (2 * shapes.intermediate_size, shapes.hidden_size),
-        "down": (shapes.hidden_size, shapes.intermediate_size),
-    }

@@ -15,9 +15,10 @@ from lightserve.kernels.cpu.core import CoreMissingError, load_core
 from lightserve.kernels.cpu.default import TorchKernels
 from lightserve.kernels.cpu.invariant import InvariantKernels
 from lightserve.kernels.cpu.native import InvariantNativeKernels, NativeKernels
-from lightserve.kernels.interface import Kernels, KernelShapes
+from lightserve.kernels.interface import Kernels
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.triton import NEWEST_TRITON, OLDEST_TRITON
+from lightserve.kernels.weights import KernelShapes
 from lightserve.progress import progress
 
 log = logging.getLogger(__name__)

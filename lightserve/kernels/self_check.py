@@ -35,7 +35,7 @@ from lightserve.kernels.check_products import (
     linears,
     packed_expert_products,
 )
-from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, KernelShapes, QKNorm, ScoreMod
+from lightserve.kernels.interface import WORD_BYTES, Can, Kernels, QKNorm, ScoreMod
 from lightserve.kernels.recurrent import read_states, write_states
 from lightserve.kernels.reference import ReferenceKernels, kv_in_8_bits, numbers_of_8_bit_kv
 from lightserve.kernels.select import make_kernels
@@ -43,6 +43,7 @@ from lightserve.kernels.weights import (
     ConvolutionSizes,
     DeltaRule,
     KeptInputs,
+    KernelShapes,
     MambaRule,
     Packed,
     StateBank,

@@ -13,19 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightserve.kernels.interface import (
-    FACTOR_BYTES,
-    WORD_BYTES,
-    AttentionBatch,
-    KernelShapes,
-    SeenWhole,
-)
+from lightserve.kernels.interface import FACTOR_BYTES, WORD_BYTES, AttentionBatch, SeenWhole
 from lightserve.kernels.weights import (
     SILU_GATES,
     BlockActivation,
     ConvolutionSizes,
     ExpertChoice,
     KeptInputs,
+    KernelShapes,
     StateBank,
     StateSizes,
 )
@@ -305,7 +300,7 @@ class Replaced(NamedTuple):
     """int64 [n], which of the T tokens, each once."""
     values: Tensor
     """[n, (1 + deep) * embedding_size]: embeddings, then what is added behind each of the first
-    layers, see `Projector.deep_layers`."""
+    layers, see `PairProjector.deep_layers`."""
     seen: Sequence[SeenWhole] = ()
     """Images whose tokens see each other."""
 

@@ -14,7 +14,6 @@ from support.random_model import random_model, tiny_config
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from lightserve.kernels.interface import linears_of
 from lightserve.kernels.reference import ReferenceKernels
 from lightserve.kernels.self_check import disagreement
 from lightserve.kernels.triton import kernels as kernels_module
@@ -32,6 +31,7 @@ from lightserve.kernels.triton.products import (
     multiply,
     product_config,
 )
+from lightserve.kernels.weights import linears_of
 from lightserve.models.base import SingleRank
 from lightserve.models.layers.attention import AttentionInputs
 

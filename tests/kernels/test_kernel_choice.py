@@ -20,7 +20,6 @@ from triton.runtime.errors import OutOfResources
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.kernels import select
-from lightserve.kernels.interface import KernelShapes
 from lightserve.kernels.select import make_kernels, missing_core, tune_kernels
 from lightserve.kernels.triton import NEWEST_TRITON, OLDEST_TRITON, product_tuning, tuning
 from lightserve.kernels.triton.configs import (
@@ -42,6 +41,7 @@ from lightserve.kernels.triton.tuning import (
     tuning_path,
     works,
 )
+from lightserve.kernels.weights import KernelShapes
 
 ON_CPU = "torch" if select.missing_core() else "native"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightserve.kernels.interface import AttentionBatch, Kernels, KernelShapes, QKNorm, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Kernels, QKNorm, ScoreMod
 from lightserve.kernels.reference import ReferenceKernels
+from lightserve.kernels.weights import KernelShapes
 
 CPU = torch.device("cpu")
 Rows = Sequence[tuple[int, int]]

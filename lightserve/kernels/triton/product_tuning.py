@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightserve.kernels.check_pair import LIMITS, relative_error
-from lightserve.kernels.interface import KernelShapes, linears_of
 from lightserve.kernels.triton.configs import gpu_of
 from lightserve.kernels.triton.kernels import TritonKernels
 from lightserve.kernels.triton.norms import RoundedRows, round_rows
@@ -46,7 +45,7 @@ from lightserve.kernels.triton.tuning import (
     compile_ahead,
     time_of,
 )
-from lightserve.kernels.weights import Fp8Weight
+from lightserve.kernels.weights import Fp8Weight, KernelShapes, linears_of
 
 log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)

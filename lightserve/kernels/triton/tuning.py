@@ -26,7 +26,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from lightserve import __version__
 from lightserve.cost.profile import cache_dir, write_whole
-from lightserve.kernels.interface import WORD_BYTES, AttentionBatch, KernelShapes
+from lightserve.kernels.interface import WORD_BYTES, AttentionBatch
 from lightserve.kernels.reference import kv_in_8_bits
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import (
@@ -47,6 +47,7 @@ from lightserve.kernels.triton.configs import (
     programs_per_sm,
 )
 from lightserve.kernels.triton.merge import MIN_DOT
+from lightserve.kernels.weights import KernelShapes
 
 log = logging.getLogger(__name__)
 
