@@ -12,7 +12,7 @@ are of all patches, by queries that attend to them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -37,8 +37,7 @@ from lightserve.models.layers.linear import (
     read_vector,
 )
 from lightserve.models.plain_config import NormWeights
-from lightserve.models.vision_config import VisionConfig
-from lightserve.models.weight_files import (
+from lightserve.models.vision_config import (
     QUERY_NORMS,
     RANGES,
     VISION_CLASS,
@@ -50,6 +49,12 @@ from lightserve.models.weight_files import (
     VISION_POSITIONS,
     VISION_PROJECTOR,
     VISION_SCALE,
+    MeanProjector,
+    Normed,
+    PairProjector,
+    QueryProjector,
+    ScaledMeanProjector,
+    VisionConfig,
     projectors,
 )
 
@@ -197,12 +202,19 @@ class _Layer:
 class _Projector:
     """outer(activate(inner(patches side by side))), of patches or of all of them normalised."""
 
-    def __init__(self, context: ModelContext, vision: VisionConfig, name: str, norm: int) -> None:
+    def __init__(
+        self,
+        context: ModelContext,
+        vision: VisionConfig,
+        own: PairProjector,
+        name: str,
+        norm: int,
+    ) -> None:
         """`context` is that of the encoder; `norm`: numbers that are normalised together."""
-        own, hidden = vision.projector, vision.hidden_size
+        hidden = vision.hidden_size
         self._hidden, self._group = hidden, hidden * vision.merge**2
         self._norm: Norm | None = None
-        if own.has_norm:
+        if own.normed is not Normed.NOTHING:
             eps = own.norm_eps or vision.layers.norm_eps
             with_eps = replace(context, config=replace(context.config, rms_norm_eps=eps))
             self._norm = with_eps.norm(f"{name}.norm", size=norm)
@@ -225,7 +237,7 @@ class _Projector:
         num_inputs = hidden if own.has_merger else self._group
         self._inner = product("inner", inner, num_inputs, has_bias=own.has_bias)
         self._outer = product("outer", size, inner, has_bias=own.has_bias)
-        self._activate = partial(activate, context.kernels, kind=vision.projector.activation)
+        self._activate = partial(activate, context.kernels, kind=own.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T / merge ** 2, size of an embedding]."""
@@ -257,14 +269,14 @@ class _PoolingProjector:
 
 
 class _QueryProjector:
-    """outer(norm(learned queries that attend to patches)), as Qwen-VL has it (Bai et al., 2023,
-    section 2.1): every embedding is of all patches.
+    """outer(norm(learned queries that attend to patches)), as Qwen-VL has it: every embedding is of
+    all patches.
     """
 
-    def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
+    def __init__(self, context: ModelContext, vision: VisionConfig, own: QueryProjector) -> None:
         """`context` is that of the encoder."""
         make, size = context.method.make, context.config.embedding_size
-        number, self._num_heads = vision.projector.num_queries, vision.projector.num_query_heads
+        number, self._num_heads = own.num_queries, own.num_heads
 
         def read(name: str, *shape: int) -> Tensor:
             return _read(context, f"{VISION_PROJECTOR}.{name}", shape)
@@ -309,12 +321,14 @@ class _QueryProjector:
 class _ScalingProjector:
     """outer(norm(mean of an embedding's patches, moved and scaled)), as Gemma 4 has it."""
 
-    def __init__(self, context: ModelContext, vision: VisionConfig) -> None:
+    def __init__(
+        self, context: ModelContext, vision: VisionConfig, own: ScaledMeanProjector
+    ) -> None:
         """`context` is that of the encoder."""
         reader, hidden = context.reader, vision.hidden_size
         self._shape, self._root = (vision.merge**2, hidden), math.sqrt(hidden)
         self._move_and_scale: list[Tensor] = []
-        if vision.projector.standardizes:
+        if own.standardizes:
             self._move_and_scale = [
                 read_vector(reader, name, hidden, torch.float32)
                 for name in (VISION_MOVE, VISION_SCALE)
@@ -335,15 +349,21 @@ class _ScalingProjector:
         return self._outer.apply(self._norm(wide.to(x.dtype)))
 
 
-def _pooling(
+def _projectors(
     context: ModelContext, vision: VisionConfig
-) -> _PoolingProjector | _QueryProjector | _ScalingProjector:
-    """Load the one product behind the encoder, where it has no pair; `context` is its own."""
-    if vision.projector.num_queries:
-        return _QueryProjector(context, vision)
-    if vision.projector.scales_means:
-        return _ScalingProjector(context, vision)
-    return _PoolingProjector(context, vision)
+) -> tuple[Callable[[Tensor], Tensor], dict[int, Callable[[Tensor], Tensor]]]:
+    """Load what makes embeddings of the last layer's results, and of others by their number;
+    `context` is that of the encoder."""
+    match vision.projector:
+        case MeanProjector():
+            return _PoolingProjector(context, vision), {}
+        case ScaledMeanProjector() as own:
+            return _ScalingProjector(context, vision, own), {}
+        case QueryProjector() as own:
+            return _QueryProjector(context, vision, own), {}
+        case PairProjector() as own:
+            first, *deep = (_Projector(context, vision, own, *pair) for pair in projectors(vision))
+            return first, dict(zip(own.deep_layers, deep, strict=True))
 
 
 class _Encoding:
@@ -373,7 +393,7 @@ class _Encoding:
             x = x.view(*whole.tokens.shape, -1)[:, 1:].flatten(0, 1)
         if encoder.last_norm is not None:
             x = encoder.last_norm(x)
-        deep = (self._deep[number] for number in encoder.config.projector.deep_layers)
+        deep = (self._deep[number] for number in encoder.deep)
         return torch.cat([encoder.projector(x), *deep], dim=1)
 
 
@@ -416,9 +436,7 @@ class VisionEncoder:
                 (VISION_LAST_NORM, vision.has_last_norm),
             )
         )
-        pairs = [_Projector(own, vision, name, size) for name, size in projectors(vision)]
-        self.projector = pairs.pop(0) if pairs else _pooling(own, vision)
-        self.deep = dict(zip(vision.projector.deep_layers, pairs, strict=True))
+        self.projector, self.deep = _projectors(own, vision)
         self._dtype = reader.dtype
         processor = vision.processor
         self._scale = processor.scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,19 +185,19 @@ class EncoderLayers:
     has_scales: bool = False
     """Whether results of blocks are scaled, each number by a factor of its own (LayerScale)."""
     is_rms: bool = False
-    """Norms are RMS norms, not LayerNorm with biases; …"""
+    """Whether norms of layers are RMS norms; else they are LayerNorm with biases."""
     is_rms_around: bool = False
-    """… so are those before and behind the layers."""
+    """Whether norms before and behind the layers are RMS norms."""
     qk_norm_eps: float | None = None
     """Epsilon of the RMS norms over all heads of queries and of keys; None: there are none."""
     merged: str = ""
     """How the file has queries, keys and values as one tensor, see `ModelConfig.merged`; empty: it
     has three."""
     has_head_norms: bool = False
-    """Whether heads are those of Gemma 4: queries, keys and values are normalised, scores have no
-    other scale, the first half of a head is turned by columns and the second by rows; …"""
+    """Whether each head's queries, keys and values are normalised, without another scale of scores;
+    the first half of a head is turned by columns and the second by rows (Gemma 4)."""
     has_output_norms: bool = False
-    """… and results of blocks are normalised before they are added."""
+    """Whether results of blocks are normalised before they are added."""
     clips: bool = False
     """Products clip their inputs and results to ranges of the file."""
     window: int | None = None
@@ -205,26 +206,23 @@ class EncoderLayers:
     """Layers that see all in any case."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Projector:
-    """The two products that make embeddings of an encoder's results."""
+class Normed(Enum):
+    """The numbers that are normalised together before products make an embedding of them."""
 
-    has_norm: bool = False
-    """Whether patches are normalised before they become an embedding, …"""
-    norms_squares: bool = False
-    """… all of an embedding together."""
+    NOTHING = "nothing"
+    PATCH = "patch"
+    """The numbers of each patch."""
+    SQUARE = "square"
+    """The numbers of all patches of an embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairProjector:
+    """Two products, with an activation between them, make an embedding of its patches."""
+
+    normed: Normed = Normed.NOTHING
     norm_eps: float | None = None
-    """Epsilon of this norm; None: that of the layers' norms."""
-    pools: bool = False
-    """Whether an embedding is made of the mean of patches, normalised, by one product."""
-    num_queries: int = 0
-    """Learned queries that attend to all patches, one for each embedding; 0: embeddings are made of
-    patches of their own."""
-    num_query_heads: int = 0
-    scales_means: bool = False
-    """Whether means are scaled before that, and their norm has no weights, as in Gemma 4; …"""
-    standardizes: bool = False
-    """… and moved and scaled number by number."""
+    """Epsilon of that norm; None: that of the layers' norms."""
     has_merger: bool = False
     """Whether a product before the two makes as many numbers as a patch has of an embedding's."""
     inner_size: int | None = None
@@ -234,6 +232,33 @@ class Projector:
     deep_layers: tuple[int, ...] = ()
     """Layers whose results are made embeddings, too: they are added behind the first layers of the
     language model, in this order (DeepStack, Meng et al., 2024)."""
+
+
+@dataclass(frozen=True)
+class MeanProjector:
+    """One product makes an embedding of the mean of its patches, normalised (Gemma 3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledMeanProjector:
+    """One product makes an embedding of the mean of its patches, scaled and then normalised without
+    weights (Gemma 4)."""
+
+    standardizes: bool
+    """Whether scaled means are moved, and scaled number by number, before the norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryProjector:
+    """Learned queries, one for each embedding, attend to all patches (Bai et al., 2023, "Qwen-VL",
+    section 2.1)."""
+
+    num_queries: int
+    num_heads: int
+
+
+Projector = PairProjector | MeanProjector | ScaledMeanProjector | QueryProjector
+"""The way from an encoder's results to embeddings."""
 
 
 class PatchRope(NamedTuple):
@@ -320,7 +345,7 @@ class VisionConfig:
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return the tokens of an image in a prompt."""
-        if self.projector.num_queries:
+        if isinstance(self.projector, QueryProjector):
             return self.projector.num_queries
         own = self.has_class and not self.drops_class
         rows, columns = height // self.factor, width // self.factor
@@ -347,7 +372,7 @@ class VisionConfig:
         products = 4 * self.hidden_size + num_products * layers.intermediate_size
         full = layers.count if layers.window is None else len(layers.full)
         num_patches: float = self.merge**2  # of a token
-        if self.projector.num_queries:
+        if isinstance(self.projector, QueryProjector):
             num_patches = (self.processor.side // self.patch_size) ** 2 / self.projector.num_queries
         pair_share = 2 * num_patches / products * full / max(1, layers.count)
         # The tokens of a tile see as many others in each image.
@@ -359,3 +384,129 @@ class VisionConfig:
         if not self.processor.makes(height, width) or image.is_whole != self.prompt.is_whole:
             return False
         return image.num_tokens == self.num_tokens(height, width)
+
+
+# Its tensors, by the names that layers know.
+
+VISION = "vision."
+"""Beginning of the names of tensors of the encoder of images, and of the products behind it."""
+VISION_CLASS, VISION_PATCHES = f"{VISION}class", f"{VISION}patches"
+VISION_POSITIONS = f"{VISION}positions.weight"
+VISION_NORM, VISION_LAST_NORM = f"{VISION}first_norm", f"{VISION}last_norm"
+VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
+QUERY_NORMS = ("query_norm", "patch_norm", "last_norm")
+"""Norms of a projector with queries: of these, of patches, and of the results."""
+VISION_MOVE, VISION_SCALE = f"{VISION}std_bias", f"{VISION}std_scale"
+"""Numbers that are taken off means of patches, and by which they are multiplied then."""
+RANGES = ("input", "output")
+"""Ranges of a product that clips: each is two numbers, `_min` and `_max`."""
+
+
+def vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
+    hidden, patch = vision.hidden_size, vision.patch_size
+    frames = () if vision.patches.num_frames is None else (vision.patches.num_frames,)
+    shape = (3 * patch**2,) if vision.patches.is_flat else (3, *frames, patch, patch)
+    shapes: dict[str, tuple[int, ...]] = {f"{VISION_PATCHES}.weight": (hidden, *shape)}
+    if vision.patches.has_bias:
+        shapes[f"{VISION_PATCHES}.bias"] = (hidden,)
+    lead = (1,) * vision.is_batched + (2,) * vision.has_axes
+    if vision.has_class:
+        shapes[VISION_CLASS] = (*lead, *lead, hidden)
+    if vision.num_positions:
+        shapes[VISION_POSITIONS] = (*lead, vision.num_positions, hidden)
+    norms: dict[str, int] = {}
+    if vision.has_first_norm:
+        norms[VISION_NORM] = hidden
+    if vision.has_last_norm:
+        norms[VISION_LAST_NORM] = hidden
+    if isinstance(vision.projector, QueryProjector):
+        norms |= {f"{VISION_PROJECTOR}.{name}": size for name in QUERY_NORMS}
+    elif isinstance(vision.projector, PairProjector) and vision.projector.normed != Normed.NOTHING:
+        norms |= {f"{name}.norm": norm for name, norm in projectors(vision)}
+    parts = ("weight",) if vision.layers.is_rms_around else ("weight", "bias")
+    shapes |= {f"{name}.{part}": (n,) for name, n in norms.items() for part in parts}
+    for layer in range(vision.layers.count):
+        shapes |= _layer_tensors(vision, f"{VISION_LAYERS}.{layer}")
+    return shapes | _projector_tensors(vision, size)
+
+
+def _projector_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of the products behind the layers, but for norms in the encoder's form."""
+    hidden, others = vision.hidden_size, dict[str, tuple[int, ...]]()
+    shapes: dict[str, tuple[int, ...]]
+    match vision.projector:
+        case PairProjector():
+            return _pair_tensors(vision, vision.projector, size)
+        case MeanProjector():
+            shapes = {"norm.weight": (hidden,), "outer.weight": (hidden, size)}
+        case ScaledMeanProjector(standardizes=standardizes):
+            shapes = {"outer.weight": (size, hidden)}
+            if standardizes:
+                others = {VISION_MOVE: (hidden,), VISION_SCALE: (hidden,)}
+        case QueryProjector(num_queries=number):
+            shapes = {"queries": (number, size), "positions": (number, size), "outer": (size, size)}
+            shapes |= {"inner.weight": (size, hidden), "qkv_weight": (3 * size, size)}
+            shapes |= {"o_proj.weight": (size, size), "o_proj.bias": (size,)}
+            shapes["qkv_bias"] = (3 * size,)
+    return {f"{VISION_PROJECTOR}.{name}": shape for name, shape in shapes.items()} | others
+
+
+def _pair_tensors(
+    vision: VisionConfig, projector: PairProjector, size: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of `projector`'s products."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    hidden, middle = vision.hidden_size, projector.inner_size or size
+    group = hidden * vision.merge**2
+    for name, _ in projectors(vision):
+        if projector.has_merger:
+            shapes[f"{name}.merger.weight"] = hidden, group
+        num_inputs = hidden if projector.has_merger else group
+        for part, shape in (("inner", (middle, num_inputs)), ("outer", (size, middle))):
+            shapes[f"{name}.{part}.weight"] = shape
+            if projector.has_bias:
+                shapes[f"{name}.{part}.bias"] = shape[:1]
+    return shapes
+
+
+def _layer_tensors(vision: VisionConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer."""
+    layers, hidden, inner = vision.layers, vision.hidden_size, vision.layers.intermediate_size
+    inputs = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkv"}
+    if layers.merged:
+        inputs = {"self_attn.qkv_proj": (3 * hidden, hidden)}
+    others = {"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (hidden, inner)}
+    for name in ("gate", "up") if layers.is_gated else ("up",):
+        others[f"mlp.{name}_proj"] = (inner, hidden)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for linears, has_bias in ((inputs, layers.qkv_bias), (others, layers.has_bias)):
+        shapes |= {f"{prefix}.{name}.weight": shape for name, shape in linears.items()}
+        if has_bias:
+            shapes |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in linears.items()}
+    if layers.has_scales:
+        shapes |= {f"{prefix}.scale{n}": (hidden,) for n in (1, 2)}
+    for kind in ("norm", "output_norm") if layers.has_output_norms else ("norm",):
+        for part in ("weight",) if layers.is_rms else ("weight", "bias"):
+            shapes |= {f"{prefix}.{kind}{n}.{part}": (hidden,) for n in (1, 2)}
+    if layers.qk_norm_eps is not None or layers.has_head_norms:
+        size = hidden // layers.num_heads if layers.has_head_norms else hidden
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    if layers.clips:
+        ends = [f"{kind}_{end}" for kind in RANGES for end in ("min", "max")]
+        shapes |= {f"{prefix}.{name}.{end}": () for name in (*inputs, *others) for end in ends}
+    return shapes
+
+
+def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
+    """Return names of pairs of products behind the encoder, with the numbers that are normalised.
+
+    First those of the last layer, then those of `PairProjector.deep_layers`; none where there are
+    no pairs.
+    """
+    if not isinstance(vision.projector, PairProjector):
+        return []
+    deep = [f"{VISION_PROJECTOR}.deep.{n}" for n in range(len(vision.projector.deep_layers))]
+    group = vision.hidden_size * vision.merge**2
+    size = group if vision.projector.normed is Normed.SQUARE else vision.hidden_size
+    return [(VISION_PROJECTOR, size), *((name, group) for name in deep)]

@@ -30,9 +30,13 @@ from lightserve.models.rope import parse_axes
 from lightserve.models.vision_config import (
     EncoderLayers,
     ImageInPrompt,
+    MeanProjector,
+    Normed,
+    PairProjector,
     PatchRope,
     PatchWeights,
-    Projector,
+    QueryProjector,
+    ScaledMeanProjector,
     VisionConfig,
     text_fields,
     text_part,
@@ -116,7 +120,7 @@ def _parse_llava(fields: JsonFields) -> VisionConfig:
             norm_eps=own.number("layer_norm_eps", default=1e-5),
             activation=_activation(own, "hidden_act", "quick_gelu"),
         ),
-        projector=Projector(
+        projector=PairProjector(
             activation=_activation(fields, "projector_hidden_act", "gelu"),
             has_bias=fields.boolean("multimodal_projector_bias", default=True),
         ),
@@ -188,8 +192,8 @@ def _parse_pixtral(fields: JsonFields, *, is_merged: bool) -> VisionConfig:
             qkv_bias=False,
             has_bias=False,
         ),
-        projector=Projector(
-            has_norm=is_merged,
+        projector=PairProjector(
+            normed=Normed.PATCH if is_merged else Normed.NOTHING,
             norm_eps=text.number("rms_norm_eps") if is_merged else None,
             has_merger=is_merged,
             activation=_activation(fields, "projector_hidden_act", "gelu"),
@@ -249,9 +253,8 @@ def _parse_internvl(fields: JsonFields) -> VisionConfig:
             is_rms=norm == "rms_norm",
             qk_norm_eps=1e-6 if own.boolean("use_qk_norm", default=False) else None,
         ),
-        projector=Projector(
-            has_norm=True,
-            norms_squares=True,
+        projector=PairProjector(
+            normed=Normed.SQUARE,
             norm_eps=1e-5,
             activation=_activation(fields, "projector_hidden_act", "gelu"),
             has_bias=True,
@@ -310,7 +313,7 @@ def _parse_gemma3(fields: JsonFields) -> VisionConfig:
             norm_eps=own.number("layer_norm_eps", default=1e-6),
             activation=_activation(own, "hidden_act", "gelu_pytorch_tanh"),
         ),
-        projector=Projector(pools=True, activation=Activation.GELU, has_bias=False),
+        projector=MeanProjector(),
         patch_size=patch_size,
         merge=merge,
         patches=PatchWeights(has_bias=True),
@@ -363,12 +366,7 @@ def _parse_qwen_vl(fields: JsonFields) -> VisionConfig:
             activation=Activation.GELU,
             merged="grouped_qkv",
         ),
-        projector=Projector(
-            num_queries=num_queries,
-            num_query_heads=size // head_dim,
-            activation=Activation.GELU,
-            has_bias=False,
-        ),
+        projector=QueryProjector(num_queries=num_queries, num_heads=size // head_dim),
         patch_size=patch_size,
         num_positions=256,
         has_first_norm=True,
@@ -446,13 +444,7 @@ def _parse_gemma4(fields: JsonFields) -> VisionConfig:
             has_output_norms=True,
             clips=own.boolean("use_clipped_linears", default=False),
         ),
-        projector=Projector(
-            pools=True,
-            scales_means=True,
-            standardizes=own.boolean("standardize", default=False),
-            activation=Activation.GELU,
-            has_bias=False,
-        ),
+        projector=ScaledMeanProjector(standardizes=own.boolean("standardize", default=False)),
         patch_size=patch_size,
         merge=merge,
         patches=PatchWeights(is_flat=True),
@@ -521,8 +513,8 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
             merged="qkv",
             **windows,
         ),
-        projector=Projector(
-            has_norm=True,
+        projector=PairProjector(
+            normed=Normed.PATCH,
             inner_size=hidden * merge**2,
             activation=Activation.GELU,
             has_bias=True,

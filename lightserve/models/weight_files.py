@@ -25,7 +25,7 @@ from lightserve.models.json_fields import JsonFields, read_json_object
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import MXFP4_GROUP, MoeConfig, Stacked
 from lightserve.models.recurrent_config import DeltaConfig, Joined
-from lightserve.models.vision_config import VisionConfig
+from lightserve.models.vision_config import VISION, VISION_PATCHES, VisionConfig, vision_tensors
 from lightserve.models.weight_format import FLOATS, StoredTensor, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -47,18 +47,6 @@ LAYER_PROJECTION, LAYER_NORM = "model.per_layer_model_projection", "model.per_la
 """Embeddings that layers have for themselves: looked up, and made of the common one."""
 TOKEN_TYPES = "model.embed_types.weight"
 SCORE_DENSE, SCORE_OUT = "score.dense", "score.out"
-VISION = "vision."
-"""Beginning of the names of tensors of the encoder of images, and of the products behind it."""
-VISION_CLASS, VISION_PATCHES = f"{VISION}class", f"{VISION}patches"
-VISION_POSITIONS = f"{VISION}positions.weight"
-VISION_NORM, VISION_LAST_NORM = f"{VISION}first_norm", f"{VISION}last_norm"
-VISION_LAYERS, VISION_PROJECTOR = f"{VISION}layers", f"{VISION}projector"
-QUERY_NORMS = ("query_norm", "patch_norm", "last_norm")
-"""Norms of a projector with queries: of these, of patches, and of the results."""
-VISION_MOVE, VISION_SCALE = f"{VISION}std_bias", f"{VISION}std_scale"
-"""Numbers that are taken off means of patches, and by which they are multiplied then."""
-RANGES = ("input", "output")
-"""Ranges of a product that clips: each is two numbers, `_min` and `_max`."""
 LATENT_INPUTS, LATENT_RESULTS = "fc1_latent_proj", "fc2_latent_proj"
 """Products before and behind experts, see `MoeConfig.latent_size`."""
 CHOICE_BIAS = "e_score_correction_bias"
@@ -169,7 +157,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         own = _layer_tensors(config, layer)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     if config.vision is not None:
-        shapes |= _vision_tensors(config.vision, config.embedding_size)
+        shapes |= vision_tensors(config.vision, config.embedding_size)
     return shapes
 
 
@@ -197,104 +185,6 @@ def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
         if config.layer_norm_bias:
             shapes[f"{name}.bias"] = (size,)
     return shapes
-
-
-def _vision_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of an encoder of images; `size`: of the embeddings that it makes."""
-    hidden, patch = vision.hidden_size, vision.patch_size
-    frames = () if vision.patches.num_frames is None else (vision.patches.num_frames,)
-    shape = (3 * patch**2,) if vision.patches.is_flat else (3, *frames, patch, patch)
-    shapes: dict[str, tuple[int, ...]] = {f"{VISION_PATCHES}.weight": (hidden, *shape)}
-    if vision.patches.has_bias:
-        shapes[f"{VISION_PATCHES}.bias"] = (hidden,)
-    lead = (1,) * vision.is_batched + (2,) * vision.has_axes
-    if vision.has_class:
-        shapes[VISION_CLASS] = (*lead, *lead, hidden)
-    if vision.num_positions:
-        shapes[VISION_POSITIONS] = (*lead, vision.num_positions, hidden)
-    norms: dict[str, int] = {}
-    if vision.has_first_norm:
-        norms[VISION_NORM] = hidden
-    if vision.has_last_norm:
-        norms[VISION_LAST_NORM] = hidden
-    if vision.projector.num_queries:
-        norms |= {f"{VISION_PROJECTOR}.{name}": size for name in QUERY_NORMS}
-    if vision.projector.has_norm:
-        norms |= {f"{name}.norm": norm for name, norm in projectors(vision)}
-    parts = ("weight",) if vision.layers.is_rms_around else ("weight", "bias")
-    shapes |= {f"{name}.{part}": (n,) for name, n in norms.items() for part in parts}
-    for layer in range(vision.layers.count):
-        shapes |= _vision_layer_tensors(vision, f"{VISION_LAYERS}.{layer}")
-    return shapes | _projector_tensors(vision, size)
-
-
-def _projector_tensors(vision: VisionConfig, size: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the products behind the layers, but for norms in the encoder's form."""
-    hidden, projector = vision.hidden_size, vision.projector
-    shapes: dict[str, tuple[int, ...]] = {}
-    if projector.scales_means:
-        shapes = {"outer.weight": (size, hidden)}
-    elif projector.pools:
-        shapes = {"norm.weight": (hidden,), "outer.weight": (hidden, size)}
-    if number := projector.num_queries:
-        shapes = {"queries": (number, size), "positions": (number, size), "outer": (size, size)}
-        shapes |= {"inner.weight": (size, hidden), "qkv_weight": (3 * size, size)}
-        shapes |= {"o_proj.weight": (size, size), "o_proj.bias": (size,), "qkv_bias": (3 * size,)}
-    shapes = {f"{VISION_PROJECTOR}.{name}": shape for name, shape in shapes.items()}
-    if projector.standardizes:
-        shapes |= {VISION_MOVE: (hidden,), VISION_SCALE: (hidden,)}
-    group, middle = hidden * vision.merge**2, projector.inner_size or size
-    for name, _ in projectors(vision):
-        if projector.has_merger:
-            shapes[f"{name}.merger.weight"] = hidden, group
-        num_inputs = hidden if projector.has_merger else group
-        for part, shape in (("inner", (middle, num_inputs)), ("outer", (size, middle))):
-            shapes[f"{name}.{part}.weight"] = shape
-            if projector.has_bias:
-                shapes[f"{name}.{part}.bias"] = shape[:1]
-    return shapes
-
-
-def _vision_layer_tensors(vision: VisionConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer."""
-    layers, hidden, inner = vision.layers, vision.hidden_size, vision.layers.intermediate_size
-    inputs = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkv"}
-    if layers.merged:
-        inputs = {"self_attn.qkv_proj": (3 * hidden, hidden)}
-    others = {"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (hidden, inner)}
-    for name in ("gate", "up") if layers.is_gated else ("up",):
-        others[f"mlp.{name}_proj"] = (inner, hidden)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for linears, has_bias in ((inputs, layers.qkv_bias), (others, layers.has_bias)):
-        shapes |= {f"{prefix}.{name}.weight": shape for name, shape in linears.items()}
-        if has_bias:
-            shapes |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in linears.items()}
-    if layers.has_scales:
-        shapes |= {f"{prefix}.scale{n}": (hidden,) for n in (1, 2)}
-    for kind in ("norm", "output_norm") if layers.has_output_norms else ("norm",):
-        for part in ("weight",) if layers.is_rms else ("weight", "bias"):
-            shapes |= {f"{prefix}.{kind}{n}.{part}": (hidden,) for n in (1, 2)}
-    if layers.qk_norm_eps is not None or layers.has_head_norms:
-        size = hidden // layers.num_heads if layers.has_head_norms else hidden
-        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
-    if layers.clips:
-        ends = [f"{kind}_{end}" for kind in RANGES for end in ("min", "max")]
-        shapes |= {f"{prefix}.{name}.{end}": () for name in (*inputs, *others) for end in ends}
-    return shapes
-
-
-def projectors(vision: VisionConfig) -> list[tuple[str, int]]:
-    """Return names of pairs of products behind the encoder, with the numbers that are normalised.
-
-    First those of the last layer, then those of `Projector.deep_layers`; none where it pools or
-    has queries.
-    """
-    if vision.projector.pools or vision.projector.num_queries:
-        return []
-    deep = [f"{VISION_PROJECTOR}.deep.{n}" for n in range(len(vision.projector.deep_layers))]
-    group = vision.hidden_size * vision.merge**2
-    size = group if vision.projector.norms_squares else vision.hidden_size
-    return [(VISION_PROJECTOR, size), *((name, group) for name in deep)]
 
 
 def _norms(config: ModelConfig, shape: LayerShape) -> dict[str, int]:

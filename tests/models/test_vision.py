@@ -21,6 +21,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.graph_recorders import TapeRecorder
+from support.grids import choose, more_when_long
 from support.lossless import (
     MAX_LEN,
     MAX_SEQS,
@@ -62,7 +63,8 @@ from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import load_model_config
 from lightserve.models.layers.attention import seeing_whole
 from lightserve.models.loader import load_model
-from lightserve.models.weight_files import VISION, expected_tensors
+from lightserve.models.vision_config import VISION
+from lightserve.models.weight_files import expected_tensors
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend
@@ -534,12 +536,13 @@ def requests_with_images(path: Path) -> list[Submit]:
     return requests
 
 
+@more_when_long
 def test_no_schedule_changes_a_token(path: Path) -> None:
     """Chunked, found as prefixes, paused, computed again, loaded from the host."""
     runner = make_runner(path, model=None)
     drawn = [
         make_schedule(number, preemption=preemption, num_host_slots=600)
-        for number in range(13, 19)
+        for number in range(13, 13 + choose(3, 6))
         for preemption in Preemption
     ]
     catalogue = Catalogue(runner, requests=requests_with_images(path))
@@ -548,9 +551,10 @@ def test_no_schedule_changes_a_token(path: Path) -> None:
         kv = dataclasses.replace(schedule.kv, cache_order=task_aware)
         total.add(catalogue.run(dataclasses.replace(schedule, num_slots=150, kv=kv)))
         assert not runner._images._held
-    assert total.num_compared > 90 and total.num_different == 0
-    assert total.num_prefix_hits > 20 and total.num_pauses > 10 and total.lost_tokens > 0
-    assert total.loaded_tokens > 0 and total.seen.num_checked_resumed > 100
+    assert total.num_compared > 5 * len(drawn) and total.num_different == 0
+    assert total.num_prefix_hits > len(drawn) and total.lost_tokens > 0
+    assert total.num_pauses > len(drawn) / 2 and total.loaded_tokens > 0
+    assert total.seen.num_checked_resumed > 5 * len(drawn)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,7 +22,7 @@ from lightserve.messages.images import (
     without_image_ids,
 )
 from lightserve.models.image_processor import ImageProcessor
-from lightserve.models.vision_config import EncoderLayers, Projector, VisionConfig
+from lightserve.models.vision_config import EncoderLayers, PairProjector, VisionConfig
 from lightserve.router.from_submit import check_submit
 from lightserve.router.kv.block_events import BlockEvents, BlockStored
 from lightserve.router.kv.prefix_node import task_aware
@@ -145,7 +145,7 @@ def test_routers_refuse_images_that_the_model_does_not_read() -> None:
         layers=EncoderLayers(
             count=1, num_heads=1, intermediate_size=8, norm_eps=1e-5, activation=Activation.GELU
         ),
-        projector=Projector(activation=Activation.GELU, has_bias=True),
+        projector=PairProjector(activation=Activation.GELU, has_bias=True),
         patch_size=2,
     )
     pixels = bytes(3 * 36)
