@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grids import choose, long_but, more_when_long
+from support.grids import choose, every_value, long_but, more_when_long
 from support.kernel_grid import (
     SMALL_SHAPES,
     AttentionCase,
@@ -239,10 +239,11 @@ SMALL_ROWS = [
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # scores far beyond a cap
-@pytest.mark.parametrize("pool_dtype", SMALL, ids=SMALL.values())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("pool_dtype", "dtype"), every_value([*SMALL], [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_attention_over_keys_and_values_of_8_bits(
-    dtype: torch.dtype, pool_dtype: torch.dtype
+    pool_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Factors of keys and values differ by orders of magnitude; some heads are nothing."""
     torch.manual_seed(1)

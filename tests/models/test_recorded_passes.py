@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.grids import every_value
 from support.model_runs import CONTEXT_LEN, LoadedModel, load_tiny
 from support.parity import Chunk, TokenSequence
 from support.random_model import random_model, tiny_config
@@ -86,8 +87,7 @@ def was_recorded(model: LoadedModel) -> bool:
     return len(model.model._passes._recorded) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize(("name", "dtype"), every_value(RECORDED, [torch.bfloat16, torch.float32]))
 def test_families(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     write_tiny_model(find_tiny_model(name), tmp_path, dtype=dtype)
     kernels = make_kernels("native", batch_invariant=False)
