@@ -31,9 +31,12 @@ _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _GATES_AND_UPS = "ffn_gate_up_exps"
 """The first two of these in one tensor, gates before ups."""
 _BY_HEAD = ("attn_k_b.weight", "attn_v_b.weight")
-_CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+_CONVOLUTIONS = (
+    *(f".ssm_conv1d{part}.weight" for part in ("", "_q", "_k", "_v")),
+    ".shortconv.conv.weight",
+)
 _VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
-"""Tensors of states that files of Mamba-2 have as matrices."""
+"""Tensors of states that files may have as matrices."""
 _MAX_ALONE = 1 << 18
 """Tensors, where experts are counted one by one."""
 
@@ -69,10 +72,13 @@ def one_by_one(gguf: GgufFile) -> GgufFile:
         if name.endswith(_BY_HEAD) and len(tensor.shape) == 3:
             first, second, columns = tensor.shape
             tensors[name] = dataclasses.replace(tensor, shape=(first * second, columns))
-        if name.endswith(_CONVOLUTIONS) and len(tensor.shape) == 2:
-            tensors[name] = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-        if name.endswith(_VECTORS) and len(tensor.shape) == 2:
-            tensors[name] = dataclasses.replace(tensor, shape=(math.prod(tensor.shape),))
+        size, width = math.prod(tensor.shape), tensor.shape[-1]
+        if name.endswith(_CONVOLUTIONS):
+            tensors[name] = dataclasses.replace(tensor, shape=(size // width, 1, width))
+        if name.endswith(_VECTORS):
+            is_kimi = name.endswith(".ssm_a") and family.architecture == "KimiLinearForCausalLM"
+            shape = (1, 1, size, 1) if is_kimi else (size,)
+            tensors[name] = dataclasses.replace(tensor, shape=shape)
         kind, _, part = f"ffn_{rest}".partition(".")
         products = (kind,) if kind in _EXPERTS else _EXPERTS[:2] if kind == _GATES_AND_UPS else ()
         if not products or len(tensor.shape) != {"weight": 3, "bias": 2}.get(part):
@@ -151,30 +157,21 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     key = f"{name}.attention.key_length"
     head_dim = gguf.integer(key, default=hidden // num_heads, low=1)
     rotated, key = head_dim, f"{name}.attention.value_length"
-    if name in ("deepseek2", "mistral4"):  # whose keys and values are of other sizes
+    if name in ("deepseek2", "mistral4", "kimi-linear"):  # whose keys and values are of other sizes
         rotated = gguf.integer(f"{name}.rope.dimension_count")
     elif (size := gguf.integer(key, default=head_dim)) != head_dim:
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
     if "token_embd.weight" not in gguf.tensors:
         raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
+    own = family.own(gguf, name)
+    if "intermediate_size" not in own or "num_key_value_heads" not in own:
+        own = _sizes_of_all(gguf, name, num_layers, num_heads) | own
     return {
         "architectures": [family.architecture],
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": gguf.integer(
-            f"{name}.feed_forward_length",
-            default=gguf.integer(f"{name}.expert_feed_forward_length", default=0) or None,
-            num_layers=num_layers,
-        ),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": gguf.integer(
-            f"{name}.attention.head_count_kv",
-            default=num_heads,
-            low=1,
-            high=num_heads,
-            num_layers=num_layers,
-        ),
         "head_dim": head_dim,
         "rms_norm_eps": epsilon_of(gguf, name),
         "max_position_embeddings": gguf.integer(f"{name}.context_length"),
@@ -184,5 +181,19 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": name in ("llama", "granite", "smollm3") and has(gguf, "attn_q.bias"),
         "dtype": "bfloat16",
-        **family.own(gguf, name),
+        **own,
+    }
+
+
+def _sizes_of_all(gguf: GgufFile, name: str, num_layers: int, num_heads: int) -> dict[str, int]:
+    """Return sizes that all layers have which have a block, or attention."""
+    inner = gguf.integer(f"{name}.expert_feed_forward_length", default=0) or None
+    key = f"{name}.attention.head_count_kv"
+    return {
+        "intermediate_size": gguf.integer(
+            f"{name}.feed_forward_length", default=inner, num_layers=num_layers
+        ),
+        "num_key_value_heads": gguf.integer(
+            key, default=num_heads, low=1, high=num_heads, num_layers=num_layers
+        ),
     }

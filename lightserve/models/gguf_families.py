@@ -12,7 +12,7 @@ from typing import Any
 from lightserve.errors import ModelLoadError
 from lightserve.models.gguf import GgufFile
 from lightserve.models.moe_config import GPT_OSS_THETA, MAX_EXPERTS
-from lightserve.models.rope import rope_of
+from lightserve.models.rope import FREQUENCY_FACTORS, FULL, SLIDING, rope_of
 
 _NAMES = (
     ("model.layers.", "blk."),
@@ -36,6 +36,22 @@ _OUTPUT_NORMS = (
     ("post_attention_layernorm.", "post_attention_norm."),
     ("pre_feedforward_layernorm.", "ffn_norm."),
     ("post_feedforward_layernorm.", "post_ffw_norm."),
+)
+_GEMMA4 = (
+    ("model.embed_tokens_per_layer.", "per_layer_token_embd."),
+    ("model.per_layer_model_projection.", "per_layer_model_proj."),
+    ("model.per_layer_projection_norm.", "per_layer_proj_norm."),
+    ("per_layer_input_gate.", "inp_gate."),
+    ("post_per_layer_input_norm.", "post_norm."),
+    ("per_layer_projection.", "proj."),
+    ("layer_scalar", "layer_output_scale.weight"),
+    ("mlp.router.", "ffn_gate_inp."),
+    ("router.scale", "ffn_gate_inp.scale"),
+    ("router.per_expert_scale", "ffn_down_exps.scale"),
+    ("pre_feedforward_layernorm_2.", "pre_ffw_norm_2."),
+    ("post_feedforward_layernorm_1.", "post_ffw_norm_1."),
+    ("post_feedforward_layernorm_2.", "post_ffw_norm_2."),
+    *_OUTPUT_NORMS,
 )
 _SOFTMAX, _SIGMOID = 1, 2
 _WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
@@ -171,6 +187,80 @@ def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
     }
 
 
+def _gemma4(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Layers that see everything, which the last is, have sizes of their own."""
+    layers = range(num_layers := gguf.integer(f"{name}.block_count"))
+    kinds = _kinds(gguf, name, key := f"{name}.attention.sliding_window_pattern", SLIDING)
+    if kinds[-1] != FULL:
+        raise gguf.error(key, "must be false for the last layer")
+    heads = _of_kinds(gguf, f"{name}.attention.head_count_kv", kinds)
+    size = gguf.integer(f"{name}.attention.key_length_swa", low=1)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if (found := gguf.integer(key := f"{name}.{key}")) != size:
+            raise gguf.error(key, f"must be that of keys, {size}, got {found}")
+    for key in ("scaling.factor", "scale_linear", "scaling.attn_factor"):
+        if gguf.number(key := f"{name}.rope.{key}", default=1.0) not in (0.0, 1.0):
+            raise gguf.error(key, "must be 1")
+    if FREQUENCY_FACTORS not in gguf.tensors:
+        raise ModelLoadError(f"{gguf.path}: tensor {FREQUENCY_FACTORS!r} is missing")
+    full_size = gguf.integer(f"{name}.attention.key_length")
+    full = {"num_key_value_heads": heads[FULL], "head_dim": full_size}
+    theta = gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0)
+    has_values = [f"blk.{n}.attn_v.weight" in gguf.tensors for n in layers if kinds[n] == FULL]
+    own = {
+        "num_key_value_heads": heads.get(SLIDING, heads[FULL]),
+        "head_dim": size,
+        "per_layer_config": {str(n): full for n in layers if kinds[n] == FULL},
+        "attention_k_eq_v": not any(has_values),
+        "layer_types": kinds,
+        "sliding_window": gguf.integer(f"{name}.attention.sliding_window", low=1),
+        "rope_parameters": {
+            FULL: rope_of(gguf, name, full_size, 10_000.0),
+            SLIDING: {"rope_type": "default", "rope_theta": theta},
+        },
+        "final_logit_softcapping": gguf.number(f"{name}.final_logit_softcapping", default=30.0)
+        or None,
+        **_gemma4_blocks(gguf, name, num_layers),
+    }
+    input_size = gguf.integer(f"{name}.embedding_length_per_layer_input")
+    if input_size and "per_layer_token_embd.weight" in gguf.tensors:
+        vocab = gguf.tensors["per_layer_token_embd.weight"].shape[0]
+        own["vocab_size_per_layer_input"] = vocab
+    return own | {"hidden_size_per_layer_input": input_size}
+
+
+def _gemma4_blocks(gguf: GgufFile, name: str, num_layers: int) -> dict[str, Any]:
+    """Return sizes of blocks, which layers that read keys and values of others may have twice."""
+    num_sharing = gguf.integer(f"{name}.attention.shared_kv_layers", default=0, high=num_layers - 1)
+    sizes = gguf.integers(key := f"{name}.feed_forward_length", num_layers)
+    inner, last = sizes[0], sizes[-1]
+    expected = [inner] * (num_layers - num_sharing) + [last] * num_sharing
+    if sizes != expected or last not in (inner, 2 * inner):
+        raise gguf.error(key, f"must be one number, or twice it in the last {num_sharing} layers")
+    own = {
+        "num_kv_shared_layers": num_sharing,
+        "intermediate_size": inner,
+        "use_double_wide_mlp": last != inner,
+        "enable_moe_block": bool(gguf.integer(f"{name}.expert_count", default=0)),
+    }
+    if not own["enable_moe_block"]:
+        return own
+    return own | {
+        "num_experts": (number := _num_experts(gguf, name)),
+        "top_k_experts": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
+        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
+    }
+
+
+def _of_kinds(gguf: GgufFile, key: str, kinds: list[str]) -> dict[str, int]:
+    """Return the number that a key has for all layers of a kind, by kind."""
+    found: dict[str, int] = {}
+    for kind, number in zip(kinds, gguf.integers(key, len(kinds)), strict=True):
+        if found.setdefault(kind, number) != number:
+            raise gguf.error(key, f"must have one number for all layers of {kind}")
+    return found
+
+
 def _query_scale(gguf: GgufFile, name: str, *, of_largest: int) -> int:
     """Return the number whose root queries are divided by: the size of a head, or an even share."""
     if gguf.integer(f"{name}.block_count") == of_largest:
@@ -214,7 +304,7 @@ def _olmo3(gguf: GgufFile, name: str) -> dict[str, Any]:
         "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=theta),
     }
     if key in gguf.metadata:
-        own["layer_types"] = _kinds(gguf, name, key, "sliding_attention")
+        own["layer_types"] = _kinds(gguf, name, key, SLIDING)
     return own
 
 
@@ -223,7 +313,7 @@ def _kinds(gguf: GgufFile, name: str, key: str, kind: str) -> list[str]:
     flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
     if len(flags) != num_layers:
         raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
-    return [kind if is_one else "full_attention" for is_one in flags]
+    return [kind if is_one else FULL for is_one in flags]
 
 
 def _qwen_delta(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -264,7 +354,7 @@ def _states(gguf: GgufFile, name: str, words: tuple[str, ...]) -> dict[str, int]
 def _kinds_by_heads(gguf: GgufFile, name: str, kind: str) -> list[str]:
     """Return the kinds of layers: those without heads of keys are of `kind`."""
     heads = gguf.integers(f"{name}.attention.head_count_kv", gguf.integer(f"{name}.block_count"))
-    return ["full_attention" if number else kind for number in heads]
+    return [FULL if number else kind for number in heads]
 
 
 def _granite_hybrid(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -286,6 +376,19 @@ def _granite_hybrid(gguf: GgufFile, name: str) -> dict[str, Any]:
         return own | {"num_local_experts": 0, "shared_intermediate_size": size}
     shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
     return own | _experts(gguf, name) | {"shared_intermediate_size": shared}
+
+
+def _falcon_h1(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Weights have the factors of parts in them."""
+    return {
+        **_states(gguf, name, _MAMBA_SIZES),
+        "mamba_d_ssm": gguf.integer(f"{name}.ssm.inner_size"),
+        "mamba_rms_norm": has(gguf, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": has(gguf, "ssm_conv1d.bias"),
+        "attention_bias": has(gguf, "attn_q.bias"),
+        "mlp_bias": has(gguf, "ffn_gate.bias"),
+    }
 
 
 def _nemotron(gguf: GgufFile, name: str) -> dict[str, Any]:
@@ -409,6 +512,25 @@ def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
         "topk_method": choice,
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "rope_parameters": rope,
+    }
+
+
+def _kimi(gguf: GgufFile, name: str) -> dict[str, Any]:
+    """Layers without heads of keys have Kimi Delta Attention, of as many heads as the others."""
+    if not has_sigmoid(gguf, name):
+        raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    if has(gguf, "attn_gate.weight"):
+        raise ModelLoadError(f"{gguf.path}: tensors 'attn_gate.weight' are not supported")
+    for key in ("moe_latent_size", "attn_res.block_size"):
+        gguf.integer(f"{name}.{key}", default=0, high=0)
+    return _deepseek(gguf, name) | {
+        "norm_topk_prob": gguf.boolean(f"{name}.expert_weights_norm", default=True),
+        "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=0.0) or 1.0,
+        "rope_parameters": None,
+        "layer_types": _kinds_by_heads(gguf, name, "linear_attention"),
+        "linear_num_heads": gguf.integer(f"{name}.attention.head_count"),
+        "linear_head_dim": gguf.integer(f"{name}.kda.head_dim", low=1),
+        "linear_conv_kernel_dim": gguf.integer(f"{name}.ssm.conv_kernel"),
     }
 
 
@@ -609,6 +731,17 @@ _LATENTS = (
     ("self_attn.v_b_proj.", "attn_v_b."),
     *_DEEPSEEK_EXPERTS,
 )
+_KIMI = (
+    *((f"linear_attn.in_proj_{part}.", f"attn_{part}.") for part in "qkv"),
+    *((f"linear_attn.{part}_conv1d.", f"ssm_conv1d_{part}.") for part in "qkv"),
+    *((f"linear_attn.{part}_proj.", f"ssm_{part}.") for part in ("f_a", "f_b", "g_a", "g_b")),
+    ("linear_attn.in_proj_b.", "ssm_beta."),
+    ("linear_attn.dt_bias", "ssm_dt.bias"),
+    ("linear_attn.A_log", "ssm_a"),
+    ("linear_attn.norm.", "ssm_norm."),
+    ("linear_attn.out_proj.", "attn_output."),
+    *((ours.replace("mlp.", "block_sparse_moe."), stored) for ours, stored in _LATENTS),
+)
 DEEPSEEK3 = GgufFamily(architecture="DeepseekV3ForCausalLM", own_names=_LATENTS, own=_deepseek)
 """A `deepseek2` whose experts' weights are sigmoids."""
 FALCON2 = GgufFamily(
@@ -660,6 +793,7 @@ FAMILIES = {
     "gemma3": GgufFamily(
         architecture="Gemma3ForCausalLM", own_names=_OUTPUT_NORMS, theta=1e6, own=_gemma3
     ),
+    "gemma4": GgufFamily(architecture="Gemma4ForCausalLM", own_names=_GEMMA4, own=_gemma4),
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
         own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
@@ -678,6 +812,11 @@ FAMILIES = {
         has_neighbours=True,
         module="block_sparse_moe",
         own=_granite_hybrid,
+    ),
+    "falcon-h1": GgufFamily(
+        architecture="FalconH1ForCausalLM",
+        own_names=(*_MAMBA, ("post_attention_layernorm.weight", "ffn_norm")),
+        own=_falcon_h1,
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
@@ -732,6 +871,14 @@ FAMILIES = {
     ),
     "deepseek2": GgufFamily(
         architecture="DeepseekV2ForCausalLM", own_names=_LATENTS, own=_deepseek
+    ),
+    "kimi-linear": GgufFamily(
+        architecture="KimiLinearForCausalLM",
+        own_names=_KIMI,
+        experts=("w1", "w3", "w2"),
+        module="block_sparse_moe",
+        is_rotated=False,
+        own=_kimi,
     ),
     "mistral4": GgufFamily(architecture="Mistral4ForCausalLM", own_names=_LATENTS, own=_deepseek),
     "glm4": GgufFamily(

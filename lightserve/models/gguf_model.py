@@ -34,19 +34,25 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.gguf"
 _WITHOUT_CACHE = "lightserve-gguf-"
 """Beginning of the name of a directory that is in no cache."""
-_LAYOUT = "5"
+_LAYOUT = "6"
 """Version of the written files: files of another version are written anew."""
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = (r"\p{Lu}\p{Lt}", r"\p{Ll}")
+"""Letters by case."""
 
 
-def _by_case(ending: str, digits: str) -> str:
-    """Return how texts are split where capitals before small letters begin a word."""
+def _by_case(ending: str, digits: str, *, without: str = "", behind: str = "/") -> str:
+    """Return how texts are split where capitals before small letters begin a word.
+
+    `without`: letters that words have not; `behind`: marks, beside ends of lines, that other
+    marks may have behind them.
+    """
+    upper, lower = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for case in _CASES)
     return (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}"
-        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
-        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ending}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{behind}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -95,6 +101,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
         r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "tekken": (_by_case("", r"\p{N}"),),
+    "kimi-k2": (r"\p{Han}+|" + _by_case(_ENDING, _THREE, without=r"&&[^\p{Han}]", behind=""),),
     "seed-coder": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -247,10 +254,10 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
     match kind:
         case "gpt2":
             parts = _byte_level(gguf, vocab)
-        case "llama":
+        case "llama" | "gemma4":
             parts = _sentencepiece(gguf, vocab, pieces)
         case _:
-            raise gguf.error("tokenizer.ggml.model", f"must be gpt2 or llama, got {kind!r}")
+            raise gguf.error("tokenizer.ggml.model", f"must be gpt2, llama or gemma4, got {kind!r}")
     return {
         "version": "1.0",
         "truncation": None,
@@ -295,6 +302,10 @@ def _kinds(gguf: GgufFile, num_pieces: int) -> npt.NDArray[np.generic]:
     return kinds
 
 
+def _is_gemma4(gguf: GgufFile) -> bool:
+    return gguf.string("tokenizer.ggml.model") == "gemma4"
+
+
 def _pre_tokeniser(gguf: GgufFile) -> str:
     return gguf.string("tokenizer.ggml.pre", default="default")
 
@@ -311,14 +322,6 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
         steps.append({"type": "Digits", "individual_digits": True})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     steps.append(byte_level | {"use_regex": not splits})
-
-    def merges() -> Iterator[str]:
-        for merge in gguf.each_string("tokenizer.ggml.merges"):
-            left, _, right = merge.partition(" ")
-            if left not in vocab or right not in vocab or left + right not in vocab:
-                raise gguf.error("tokenizer.ggml.merges", f"has {merge!r}, not of known tokens")
-            yield merge
-
     return {
         "normalizer": {"type": "NFC"} if pre in ("qwen2", "qwen35") else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -326,26 +329,42 @@ def _byte_level(gguf: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": _Made(merges()),
+            "merges": _Made(_stored_merges(gguf, vocab)),
             "ignore_merges": pre in _WHOLE_WORDS,
         },
     }
 
 
-def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> dict[str, Any]:
-    """Return a tokeniser as Llama 2's: the best piece of two neighbours is merged first."""
+def _stored_merges(gguf: GgufFile, vocab: dict[str, int]) -> Iterator[str]:
+    """Iterate over the merges that the file has."""
+    for merge in gguf.each_string("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise gguf.error("tokenizer.ggml.merges", f"has {merge!r}, not of known tokens")
+        yield merge
+
+
+def _made_merges(gguf: GgufFile, pieces: list[str]) -> Iterable[Any]:
+    """Return the merges that scores stand for: the best piece of two neighbours comes first."""
     has_scores = "tokenizer.ggml.scores" in gguf.metadata
     scores = gguf.numbers("tokenizer.ggml.scores") if has_scores else np.zeros(len(pieces))
     if len(scores) != len(pieces):
         raise gguf.error("tokenizer.ggml.scores", f"must have {len(pieces)} entries")
     try:
-        pairs = merges(pieces, scores, np.ones(len(pieces), dtype=bool))
+        return merges(pieces, scores, np.ones(len(pieces), dtype=bool))
     except ValueError as error:
         raise gguf.error("tokenizer.ggml.tokens", str(error)) from error
-    has_prefix = gguf.boolean("tokenizer.ggml.add_space_prefix", default=True)
+
+
+def _sentencepiece(gguf: GgufFile, vocab: dict[str, int], pieces: list[str]) -> dict[str, Any]:
+    """Return a tokeniser as Llama 2's, or as Gemma 4's, whose merges the file has."""
+    is_gemma4 = _is_gemma4(gguf)
+    pairs = _stored_merges(gguf, vocab) if is_gemma4 else _made_merges(gguf, pieces)
+    has_prefix = gguf.boolean("tokenizer.ggml.add_space_prefix", default=not is_gemma4)
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
-    unknown = gguf.integer("tokenizer.ggml.unknown_token_id", default=0)
+    none = len(pieces) if is_gemma4 else 0
+    unknown = gguf.integer("tokenizer.ggml.unknown_token_id", default=none)
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
@@ -366,8 +385,9 @@ def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     num_pieces = gguf.count("tokenizer.ggml.tokens")
     is_llama = gguf.string("tokenizer.ggml.model") == "llama"
     adds_bos = is_llama or _pre_tokeniser(gguf) in _WITH_BOS
+    adds_bos = gguf.boolean("tokenizer.ggml.add_bos_token", default=adds_bos)
     config: dict[str, Any] = {
-        "add_bos_token": gguf.boolean("tokenizer.ggml.add_bos_token", default=adds_bos),
+        "add_bos_token": adds_bos or _is_gemma4(gguf),  # as in llama.cpp, whatever the file says
         "add_eos_token": gguf.boolean("tokenizer.ggml.add_eos_token", default=False),
     }
     by_default = {"bos": 1, "eos": 2} if is_llama and num_pieces > 2 else {}

@@ -221,11 +221,12 @@ class GgufReader:
 
     def _data(self, tensor: GgufTensor, rows: Part) -> npt.NDArray[np.uint8]:
         """Return the bytes of rows of a tensor, [rows, bytes of each]."""
+        row_bytes = math.prod(tensor.shape[1:-1]) * tensor.row_bytes
         data = np.frombuffer(
             self._gguf.data,
             np.uint8,
-            count=rows.size * tensor.row_bytes,
-            offset=tensor.start + rows.start * tensor.row_bytes,
+            count=rows.size * row_bytes,
+            offset=tensor.start + rows.start * row_bytes,
         )
         return data.reshape(rows.size, -1)
 

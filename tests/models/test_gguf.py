@@ -67,8 +67,12 @@ HYBRIDS = {
     "granitehybrid-moe": (2 + 2 * 4 + 2) * 3,
     "nemotron_h_moe": 2 * 3 + (2 * 6 + 2 + 2) * 2,
     "lfm2": 4 * 4,
+    "falcon-h1": 6 * 3,
+    "kimi-linear": 4 * 3 + 3 + 2 + (2 + 2 * 6) * 3,
+    "gemma4": 6 * 6 + 1,
+    "gemma4-moe": (2 + 2 + 2 * 6) * 6,
 }
-"""Models with Mamba-2 layers or short convolutions, and how many of their weights stay blocks."""
+"""Models whose layers are of several kinds, and how many of their weights stay blocks."""
 
 # Weights and whole models.
 
@@ -438,6 +442,26 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("lfm2", "lfm2.attention.causal", False, "must be true"),
         ("lfm2", "lfm2.shortconv.l_cache", 1, "'conv_L_cache' must be between 2 and 16, got 1"),
         ("lfm2moe", "lfm2moe.expert_gating_func", 1, "must be 2 (sigmoid)"),
+        ("gemma4", "gemma4.attention.sliding_window_pattern", [1] * 6, "false for the last layer"),
+        ("gemma4", "gemma4.attention.sliding_window", 0, "must be at least 1, got 0"),
+        ("gemma4", "gemma4.attention.head_count_kv", [2, 1, 2, 2, 2, 2], "one number for all lay"),
+        ("gemma4", "gemma4.attention.value_length_swa", 64, "must be that of keys, 32, got 64"),
+        ("gemma4", "gemma4.attention.value_length", 32, "must be that of keys, 64, got 32"),
+        ("gemma4", "gemma4.rope.dimension_count_swa", 16, "must be that of keys, 32, got 16"),
+        ("gemma4", "gemma4.rope.dimension_count", 32, "must be that of keys, 64, got 32"),
+        ("gemma4", "gemma4.rope.scaling.factor", 2.0, "'gemma4.rope.scaling.factor' must be 1"),
+        ("gemma4", "gemma4.rope.scale_linear", 2.0, "'gemma4.rope.scale_linear' must be 1"),
+        ("gemma4", "gemma4.attention.shared_kv_layers", 6, "must be between 0 and 5, got 6"),
+        ("gemma4", "gemma4.feed_forward_length", [96, 192] * 3, "or twice it in the last 3 layers"),
+        ("gemma4", "gemma4.embedding_length_per_layer_input", "8", "must be an integer"),
+        ("gemma4-moe", "gemma4.expert_used_count", 7, "must be between 1 and 6, got 7"),
+        ("kimi-linear", "kimi-linear.expert_gating_func", 1, "must be 2 (sigmoid)"),
+        ("kimi-linear", "kimi-linear.moe_latent_size", 32, "must be between 0 and 0, got 32"),
+        ("kimi-linear", "kimi-linear.attn_res.block_size", 2, "must be between 0 and 0, got 2"),
+        ("kimi-linear", "kimi-linear.attention.head_count_kv", [1] * 4, "no layers of linear_att"),
+        ("kimi-linear", "kimi-linear.kda.head_dim", 0, "must be at least 1, got 0"),
+        ("falcon-h1", "falcon-h1.ssm.inner_size", 100, "must be a multiple of 8, got 100"),
+        ("falcon-h1", "falcon-h1.ssm.group_count", 3, "'mamba_n_groups' must divide"),
         ("lfm2moe", "lfm2moe.leading_dense_block_count", 3, "must be between 0 and 2, got 3"),
     ],
 )
@@ -471,6 +495,61 @@ def test_layers_that_guess_are_left_out(name: str, more: dict[str, Any], tmp_pat
     metadata = dict(gguf.metadata) | tiny_tokens(200) | more
     file.write_bytes(gguf_bytes(metadata, tensors_of(gguf)))
     assert load_model_config(unpack(file)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "complaint"),
+    [
+        ("gemma4", "rope_freqs.weight", "'rope_freqs.weight' is missing"),
+        ("kimi-linear", "blk.2.attn_gate.weight", "'attn_gate.weight' are not supported"),
+    ],
+)
+def test_tensors_that_a_file_must_have_or_not(
+    name: str, tensor: str, complaint: str, tmp_path: Path
+) -> None:
+    gguf = read_gguf(converted(name, tmp_path)[1])
+    tensors = tensors_of(gguf)
+    if tensors.pop(tensor, None) is None:
+        tensors[tensor] = tensors["output_norm.weight"]
+    metadata = dict(gguf.metadata) | tiny_tokens(200)
+    assert complaint in refused(gguf_bytes(metadata, tensors), tmp_path / "bad.gguf")
+
+
+def test_shapes_that_quantised_files_of_kimi_linear_have(tmp_path: Path) -> None:
+    """llama.cpp's tools leave out dimensions of one at the end, which ours are at the front."""
+    _, file = converted("kimi-linear", tmp_path)
+    gguf, found = read_gguf(file), []
+    tensors = tensors_of(gguf)
+    for name, (shape, kind, data) in tensors.items():
+        if len(shape) == 4:
+            first = next(n for n, size in enumerate(shape) if size > 1)
+            tensors[name] = (shape[first:], kind, data)
+    assert len(tensors["blk.0.ssm_a"][0]) == 2 and len(tensors["blk.0.ssm_conv1d_q.weight"][0]) == 3
+    less = tmp_path / "less.gguf"
+    less.write_bytes(gguf_bytes(dict(gguf.metadata) | tiny_tokens(200), tensors))
+    tokens = torch.arange(5, 45)
+    for each in (file, less):
+        loaded = load_tiny(unpack(each), torch.float32, ReferenceKernels())
+        passes = schedule([len(tokens)], chunk=20, num_decodes=6)
+        logits = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
+        assert logits is not None
+        found.append(logits[0])
+    assert torch.equal(*found)
+
+
+def test_what_files_of_gemma_4_do_not_say(tmp_path: Path) -> None:
+    """llama.cpp's own numbers: a cap of logits, which 0 is none of, and a base for windows."""
+    gguf = read_gguf(converted("gemma4", tmp_path)[1])
+    metadata = dict(gguf.metadata)
+    for key in ("final_logit_softcapping", "rope.freq_base_swa", "attention.shared_kv_layers"):
+        del metadata[f"gemma4.{key}"]
+    metadata["gemma4.feed_forward_length"] = 96
+    found = config_of(dataclasses.replace(gguf, metadata=metadata))
+    assert found["final_logit_softcapping"] == 30.0 and found["num_kv_shared_layers"] == 0
+    assert found["rope_parameters"]["sliding_attention"]["rope_theta"] == 10_000.0
+    metadata["gemma4.final_logit_softcapping"] = 0.0
+    found = config_of(dataclasses.replace(gguf, metadata=metadata))
+    assert found["final_logit_softcapping"] is None
 
 
 def test_the_key_of_epsilon_that_nemotron_s_files_may_have_alone(tmp_path: Path) -> None:
@@ -599,7 +678,7 @@ def test_named_chat_templates(tmp_path: Path) -> None:
         ({"llama__rope__scaling__factor": 0.5}, "must be 0 or at least 1, got 0.5"),
         ({"llama__rope__scale_linear": 0.25}, "must be 0 or at least 1, got 0.25"),
         ({"llama__rope__scaling__attn_factor": 1.5}, "must be 1 without YaRN"),
-        ({"tokenizer__ggml__model": "bert"}, "must be gpt2 or llama"),
+        ({"tokenizer__ggml__model": "bert"}, "must be gpt2, llama or gemma4"),
         ({"tokenizer__ggml__pre": "klingon"}, "must be one of llama-bpe, qwen2"),
         ({"tokenizer__ggml__tokens": ["a"] * 202}, "has 202 tokens for the embedding"),
         ({"tokenizer__ggml__token_type": [1]}, "must have 201 entries"),

@@ -39,6 +39,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("lfm2", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
         ("pixtral", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
         ("dbrx", ["HELLOworld", " don", "'t", "123", "45", ".\n\n", " ", " \u00c7A"]),
+        ("kimi-k2", ["HELLOworld", " don't", "123", "45", ".\n\n", " ", " \u00c7A"]),
         (
             "default",
             ["HELLOworld", " don", "'", "t", "123", "45", ".", "\n\n ", " \u00c7A"],
@@ -59,6 +60,14 @@ def test_texts_are_split_as_in_the_authors_tokenisers(pre: str, pieces: list[str
         [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in gguf_model._SPLITS[pre]]
     )
     found = split.pre_tokenize_str("HELLOworld don't12345.\n\n  \u00c7A")
+    assert [piece for piece, _ in found] == pieces
+
+
+def test_kimi_s_han_letters_are_words_of_their_own() -> None:
+    """As the authors' pattern has it, where small letters, other scripts and marks are beside."""
+    split = pre_tokenizers.Split(Regex(gguf_model._SPLITS["kimi-k2"][0]), "isolated")
+    found = split.pre_tokenize_str("abc漢字def 仮名カナaB ./\n/")
+    pieces = ["abc", "漢字", "def", " ", "仮名", "カナa", "B", " ./\n", "/"]
     assert [piece for piece, _ in found] == pieces
 
 
@@ -109,6 +118,46 @@ def test_a_sentencepiece_tokeniser(tmp_path: Path) -> None:
     names = [tokenizer.name_of(token_id) for token_id in ids]
     assert names == ["<s>", "▁hello", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(ids) == "hello é"
+
+
+def test_the_tokeniser_of_gemma_4(tmp_path: Path) -> None:
+    """Merges are the file's, blanks are escaped, and other bytes have tokens; BOS comes first."""
+    plain = write_tiny_model(TinyModel("", "Llama", {"vocab_size": 300}), tmp_path / "plain")
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [
+        "▁",
+        "h",
+        "e",
+        "l",
+        "o",
+        "\n",
+        "\n\n",
+        "ll",
+        "el",
+        "he",
+        "▁he",
+        "<|channel>",
+        "<turn|>",
+    ]
+    tokens = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [*pieces, *words],
+        "tokenizer.ggml.scores": [-1000.0] * (len(pieces) + len(words)),
+        "tokenizer.ggml.merges": ["\n \n", "e l", "h e", "▁ he", "l l"],
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, *[6] * 256, *[1] * 11, 4, 3],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,  # which llama.cpp does not believe
+    }
+    file = write_gguf(plain, tmp_path / "model.gguf", name="llama", tokens=tokens)
+    tokenizer = Tokenizer(unpack(file))
+    text = "hello he  \n\n\né<|channel>"
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    names = [tokenizer.name_of(token_id) for token_id in ids]
+    hello, marks = ["h", "el", "l", "o", "▁he"], ["<0xC3>", "<0xA9>", "<|channel>"]
+    assert names == ["<bos>", *hello, "▁", "▁", "\n\n", "\n", *marks]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_ids == (1, len(pieces) + len(words) - 1)
 
 
 def named_tokens(**changes: Any) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.plain_config import NormWeights
 from lightserve.models.recurrent_config import DeltaConfig, MambaConfig
+from lightserve.models.recurrent_families import LINEAR_ATTENTION as LINEAR
+from lightserve.models.rope import SLIDING
 from lightserve.models.weight_files import SINGLE_FILE
 
 KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
@@ -185,7 +187,11 @@ def own_metadata(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> di
             return latent_metadata(config, name)
         case "qwen3next" | "qwen35" | "qwen35moe":
             return delta_metadata(config, name)
-        case "granitehybrid" | "nemotron_h" | "nemotron_h_moe":
+        case "kimi-linear":
+            return kimi_metadata(config, sizes)
+        case "gemma4":
+            return gemma4_metadata(config, sizes)
+        case "granitehybrid" | "nemotron_h" | "nemotron_h_moe" | "falcon-h1":
             return mamba_metadata(config, sizes, name)
         case "lfm2" | "lfm2moe":
             found = {"lfm2moe.expert_gating_func": 2} if name == "lfm2moe" else {}
@@ -204,10 +210,63 @@ def own_metadata(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> di
     return {}
 
 
+def gemma4_metadata(config: Mapping[str, Any], sizes: ModelConfig) -> dict[str, Any]:
+    """Return what files of Gemma 4 have."""
+    layers, own = [sizes.shape_of(n) for n in range(sizes.num_layers)], sizes.gemma4
+    assert own is not None
+    found: dict[str, Any] = {
+        "attention.sliding_window_pattern": flags(window for window in sizes.sliding_windows),
+        "attention.shared_kv_layers": own.num_sharing,
+        "attention.head_count_kv": [layer.num_kv_heads for layer in layers],
+        "feed_forward_length": [layer.inner_size for layer in layers],
+        "embedding_length_per_layer_input": own.input_size,
+        "rope.dimension_count_swa": sizes.head_dim,
+    }
+    for kind in ("key", "value"):
+        found[f"attention.{kind}_length"] = own.global_head_dim
+        found[f"attention.{kind}_length_swa"] = sizes.head_dim
+    if config["enable_moe_block"]:
+        found["expert_used_count"] = config["top_k_experts"]
+    return {f"gemma4.{key}": item for key, item in found.items()}
+
+
+def kimi_metadata(config: Mapping[str, Any], sizes: ModelConfig) -> dict[str, Any]:
+    """Return what files of Kimi-Linear have."""
+    latent, delta, moe = sizes.latent, sizes.recurrent, sizes.moe
+    assert latent is not None and isinstance(delta, DeltaConfig) and moe is not None
+    assert delta.num_key_heads == sizes.num_heads, "llama.cpp knows one number"
+    found: dict[str, Any] = {
+        "attention.head_count_kv": heads_of_layers(sizes),
+        "attention.key_length": latent.rank + latent.rope_dim,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": latent.query_dim,
+        "attention.value_length_mla": latent.value_dim,
+        "attention.kv_lora_rank": latent.rank,
+        "rope.dimension_count": latent.rope_dim,
+        "ssm.conv_kernel": delta.width,
+        "kda.head_dim": delta.key_dim,
+        "leading_dense_block_count": min(moe.layers),
+        "expert_shared_count": (moe.shared_size or 0) // moe.intermediate_size,
+        "expert_count": moe.num_experts,
+        "expert_used_count": moe.num_chosen,
+        "expert_weights_scale": moe.scale,
+        "expert_gating_func": 2,
+        "vocab_size": sizes.vocab_size,
+    }
+    if latent.query_rank is not None:
+        found["attention.q_lora_rank"] = latent.query_rank
+    return {f"kimi-linear.{key}": item for key, item in found.items()}
+
+
+def flags(items: Iterable[object]) -> Typed:
+    """Return an array of whether items are true."""
+    data = bytes(map(bool, items))
+    return Typed(9, struct.pack("<IQ", 7, len(data)) + data)
+
+
 def delta_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return what files of models with the delta rule have."""
     num_heads, kinds = config["linear_num_value_heads"], config["layer_types"]
-    flags = bytes(kind == "linear_attention" for kind in kinds)
     found: dict[str, Any] = {
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
@@ -215,7 +274,7 @@ def delta_metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "ssm.time_step_rank": num_heads,
         "ssm.inner_size": num_heads * config["linear_value_head_dim"],
         "rope.dimension_sections": [2, 1, 1, 0],  # of pairs, which llama.cpp asks for
-        "attention.recurrent_layers": Typed(9, struct.pack("<IQ", 7, len(flags)) + flags),
+        "attention.recurrent_layers": flags(kind == LINEAR for kind in kinds),
     }
     return {f"{name}.{key}": item for key, item in found.items()}
 
@@ -227,7 +286,7 @@ def heads_of_layers(sizes: ModelConfig) -> list[int]:
 
 
 def mamba_metadata(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dict[str, Any]:
-    """Return what files of Granite 4 and Nemotron-H have."""
+    """Return what files of Granite 4, Falcon-H1 and Nemotron-H have."""
     own, moe, inner = sizes.recurrent, sizes.moe, sizes.intermediate_size
     assert isinstance(own, MambaConfig)
     found: dict[str, Any] = {
@@ -242,7 +301,7 @@ def mamba_metadata(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> 
     }
     if moe is not None:
         found["expert_shared_feed_forward_length"] = moe.shared_size
-    if name != "granitehybrid":
+    if name.startswith("nemotron_h"):
         size = inner if moe is None else moe.intermediate_size
         layers = range(sizes.num_layers)
         found |= {
@@ -306,8 +365,7 @@ def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dic
         if key in config and sizes.moe is not None:
             found[f"{name}.expert_count"] = config[key]
     if "layer_types" in config and name == "olmo2":
-        flags = bytes(kind == "sliding_attention" for kind in config["layer_types"])
-        pattern = Typed(9, struct.pack("<IQ", 7, len(flags)) + flags)
+        pattern = flags(kind == SLIDING for kind in config["layer_types"])
         found["olmo2.attention.sliding_window_pattern"] = pattern
     rope = config.get("rope_parameters") or config
     if "full_attention" in rope:
@@ -322,7 +380,7 @@ def metadata_of(config: Mapping[str, Any], sizes: ModelConfig, name: str) -> dic
     if kind == "yarn":
         original = rope["original_max_position_embeddings"]
         found[f"{name}.rope.scaling.original_context_length"] = original
-    found[f"{name}.rope.dimension_count"] = sizes.shape_of(0).rotary_dim
+    found[f"{name}.rope.dimension_count"] = sizes.shape_of(sizes.num_layers - 1).rotary_dim
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         found[f"{name}.rope.scaling.original_context_length"] = original
@@ -403,7 +461,7 @@ def told_apart(name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def stacked(name: str, weight: np.ndarray, *, has_inputs_first: bool) -> dict[str, np.ndarray]:
-    """Return experts of Llama 4, gates and ups apart, or of Mistral 4, which stay together."""
+    """Return experts of Llama 4, gates and ups apart, or of others, which stay together."""
     layer, _, product = name.removeprefix("model.layers.").partition(".experts.")
     prefix = f"blk.{layer.partition('.')[0]}.ffn_"
     outputs = weight.swapaxes(1, 2) if has_inputs_first else weight
@@ -469,6 +527,30 @@ def of_mamba(stored: str, weight: np.ndarray, num_groups: int) -> np.ndarray:
     return weight
 
 
+def of_falcon_h1(stored: str, weight: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """Return a tensor of Falcon-H1 with the factors of its part, in place of config.json."""
+    inputs = config["attention_in_multiplier"]
+    gate, down = config["mlp_multipliers"]
+    part = stored.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if part == "ssm_in":
+        size, group = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = (size, size, group, group, config["mamba_n_heads"])
+        factors = np.repeat(np.array(config["ssm_multipliers"]), sizes)
+        return weight * factors[:, None] * config["ssm_in_multiplier"]
+    factors = {
+        "ffn_gate": gate,
+        "ffn_down": down,
+        "attn_q": inputs,
+        "attn_k": inputs * config["key_multiplier"],
+        "attn_v": inputs,
+        "attn_output": config["attention_out_multiplier"],
+        "ssm_out": config["ssm_out_multiplier"],
+        "output": config["lm_head_multiplier"],
+        "token_embd": config["embedding_multiplier"],
+    }
+    return weight * factors.get(part, 1.0)
+
+
 GRANITE_BLOCKS = {
     "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
     "block_sparse_moe.output_linear": ("ffn_down_exps",),
@@ -514,7 +596,7 @@ def of_experts(
     """Return stacked experts; one alone, as transformers saves most, goes to the others' stack."""
     if name == "gpt-oss":
         return told_apart(ours, weight)
-    if name in ("llama4", "mistral4"):
+    if name in ("llama4", "mistral4", "gemma4"):
         return stacked(ours, weight, has_inputs_first=name == "llama4")
     module, _, rest = ours.partition(".experts.")
     number, _, product = rest.removesuffix(".weight").partition(".")
@@ -528,11 +610,24 @@ def alone(stored: str, weight: np.ndarray, sizes: ModelConfig) -> np.ndarray:
     """Return a tensor in the shape that a file has for it, where that is another."""
     if "ffn_gate_inp_shexp" in stored:
         return weight[0]
+    if isinstance(sizes.recurrent, DeltaConfig) and sizes.recurrent.rank:
+        is_convolution = "ssm_conv1d" in stored
+        weight = weight.swapaxes(0, 1)[:, :, None] if is_convolution else weight
+        return -np.exp(weight) if stored.endswith("ssm_a") else weight
     if stored.endswith("shortconv.conv.weight"):
         return weight[:, 0]
     if isinstance(sizes.recurrent, MambaConfig):
         return of_mamba(stored, weight, sizes.recurrent.num_groups)
     return weight
+
+
+def names_of_layer(name: str, sizes: ModelConfig) -> Iterable[tuple[str, ...]]:
+    """Return `stored_names` that are of a tensor's layer: both of Kimi-Linear's say self_attn."""
+    if sizes.latent is None or sizes.recurrent is None:
+        return sizes.stored_names
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    has_states = layer.isdigit() and int(layer) in sizes.recurrent.layers
+    return (pair for pair in sizes.stored_names if has_states or "linear_attn" not in pair[0])
 
 
 def replaced(name: str, parts: Iterable[tuple[str, ...]]) -> str:
@@ -558,7 +653,7 @@ def renamed(
         if name == "granitehybrid" and any(block in ours for block in GRANITE_BLOCKS):
             tensors |= of_granite(ours, weight, has_experts=sizes.moe is not None)
             continue
-        stored = ours if is_nemotron else replaced(ours, sizes.stored_names)
+        stored = ours if is_nemotron else replaced(ours, names_of_layer(ours, sizes))
         if "grouped_qkv" in sizes.merged and "qkv_proj" in stored:
             weight = apart(weight, head_dim, group)
         if name in ("internlm2", "baichuan") and "qkv_proj" in stored:
@@ -581,7 +676,10 @@ def renamed(
     return tensors
 
 
-PLAIN = (".bias", "conv1d.weight", "conv.conv.weight", ".ssm_a", ".ssm_d", "_norm.weight")
+PLAIN = (
+    *(".bias", "conv1d.weight", "conv1d_q.weight", "conv1d_k.weight", "conv1d_v.weight"),
+    *("conv.conv.weight", ".ssm_a", ".ssm_d", "_norm.weight"),
+)
 """Endings of tensors that stay in float32."""
 
 
@@ -609,6 +707,12 @@ def write_gguf(
     for length in ("long", "short"):
         if (factors := rope.get(f"{length}_factor")) is not None:
             tensors[f"rope_factors_{length}.weight"] = np.array(factors)
+    if (full := rope.get("full_attention", {})).get("rope_type") == "proportional":
+        size = sizes.shape_of(sizes.num_layers - 1).rotary_dim // 2
+        turns = np.arange(size) < int(size * full["partial_rotary_factor"])
+        tensors["rope_freqs.weight"] = np.where(turns, 1.0, 1e30)
+    if name == "falcon-h1":
+        tensors = {key: of_falcon_h1(key, weight, config) for key, weight in tensors.items()}
     packed = {}
     for stored, weight in tensors.items():
         is_plain = weight.ndim == 1 or stored.endswith(PLAIN) or "ffn_gate_inp" in stored

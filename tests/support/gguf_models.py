@@ -13,6 +13,8 @@ from lightserve.models.weight_files import SINGLE_FILE
 from support.gguf_files import KINDS, blocks, write_gguf
 from support.tiny_models import (
     DEEPSEEK_YARN_ROPE,
+    FALCON,
+    GEMMA4,
     LATENT,
     LINEAR,
     PART_ROPE,
@@ -115,6 +117,24 @@ NEMOTRON_EXPERTS = {
     "routed_scaling_factor": 1.5,
     "n_group": 3,
     "topk_group": 2,
+}
+GEMMA4_HEADS = {**GEMMA4, "head_dim": 32, "global_head_dim": 64, "tie_word_embeddings": True}
+FALCON_H1 = {
+    **FALCON,
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    # Of powers of two rounded weights are the same numbers, with their factors or without.
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.5,
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 2.0,
+    "ssm_multipliers": [1.0, 0.5, 4.0, 2.0, 0.25],
+    "mlp_multipliers": [2.0, 0.5],
 }
 CONVERTED = {
     **MODELS,
@@ -227,6 +247,32 @@ CONVERTED = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4": TinyModel(
+        "",
+        "Gemma4",
+        {
+            **GEMMA4_HEADS,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-moe": TinyModel(
+        "",
+        "Gemma4",
+        {
+            **GEMMA4_HEADS,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "phi3": TinyModel("", "Phi3", {"original_max_position_embeddings": 4, **PHI3_ROPE}),
     "granite": TinyModel(
         "",
@@ -251,6 +297,10 @@ CONVERTED = {
             "position_embedding_type": "rope",
             "attention_bias": True,
         },
+    ),
+    "falcon-h1": TinyModel("", "FalconH1", FALCON_H1),
+    "falcon-h1-normed": TinyModel(
+        "", "FalconH1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
     ),
     "nemotron_h": TinyModel(
         "",
@@ -336,6 +386,23 @@ CONVERTED = {
         "DeepseekV3",
         {**EXPERTS, "q_lora_rank": 20, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     ),
+    "kimi-linear": TinyModel(
+        "",
+        "KimiLinear",
+        {
+            **LATENT,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 24,
+            "num_key_value_heads": 4,
+            "linear_head_dim": 32,
+            "linear_num_heads": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 4,
+            "layer_types": [LINEAR, LINEAR, "full_attention", LINEAR],
+        },
+    ),
     "glm4": TinyModel("", "Glm4", {"head_dim": 16, "num_hidden_layers": 3}),
     "chatglm": TinyModel("", "ChatGLM", {"num_layers": 3}),
     "internlm2": TinyModel("", "InternLM2"),
@@ -357,6 +424,8 @@ CONVERTED = {
 """By what `general.architecture` says, but for those in `SAYS`."""
 SAYS = {
     "mixtral": "llama",
+    "gemma4-moe": "gemma4",
+    "falcon-h1-normed": "falcon-h1",
     "granitehybrid-moe": "granitehybrid",
     "olmo3": "olmo2",
     "gpt-oss-mxfp4": "gpt-oss",
