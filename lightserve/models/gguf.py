@@ -157,9 +157,9 @@ class GgufFile:
         value = self.metadata.get(key)
         if not isinstance(value, np.ndarray):
             return [self.integer(key)] * num_layers
-        found: list[int] = value.tolist()
+        found: list[int] = value[: num_layers + 1].tolist()  # it may be as long as the file
         if len(found) != num_layers or value.dtype.kind not in "iu" or min(found) < 0:
-            complaint = f"must be {num_layers} integers of at least 0, got {len(found)} numbers"
+            complaint = f"must be {num_layers} integers of at least 0, got {len(value)} numbers"
             raise self.error(key, complaint)
         return found
 

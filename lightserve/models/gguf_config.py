@@ -22,7 +22,7 @@ from lightserve.models.gguf_families import (
     window_of,
 )
 from lightserve.models.moe_config import MAX_EXPERTS
-from lightserve.models.plain_config import NormWeights
+from lightserve.models.plain_config import MAX_LAYERS, NormWeights
 from lightserve.models.recurrent_config import DeltaConfig, Joined
 from lightserve.models.rope import rope_of
 
@@ -151,7 +151,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     """Return the entries that config.json would have. Raises ModelLoadError naming a key or a
     tensor."""
     family, name = family_of(gguf), gguf.string("general.architecture")
-    num_layers = gguf.integer(f"{name}.block_count", low=1)
+    num_layers = gguf.integer(f"{name}.block_count", low=1, high=MAX_LAYERS)
     num_heads = gguf.integer(f"{name}.attention.head_count", low=1)
     hidden = gguf.integer(f"{name}.embedding_length", low=num_heads)
     key = f"{name}.attention.key_length"

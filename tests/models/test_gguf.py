@@ -552,6 +552,32 @@ def test_what_files_of_gemma_4_do_not_say(tmp_path: Path) -> None:
     assert found["final_logit_softcapping"] is None
 
 
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"block_count": 1 << 31}, "between 1 and 4096, got 2147483648"),
+        (
+            {"attention.head_count_kv": np.zeros(1 << 22)},
+            "must be 4 integers of at least 0, got 41",
+        ),
+    ],
+)
+def test_numbers_of_layers_beyond_all_bounds(
+    more: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    """They are refused before a list is made of them."""
+    _, file = converted("lfm2", tmp_path)
+    gguf = read_gguf(file)
+    metadata = dict(gguf.metadata) | tiny_tokens(200) | {"lfm2.attention.head_count_kv": 2}
+    data = gguf_bytes(metadata | {f"lfm2.{k}": item for k, item in more.items()}, tensors_of(gguf))
+    tracemalloc.start()
+    found = refused(data, tmp_path / "bad.gguf")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert complaint in found
+    assert peak < 16 << 20
+
+
 def test_the_key_of_epsilon_that_nemotron_s_files_may_have_alone(tmp_path: Path) -> None:
     _, file = converted("nemotron_h", tmp_path)
     expected, gguf = load_model_config(unpack(file)), read_gguf(file)
