@@ -27,7 +27,6 @@ from lightserve.cost.model import StepShape
 from lightserve.messages.common import MAX_INT32, unpack_int32
 from lightserve.messages.frontend_router import NOTHING_PREDICTED
 from lightserve.messages.router_worker import NO_TOKEN, StepOutput, StepResult
-from lightserve.router.accounts import Computed
 from lightserve.router.output_lengths import MAX_KEYS
 from lightserve.router.request import ENDED, Request, until_end
 from lightserve.router.request_table import NO_ROWS, BoolArray, Decodes, FloatArray, RequestTable
@@ -51,28 +50,33 @@ FIRST_CHANCE = 0.6
 """Chance of a draft of which nothing is known: what is never tried is never known."""
 PRIOR_DRAFTS = 3.0
 """Drafts that what is known of the key counts for, in a row; and FIRST_CHANCE, of a key."""
-ROW_MEMORY, KEY_MEMORY = 0.85, 0.98
-"""Weight of what is known after a result with drafts: of the row, of the key."""
+ROW_MEMORY = 0.85
+"""Weight of what is known of a row after a result with drafts; FADING, of its key."""
+RETRY_STEPS = 320
+"""Of so many steps one takes each row to have FIRST_CHANCE at least, as nothing is learnt without
+drafts. Those of that step are to be worth their cost, and with that chance are worth 1.5 steps of
+the decodes alone at most: so to try again takes less than 0.5 % of the time."""
 QUIET_STEPS = 3
 """Steps behind one without drafts that have none either, without looking: planning takes time."""
 
 
 @dataclass(slots=True)
 class Chance:
-    """Drafts that were accepted and refused of late."""
+    """Drafts that were accepted and refused of late; at first PRIOR_DRAFTS with FIRST_CHANCE."""
 
-    accepted: float = 0.0
-    tried: float = 0.0
+    accepted: float = PRIOR_DRAFTS * FIRST_CHANCE
+    tried: float = PRIOR_DRAFTS
 
     def learn(self, accepted: float, tried: float, memory: float) -> None:
-        """Count the drafts of one result."""
-        self.accepted = memory * self.accepted + accepted
-        self.tried = memory * self.tried + tried
+        """Count the drafts of one result; without any, what is known fades to the first chance."""
+        first = 0.0 if tried else (1.0 - memory) * PRIOR_DRAFTS
+        self.accepted = memory * self.accepted + accepted + first * FIRST_CHANCE
+        self.tried = memory * self.tried + tried + first
 
     @property
     def value(self) -> float:
         """The chance that a draft is accepted whose predecessors are."""
-        return (self.accepted + PRIOR_DRAFTS * FIRST_CHANCE) / (self.tried + PRIOR_DRAFTS)
+        return self.accepted / self.tried
 
 
 @dataclass(slots=True)
@@ -97,6 +101,10 @@ class Drafting:
         self._steps = np.arange(1, most + 1)
         self._num_quiet = 0
         """Next steps that are to have no drafts."""
+        self._num_until_retry = RETRY_STEPS
+        """Steps before the next one that tries all rows again."""
+        self._retried: set[int] = set()
+        """Rows that were tried again, and of which no result has told."""
         self._accepted = np.zeros(table.num_rows)
         self._tried = np.zeros(table.num_rows)
         self._keys: OrderedDict[Hashable, Chance] = OrderedDict()
@@ -116,12 +124,12 @@ class Drafting:
         result: StepResult,
         output: StepOutput,
         step_back: Callable[[Sequence[tuple[Request, int]]], None],
-    ) -> list[Computed]:
+    ) -> list[tuple[Request, int]]:
         """Learn what came of a step's drafts, and take back what was booked for refused ones.
 
-        `step_back` forgets the last tokens of requests. Returns what accepted drafts have computed.
+        `step_back` forgets the last tokens of requests. Returns how many of each were accepted.
         """
-        refused, computed = [], []
+        refused, accepted = [], []
         decodes, num_planned = planned.decodes, planned.decodes.drafts
         self._predicted.clear()
         num_tokens = (output.token_ids[: len(decodes)] != NO_TOKEN).sum(axis=1)
@@ -147,9 +155,9 @@ class Drafting:
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
             self._learn(request, num_tried, num_accepted)
             refused.append((request, int(num_planned[index]) - num_accepted))
-            computed.append(Computed(request.account, request.budget, 0, num_right))
+            accepted.append((request, num_right))
         step_back(refused)
-        return computed
+        return accepted
 
     def predicted(self, request: Request) -> tuple[int, int]:
         """Return how many tokens of its prediction were right and wrong in the last result."""
@@ -159,9 +167,9 @@ class Drafting:
         """Take in a request that has got a row."""
         row = request.row
         assert row is not None
-        self._accepted[row] = self._tried[row] = 0.0
+        self._retried.discard(row)
         self._limits[row] = self.most * can_draft(request)
-        self._priors[row] = self._of_key(request).value
+        self._begin_anew(row, self._of_key(request).value)
 
     @property
     def rests(self) -> bool:
@@ -170,9 +178,14 @@ class Drafting:
 
     def note(self, decodes: Decodes) -> None:
         """Take in the decodes of a step that is sent."""
+        self._num_until_retry -= 1
         if self._num_quiet:
             self._num_quiet -= 1
-        elif not len(decodes.drafts):
+            return
+        if self._num_until_retry < 0:
+            self._num_until_retry = RETRY_STEPS
+            self._retried = set(decodes.rows[decodes.drafts.nonzero()].tolist())
+        if not len(decodes.drafts):
             self._accepted[decodes.rows] *= FADING
             self._tried[decodes.rows] *= FADING
             self._num_quiet = QUIET_STEPS
@@ -202,7 +215,8 @@ class Drafting:
         rows, most, alone_s = decodes.rows, self._most_of(decodes), cost.seconds(shape.decodes)
         chances = self._chances(rows)
         # Where drafts are wrong most of the time, to see so is to take a small part of a plan's.
-        most_won = MARGIN * (chances / (1.0 - chances))[most > 0].sum()
+        each_won = chances / np.maximum(1.0 - chances, 1.0 / self.most)
+        most_won = MARGIN * each_won[most > 0].sum()
         if most_won * alone_s <= LEAST_WON_S * len(rows):
             return NO_ROWS
         room = min(room, int(most.sum()))
@@ -232,11 +246,20 @@ class Drafting:
         """Take in how many drafts of a running request were looked at, and accepted."""
         row, of_key = request.row, self._of_key(request)
         assert row is not None
+        if row in self._retried:
+            self._retried.remove(row)
+            if num_accepted:
+                self._begin_anew(row, FIRST_CHANCE)
         self._accepted[row] = ROW_MEMORY * self._accepted[row] + num_accepted
         self._tried[row] = ROW_MEMORY * self._tried[row] + num_tried
         self.of_all.learn(num_accepted, num_tried, 1.0)
-        of_key.learn(num_accepted, num_tried, KEY_MEMORY)
-        self._priors[row] = of_key.value
+        of_key.learn(num_accepted, num_tried, FADING)
+        self._priors[row] = max(of_key.value, self._priors[row] if num_accepted else 0.0)
+
+    def _begin_anew(self, row: RowId, prior: float) -> None:
+        """Forget what is known of a row but for the chance that its drafts begin with."""
+        self._accepted[row] = self._tried[row] = 0.0
+        self._priors[row] = prior
 
     def _most_of(self, decodes: Decodes) -> IntArray:
         """Return how many drafts each may have at most: none beyond the last token it can have."""
@@ -248,7 +271,7 @@ class Drafting:
     def _chances(self, rows: IntArray) -> FloatArray:
         accepted = self._accepted[rows] + PRIOR_DRAFTS * self._priors[rows]
         chances: FloatArray = accepted / (self._tried[rows] + PRIOR_DRAFTS)
-        return chances
+        return chances if self._num_until_retry > 0 else np.maximum(chances, FIRST_CHANCE)
 
     def _of_key(self, request: Request) -> Chance:
         # Who says what comes is right more often.

@@ -84,7 +84,8 @@ SPREAD_MEMORY = 0.03
 """Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY, and of a
 copy's time in what copies take."""
 FADING = 0.98
-"""Weight of what is known of drafts after a step without any: so they are tried again."""
+"""Weight of what is known of drafts after a step without any, so that they are tried again; and of
+those of a key after a result."""
 GUARD_DEVIATIONS = 2.5
 """Deviations that the guard adds. A step that took longer than predicted by more, and by
 LEAST_OUTLIER, says no more than that: it was stalled by something else, which no shorter step would
