@@ -17,7 +17,7 @@ few, from those of its key: requests of one program are alike.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -53,9 +53,8 @@ PRIOR_DRAFTS = 3.0
 ROW_MEMORY = 0.85
 """Weight of what is known of a row after a result with drafts; FADING, of its key."""
 RETRY_STEPS = 320
-"""Of so many steps one takes each row to have FIRST_CHANCE at least, as nothing is learnt without
-drafts. Those of that step are to be worth their cost, and with that chance are worth 1.5 steps of
-the decodes alone at most: so to try again takes less than 0.5 % of the time."""
+"""Of so many steps one takes each row to have FIRST_CHANCE at least. With it drafts are worth 1.5
+steps of the decodes alone at most, and cost no more: to try again takes under 0.5 % of the time."""
 QUIET_STEPS = 3
 """Steps behind one without drafts that have none either, without looking: planning takes time."""
 
@@ -79,14 +78,6 @@ class Chance:
         return self.accepted / self.tried
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """Drafts of a class from one source since boot."""
-
-    num_drafted: int = 0
-    num_accepted: int = 0
-
-
 class Drafting:
     """Chances of drafts by row, and the choice for a step. Pure."""
 
@@ -104,17 +95,16 @@ class Drafting:
         self._num_until_retry = RETRY_STEPS
         """Steps before the next one that tries all rows again."""
         self._retried: set[int] = set()
-        """Rows that were tried again, and of which no result has told."""
+        """Rows that were tried again, of which no result is there."""
         self._accepted = np.zeros(table.num_rows)
         self._tried = np.zeros(table.num_rows)
         self._keys: OrderedDict[Hashable, Chance] = OrderedDict()
         self.of_all = Chance()
         """Drafts of all rows since boot."""
-        self.counts = {
-            (request_class, source): DraftCounts()
-            for request_class in RequestClass
-            for source in DraftSource
-        }
+        self.num_drafted = Counter[tuple[RequestClass, DraftSource]]()
+        """Drafts since boot by class and source, …"""
+        self.num_accepted = Counter[tuple[RequestClass, DraftSource]]()
+        """… and accepted ones."""
         self._predicted: dict[RequestKey, tuple[int, int]] = {}
         """Tokens of predictions that were right and wrong in the last result."""
 
@@ -139,8 +129,7 @@ class Drafting:
         for index in np.flatnonzero(num_planned).tolist():
             request, row = decodes.requests[index], RowId(int(decodes.rows[index]))
             source = DraftSource(int(sources[index]))
-            counts = self.counts[request.request_class, source]
-            counts.num_drafted += int(num_drafted[index])
+            self.num_drafted[request.request_class, source] += int(num_drafted[index])
             if request.state is ENDED:  # all that it holds is given back at once
                 continue
             token_ids = output.token_ids[index, : num_tokens[index]].tolist()
@@ -149,7 +138,7 @@ class Drafting:
             num_accepted = max(0, len(token_ids) - 1)
             # What stands behind its end is none of the request's output.
             num_right = max(0, len(until_end(request, token_ids)[0]) - 1)
-            counts.num_accepted += num_right
+            self.num_accepted[request.request_class, source] += num_right
             if source is DraftSource.PREDICTION:
                 self._predicted[request.key] = num_right, int(num_drafted[index]) - num_right
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
@@ -168,8 +157,9 @@ class Drafting:
         row = request.row
         assert row is not None
         self._retried.discard(row)
+        self._accepted[row] = self._tried[row] = 0.0
         self._limits[row] = self.most * can_draft(request)
-        self._begin_anew(row, self._of_key(request).value)
+        self._priors[row] = self._of_key(request).value
 
     @property
     def rests(self) -> bool:
@@ -215,9 +205,8 @@ class Drafting:
         rows, most, alone_s = decodes.rows, self._most_of(decodes), cost.seconds(shape.decodes)
         chances = self._chances(rows)
         # Where drafts are wrong most of the time, to see so is to take a small part of a plan's.
-        each_won = chances / np.maximum(1.0 - chances, 1.0 / self.most)
-        most_won = MARGIN * each_won[most > 0].sum()
-        if most_won * alone_s <= LEAST_WON_S * len(rows):
+        each_won = MARGIN * chances / np.maximum(1.0 - chances, 1.0 / self.most)
+        if each_won[most > 0].sum() * alone_s <= LEAST_WON_S * len(rows):
             return NO_ROWS
         room = min(room, int(most.sum()))
         gains = chances[:, None].repeat(self.most, axis=1).cumprod(axis=1)
@@ -248,18 +237,12 @@ class Drafting:
         assert row is not None
         if row in self._retried:
             self._retried.remove(row)
-            if num_accepted:
-                self._begin_anew(row, FIRST_CHANCE)
+            self._priors[row] = FIRST_CHANCE
         self._accepted[row] = ROW_MEMORY * self._accepted[row] + num_accepted
         self._tried[row] = ROW_MEMORY * self._tried[row] + num_tried
         self.of_all.learn(num_accepted, num_tried, 1.0)
         of_key.learn(num_accepted, num_tried, FADING)
         self._priors[row] = max(of_key.value, self._priors[row] if num_accepted else 0.0)
-
-    def _begin_anew(self, row: RowId, prior: float) -> None:
-        """Forget what is known of a row but for the chance that its drafts begin with."""
-        self._accepted[row] = self._tried[row] = 0.0
-        self._priors[row] = prior
 
     def _most_of(self, decodes: Decodes) -> IntArray:
         """Return how many drafts each may have at most: none beyond the last token it can have."""

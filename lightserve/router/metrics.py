@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduling_targets import RaisedTarget
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.router.step_cost import StepKind, kind_of
-from lightserve.types import SLO, RequestClass, StepId
+from lightserve.types import SLO, DraftSource, RequestClass, StepId
 
 
 class RouterMetrics:
@@ -188,13 +189,11 @@ class RouterMetrics:
                 self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
 
     def _count_drafts(self, core: Scheduler) -> None:
-        for (request_class, source), counts in core.drafting.counts.items():
-            for family, value in (
-                (DRAFT_TOKENS, counts.num_drafted),
-                (ACCEPTED_TOKENS, counts.num_accepted),
-            ):
-                label = source.name.lower()
-                self.recorder.counter(family, request_class.value, label).value = value
+        counter, drafting = self.recorder.counter, core.drafting
+        for of in itertools.product(RequestClass, DraftSource):
+            labels = of[0].value, of[1].name.lower()
+            counter(DRAFT_TOKENS, *labels).value = drafting.num_drafted[of]
+            counter(ACCEPTED_TOKENS, *labels).value = drafting.num_accepted[of]
 
     def _count_raised(self, core: Scheduler) -> None:
         for request_class in RequestClass:

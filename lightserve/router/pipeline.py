@@ -137,14 +137,14 @@ class Pipeline:
         Until copies have been seen, what a profile says of loads.
         """
         predicted_s = self._copy_cost.predict(num_tokens)
-        return predicted_s or self.cost.copy_seconds(num_loaded=num_tokens)
+        return predicted_s or self.cost.load_seconds(num_tokens)
 
     def load_seconds(self, num_tokens: int) -> float:
         """Return the predicted seconds that a step waits for loads of so many tokens.
 
         No less than a profile says: what was learnt from a few tokens may be far too little.
         """
-        profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
+        profiled_s = self.cost.load_seconds(num_tokens)
         return max(self._copy_cost.predict(num_tokens), profiled_s)
 
     def ahead_seconds(self, num_tokens: int) -> float:
@@ -153,7 +153,7 @@ class Pipeline:
         In proportion to their number: no step tells how long they took, so that an overhead that
         is believed to be too large, for which there is never time, would never be corrected.
         """
-        profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
+        profiled_s = self.cost.load_seconds(num_tokens)
         return profiled_s or self._copy_cost.mean_rate_s * num_tokens
 
     def load_is_cheaper(self, num_tokens: int, start: int, num_loaded: int) -> bool:

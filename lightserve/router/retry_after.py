@@ -118,11 +118,11 @@ class QueueDelay:
     def note_step(
         self, planned: PlannedStep, shape: StepShape, accepted: Sequence[tuple[Request, int]] = ()
     ) -> None:
-        """Learn that a step of some shape has finished; before anything else is booked.
-
-        `accepted`: drafts of requests that count.
-        """
-        done = work_of(planned, shape, accepted)
+        """Learn of a step that has finished and of accepted drafts, before others are booked."""
+        done = work_of(planned, shape)
+        for request, count in accepted:
+            work = done[request.request_class]
+            done[request.request_class] = work._replace(num_decodes=work.num_decodes + count)
         clock_s = self._pipeline.busy_s + self._pipeline.idle_s
         seconds, self._clock_s = clock_s - self._clock_s, clock_s
         for request_class, work in done.items():
@@ -263,18 +263,13 @@ class _Batch(NamedTuple):
     """Tokens of each, on average."""
 
 
-def work_of(
-    planned: PlannedStep, shape: StepShape, accepted: Sequence[tuple[Request, int]] = ()
-) -> dict[RequestClass, Work]:
-    """Return what a step of some shape computes for each class, refused drafts left out."""
+def work_of(planned: PlannedStep, shape: StepShape) -> dict[RequestClass, Work]:
+    """Return what a step of some shape computes for each class, drafts left out."""
     of_be = [num_tokens for request, num_tokens in planned.chunks if request.request_class is BE]
     num_decodes = of_be.count(1)
     be_prompt = sum(of_be) - num_decodes
     num_decodes += planned.decodes.count(BE)
-    num_rt_decodes = shape.num_decodes - num_decodes
-    num_rt_prompt = shape.num_new - shape.num_decodes - shape.num_drafts - be_prompt
-    num_accepted = {of: sum(n for r, n in accepted if r.request_class is of) for of in (RT, BE)}
-    return {
-        RT: Work(num_rt_prompt, num_rt_decodes + num_accepted[RT]),
-        BE: Work(be_prompt, num_decodes + num_accepted[BE]),
-    }
+    be = Work(be_prompt, num_decodes)
+    num_prompt = shape.num_new - shape.num_decodes - shape.num_drafts
+    rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes)
+    return {RT: rt, BE: be}

@@ -218,11 +218,6 @@ class CompletionLedger:
         return self._end_s - self._granted_until_s
 
     @property
-    def balance_s(self) -> float:
-        """Time granted and not used by the last token; negative: used and not granted."""
-        return self._granted_until_s - self._last_s
-
-    @property
     def deadline_of_next_token(self) -> float:
         """When the next token is due, by what the tokens before it have left."""
         return self._granted_until_s + self._grant(1)

@@ -170,12 +170,10 @@ class VirtualHardware:
 
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""
-        step_s = self.seconds(
-            shape.num_new,
-            decode_context=shape.decode_context,
-            # A token reads itself, too: on average half a token more than pairs count.
-            chunk_context=shape.chunk_pairs + (shape.num_new - shape.num_decodes) / 2,
-        )
+        # A token reads itself, too: on average half a token more than pairs count.
+        pairs = shape.chunk_pairs + (shape.num_new - shape.num_decodes) / 2
+        decode_context = shape.decode_context
+        step_s = self.seconds(shape.num_new, decode_context=decode_context, chunk_context=pairs)
         return step_s + self.per_draft_s * shape.num_drafts
 
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:

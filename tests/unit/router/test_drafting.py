@@ -421,9 +421,8 @@ def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
         planned, result, output, lambda parts: taken.extend(n for _, n in parts)
     )  # type: ignore[arg-type]
     assert [count for _, count in done] == [3, 0] and taken == [1, 2]
-    counts = {key: (c.num_drafted, c.num_accepted) for key, c in drafting.counts.items()}
-    assert counts.pop((names[0], source)) == (4, 3) and counts.pop((names[1], source)) == (2, 0)
-    assert {*counts.values()} == {(0, 0)}
+    assert drafting.num_drafted == {(names[0], source): 4, (names[1], source): 2}
+    assert drafting.num_accepted == {(names[0], source): 3, (names[1], source): 0}
     is_predicted = source is DraftSource.PREDICTION
     for request, found in zip(decodes.requests, [(3, 1), (0, 2)], strict=True):
         assert drafting.predicted(request) == (found if is_predicted else (0, 0))
@@ -449,8 +448,8 @@ def test_tokens_behind_the_end_count_nowhere(eos: int, num_right: int) -> None:
     )  # type: ignore[arg-type]
     assert done == [(request, num_right)] and taken == [1]
     assert drafting.predicted(request) == (num_right, 4 - num_right)
-    counts = drafting.counts[request.request_class, DraftSource.PREDICTION]
-    assert (counts.num_drafted, counts.num_accepted) == (4, num_right)
+    of = request.request_class, DraftSource.PREDICTION
+    assert (drafting.num_drafted[of], drafting.num_accepted[of]) == (4, num_right)
 
 
 def test_blocks_of_one_request_leave_no_slots_to_guesses() -> None:

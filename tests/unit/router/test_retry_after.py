@@ -115,9 +115,9 @@ def test_accepted_drafts_are_in_the_pace() -> None:
 
 def test_accepted_drafts_are_work_of_their_class() -> None:
     rt, be = make_request(0, RT, prompt=8, output=5), make_request(1, BE, prompt=8, output=5)
-    parts = [Scheduled(rt, 1), Scheduled(be, 1)]
-    done = work_of(planned_step(parts), shape_of(parts), [(rt, 3), (be, 1)])
-    assert done == {RT: Work(0, 4), BE: Work(0, 2)}
+    scene = Scene()
+    scene.step([Scheduled(rt, 1), Scheduled(be, 1)], 0.01, [(rt, 3), (be, 1)])
+    assert scene.waits.computed == {RT: Work(0, 4), BE: Work(0, 2)}
 
 
 def test_who_waits_for_prompts_alone() -> None:
