@@ -318,11 +318,6 @@ class PlannedStep:
             yield Computed(request.account, request.budget, num_tokens, num_samples)
 
     @property
-    def all_samples(self) -> tuple[int, ...]:
-        """Tokens that each of `scheduled` can yield at most."""
-        return (*self.decodes.num_tokens.tolist(), *self.num_samples)
-
-    @property
     def skipped(self) -> tuple[Skipped, ...]:
         """`left_out`, one by one: for logs and tests."""
         return self.left_out.each()
