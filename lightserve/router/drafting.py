@@ -53,8 +53,8 @@ PRIOR_DRAFTS = 3.0
 ROW_MEMORY = 0.85
 """Weight of what is known of a row after a result with drafts; FADING, of its key."""
 RETRY_STEPS = 320
-"""Of so many steps one takes each row to have FIRST_CHANCE at least. With it drafts are worth 1.5
-steps of the decodes alone at most, and cost no more: to try again takes under 0.5 % of the time."""
+"""Steps of which one takes each row to have FIRST_CHANCE at least. With it drafts are worth 1.5
+steps of the decodes alone at most, and cost no more: a retry takes under 0.5 % of the time."""
 QUIET_STEPS = 3
 """Steps behind one without drafts that have none either, without looking: planning takes time."""
 
