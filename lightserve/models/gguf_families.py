@@ -417,8 +417,8 @@ def _nemotron(gguf: GgufFile, name: str) -> dict[str, Any]:
 
 def _lfm2(gguf: GgufFile, name: str) -> dict[str, Any]:
     """Layers without heads of keys are short convolutions."""
-    gguf.integer(f"{name}.attention.sliding_window", default=0, high=0)
-    gguf.integer(f"{name}.decision.block_count", default=0, high=0)
+    for key in ("attention.sliding_window", "decision.block_count", "embedding_length_out"):
+        gguf.integer(f"{name}.{key}", default=0, high=0)
     if not gguf.boolean(key := f"{name}.attention.causal", default=True):
         raise gguf.error(key, "must be true")
     own: dict[str, Any] = {

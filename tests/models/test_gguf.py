@@ -439,6 +439,8 @@ def head(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
         ("nemotron_h_moe", "nemotron_h_moe.expert_group_used_count", 4, "between 1 and 3, got 4"),
         ("lfm2", "lfm2.attention.head_count_kv", [2, 2, 2, 2], "no layers of conv"),
         ("lfm2", "lfm2.attention.sliding_window", 8, "must be between 0 and 0, got 8"),
+        ("lfm2", "lfm2.decision.block_count", 1, "must be between 0 and 0, got 1"),
+        ("lfm2", "lfm2.embedding_length_out", 128, "must be between 0 and 0, got 128"),
         ("lfm2", "lfm2.attention.causal", False, "must be true"),
         ("lfm2", "lfm2.shortconv.l_cache", 1, "'conv_L_cache' must be between 2 and 16, got 1"),
         ("lfm2moe", "lfm2moe.expert_gating_func", 1, "must be 2 (sigmoid)"),
