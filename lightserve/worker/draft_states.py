@@ -18,7 +18,7 @@ layers are one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -187,16 +187,14 @@ class StateGraphs:
         self._sizes, self._recorder = tuple(sizes), recorder
         self._replays: dict[int, Callable[[], None]] = {}
         max_rows = tables.token_ids.shape[0] - 1
-        self._padding = torch.zeros(4, max_rows, dtype=torch.int64, device=tables.token_ids.device)
-        self._padding[0].fill_(max_rows)
-        self._padding[3].fill_(1)
-        self._held = self._padding.clone()
+        self._padding = torch.tensor([[max_rows], [0], [0], [0]], device=self._slots.device)
+        self._held = self._padding.repeat(1, max_rows)
         """int64 [4, max_num_seqs], see `_move_on`."""
 
     @property
     def static_bytes(self) -> int:
         """Memory of the tensors that are there before anything is recorded."""
-        return self._held.nbytes + self._padding.nbytes
+        return self._held.nbytes
 
     @torch.inference_mode()
     def capture(self, advance: Advance = lambda _: None) -> list[int]:
@@ -235,33 +233,36 @@ class StateGraphs:
             part.normal_(generator=generator)
         for size in self._sizes:
             most = (len(self._pool.k[0]) - 1) // (1 + self._tables.num_state_slots)
-            num_rows = max(1, min(size, self._held.shape[1], most))
+            # Few: the pool has the memory already, and of large models a state has 60 MB and more.
+            num_rows = max(1, min(4, size, self._held.shape[1], most))
             rows, counts = torch.arange(num_rows, device=device), size // num_rows
             lengths = torch.full_like(rows, counts)
             with self._tables.with_rows(torch.zeros(num_rows, 1, dtype=torch.int32)):
-                slots = self._slots[:num_rows].flatten().long()
+                slots = self._slots[:num_rows].long()
                 self._set(torch.stack([rows, rows * counts, lengths, lengths]))
-                replayed = self._left_by(self._replays[size], slots)
+                replayed = [*self._left_by(self._replays[size], slots)]
                 one_by_one = self._left_by(partial(self._run, size), slots)
-            if not all(map(torch.equal, replayed, one_by_one)):
+                is_alike = all(map(torch.equal, replayed, one_by_one))
+            if not is_alike:
                 raise StartupError(
                     f"the CUDA graph of {size} inputs of guesses leaves other states than its"
                     " kernels do one by one; --cuda-graphs off serves without"
                 )
 
-    def _left_by(self, run: Callable[[], None], slots: Tensor) -> list[Tensor]:
-        """Return what stands in slots of the pool that were empty before `run`."""
-        pieces = [bank.pieces for layer in self._pool.states for bank in layer]
-        for part in pieces:
-            part.index_fill_(2, slots, 0)
+    def _left_by(self, run: Callable[[], None], slots: Tensor) -> Iterator[Tensor]:
+        """Run, and yield each state tensor of rows, which were empty; slots [R, of a row]."""
+        banks = [bank for layer in self._pool.states for bank in layer]
+        own = [slots[:, bank.first : bank.first + bank.num_slots].flatten() for bank in banks]
+        for bank, places in zip(banks, own, strict=True):
+            bank.pieces.index_fill_(2, places, 0)
         run()
-        return [part.index_select(2, slots) for part in pieces]
+        for bank, places in zip(banks, own, strict=True):
+            yield bank.pieces.index_select(2, places)
 
     def _set(self, held: Tensor) -> None:
         """Put a step's rows where graphs read them."""
-        num_rows = held.shape[1]
-        self._held[:, :num_rows].copy_(held)
-        self._held[:, num_rows:].copy_(self._padding[:, num_rows:])
+        self._held.copy_(self._padding)
+        self._held[:, : held.shape[1]].copy_(held)
 
     def _run(self, size: int) -> None:
         """Move states on by at most `size` inputs; this is what is recorded."""

@@ -285,11 +285,10 @@ def num_kv_slots(
     else:
         budget = parse_memory(config.kv_memory, "--kv-memory")
         if budget * num_ranks > rest:
+            beside = f" beside {_kept(kept_bytes)}" * bool(kept_bytes)
             raise ConfigError(
                 f"--kv-memory {config.kv_memory} for {num_ranks} rank(s) is more than the"
-                f" {rest / 2**20:.0f} MiB that are free"
-                + f" beside {_kept(kept_bytes)}"
-                * bool(kept_bytes)
+                f" {rest / 2**20:.0f} MiB that are free{beside}"
             )
     num_slots = _slots_within(budget, layout)
     if config.max_kv_tokens:

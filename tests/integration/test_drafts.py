@@ -454,6 +454,30 @@ def test_a_graph_of_states_that_leaves_others_is_seen(fault: str) -> None:
             states.check()
 
 
+def test_a_check_of_graphs_of_states_copies_the_states_of_a_few_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool has the memory by then: of 256 rows of Qwen3.5-0.8B the states are 5 GB."""
+    runner = make_small_runner(LateQueue(), TensorKernels(), kind="delta")
+    states = StateGraphs(
+        runner._model, runner.pool, runner.tables, sizes=(40,), recorder=TapeRecorder()
+    )
+    states.capture()
+    num_bytes, equal = [], torch.equal
+
+    def watched(left: torch.Tensor, right: torch.Tensor) -> bool:
+        num_bytes.append(left.nbytes)
+        return equal(left, right)
+
+    monkeypatch.setattr(torch, "equal", watched)
+    states.check()
+    (tensor,) = runner.pool.tensors
+    of_a_slot = tensor.nbytes // tensor.shape[3]
+    assert runner.max_num_seqs > 4 and 0 < sum(num_bytes) <= 4 * (
+        of_a_slot * runner.pool.num_state_slots
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "has_graphs"),
     long_but(itertools.product(RECURRENT, (False, True)), [("delta", True), ("mamba", False)]),
