@@ -141,12 +141,10 @@ class StepModel:
         fixed_s = max(0.0, c.floor_s - c.per_new_s * c.knee)
         return fixed_s * (1 / FIXED_SHARE - 1)
 
-    def seconds(self, shape: StepShape, *, num_saved: int = 0, num_loaded: int = 0) -> float:
-        """Return the seconds of a step that waits for copies of so many tokens."""
-        c = self.coefficients
+    def seconds(self, shape: StepShape) -> float:
+        """Return the seconds of a step, its copies left out."""
         num_new = self.sizes.padded(shape.num_new, has_chunks=shape.has_rows_of_several)
-        step_s = self._seconds(shape, num_new)
-        return step_s + c.per_saved_token_s * num_saved + c.per_loaded_token_s * num_loaded
+        return self._seconds(shape, num_new)
 
     def _seconds(self, shape: StepShape, num_new: int) -> float:
         """Return the seconds of a step that computes `num_new` tokens for those of its shape."""

@@ -392,9 +392,9 @@ STEP_HEADROOM = histogram(
 COMPUTED_TOKENS = counter(
     "computed_tokens_total",
     Origin.ROUTER,
-    "Tokens computed by steps: kind decode for those of sequences that compute one, kind prompt"
-    " for those that compute several (what is computed again included). Those of class be are"
-    " what best-effort requests harvest.",
+    "Tokens computed by steps: kind decode for those of sequences that compute one (right guesses"
+    " included, wrong ones not), kind prompt for those that compute several (what is computed again"
+    " included). Those of class be are what best-effort requests harvest.",
     ("request_class", "kind"),
 )
 STEP_BATCH_SIZE = histogram(

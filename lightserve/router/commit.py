@@ -220,7 +220,7 @@ class StepCommit:
             loaded = _left_by_paused(step, kv)
         newcomers = [r for r, _ in step.chunks if r.state is WAITING]
         for request in newcomers:
-            self._start(request, kv, step.found[request])
+            self._start(request, kv, step.found[request], in_turn=request not in step.urgent)
         for request, _ in loaded:
             kv.hold(request, step.found[request])
         for request in newcomers:
@@ -278,9 +278,9 @@ class StepCommit:
             elif states.end_chunk(request, num_tokens):
                 self.counters[request.request_class].num_snapshots += 1
 
-    def _start(self, request: Request, kv: KVStore, found: Found) -> None:
+    def _start(self, request: Request, kv: KVStore, found: Found, *, in_turn: bool) -> None:
         """Take a waiting request out of its queue and give it a row and what there is of its KV."""
-        self._waiting.admit(request, in_turn=not found.is_urgent)
+        self._waiting.admit(request, in_turn=in_turn)
         if not request.is_paused:
             kv.forget(request)
         self._waits.note_started(request, found.start)

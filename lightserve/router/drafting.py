@@ -17,7 +17,7 @@ few, from those of its key: requests of one program are alike.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +27,6 @@ from lightserve.cost.model import StepShape
 from lightserve.messages.common import MAX_INT32, unpack_int32
 from lightserve.messages.frontend_router import NOTHING_PREDICTED
 from lightserve.messages.router_worker import NO_TOKEN, StepOutput, StepResult
-from lightserve.router.accounts import Computed
 from lightserve.router.output_lengths import MAX_KEYS
 from lightserve.router.request import ENDED, Request, until_end
 from lightserve.router.request_table import NO_ROWS, BoolArray, Decodes, FloatArray, RequestTable
@@ -51,36 +50,32 @@ FIRST_CHANCE = 0.6
 """Chance of a draft of which nothing is known: what is never tried is never known."""
 PRIOR_DRAFTS = 3.0
 """Drafts that what is known of the key counts for, in a row; and FIRST_CHANCE, of a key."""
-ROW_MEMORY, KEY_MEMORY = 0.85, 0.98
-"""Weight of what is known after a result with drafts: of the row, of the key."""
+ROW_MEMORY = 0.85
+"""Weight of what is known of a row after a result with drafts; FADING, of its key."""
+RETRY_STEPS = 320
+"""Steps of which one takes each row to have FIRST_CHANCE at least. With it drafts are worth 1.5
+steps of the decodes alone at most, and cost no more: a retry takes under 0.5 % of the time."""
 QUIET_STEPS = 3
 """Steps behind one without drafts that have none either, without looking: planning takes time."""
 
 
 @dataclass(slots=True)
 class Chance:
-    """Drafts that were accepted and refused of late."""
+    """Drafts that were accepted and refused of late; at first PRIOR_DRAFTS with FIRST_CHANCE."""
 
-    accepted: float = 0.0
-    tried: float = 0.0
+    accepted: float = PRIOR_DRAFTS * FIRST_CHANCE
+    tried: float = PRIOR_DRAFTS
 
     def learn(self, accepted: float, tried: float, memory: float) -> None:
-        """Count the drafts of one result."""
-        self.accepted = memory * self.accepted + accepted
-        self.tried = memory * self.tried + tried
+        """Count the drafts of one result; without any, what is known fades to the first chance."""
+        first = 0.0 if tried else (1.0 - memory) * PRIOR_DRAFTS
+        self.accepted = memory * self.accepted + accepted + first * FIRST_CHANCE
+        self.tried = memory * self.tried + tried + first
 
     @property
     def value(self) -> float:
         """The chance that a draft is accepted whose predecessors are."""
-        return (self.accepted + PRIOR_DRAFTS * FIRST_CHANCE) / (self.tried + PRIOR_DRAFTS)
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Drafts of a class from one source since boot."""
-
-    num_drafted: int = 0
-    num_accepted: int = 0
+        return self.accepted / self.tried
 
 
 class Drafting:
@@ -97,16 +92,19 @@ class Drafting:
         self._steps = np.arange(1, most + 1)
         self._num_quiet = 0
         """Next steps that are to have no drafts."""
+        self._num_until_retry = RETRY_STEPS
+        """Steps before the next one that tries all rows again."""
+        self._retried: set[int] = set()
+        """Rows that were tried again, of which no result is there."""
         self._accepted = np.zeros(table.num_rows)
         self._tried = np.zeros(table.num_rows)
         self._keys: OrderedDict[Hashable, Chance] = OrderedDict()
         self.of_all = Chance()
         """Drafts of all rows since boot."""
-        self.counts = {
-            (request_class, source): DraftCounts()
-            for request_class in RequestClass
-            for source in DraftSource
-        }
+        self.num_drafted = Counter[tuple[RequestClass, DraftSource]]()
+        """Drafts since boot by class and source, …"""
+        self.num_accepted = Counter[tuple[RequestClass, DraftSource]]()
+        """… and accepted ones."""
         self._predicted: dict[RequestKey, tuple[int, int]] = {}
         """Tokens of predictions that were right and wrong in the last result."""
 
@@ -116,12 +114,12 @@ class Drafting:
         result: StepResult,
         output: StepOutput,
         step_back: Callable[[Sequence[tuple[Request, int]]], None],
-    ) -> list[Computed]:
+    ) -> list[tuple[Request, int]]:
         """Learn what came of a step's drafts, and take back what was booked for refused ones.
 
-        `step_back` forgets the last tokens of requests. Returns what accepted drafts have computed.
+        `step_back` forgets the last tokens of requests. Returns how many of each were accepted.
         """
-        refused, computed = [], []
+        refused, accepted = [], []
         decodes, num_planned = planned.decodes, planned.decodes.drafts
         self._predicted.clear()
         num_tokens = (output.token_ids[: len(decodes)] != NO_TOKEN).sum(axis=1)
@@ -131,8 +129,7 @@ class Drafting:
         for index in np.flatnonzero(num_planned).tolist():
             request, row = decodes.requests[index], RowId(int(decodes.rows[index]))
             source = DraftSource(int(sources[index]))
-            counts = self.counts[request.request_class, source]
-            counts.num_drafted += int(num_drafted[index])
+            self.num_drafted[request.request_class, source] += int(num_drafted[index])
             if request.state is ENDED:  # all that it holds is given back at once
                 continue
             token_ids = output.token_ids[index, : num_tokens[index]].tolist()
@@ -141,15 +138,15 @@ class Drafting:
             num_accepted = max(0, len(token_ids) - 1)
             # What stands behind its end is none of the request's output.
             num_right = max(0, len(until_end(request, token_ids)[0]) - 1)
-            counts.num_accepted += num_right
+            self.num_accepted[request.request_class, source] += num_right
             if source is DraftSource.PREDICTION:
                 self._predicted[request.key] = num_right, int(num_drafted[index]) - num_right
             num_tried = min(num_accepted + 1, int(num_drafted[index])) or num_wasted
             self._learn(request, num_tried, num_accepted)
             refused.append((request, int(num_planned[index]) - num_accepted))
-            computed.append(Computed(request.account, request.budget, 0, num_right))
+            accepted.append((request, num_right))
         step_back(refused)
-        return computed
+        return accepted
 
     def predicted(self, request: Request) -> tuple[int, int]:
         """Return how many tokens of its prediction were right and wrong in the last result."""
@@ -159,6 +156,7 @@ class Drafting:
         """Take in a request that has got a row."""
         row = request.row
         assert row is not None
+        self._retried.discard(row)
         self._accepted[row] = self._tried[row] = 0.0
         self._limits[row] = self.most * can_draft(request)
         self._priors[row] = self._of_key(request).value
@@ -170,9 +168,14 @@ class Drafting:
 
     def note(self, decodes: Decodes) -> None:
         """Take in the decodes of a step that is sent."""
+        self._num_until_retry -= 1
         if self._num_quiet:
             self._num_quiet -= 1
-        elif not len(decodes.drafts):
+            return
+        if self._num_until_retry < 0:
+            self._num_until_retry = RETRY_STEPS
+            self._retried = set(decodes.rows[decodes.drafts.nonzero()].tolist())
+        if not len(decodes.drafts):
             self._accepted[decodes.rows] *= FADING
             self._tried[decodes.rows] *= FADING
             self._num_quiet = QUIET_STEPS
@@ -202,8 +205,8 @@ class Drafting:
         rows, most, alone_s = decodes.rows, self._most_of(decodes), cost.seconds(shape.decodes)
         chances = self._chances(rows)
         # Where drafts are wrong most of the time, to see so is to take a small part of a plan's.
-        most_won = MARGIN * (chances / (1.0 - chances))[most > 0].sum()
-        if most_won * alone_s <= LEAST_WON_S * len(rows):
+        each_won = MARGIN * chances / np.maximum(1.0 - chances, 1.0 / self.most)
+        if each_won[most > 0].sum() * alone_s <= LEAST_WON_S * len(rows):
             return NO_ROWS
         room = min(room, int(most.sum()))
         gains = chances[:, None].repeat(self.most, axis=1).cumprod(axis=1)
@@ -232,11 +235,14 @@ class Drafting:
         """Take in how many drafts of a running request were looked at, and accepted."""
         row, of_key = request.row, self._of_key(request)
         assert row is not None
+        if row in self._retried:
+            self._retried.remove(row)
+            self._priors[row] = FIRST_CHANCE
         self._accepted[row] = ROW_MEMORY * self._accepted[row] + num_accepted
         self._tried[row] = ROW_MEMORY * self._tried[row] + num_tried
         self.of_all.learn(num_accepted, num_tried, 1.0)
-        of_key.learn(num_accepted, num_tried, KEY_MEMORY)
-        self._priors[row] = of_key.value
+        of_key.learn(num_accepted, num_tried, FADING)
+        self._priors[row] = max(of_key.value, self._priors[row] if num_accepted else 0.0)
 
     def _most_of(self, decodes: Decodes) -> IntArray:
         """Return how many drafts each may have at most: none beyond the last token it can have."""
@@ -248,7 +254,7 @@ class Drafting:
     def _chances(self, rows: IntArray) -> FloatArray:
         accepted = self._accepted[rows] + PRIOR_DRAFTS * self._priors[rows]
         chances: FloatArray = accepted / (self._tried[rows] + PRIOR_DRAFTS)
-        return chances
+        return chances if self._num_until_retry > 0 else np.maximum(chances, FIRST_CHANCE)
 
     def _of_key(self, request: Request) -> Chance:
         # Who says what comes is right more often.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduling_targets import RaisedTarget
 from lightserve.router.step import PlannedStep, Reason
 from lightserve.router.step_cost import StepKind, kind_of
-from lightserve.types import SLO, RequestClass, StepId
+from lightserve.types import SLO, DraftSource, RequestClass, StepId
 
 
 class RouterMetrics:
@@ -74,8 +74,8 @@ class RouterMetrics:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._sent: dict[StepId, StepKind] = {}
-        """The kinds of the steps in flight."""
+        self._sent: dict[StepId, tuple[StepKind, float | None]] = {}
+        """The kinds and the limits of the steps in flight."""
         self._peak_slots = 0
         self._newcomers: list[Request] = []
         """Started since the last report; the core notes what it found of their prompts."""
@@ -97,18 +97,18 @@ class RouterMetrics:
             if request.state is WAITING and request.num_requeues == 0:
                 self._queue_time[request.request_class].observe(now_s - request.arrival_s)
                 self._newcomers.append(request)
-        self._sent[step.step_id] = kind_of(step.shape)
-        if step.limit_s is not None and math.isfinite(step.limit_s):
-            self._headroom.observe(step.limit_s - step.predicted_s)
+        self._sent[step.step_id] = kind_of(step.shape), step.limit_s
         self._batch_size.observe(len(step.decodes) + len(step.chunks))
         self._tokens.observe(step.shape.num_new)
 
     def on_result(self, result: StepResult, num_used_slots: int, predicted_s: float) -> None:
         """Count a step that has finished; what the core said of it before it took it in."""
         self._peak_slots = max(self._peak_slots, num_used_slots)
-        kind = self._sent.pop(result.step_id, None)
-        if kind is None:
+        if (sent := self._sent.pop(result.step_id, None)) is None:
             return  # its workers are gone
+        kind, limit_s = sent
+        if limit_s is not None:
+            self._headroom.observe(limit_s - predicted_s)
         if predicted_s > 0:
             self._ratio[kind].observe(result.exec_s / predicted_s)
         self._step_time.observe(result.exec_s)
@@ -189,13 +189,11 @@ class RouterMetrics:
                 self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
 
     def _count_drafts(self, core: Scheduler) -> None:
-        for (request_class, source), counts in core.drafting.counts.items():
-            for family, value in (
-                (DRAFT_TOKENS, counts.num_drafted),
-                (ACCEPTED_TOKENS, counts.num_accepted),
-            ):
-                label = source.name.lower()
-                self.recorder.counter(family, request_class.value, label).value = value
+        counter, drafting = self.recorder.counter, core.drafting
+        for of in itertools.product(RequestClass, DraftSource):
+            labels = of[0].value, of[1].name.lower()
+            counter(DRAFT_TOKENS, *labels).value = drafting.num_drafted[of]
+            counter(ACCEPTED_TOKENS, *labels).value = drafting.num_accepted[of]
 
     def _count_raised(self, core: Scheduler) -> None:
         for request_class in RequestClass:
@@ -244,6 +242,7 @@ WATCH_S = 5.0
 class _Noted:
     step: PlannedStep
     sent_s: float
+    predicted_s: float
     num_decodes: dict[RequestClass, int]
     """Rows change hands: counted when it is sent."""
     exec_s: float | None = None
@@ -260,15 +259,15 @@ class RecentSteps:
         """Note a step that is sent; call before the core books it."""
         if now_s < self._watched_until_s:
             num_decodes = {each: step.decodes.count(each) for each in RequestClass}
-            self._noted.append(_Noted(step, now_s, num_decodes))
+            self._noted.append(_Noted(step, now_s, step.predicted_s, num_decodes))
         else:
             self._noted.clear()
 
-    def on_result(self, step_id: StepId, exec_s: float) -> None:
-        """Note what a step took."""
+    def on_result(self, step_id: StepId, exec_s: float, predicted_s: float) -> None:
+        """Note what a step took, and what the core said of it once it was booked."""
         for noted in reversed(self._noted):
             if noted.step.step_id == step_id:
-                noted.exec_s = exec_s
+                noted.exec_s, noted.predicted_s = exec_s, predicted_s
                 return
 
     def tell(self, now_s: float) -> list[StepNote]:
@@ -288,8 +287,8 @@ def _told(noted: _Noted, now_s: float) -> StepNote:
     return StepNote(
         step_id=step.step_id,
         age_s=now_s - noted.sent_s,
-        predicted_s=float(step.predicted_s),
-        limit_s=None if step.limit_s in (None, float("inf")) else float(step.limit_s or 0.0),
+        predicted_s=float(noted.predicted_s),
+        limit_s=None if step.limit_s is None else float(step.limit_s),
         exec_s=noted.exec_s,
         num_requests={each: count for each, count in num_requests.items() if count},
         num_tokens={each: count for each, count in num_tokens.items() if count},

@@ -23,6 +23,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
     read_result,
+    unpack_decodes,
 )
 from lightserve.router.arrivals import TimeShare
 from lightserve.router.encoding import Encoding
@@ -136,14 +137,14 @@ class Pipeline:
         Until copies have been seen, what a profile says of loads.
         """
         predicted_s = self._copy_cost.predict(num_tokens)
-        return predicted_s or self.cost.copy_seconds(num_loaded=num_tokens)
+        return predicted_s or self.cost.load_seconds(num_tokens)
 
     def load_seconds(self, num_tokens: int) -> float:
         """Return the predicted seconds that a step waits for loads of so many tokens.
 
         No less than a profile says: what was learnt from a few tokens may be far too little.
         """
-        profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
+        profiled_s = self.cost.load_seconds(num_tokens)
         return max(self._copy_cost.predict(num_tokens), profiled_s)
 
     def ahead_seconds(self, num_tokens: int) -> float:
@@ -152,7 +153,7 @@ class Pipeline:
         In proportion to their number: no step tells how long they took, so that an overhead that
         is believed to be too large, for which there is never time, would never be corrected.
         """
-        profiled_s = self.cost.copy_seconds(num_loaded=num_tokens)
+        profiled_s = self.cost.load_seconds(num_tokens)
         return profiled_s or self._copy_cost.mean_rate_s * num_tokens
 
     def load_is_cheaper(self, num_tokens: int, start: int, num_loaded: int) -> bool:
@@ -244,13 +245,12 @@ class Pipeline:
 
 def _computed_shape(sent: SentStep, result: StepResult) -> StepShape:
     """Return the shape of what was computed: where too little was proposed, less than planned."""
-    num_drafts = int(sent.planned.decodes.drafts.sum())
-    num_missing = num_drafts - result.num_verified
-    if not num_missing:
+    drafts = sent.planned.decodes.drafts
+    if result.num_verified == drafts.sum():
         return sent.shape
-    per_draft = sent.planned.decodes.num_context_tokens // max(1, len(sent.planned.decodes))
-    pairs = min(sent.shape.chunk_pairs, num_missing * per_draft)
-    return sent.shape.plus_drafts(-num_missing, -pairs)
+    missing = drafts - unpack_int32(result.drafted)[: len(drafts)]
+    starts = unpack_decodes(sent.plan.decodes).start_positions
+    return sent.shape.plus_drafts(-int(missing.sum()), -int((missing * starts).sum()))
 
 
 def _read(sent: SentStep, result: StepResult) -> StepOutput:
@@ -260,11 +260,14 @@ def _read(sent: SentStep, result: StepResult) -> StepOutput:
     if not all(0.0 <= time_s < math.inf for time_s in times_s):  # nor one that is no number
         raise ProtocolError("times must be finite and not negative")
     output = read_result(sent.plan, result)
-    if not 0 <= result.num_verified <= int(sent.planned.decodes.drafts.sum()):
-        raise ProtocolError(f"{result.num_verified} drafts, which are not those of the plan")
     if len(result.drafted) != 2 * len(sent.plan.decodes.num_drafts):
         raise ProtocolError(f"{len(result.drafted)} bytes of drafted")
-    sources = unpack_int32(result.drafted).reshape(2, -1)[1] if result.drafted else ()
+    drafts = sent.planned.decodes.drafts
+    num_drafted, sources = unpack_int32(result.drafted).reshape(2, -1)
+    if ((num_drafted < 0) | (num_drafted > drafts)).any():
+        raise ProtocolError("drafted: more than planned")
+    if result.num_verified not in (drafts.sum(), num_drafted.sum()):
+        raise ProtocolError(f"{result.num_verified} drafts, which are not those of the plan")
     if not {*map(int, sources)} <= {*DraftSource}:
         raise ProtocolError("drafted: a source that is none")
     planned, (rows, token_ids, others) = sent.planned, output

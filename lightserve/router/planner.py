@@ -212,7 +212,6 @@ class Planner:
         newcomers = [r for r, _ in chunks if r.state is WAITING]
         changes = memory.changes()
         found = {r: step.found(r) for r in (*newcomers, *(r for r, _ in changes.loaded))}
-        found |= {r: found[r]._replace(is_urgent=True) for r in step.urgent.intersection(newcomers)}
         shape = shape_of([decodes, *chunks], step.found)
         shape, decodes = self._with_drafts(decodes, shape, step)
         return PlannedStep(
@@ -230,6 +229,7 @@ class Planner:
             encodes=tuple(step.budget.loads.encodes.orders),
             loaded=changes.loaded,
             found=found,
+            urgent=step.urgent,
             seats_given=self._seats.given(changes.paused, newcomers),
             left_out=left_out,
             unseen=self._unseen(newcomers, left_out, step.skips),

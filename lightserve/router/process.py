@@ -357,7 +357,7 @@ class RouterProcess:
             self._ask_for_new_workers(0.0)
             return
         self._metrics.on_result(result, num_used_slots, predicted_s)
-        self._recent.on_result(result.step_id, result.exec_s)
+        self._recent.on_result(result.step_id, result.exec_s, predicted_s)
         self._deliver(news)
         if self._publisher is not None:
             self._publisher.publish(self.core.take_kv_events(), now_s=time.time())

@@ -476,8 +476,6 @@ class Found(NamedTuple):
     """The part of it in the prefix tree, if that is more than it holds itself."""
     num_state_slots: int = 0
     """Slots among `num_loaded` that are its state."""
-    is_urgent: bool = False
-    """Whether it starts as an urgent job, whatever the turn of best-effort requests."""
 
     @property
     def num_there(self) -> int:

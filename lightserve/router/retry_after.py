@@ -52,7 +52,7 @@ class Work(NamedTuple):
     num_prompt: float = 0.0
     """In rows of several, known tokens that are computed again included."""
     num_decodes: float = 0.0
-    """In rows of one."""
+    """In rows of one, with accepted drafts."""
 
 
 class _Average:
@@ -115,9 +115,14 @@ class QueueDelay:
 
     # ---------------------------------------------------------------- what happens
 
-    def note_step(self, planned: PlannedStep, shape: StepShape) -> None:
-        """Learn that a step of some shape has finished; before anything else is booked."""
+    def note_step(
+        self, planned: PlannedStep, shape: StepShape, accepted: Sequence[tuple[Request, int]] = ()
+    ) -> None:
+        """Learn of a step that has finished and of accepted drafts, before others are booked."""
         done = work_of(planned, shape)
+        for request, count in accepted:
+            work = done[request.request_class]
+            done[request.request_class] = work._replace(num_decodes=work.num_decodes + count)
         clock_s = self._pipeline.busy_s + self._pipeline.idle_s
         seconds, self._clock_s = clock_s - self._clock_s, clock_s
         for request_class, work in done.items():
@@ -259,7 +264,7 @@ class _Batch(NamedTuple):
 
 
 def work_of(planned: PlannedStep, shape: StepShape) -> dict[RequestClass, Work]:
-    """Return what a step of some shape computes for each class."""
+    """Return what a step of some shape computes for each class, drafts left out."""
     of_be = [num_tokens for request, num_tokens in planned.chunks if request.request_class is BE]
     num_decodes = of_be.count(1)
     be_prompt = sum(of_be) - num_decodes

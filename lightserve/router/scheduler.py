@@ -39,7 +39,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.router.accounts import Accounts
+from lightserve.router.accounts import Accounts, Computed
 from lightserve.router.arrivals import ArrivalStats, HeldByRealTime
 from lightserve.router.commit import KVCounters, StepCommit
 from lightserve.router.config import SchedulerConfig
@@ -374,11 +374,12 @@ class Scheduler:
         assert self._kv is not None
         _, token_ids, others = output
         planned, table, deltas = step.planned, self._rows, DeltaBatch()
+        accepted: list[tuple[Request, int]] = []
         rows = planned.decodes.rows
         table.receive(rows, planned.decodes.num_tokens)
         if len(planned.decodes.drafts):
             accepted = self.drafting.take_back_refused(planned, result, output, self._kv.step_back)
-            self._accounts.charge(accepted)
+            self._accounts.charge(Computed(r.account, r.budget, 0, count) for r, count in accepted)
         num_computed = (table.next_position - table.inflight_tokens)[rows[table.is_rt[rows]]]
         num_held = int(num_computed.sum())
         self._demand.note_decodes(len(num_computed), num_held, now_s)
@@ -416,7 +417,7 @@ class Scheduler:
                 now_s,
                 samples=samples,
             )
-        self._waits.note_step(planned, step.shape)
+        self._waits.note_step(planned, step.shape, accepted)
         self._targets.foresee(r for r, _ in each_scheduled([planned.decodes, *planned.chunks]))
         self._sink_late(now_s)
         self._pipeline.note_work(bool(self._requests))

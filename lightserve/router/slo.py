@@ -189,7 +189,6 @@ class CompletionLedger:
         self.kept = Kept()
         self._end_s = arrival_s + completion_s
         self._arrival_s = arrival_s
-        self._last_s = arrival_s
         self._granted_until_s = arrival_s
         self._num_to_come = num_tokens_to_come
 
@@ -218,11 +217,6 @@ class CompletionLedger:
         return self._end_s - self._granted_until_s
 
     @property
-    def balance_s(self) -> float:
-        """Time granted and not used by the last token; negative: used and not granted."""
-        return self._granted_until_s - self._last_s
-
-    @property
     def deadline_of_next_token(self) -> float:
         """When the next token is due, by what the tokens before it have left."""
         return self._granted_until_s + self._grant(1)
@@ -233,7 +227,6 @@ class CompletionLedger:
         _count(self.kept, num_tokens, now_s, deadline_s)
         self._granted_until_s += self._grant(num_tokens)
         self._num_to_come -= num_tokens
-        self._last_s = now_s
 
     def residual(self, now_s: float) -> float:
         """Return the seconds until the next token is due."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -281,6 +281,8 @@ class PlannedStep:
     """KV of paused requests that comes back beside the step."""
     found: Mapping[Request, Found] = field(default_factory=dict)
     """The state that each newcomer, and each of `loaded`, goes on from."""
+    urgent: Collection[Request] = ()
+    """Urgent jobs: they start whatever the turn of best-effort requests."""
     seats_given: tuple[Request, ...] = ()
     """Requests of `paused` whose seats others are owed."""
     left_out: LeftOut = NOTHING_LEFT_OUT
@@ -314,11 +316,6 @@ class PlannedStep:
             yield Computed(request.account, request.budget, 0, 1)
         for (request, num_tokens), num_samples in zip(self.chunks, self.num_samples, strict=True):
             yield Computed(request.account, request.budget, num_tokens, num_samples)
-
-    @property
-    def all_samples(self) -> tuple[int, ...]:
-        """Tokens that each of `scheduled` can yield at most."""
-        return (*self.decodes.num_tokens.tolist(), *self.num_samples)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

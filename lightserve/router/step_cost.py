@@ -84,7 +84,8 @@ SPREAD_MEMORY = 0.03
 """Weight of the newest observation in the ratio's variance, which grows at RATIO_MEMORY, and of a
 copy's time in what copies take."""
 FADING = 0.98
-"""Weight of what is known of drafts after a step without any: so they are tried again."""
+"""Weight of what is known of drafts after a step without any, so that they are tried again; and of
+those of a key after a result."""
 GUARD_DEVIATIONS = 2.5
 """Deviations that the guard adds. A step that took longer than predicted by more, and by
 LEAST_OUTLIER, says no more than that: it was stalled by something else, which no shorter step would
@@ -172,9 +173,7 @@ class StepCost:
     @property
     def worthwhile_s(self) -> float:
         """`StepModel.worthwhile_s`, corrected; 0: nothing is known."""
-        if self._model is None:
-            return 0.0
-        return self._ratio(MIXED).mean * self._model.worthwhile_s
+        return 0.0 if self._model is None else self._means[MIXED] * self._model.worthwhile_s
 
     @property
     def guard(self) -> float:
@@ -242,9 +241,8 @@ class StepCost:
 
         0: nothing is known.
         """
-        if self._model is None:
-            return 0.0
-        return self._means[kind_of(shape)] * self._model.work(shape)
+        model = self._model
+        return 0.0 if model is None else self._means[kind_of(shape)] * model.work(shape)
 
     def num_padding(self, shape: StepShape) -> int:
         """Return how many tokens the workers compute in a step beside those of its shape.
@@ -255,14 +253,10 @@ class StepCost:
             return 0
         return self._sizes.padded(shape.num_new, has_chunks=True) - shape.num_new
 
-    def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
-        """Return what copies add by the profile; 0: it has not measured any."""
-        if self._model is None:
-            return 0.0
-        coefficients = self._model.coefficients
+    def load_seconds(self, num_tokens: int) -> float:
+        """Return what loads of so many tokens add by the profile; 0: it has not measured any."""
         return (
-            coefficients.per_saved_token_s * num_saved
-            + coefficients.per_loaded_token_s * num_loaded
+            0.0 if self._model is None else self._model.coefficients.per_loaded_token_s * num_tokens
         )
 
     def tokens_within(self, shape: StepShape, limit_s: float, start: int, most: int) -> int:

@@ -408,9 +408,10 @@ class OfflineRun:
 
     def _execute(self, step: PlannedStep) -> tuple[list[_Output], float]:
         """Return the tokens of each request that yields any, and the virtual hardware's seconds."""
+        most_of_each = (*step.decodes.num_tokens.tolist(), *step.num_samples)
         outputs = [
             _output(request, num_samples)
-            for (request, _), num_samples in zip(step.scheduled, step.all_samples, strict=True)
+            for (request, _), num_samples in zip(step.scheduled, most_of_each, strict=True)
             if num_samples
         ]
         if any(not request.is_decoding for request, _ in step.scheduled):

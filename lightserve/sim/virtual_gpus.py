@@ -12,6 +12,7 @@ token, and N ranks:
 
     floor             2 P / N / (0.70 bandwidth)  + all-reduces of one token
     for each token    2 P / N / (0.67 compute)    + 2 L all-reduces of H numbers
+    for each draft    2 V H / N / (0.67 compute)  its logits, of V words, beside that and the floor
     constant          70 us for each layer        + latency of 2 L all-reduces
     context, decode   K / N / (0.78 bandwidth)
     context, prompt   4 H L / N / (0.48 compute)  for each pair of tokens
@@ -127,6 +128,8 @@ class VirtualHardware:
     kv_bytes_per_token: int
     overlaps_copies: bool = True
     spread: float = 0.05
+    per_draft_s: float = 0.0
+    """Seconds of a draft's logits; those of decodes are in the rest."""
     per_gathered_token_s: float = 0.0
     """Seconds of a copy on the device, into one piece or out of it; 0: it is part of the copy."""
     state_bytes: int = 0
@@ -167,12 +170,11 @@ class VirtualHardware:
 
     def step_seconds(self, shape: StepShape) -> float:
         """See `Hardware`."""
-        return self.seconds(
-            shape.num_new,
-            decode_context=shape.decode_context,
-            # A token reads itself, too: on average half a token more than pairs count.
-            chunk_context=shape.chunk_pairs + (shape.num_new - shape.num_decodes) / 2,
-        )
+        # A token reads itself, too: on average half a token more than pairs count.
+        pairs = shape.chunk_pairs + (shape.num_new - shape.num_decodes) / 2
+        decode_context = shape.decode_context
+        step_s = self.seconds(shape.num_new, decode_context=decode_context, chunk_context=pairs)
+        return step_s + self.per_draft_s * shape.num_drafts
 
     def copy_seconds(self, *, num_saved: int = 0, num_loaded: int = 0) -> float:
         """See `Hardware`."""
@@ -191,6 +193,7 @@ A100_LLAMA2_7B = VirtualHardware(
     per_chunk_context_s=3.5e-9,
     per_copied_token_s=21e-6,
     kv_bytes_per_token=524_288,
+    per_draft_s=1.25e-6,
 )
 """The default of `lightserve simulate`."""
 
@@ -230,6 +233,7 @@ class ModelShape(NamedTuple):
     width: int
     kv_width: int
     """Numbers of a token's keys in one layer, on average; of its values as many."""
+    num_words: int
     state_bytes: int = 0
     """Bytes of a sequence's state in recurrent layers, whatever its length."""
     encoder: EncoderShape | None = None
@@ -252,19 +256,19 @@ class GPU(NamedTuple):
 _CLIP = EncoderShape(0.304e9, 24, 1024, num_patches=1.0)
 """ViT-L/14 of images of 336 x 336 pixels, without its last layer's results."""
 MODELS = {
-    "llama-2-7b": ModelShape(6.74e9, 32, 4096, 4096),
-    "llama-13b": ModelShape(13.0e9, 40, 5120, 5120),
-    "opt-13b": ModelShape(12.9e9, 40, 5120, 5120),
-    "qwen2.5-14b": ModelShape(14.8e9, 48, 5120, 1024),
-    "qwen2.5-32b": ModelShape(32.8e9, 64, 5120, 1024),
-    "llama-3-70b": ModelShape(70.6e9, 80, 8192, 1024),
-    "opt-175b": ModelShape(175e9, 96, 12_288, 12_288),
-    "llava-1.5-7b": ModelShape(6.74e9, 32, 4096, 4096, encoder=_CLIP),
-    "llava-1.5-13b": ModelShape(13.0e9, 40, 5120, 5120, encoder=_CLIP),
+    "llama-2-7b": ModelShape(6.74e9, 32, 4096, 4096, 32_000),
+    "llama-13b": ModelShape(13.0e9, 40, 5120, 5120, 32_000),
+    "opt-13b": ModelShape(12.9e9, 40, 5120, 5120, 50_272),
+    "qwen2.5-14b": ModelShape(14.8e9, 48, 5120, 1024, 152_064),
+    "qwen2.5-32b": ModelShape(32.8e9, 64, 5120, 1024, 152_064),
+    "llama-3-70b": ModelShape(70.6e9, 80, 8192, 1024, 128_256),
+    "opt-175b": ModelShape(175e9, 96, 12_288, 12_288, 50_272),
+    "llava-1.5-7b": ModelShape(6.74e9, 32, 4096, 4096, 32_064, encoder=_CLIP),
+    "llava-1.5-13b": ModelShape(13.0e9, 40, 5120, 5120, 32_064, encoder=_CLIP),
     "qwen-vl-chat": ModelShape(
-        7.7e9, 32, 4096, 4096, encoder=EncoderShape(1.9e9, 48, 1664, num_patches=4.0)
+        7.7e9, 32, 4096, 4096, 151_936, encoder=EncoderShape(1.9e9, 48, 1664, num_patches=4.0)
     ),
-    "qwen3.5-0.8b": ModelShape(0.75e9, 24, 1024, 128, state_bytes=19_537_920),
+    "qwen3.5-0.8b": ModelShape(0.75e9, 24, 1024, 128, 248_320, state_bytes=19_537_920),
 }
 GPUS = {
     "a100-40g": GPU(312e12, 1.555e12, 40e9),
@@ -293,6 +297,7 @@ def virtual_gpus(model: ModelShape, gpu: GPU, num_ranks: int) -> VirtualHardware
         constant_s=LAYER_S * model.num_layers + latency_s,
         per_decode_context_s=kv_bytes / (KV_SHARE * gpu.bytes_per_s),
         per_chunk_context_s=pair_flops / (PAIRS_SHARE * gpu.flops),
+        per_draft_s=2 * model.num_words * model.width / num_ranks / (COMPUTE_SHARE * gpu.flops),
         per_copied_token_s=kv_bytes / LINK_BYTES_PER_S,
         per_gathered_token_s=2 * kv_bytes / (KV_SHARE * gpu.bytes_per_s),
         kv_bytes_per_token=model.kv_bytes,

@@ -118,7 +118,7 @@ def test_a_profile_is_what_is_predicted_at_first() -> None:
     cost.use_profile(coefficients)
     assert cost.is_known and cost.pivot == coefficients.knee and cost.guard == 1.0
     assert cost.seconds(StepShape().plus(0, 1)) == pytest.approx(9.4e-3, rel=0.05)
-    assert cost.copy_seconds(num_saved=10, num_loaded=10) == 0.0
+    assert cost.load_seconds(10) == 0.0
 
 
 def test_copies_cost_what_the_profile_says_until_some_were_seen() -> None:
@@ -147,8 +147,10 @@ def test_it_predicts_steps_that_it_has_not_seen(seed: int) -> None:
         errors.append(model.seconds(shape) / A100_LLAMA2_7B.step_seconds(shape) - 1.0)
     assert 0.0 < np.median(np.abs(errors)) < 0.05, "samples are noisy; the formula is not known"
     assert np.quantile(np.abs(errors), 0.95) < 0.12
-    copies_s = model.seconds(StepShape(), num_saved=100, num_loaded=50) - model.seconds(StepShape())
-    assert copies_s == pytest.approx(150 * 21e-6, rel=4 * NOISE)
+    cost = StepCost()
+    cost.use_profile(model.coefficients)
+    assert cost.load_seconds(50) == pytest.approx(50 * 21e-6, rel=4 * NOISE)
+    assert model.coefficients.per_saved_token_s == pytest.approx(21e-6, rel=4 * NOISE)
 
 
 def test_the_router_starts_with_it_or_learns() -> None:

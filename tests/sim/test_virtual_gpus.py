@@ -42,6 +42,18 @@ def test_ranks_share_the_work_and_pay_for_what_they_exchange() -> None:
     assert eight.per_new_token_s == pytest.approx(flops_s + reduces_s)
 
 
+def test_logits_of_drafts_take_time() -> None:
+    """Whether reading weights bounds the step or not; ranks share them."""
+    four, eight = virtual_gpus(OPT, GPU, 4), virtual_gpus(OPT, GPU, 8)
+    assert four.per_draft_s == 2 * eight.per_draft_s == 2 * 50_272 * 12_288 / 4 / (0.674 * 312e12)
+    for num_decodes in (1, 1000):
+        decodes = StepShape().plus_decodes(num_decodes, 0)
+        logits_s = four.step_seconds(decodes.plus_drafts(8, 0)) - four.step_seconds(
+            decodes.plus_drafts(8, 0)._replace(num_drafts=0)
+        )
+        assert logits_s == pytest.approx(8 * four.per_draft_s)
+
+
 def test_what_has_room_beside_the_weights() -> None:
     assert num_slots(OPT, GPU, 8) == pytest.approx((576e9 - 350e9) / 4_718_592, abs=1)
     assert num_slots(OPT, GPU, 4) < 0

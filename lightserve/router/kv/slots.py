@@ -151,13 +151,6 @@ class BlockSlotPool:
         """Return the slots of a short last block that is empty, else 0."""
         return self._num_over if self._num_over and self._masks[-1] == self._outside else 0
 
-    def block_masks(self) -> UInt16Array:
-        """Return which slots of each block are taken, uint16 [num_blocks], a copy.
-
-        Bit i is the i-th slot of the block; bits behind the end of the pool are set.
-        """
-        return self._mask_array.copy()
-
     def num_free_in_block_of(self, slot: int) -> int:
         """Return how many slots of a slot's block hold nothing."""
         return (self._masks[slot // self.block_size] ^ self._full).bit_count()

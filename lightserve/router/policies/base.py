@@ -175,8 +175,6 @@ class Step:
         """Positions left for prompts whose log-probabilities are wanted."""
         self._beyond: Scheduled | None = None
         """The last part that was offered more than there is time or tokens for: all of an image."""
-        self._is_beyond = False
-        """Whether such a part is in it."""
         self._num_be_left = limits.starts.most_be
         """Best-effort requests that may start."""
 
@@ -442,7 +440,7 @@ class Step:
         request, num_tokens = part
         count = together(request.parameters.images, start, num_tokens)
         if count > num_tokens and not self.budget.is_empty:
-            if self._is_beyond:
+            if self._beyond in self.memory.parts:
                 self._short_of = self._lacking(request)
                 return self._short_of
             self._beyond = Scheduled(request, count)
@@ -495,7 +493,6 @@ class Step:
             self._num_be_left -= request.request_class is BE
             if request.request_class is BE and request not in self.urgent:
                 self.limits.turn.note(request)
-        self._is_beyond |= part == self._beyond
         self.budget.add(part)
         if isinstance(part, Loading):
             self.skips.note(request, Reason.LOADING)

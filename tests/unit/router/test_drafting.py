@@ -25,16 +25,17 @@ from lightserve.messages.common import (
 from lightserve.messages.router_worker import StepOutput, StepResult
 from lightserve.router.accounts import Account
 from lightserve.router.drafting import (
-    FADING,
     FIRST_CHANCE,
     QUIET_STEPS,
+    RETRY_STEPS,
+    Chance,
     Drafting,
     can_draft,
     scope_of,
 )
 from lightserve.router.request import Parameters, Request
 from lightserve.router.request_table import BoolArray, Decodes
-from lightserve.router.step_cost import REFIT_STEPS, StepCost
+from lightserve.router.step_cost import FADING, REFIT_STEPS, StepCost
 from lightserve.types import (
     MAX_DRAFTS,
     DraftSource,
@@ -202,7 +203,59 @@ def test_one_that_is_wrong_again_and_again_is_left(is_reading: bool) -> None:
     scene.drafting._priors[:] = FIRST_CHANCE  # of others of its key it knows nothing
     assert scene.choose() == []
     num_steps = next(number for number in range(10_000) if look_and_send(scene))
-    assert 10 < num_steps < 10 / (1 - FADING)
+    assert 10 < num_steps < RETRY_STEPS / (1 + QUIET_STEPS) < 10 / (1 - FADING)
+
+
+FREE = msgspec.structs.replace(BOUND_BY_WEIGHTS, floor_s=0.1, knee=1e3)
+"""Long steps in which tokens cost nothing: the least chance is worth planning."""
+WITH_LOGITS = StepCoefficients(0.03, 8.0, 4e-4, 1e-3, 1e-3, 0.0, 0.0, 0.0)
+
+
+def drafted_share(scene: Scene, num_steps: int, accepted: int) -> float:
+    """Return the share of steps that have drafts, while so many of each row's are right."""
+    num_drafted = 0
+    for _ in range(num_steps):
+        drafts = [] if scene.drafting.rests else scene.choose()
+        scene.drafting.note(replace(scene.decodes, drafts=np.array(drafts, dtype=np.int64)))
+        num_drafted += bool(drafts)
+        for number, count in enumerate(drafts):
+            if count:
+                right = min(accepted, count)
+                scene.drafting._learn(scene.decodes.requests[number], min(count, right + 1), right)
+    return num_drafted / num_steps
+
+
+@pytest.mark.parametrize("num_keys", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("costs", [FREE, WITH_LOGITS, BOUND_BY_WEIGHTS])
+def test_text_that_becomes_repetitive_gets_drafts_again(
+    costs: StepCoefficients, num_rows: int, num_keys: int
+) -> None:
+    """Though none was right for long; until then next to no step tries, of new requests neither."""
+    key = "key {}".format
+    requests = [decoding(n, prediction_key=key(n % num_keys)) for n in range(num_rows)]
+    scene = Scene(requests, costs)
+    drafted_share(scene, 3000, accepted=0)
+    for request in requests:  # as new ones of the same keys would
+        scene.drafting.begin(request)
+    assert 0.0 < drafted_share(scene, 5000, accepted=0) < 0.005
+    drafted_share(scene, RETRY_STEPS + QUIET_STEPS + 1, accepted=MAX_DRAFTS)
+    assert drafted_share(scene, 100, accepted=MAX_DRAFTS) == 1.0
+
+
+def test_where_drafts_cost_too_much_none_tries_again() -> None:
+    scene = Scene([decoding(number) for number in range(4)], BOUND_BY_COMPUTE)
+    assert drafted_share(scene, 2 * RETRY_STEPS, accepted=MAX_DRAFTS) == 0.0
+
+
+def test_a_key_for_which_nothing_is_proposed_is_as_good_as_a_new_one() -> None:
+    """A proposer that finds nothing costs no time, and says nothing of those that will be found."""
+    known = Chance()
+    known.learn(0, 50, FADING)
+    assert known.value < 0.05
+    for _ in range(1000):
+        known.learn(0, 0, FADING)
+    assert known.value == pytest.approx(FIRST_CHANCE)
 
 
 def test_a_new_request_begins_with_what_its_key_had() -> None:
@@ -254,13 +307,19 @@ def test_planning_changes_nothing(costs: StepCoefficients) -> None:
     def known() -> list[object]:
         drafting = scene.drafting
         columns = (drafting._accepted, drafting._tried, drafting._priors, drafting._limits)
-        return [drafting._num_quiet, *[column.tolist() for column in columns]]
+        counts = [drafting._num_quiet, drafting._num_until_retry]
+        return [*counts, *[column.tolist() for column in columns]]
 
     before = known()
     assert scene.choose() == scene.choose()
     assert known() == before
     scene.send()
-    assert (known() == before) == (costs is BOUND_BY_WEIGHTS)
+    is_quiet, num_until_retry, *columns = known()
+    assert (is_quiet, num_until_retry) == (
+        QUIET_STEPS * (costs is BOUND_BY_COMPUTE),
+        RETRY_STEPS - 1,
+    )
+    assert (columns == before[2:]) == (costs is BOUND_BY_WEIGHTS)
 
 
 def test_a_late_row_gets_them_for_what_they_cost() -> None:
@@ -361,10 +420,9 @@ def test_results_are_counted_by_class_and_source(source: DraftSource) -> None:
     done = drafting.take_back_refused(
         planned, result, output, lambda parts: taken.extend(n for _, n in parts)
     )  # type: ignore[arg-type]
-    assert [computed.num_output_tokens for computed in done] == [3, 0] and taken == [1, 2]
-    counts = {key: (c.num_drafted, c.num_accepted) for key, c in drafting.counts.items()}
-    assert counts.pop((names[0], source)) == (4, 3) and counts.pop((names[1], source)) == (2, 0)
-    assert {*counts.values()} == {(0, 0)}
+    assert [count for _, count in done] == [3, 0] and taken == [1, 2]
+    assert drafting.num_drafted == {(names[0], source): 4, (names[1], source): 2}
+    assert drafting.num_accepted == {(names[0], source): 3, (names[1], source): 0}
     is_predicted = source is DraftSource.PREDICTION
     for request, found in zip(decodes.requests, [(3, 1), (0, 2)], strict=True):
         assert drafting.predicted(request) == (found if is_predicted else (0, 0))
@@ -388,10 +446,10 @@ def test_tokens_behind_the_end_count_nowhere(eos: int, num_right: int) -> None:
     done = drafting.take_back_refused(
         planned, result, output, lambda parts: taken.extend(n for _, n in parts)
     )  # type: ignore[arg-type]
-    assert [computed.num_output_tokens for computed in done] == [num_right] and taken == [1]
+    assert done == [(request, num_right)] and taken == [1]
     assert drafting.predicted(request) == (num_right, 4 - num_right)
-    counts = drafting.counts[request.request_class, DraftSource.PREDICTION]
-    assert (counts.num_drafted, counts.num_accepted) == (4, num_right)
+    of = request.request_class, DraftSource.PREDICTION
+    assert (drafting.num_drafted[of], drafting.num_accepted[of]) == (4, num_right)
 
 
 def test_blocks_of_one_request_leave_no_slots_to_guesses() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
 
 from lightserve.errors import ProtocolError
+from lightserve.messages.common import pack_int32
 from lightserve.messages.router_worker import (
     KVCopies,
     OutputKind,
     PlanRow,
     StepPlan,
     StepResult,
+    pack_decodes,
     unpack_decodes,
 )
 from lightserve.router.admission.base import PoolView
@@ -215,6 +219,57 @@ class TestPipeline:
         later_s = 0.0 if overlaps else extra_s
         assert extra_s == pytest.approx(0.02, rel=0.2)
         assert ends_s[2] - ends_s[0] == pytest.approx(later_s), "copies beside it take longer"
+
+    def push_drafts(self, pipeline: Pipeline, contexts: list[int], drafts: list[int]) -> None:
+        """Send a step of decodes with drafts."""
+        requests = [make_request(n, computed=length) for n, length in enumerate(contexts)]
+        table = RequestTable(len(requests))
+        for request in requests:
+            table.acquire(request)
+        step, counts = self.step(pipeline, 0.0), np.array(drafts)
+        decodes = replace(Decodes(table, table.rows).kept(), drafts=counts)
+        shape = StepShape().plus_decodes(len(contexts), sum(contexts))
+        shape = shape.plus_drafts(sum(drafts), int((counts * contexts).sum()))
+        step = replace(step, decodes=decodes, chunks=(), num_samples=(), shape=shape)
+        slots = range(len(contexts) + sum(drafts))
+        columns = pack_decodes(table.rows.astype(np.int32), contexts, slots, drafts)
+        plan = StepPlan(
+            step_id=step.step_id, sequences=[], slot_ranges=[], rows=[], decodes=columns
+        )
+        pipeline.push(step, plan, 0.0)
+
+    def drafted(self, drafted: list[int], num_verified: int) -> StepResult:
+        tokens = pack_int32([5] * len(drafted))
+        found = pack_int32([*drafted, *[0] * len(drafted)])
+        return msgspec.structs.replace(
+            self.result(0), token_ids=tokens, drafted=found, num_verified=num_verified
+        )
+
+    @pytest.mark.parametrize(
+        ("drafted", "num_verified", "pairs"),
+        [([4, 0], 4, 4 * 10), ([0, 3], 3, 3 * 1000), ([4, 0], 7, 4 * 10 + 3 * 1000)],
+    )
+    def test_drafts_that_were_not_proposed_have_the_context_of_their_rows(
+        self, drafted: list[int], num_verified: int, pairs: int
+    ) -> None:
+        """Those that were not found, which a GPU computes all the same."""
+        pipeline = Pipeline()
+        self.push_drafts(pipeline, [10, 1000], [4, 3])
+        pipeline.pop(self.drafted(drafted, num_verified), 0.02)
+        assert (pipeline._shape.num_drafts, pipeline._shape.chunk_pairs) == (num_verified, pairs)
+        assert pipeline._shape.num_new == 2 + num_verified
+
+    @pytest.mark.parametrize(
+        ("drafted", "num_verified", "said"),
+        [([5, 0], 5, "more than planned"), ([-1, 3], 2, "more than"), ([4, 0], 5, "5 drafts")],
+    )
+    def test_drafts_that_were_not_planned_are_refused(
+        self, drafted: list[int], num_verified: int, said: str
+    ) -> None:
+        pipeline = Pipeline()
+        self.push_drafts(pipeline, [10, 1000], [4, 3])
+        with pytest.raises(ProtocolError, match=said):
+            pipeline.pop(self.drafted(drafted, num_verified), 0.02)
 
     def test_results_out_of_order_are_refused(self) -> None:
         pipeline = Pipeline()

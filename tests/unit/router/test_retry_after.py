@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, make_request, planned_step
@@ -74,9 +76,14 @@ class Scene:
         for length in lengths:
             self.waits.note_length(self.make(request_class, 8), length)
 
-    def step(self, allotments: list[Scheduled], seconds: float) -> None:
+    def step(
+        self,
+        allotments: list[Scheduled],
+        seconds: float,
+        accepted: Sequence[tuple[Request, int]] = (),
+    ) -> None:
         self.pipeline.busy_s += seconds
-        self.waits.note_step(planned_step(allotments), shape_of(allotments))
+        self.waits.note_step(planned_step(allotments), shape_of(allotments), accepted)
 
     def seconds(self, request_class: RequestClass) -> float:
         return self.waits.seconds(request_class, self.kv)
@@ -87,6 +94,30 @@ def test_drafts_are_no_work_on_prompts() -> None:
     done = work_of(planned_step([]), shape)
     assert done == {RT: Work(30, 2), BE: Work()}
     assert work_of(planned_step([]), shape.plus_drafts(8, 36)) == done
+
+
+def test_accepted_drafts_are_in_the_pace() -> None:
+    """Eight outputs get three tokens a step, so that 16 more have places in a third of the time."""
+    found_s = []
+    for num_accepted in (0, 2):
+        scene = Scene()
+        scene.learn(RT, *[1000] * 4000)
+        running = scene.run(8, RT, output=500)
+        scene.wait(16, RT, 2)
+        accepted = [(request, num_accepted) for request in running]
+        for _ in range(3000):
+            scene.step([Scheduled(request, 1) for request in running], 0.01, accepted)
+        found_s.append(scene.seconds(RT))
+        assert scene.waits.computed[RT].num_decodes == 3000 * 8 * (1 + num_accepted)
+    assert found_s[0] == pytest.approx(20.0, rel=0.01)
+    assert found_s[1] == pytest.approx(20.0 / 3, rel=0.05)
+
+
+def test_accepted_drafts_are_work_of_their_class() -> None:
+    rt, be = make_request(0, RT, prompt=8, output=5), make_request(1, BE, prompt=8, output=5)
+    scene = Scene()
+    scene.step([Scheduled(rt, 1), Scheduled(be, 1)], 0.01, [(rt, 3), (be, 1)])
+    assert scene.waits.computed == {RT: Work(0, 4), BE: Work(0, 2)}
 
 
 def test_who_waits_for_prompts_alone() -> None:

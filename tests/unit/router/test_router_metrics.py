@@ -26,7 +26,7 @@ from lightserve.metrics.recording import Recorder
 from lightserve.router.admission.baselines import EmaAdmission
 from lightserve.router.events import FromFrontend, WorkersGone, WorkersReady
 from lightserve.router.kv.prefix_node import task_aware
-from lightserve.router.metrics import RouterMetrics
+from lightserve.router.metrics import RecentSteps, RouterMetrics
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -42,6 +42,8 @@ class Driver:
     def __init__(self, core: Scheduler, num_kv_slots: int, num_state_slots: int = 0) -> None:
         self.core = core
         self.metrics = RouterMetrics(Recorder())
+        self.recent = RecentSteps()
+        self.recent.tell(0.0)
         self.now_s = 0.0
         ready = WorkersReady(num_kv_slots, num_state_slots=num_state_slots)
         core.on_message(ready, self.now_s)
@@ -55,13 +57,16 @@ class Driver:
         if not isinstance(step, PlannedStep):
             return None
         self.metrics.on_commit(step, self.now_s)
+        self.recent.on_commit(step, self.now_s)
         return self.core.commit(step, self.now_s)
 
     def finish(self, plan: StepPlan, exec_s: float) -> None:
         self.now_s += exec_s
         rows = [RowResult(r.row, [5]) for r in plan_rows(plan) if r.output is OutputKind.SAMPLE]
         result = pack_results(plan, rows, exec_s=exec_s, idle_s=0.25)
-        self.metrics.on_result(result, self.core.num_used_slots, self.core.predicted_step_s)
+        predicted_s = self.core.predicted_step_s
+        self.metrics.on_result(result, self.core.num_used_slots, predicted_s)
+        self.recent.on_result(result.step_id, exec_s, predicted_s)
         self.core.on_result(result, self.now_s)
 
     def run_out(self) -> int:
@@ -253,13 +258,17 @@ def test_steps_are_compared_by_kind_and_tokens_counted_by_class() -> None:
 
 
 def test_saves_of_prefixes_are_in_a_step_s_predicted_time() -> None:
-    """A prompt takes the slots of another's, of which each takes a millisecond to save."""
+    """A prompt takes the slots of another's, of which each takes a millisecond to save.
+
+    So they are in what the step leaves of its limit, and in what the dashboard shows.
+    """
     driver = Driver(make_core("unified", 64, cache_order=task_aware), 40)
     driver.core.on_message(WorkersGone(), 0.0)
     cost = msgspec.structs.replace(TEN_MS, per_loaded_token_s=0.001)
     driver.core.on_message(WorkersReady(40, step_cost=cost, num_prefix_slots=100), 0.0)
     for number in range(2):
-        driver.arrive(number, Arrival(0.0, num_prompt=30, num_output=1, max_tokens=1))
+        arrival = Arrival(0.0, num_prompt=30, num_output=1, max_tokens=1)
+        driver.arrive(number, arrival, slo=SLO(ttft_ms=500))
         plan = driver.send()
         assert plan is not None
         num_saved = len(plan.saves.slots) // 4
@@ -267,6 +276,12 @@ def test_saves_of_prefixes_are_in_a_step_s_predicted_time() -> None:
         driver.finish(plan, 0.01 + 0.001 * num_saved)
     total, *counts = driver.values()["step_time_ratio", "prefill"]
     assert sum(counts) == 2 and total == pytest.approx(2.0)
+    first, second = driver.recent.tell(driver.now_s)
+    assert (first.predicted_s, second.predicted_s) == pytest.approx(
+        (0.01, 0.01 + 0.001 * num_saved)
+    )
+    headroom_s = sum((note.limit_s or 0.0) - note.predicted_s for note in (first, second))
+    assert driver.values()["step_headroom_seconds",][0] == pytest.approx(headroom_s)
 
 
 def test_what_waits_is_told_in_tokens_and_seconds() -> None:
