@@ -281,7 +281,7 @@ class PictureReader:
             raise _refusal(picture, f"would have {height} x {width} pixels, over {own.max_pixels}")
         digest = digest_of(height, width, pixels)
         num_tokens = vision.num_tokens(height, width)
-        return Image(0, num_tokens, height, width, pixels, digest, vision.prompt.is_whole)
+        return Image(0, num_tokens, height, width, pixels, digest, vision.prompt.sees_itself)
 
 
 def _data_of(picture: Picture) -> bytes:

@@ -45,7 +45,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     """uint8 [height, width, 3], red, green, blue."""
     digest: bytes
     """DIGEST_BYTES that only the same pixels of the same size have."""
-    is_whole: bool = False
+    sees_itself: bool = False
     """Whether its tokens see each other, those behind them as well: a step computes all that are
     left of them."""
 
@@ -83,30 +83,37 @@ class EncodeOrder(msgspec.Struct, frozen=True, array_like=True):
 class KeptImages(Generic[T]):
     """Values of images that were encoded lately, at least in part, by their digests.
 
-    Router and workers keep those of the same images: the latest of MAX_KEPT_TOKENS.
+    Router and workers keep those of the same images, up to MAX_KEPT_TOKENS. Beyond that the oldest
+    goes of which a row has computed tokens; the others are waited for, and go last.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
+        self._awaited: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
+        self._computed: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
         self._num_tokens = 0
 
     def get(self, image: Image) -> T | None:
         """Return what is kept of an image."""
-        found = self._kept.get(image.digest)
+        found = self._awaited.get(image.digest) or self._computed.get(image.digest)
         return None if found is None else found[1]
 
-    def put(self, image: Image, value: T) -> None:
-        """Keep it as the latest, and forget the oldest beyond the limit."""
-        self._num_tokens -= self._kept.pop(image.digest, (0, value))[0]
-        self._kept[image.digest] = image.num_tokens, value
-        self._num_tokens += image.num_tokens
-        while self._num_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1:
-            self._num_tokens -= self._kept.popitem(last=False)[1][0]
+    def put(self, image: Image, value: T, *, is_computed: bool = False) -> None:
+        """Keep it as the latest, and forget others beyond the limit.
 
-    def has_room(self, image: Image, is_done: Callable[[T], bool]) -> bool:
-        """Whether one more can begin while all that are not done stay."""
-        begun = [num for num, value in self._kept.values() if not is_done(value)]
-        return sum(begun) + image.num_tokens <= MAX_KEPT_TOKENS
+        `is_computed`: whether a row computes tokens of the image with this step.
+        """
+        for kept in (self._awaited, self._computed):
+            self._num_tokens -= kept.pop(image.digest, (0, value))[0]
+        own = self._computed if is_computed else self._awaited
+        own[image.digest] = image.num_tokens, value
+        self._num_tokens += image.num_tokens
+        while self._num_tokens > MAX_KEPT_TOKENS and len(self._awaited) + len(self._computed) > 1:
+            oldest = self._computed or self._awaited
+            self._num_tokens -= oldest.popitem(last=False)[1][0]
+
+    def num_awaited(self, counts: Callable[[T], bool]) -> int:
+        """Return the tokens of all images that are waited for and whose value counts."""
+        return sum([num for num, value in self._awaited.values() if counts(value)])
 
 
 def digest_of(height: int, width: int, pixels: bytes) -> bytes:
@@ -144,7 +151,7 @@ def together(images: Sequence[Image], start: int, num_tokens: int) -> int:
     It ends before an image that it could compute in part alone, or behind one that it begins with.
     """
     for image in images:
-        if image.is_whole and image.start < start + num_tokens < image.end:
+        if image.sees_itself and image.start < start + num_tokens < image.end:
             return image.start - start if image.start > start else image.end - start
     return num_tokens
 

@@ -292,8 +292,8 @@ class ImageInPrompt(NamedTuple):
     """The text in the place of that, which has the place-holder once."""
     row_break: str = ""
     """Token between the rows of its tokens; empty: there is none."""
-    is_whole: bool = False
-    """See `Image.is_whole`."""
+    sees_itself: bool = False
+    """See `Image.sees_itself`."""
 
 
 AS_WRITTEN = ImageInPrompt()
@@ -381,7 +381,7 @@ class VisionConfig:
     def takes(self, image: Image) -> bool:
         """Whether an image is as the encoder reads it."""
         height, width = image.height, image.width
-        if not self.processor.makes(height, width) or image.is_whole != self.prompt.is_whole:
+        if not self.processor.makes(height, width) or image.sees_itself != self.prompt.sees_itself:
             return False
         return image.num_tokens == self.num_tokens(height, width)
 

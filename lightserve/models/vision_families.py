@@ -319,7 +319,7 @@ def _parse_gemma3(fields: JsonFields) -> VisionConfig:
         patches=PatchWeights(has_bias=True),
         num_positions=side**2,
         has_last_norm=True,
-        prompt=ImageInPrompt("<start_of_image>", f"\n\n{_GEMMA3_IMAGE}\n\n", is_whole=True),
+        prompt=ImageInPrompt("<start_of_image>", f"\n\n{_GEMMA3_IMAGE}\n\n", sees_itself=True),
     )
 
 
@@ -454,7 +454,7 @@ def _parse_gemma4(fields: JsonFields) -> VisionConfig:
         prompt=ImageInPrompt(
             "<|image|>",
             "<|image><|image|><image|>",
-            is_whole=text.string("use_bidirectional_attention", default="") == "vision",
+            sees_itself=text.string("use_bidirectional_attention", default="") == "vision",
         ),
     )
 

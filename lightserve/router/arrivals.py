@@ -125,6 +125,10 @@ TIGHT_SHARE = 0.5
 SLACK_SHARE = 0.1
 """Then a step takes so much of what it leaves at most. Its first token waits for the rest of one
 step, for prompts that have waited likewise, and for more decodes, as slow ones stay for longer."""
+GAP_SHARE = 0.4
+"""And so much of the tightest largest gap of requests without a mean, which would leave a reserve.
+Where every step may last as long as the gap, the first one that takes longer than predicted makes a
+token late, and an answer is made of many."""
 MAX_IDLE_LIMIT_S = 0.5
 """Never more: a step cannot be taken back if a client hangs up."""
 
@@ -147,6 +151,8 @@ class Outlook(NamedTuple):
     """Slots that requests give back at their end, per decode of their life."""
     has_untimed: bool = False
     """Whether any came lately without a target for its first token."""
+    gap_s: float = math.inf
+    """Tightest largest gap that those allow that came lately without a mean; infinite: none did."""
 
     @property
     def is_tight(self) -> bool:
@@ -160,8 +166,8 @@ class Outlook(NamedTuple):
         An arrival waits for the rest of it.
         """
         if self.ttft_s == math.inf:
-            return IDLE_LIMIT_S
-        limit_s = min(IDLE_SHARE * self.ttft_s, MAX_IDLE_LIMIT_S)
+            return min(IDLE_LIMIT_S, GAP_SHARE * self.gap_s)
+        limit_s = min(IDLE_SHARE * self.ttft_s, GAP_SHARE * self.gap_s, MAX_IDLE_LIMIT_S)
         return min(limit_s, SLACK_SHARE * self.slack_s) if self.is_tight else limit_s
 
 
@@ -195,6 +201,8 @@ class ArrivalStats:
         self._window = 0
         self._tightest_s = self._tightest_before_s = math.inf
         """To first tokens, in this window and in the one before in which any came."""
+        self._gap_s = self._gap_before_s = math.inf
+        """Tightest largest gap, likewise."""
         self._slack_s = self._slack_before_s = math.inf
         """Least slack, in this window and in the one before."""
         self._most_held = self._most_held_before = 0
@@ -209,6 +217,7 @@ class ArrivalStats:
         max_output_tokens: int,
         encode_s: float = 0.0,
         ttft_s: float = math.inf,
+        gap_s: float = math.inf,
         slack_s: float = math.inf,
         is_untimed: bool = False,
     ) -> None:
@@ -220,11 +229,13 @@ class ArrivalStats:
             max_output_tokens: how many it can have.
             encode_s: what its images take the encoder, as predicted.
             ttft_s: its target, infinite without one.
+            gap_s: largest gap that it allows, where it has no target for their mean; infinite: any.
             slack_s: what its prompt leaves of that on an idle server.
             is_untimed: whether it has no target that its first token is due by.
         """
         self._note_window(now_s)
         self._tightest_s = min(self._tightest_s, ttft_s)
+        self._gap_s = min(self._gap_s, gap_s)
         self._slack_s = min(self._slack_s, slack_s)
         self._has_untimed |= is_untimed
         self._recent, self._seen_s = self._at(now_s)
@@ -272,10 +283,11 @@ class ArrivalStats:
         """
         recent, seen_s = self._at(now_s)
         ttft_s = min(self._tightest_s, self._tightest_before_s)
+        gap_s = min(self._gap_s, self._gap_before_s)
         slack_s = min(self._slack_s, self._slack_before_s)
         has_untimed = self._has_untimed or self._had_untimed
         if seen_s < MIN_SEEN_S:
-            return Outlook(ttft_s=ttft_s, slack_s=slack_s, has_untimed=has_untimed)
+            return Outlook(ttft_s=ttft_s, slack_s=slack_s, has_untimed=has_untimed, gap_s=gap_s)
         rate = recent / seen_s
         assumed = expected_output(min(self._max_output, PRIOR_MOST))
         output = self._assumed_share * assumed + self._output
@@ -291,7 +303,7 @@ class ArrivalStats:
         )
         freed = (self._prompt + output) / output if output > 0 else 0.0
         load = rate * (work_s(life) + self._encode_s)
-        return Outlook(load, rate * held, ttft_s, slack_s, freed, has_untimed)
+        return Outlook(load, rate * held, ttft_s, slack_s, freed, has_untimed, gap_s)
 
     @property
     def _weight_of_end(self) -> float:
@@ -301,6 +313,7 @@ class ArrivalStats:
         window = int(now_s // MEMORY_S)
         if window != self._window:
             self._tightest_before_s, self._tightest_s = self._tightest_s, math.inf
+            self._gap_before_s, self._gap_s = self._gap_s, math.inf
             self._slack_before_s, self._slack_s = self._slack_s, math.inf
             self._most_held_before, self._most_held = self._most_held, 0
             self._had_untimed, self._has_untimed = self._has_untimed, False

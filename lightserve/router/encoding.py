@@ -1,16 +1,17 @@
 """Encoding of images as work of steps, which is cut between layers.
 
-Where a prompt comes to an image that is not encoded, beside decodes of others, layers of the image
-take the place of its next tokens: as many as the step has time for as it would have for a chunk,
-one at least in each step, in the order in which the policy looks at requests. Its tokens follow
-in a step behind the last layer. A step in which nothing else advances encodes whole images with
-their first tokens: it holds up no token of others. All of this is pure.
+Where a prompt comes to an image that is not encoded, the step encodes it with its first tokens if
+it has time for both. Otherwise layers of the image take the place of these tokens, as many as the
+step would have time for as a chunk, in the order in which the policy looks at requests; its tokens
+follow in a step behind the last layer. A step that is empty encodes the image in any case: it holds
+up no token of others. All of this is pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from lightserve.messages.common import MAX_INT32, StepCoefficients
 from lightserve.messages.images import (
@@ -24,7 +25,20 @@ from lightserve.messages.images import (
 )
 from lightserve.router.request import Request
 from lightserve.router.step_cost import RATIO_MEMORY
-from lightserve.types import RequestClass
+from lightserve.types import BE, RT, RequestClass
+
+IDLE_PLANS = 64
+"""An image that was not gone on with for so many plans keeps no other from being begun: the request
+that it was begun for may have left."""
+
+
+class _Progress(NamedTuple):
+    """How far an image is encoded."""
+
+    num_layers: int
+    """That plans have ordered."""
+    plan: int
+    """Number of the last plan that did."""
 
 
 class Encoding:
@@ -33,8 +47,8 @@ class Encoding:
     def __init__(self, work: EncoderWork | None = None) -> None:
         """`work`: of the workers' encoder; None: they have none."""
         self.work = work
-        self._layers: KeptImages[int] = KeptImages()
-        """Layers that plans have ordered."""
+        self._kept: KeptImages[_Progress] = KeptImages()
+        self._num_plans = 0
         self._token_s = 0.0
         """Seconds of one token's work; 0: nothing is known."""
 
@@ -46,7 +60,11 @@ class Encoding:
         """Return how many layers an image still needs."""
         if self.work is None:
             return 0
-        return self.work.num_layers - (self._layers.get(image) or 0)
+        return self.work.num_layers - self._num_done(image)
+
+    def _num_done(self, image: Image) -> int:
+        found = self._kept.get(image)
+        return 0 if found is None else found.num_layers
 
     def layer_s(self, image: Image) -> float:
         """Return the seconds of one of its layers, as predicted; 0: nothing is known."""
@@ -71,26 +89,35 @@ class Encoding:
         images = self.missing(request, start, num_tokens)
         return sum([self.num_left(image) * self.layer_s(image) for image in images])
 
-    def can_begin(self, image: Image) -> bool:
-        """Whether an image can be begun without losing what others have got."""
-        if self._layers.get(image) or self.work is None:
+    def can_begin(self, image: Image, of: RequestClass, num_begun: int = 0) -> bool:
+        """Whether an image can be begun for a class without losing what others have got.
+
+        Best-effort requests leave half of the room to real-time ones. `num_begun`: tokens of images
+        that the same step begins.
+        """
+        if self._num_done(image):
             return True
-        num_layers = self.work.num_layers
-        return self._layers.has_room(image, lambda done: done >= num_layers)
+        least = self._num_plans - IDLE_PLANS
+        num_awaited = num_begun + self._kept.num_awaited(lambda known: known.plan >= least)
+        most = MAX_KEPT_TOKENS if of is RT else MAX_KEPT_TOKENS // 2
+        return num_awaited == 0 or num_awaited + image.num_tokens <= most
 
     def note_orders(self, orders: Sequence[EncodeOrder]) -> None:
-        """Note what a plan orders."""
+        """Note what a plan orders, behind the chunks of that plan."""
         for image, num_layers in ((order.image, order.num_layers) for order in orders):
-            self._layers.put(image, (self._layers.get(image) or 0) + num_layers)
+            progress = _Progress(self._num_done(image) + num_layers, self._num_plans)
+            self._kept.put(image, progress)
+        self._num_plans += 1
 
     def note_chunk(self, request: Request, num_tokens: int) -> None:
         """Note that a plan computes a request's next tokens, and encodes what these need."""
         if self.work is None:
             return
         start = request.next_position
+        progress = _Progress(self.work.num_layers, self._num_plans)
         for image in request.parameters.images:
             if image.start < start + num_tokens and image.end > start:
-                self._layers.put(image, self.work.num_layers)
+                self._kept.put(image, progress, is_computed=True)
 
     def observe(self, seconds: float, work: float) -> None:
         """Learn from a result that encoded so much."""
@@ -112,6 +139,8 @@ class StepEncodes:
         """The time that they take, as predicted."""
         self.cut: set[RequestClass] = set()
         """Classes of requests for whose images there was no time for all layers."""
+        self._num_begun = 0
+        """Tokens of images that begin."""
         self._num_bytes = 0
         """Bytes of images that begin."""
         self._num_tokens = 0
@@ -119,43 +148,56 @@ class StepEncodes:
         self._of_chunks: set[bytes] = set()
         """Digests of images that the step encodes with their tokens."""
 
-    def before(self, request: Request, start: int, num_tokens: int) -> Image | None:
-        """Return an image of a request's next tokens that has to be encoded before them."""
-        if not request.parameters.images or self._encoding.work is None:
-            return None
-        images = self._encoding.missing(request, start, num_tokens)
-        return next((image for image in images if image.digest not in self._of_chunks), None)
+    def missing(self, request: Request, start: int, num_tokens: int) -> Iterator[Image]:
+        """Yield images of a request's next tokens that this step does not encode yet."""
+        for image in self._encoding.missing(request, start, num_tokens):
+            if image.digest not in self._of_chunks and self._encoding.work is not None:
+                yield image
+
+    def seconds_of(self, image: Image) -> float:
+        """Return the seconds of the layers that an image needs, as predicted; 0: not known."""
+        return self._encoding.num_left(image) * self._encoding.layer_s(image)
+
+    def seconds_with(self, request: Request, start: int, num_tokens: int) -> float:
+        """Return what a request's next tokens make the step longer by their images."""
+        return sum([self.seconds_of(image) for image in self.missing(request, start, num_tokens)])
 
     def add_chunk(self, request: Request, start: int, num_tokens: int) -> None:
-        """Count the images that a prompt's next tokens encode: an empty step takes them whole."""
-        for image in self._encoding.missing(request, start, num_tokens):
-            if image.digest not in self._of_chunks:
-                self._of_chunks.add(image.digest)
-                self.seconds += self._encoding.num_left(image) * self._encoding.layer_s(image)
+        """Count the images that are encoded with a prompt's next tokens."""
+        for image in list(self.missing(request, start, num_tokens)):
+            self._of_chunks.add(image.digest)
+            self.seconds += self.seconds_of(image)
 
-    def order(self, image: Image, room_s: float, of: RequestClass) -> None:
-        """Encode layers of an image for a class: as many as have time, of the step's first one."""
+    def order(self, image: Image, room_s: float, of: RequestClass, *, least: int = 1) -> None:
+        """Encode layers of an image for a class: as many as have time.
+
+        `least`: so many in any case if it is the step's first image, or its layers' time is not
+        known.
+        """
         encoding = self._encoding
         if any(order.image.digest == image.digest for order in self.orders):
             return
         if self.orders and self._num_tokens + image.num_tokens > MAX_KEPT_TOKENS:
             return
-        is_begun = encoding.num_left(image) < (encoding.work.num_layers if encoding.work else 0)
-        if self.orders and not is_begun:
+        num_left, layer_s = encoding.num_left(image), encoding.layer_s(image)
+        is_begun = encoding.work is not None and num_left < encoding.work.num_layers
+        if not is_begun and (self.orders or of is BE):
             fits = self._num_bytes + image.num_bytes <= MAX_PIXEL_BYTES
-            if not fits or not encoding.can_begin(image):
+            can_begin = encoding.can_begin(image, of, self._num_begun)
+            if (self.orders and not fits) or not can_begin:
                 return
-        layer_s = encoding.layer_s(image)
-        count = encoding.num_left(image)
-        if layer_s > 0.0 and room_s < math.inf:
+        count = num_left
+        if layer_s == 0.0:
+            count, least = 0, 1
+        elif room_s < math.inf:
             count = min(count, max(0, int(room_s / layer_s)))
-        elif layer_s == 0.0:
-            count = 0
-        count = max(count, int(not self.orders))
-        if count < encoding.num_left(image):
+        if not self.orders:
+            count = max(count, min(least, num_left))
+        if count < num_left:
             self.cut.add(of)
         if count:
             self._num_tokens += image.num_tokens
+            self._num_begun += 0 if is_begun else image.num_tokens
             self._num_bytes += 0 if is_begun else image.num_bytes
             self.orders.append(EncodeOrder(without_pixels(image) if is_begun else image, count))
             self.seconds += count * layer_s

@@ -205,6 +205,7 @@ class Scheduler:
                     max_output_tokens=request.max_tokens,
                     encode_s=self._pipeline.encoding.seconds_left(request, 0),
                     ttft_s=math.inf if slo.ttft_ms is None else slo.ttft_ms / 1e3,
+                    gap_s=slo.mtpot_ms / 1e3 if slo.mtpot_ms and not slo.tpot_ms else math.inf,
                     slack_s=slack_s,
                     is_untimed=slo.ttft_ms is None and slo.completion_s is None,
                 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lightserve.errors import ConfigError
+from lightserve.messages.common import MAX_INT32
 from lightserve.messages.images import DIGEST_BYTES, MAX_IMAGES, EncoderWork, Image, KeptImages
 from lightserve.messages.router_worker import StepPlan
 from lightserve.types import RowId
@@ -88,16 +89,14 @@ class SimulatedEncoder:
             images, end = self._of_rows.get(part.row, {}), part.start_position + part.num_tokens
             for image, is_held in images.items():
                 if image.start < end and image.end > part.start_position:
-                    work += 0.0 if is_held else self._advance(image)
+                    work += 0.0 if is_held else self._advance(image, is_computed=True)
                     images[image] = True
-                    self._kept.put(image, self._work.num_layers if self._work else 0)
         return work + sum(self._advance(order.image, order.num_layers) for order in plan.encodes)
 
-    def _advance(self, image: Image, most: int | None = None) -> float:
+    def _advance(self, image: Image, most: int = MAX_INT32, *, is_computed: bool = False) -> float:
         """Compute layers of an image, all that are left or `most`; return their work."""
         assert self._work is not None, "only images have layers"
         done = self._kept.get(image) or 0
-        count = self._work.num_layers - done
-        count = count if most is None else min(count, most)
-        self._kept.put(image, done + count)
+        count = min(most, self._work.num_layers - done)
+        self._kept.put(image, done + count, is_computed=is_computed)
         return count * self._work.of_layer(image)

@@ -173,7 +173,7 @@ def measure_gpu(
     if model.config.encoder is not None:  # a prompt that is longer is a step of its own
         most = max(most, model.context_len)
     vision = model.config.vision
-    if vision is not None and vision.prompt.is_whole:  # an image may go beyond
+    if vision is not None and vision.prompt.sees_itself:  # an image may go beyond
         most += vision.num_tokens(*vision.processor.largest(MAX_PIXELS))
     plans = largest_steps(
         max_num_batched_tokens=most,

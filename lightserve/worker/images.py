@@ -210,9 +210,9 @@ class RowImages:
                     own, part = vision.image_tokens(image, first - image.start, last - image.start)
                     places.append(own + (offset + image.start - start))
                     values.append(self._embeddings(held)[part])
-                    if image.is_whole and last < image.end:
+                    if image.sees_itself and last < image.end:
                         raise ProtocolError(f"a step with a part of an image, up to {last}")
-                    if image.is_whole:
+                    if image.sees_itself:
                         seen.append(SeenWhole(row, offset + first - start, first, last))
             self._forget(row, end)
             offset += count
@@ -231,7 +231,7 @@ class RowImages:
                 found.num_left = 0
             assert found.embeddings is not None
             held.embeddings = found.embeddings
-        self._kept.put(held.image, _Encoded(None, 0, held.embeddings))  # as the router does
+        self._kept.put(held.image, _Encoded(None, 0, held.embeddings), is_computed=True)
         return held.embeddings
 
     def _forget(self, row: RowId, end: int) -> None:

@@ -205,7 +205,7 @@ class ModelRunner:
             shape = (image.height, image.width, 3)
             black = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             self._model.encode(black).advance(2)
-            if vision.prompt.is_whole:  # a layer reads all keys and values of a row at once
+            if vision.prompt.sees_itself:  # a layer reads all keys and values of a row at once
                 slots = torch.zeros(self.context_len, dtype=torch.int64, device=self.device)
                 read = [pool[slots] for pool in (self.pool.k[-1], self.pool.v[-1])]
                 _ = [part.float() for part in read if part.dtype.itemsize == 1]
@@ -216,8 +216,8 @@ class ModelRunner:
             return None
         height, width = vision.processor.largest(max_tokens * vision.factor**2)
         pixels, num_tokens = bytes(3 * height * width), vision.num_tokens(height, width)
-        digest, is_whole = digest_of(height, width, pixels), vision.prompt.is_whole
-        return Image(0, num_tokens, height, width, pixels, digest, is_whole)
+        digest, sees_itself = digest_of(height, width, pixels), vision.prompt.sees_itself
+        return Image(0, num_tokens, height, width, pixels, digest, sees_itself)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end; every rank does, rank 0's result counts."""

@@ -385,7 +385,7 @@ def test_no_step_ends_within_an_image_that_sees_itself(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError, match=f"a part of an image, up to {num_tokens}"):
             runner.execute(plan)
     with pytest.raises(ProtocolError, match="an image of 56 x 56"):
-        other = msgspec.structs.replace(image, is_whole=False)
+        other = msgspec.structs.replace(image, sees_itself=False)
         answers_of(runner, [msgspec.structs.replace(request, images=(other,))])
 
 
@@ -793,11 +793,11 @@ def test_a_gemma_4_whose_tokens_see_all_texts_is_refused(tmp_path: Path) -> None
     """Images that see themselves are those of files that say so."""
     file = write_vision_model(tmp_path, "gemma4") / "config.json"
     values = json.loads(file.read_text())
-    for seen, is_whole in (("vision", True), (None, False)):
+    for seen, sees_itself in (("vision", True), (None, False)):
         values["text_config"]["use_bidirectional_attention"] = seen
         file.write_text(json.dumps(values))
         vision = load_model_config(tmp_path).vision
-        assert vision is not None and vision.prompt.is_whole is is_whole
+        assert vision is not None and vision.prompt.sees_itself is sees_itself
     values["text_config"]["use_bidirectional_attention"] = "all"
     file.write_text(json.dumps(values))
     with pytest.raises(ModelLoadError, match="must be null or 'vision', got 'all'"):

@@ -18,6 +18,7 @@ from support.grids import every_value, long_but
 from lightserve import sim
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients, pack_int32
+from lightserve.messages.images import EncoderWork
 from lightserve.messages.router_worker import (
     KVCopies,
     OutputKind,
@@ -28,7 +29,13 @@ from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import ClassReport, Seen, Targets, Window, class_report
 from lightserve.sim.simulation import Outcome
 from lightserve.sim.traffic import Job, Traffic, parse_block_ids, parse_traffic, read_trace
-from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, Hardware, ProfiledHardware, read_hardware
+from lightserve.sim.virtual_gpus import (
+    A100_LLAMA2_7B,
+    Hardware,
+    ProfiledHardware,
+    VirtualHardware,
+    read_hardware,
+)
 from lightserve.sim.worker import LengthWorker, VirtualWorker
 from lightserve.types import RequestClass, RowId, StepId
 
@@ -480,3 +487,45 @@ class TestPrefixesOnTheHost:
         config = dataclasses.replace(SMALL, prefix_host_tokens=300, **fields)
         with pytest.raises(ConfigError, match=f"--prefix-host-tokens {message}"):
             HybridRun(config)
+
+
+SLOW_CPU = VirtualHardware(
+    floor_s=8e-3,
+    per_new_token_s=0.5e-3,
+    constant_s=6e-3,
+    per_decode_context_s=1.4e-6,
+    per_chunk_context_s=1e-7,
+    per_copied_token_s=5e-6,
+    kv_bytes_per_token=14_336,
+    overlaps_copies=False,
+    spread=0.1,
+    encoder=EncoderWork(12, 1 / 600),
+    per_encoder_token_s=0.1 / (12 * 576 * (1 + 576 / 600)),
+)
+"""A LLaVA of 140 M parameters on two cores of a CPU, about: 0.1 s for an image of 576 tokens, and
+0.3 s for these."""
+
+
+def test_chats_with_an_image_keep_their_targets_beside_documents_with_one() -> None:
+    """Chats come by Poisson at a third of what there is time for; all else is the documents'."""
+    chats = sim.HybridConfig(
+        rt="poisson:0.4",
+        rt_lengths="uniform:32-128,16-64",
+        rt_max_tokens=None,
+        rt_images="1:576",
+        duration_s=110.0,
+        margin_s=10.0,
+        capacity_tokens=299_593,
+        targets=Targets(ttft_s=1.5, mtpot_s=0.4),
+        is_profiled=False,
+        hardware=SLOW_CPU,
+    )
+    beside = dataclasses.replace(
+        chats, be="batch:300", be_lengths="uniform:64-256,16-64", be_images="1:576"
+    )
+    (alone, _), (own, documents) = (
+        (report.rt, report.be) for report in map(sim.run_hybrid, (chats, beside))
+    )
+    assert alone.arrivals == own.arrivals > 30
+    assert alone.goodput_rps - own.goodput_rps <= 0.02 * alone.goodput_rps
+    assert documents.throughput_rps > 1.1, "they have the time that is left"

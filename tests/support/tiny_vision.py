@@ -428,7 +428,7 @@ def given_image(path: Path, image: Image.Image, start: int) -> Given:
         made.width,
         made.pixels,
         digest,
-        vision.prompt.is_whole,
+        vision.prompt.sees_itself,
     )
 
 

@@ -7,6 +7,7 @@ slots of later steps. Every request that does not join has a reason.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.encoding import StepEncodes
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.pace import NO_PACE, Pace, kept_pace
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT, NO_PACE, Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     StepBudget,
@@ -175,6 +176,8 @@ class Step:
         """Positions left for prompts whose log-probabilities are wanted."""
         self._beyond: Scheduled | None = None
         """The last part that was offered more than there is time or tokens for: all of an image."""
+        self._ahead: _Encode | None = None
+        """The image that stops the request that is being tried: its tokens before it go first."""
         self._num_be_left = limits.starts.most_be
         """Best-effort requests that may start."""
 
@@ -363,6 +366,7 @@ class Step:
         if lacking is None and is_newcomer and not self.admission.admit(request):
             is_owed = request in self.limits.seats.owed
             lacking = None if is_owed else Reason.KV_FUTURE
+        self._ahead = None
         part = lacking or self._offer(request, how)
         if self._is_class_aware:
             classes = (request.request_class,)
@@ -374,8 +378,12 @@ class Step:
                 classes = (request.request_class,)
         if isinstance(part, Reason):
             self._skip(request, part, classes)
-        else:
-            self._add(part)
+            return
+        self._add(part)
+        if (ahead := self._ahead) and self.found(
+            request
+        ).start + part.num_tokens == ahead.image.start:
+            self._order(request, ahead.image)
 
     def _refuses_to_start(self, request: Request) -> Reason | None:
         """Return why a request that waits may not start, memory aside; None if it may."""
@@ -408,10 +416,12 @@ class Step:
             return Scheduled(request, rest)
         if most < min(rest, MAX_PROMPT_LOGPROB_POSITIONS):  # others have taken those of an image
             return Reason.TOKENS
-        if not budget.is_empty and (image := budget.loads.encodes.before(request, start, rest)):
+        has_images = bool(request.parameters.images)
+        if has_images and (image := self._image_before(request, start, rest, how)) is not None:
+            part = _Encode(request, image, min(rest, self.limits.max_num_batched_tokens))
             if image.start <= start:
-                return _Encode(request, image, min(rest, self.limits.max_num_batched_tokens))
-            rest = image.start - start
+                return part
+            rest, self._ahead = image.start - start, part
         if how.is_whole or request.is_whole:
             is_in = budget.is_empty or budget.num_tokens_in_time(request, rest) == rest
             if is_in:
@@ -435,6 +445,32 @@ class Step:
         self._short_of = self._lacking(request) if num_tokens < rest else None
         return self._with_whole_image(Scheduled(request, num_tokens), start)
 
+    def _image_before(self, request: Request, start: int, rest: int, how: _How) -> Image | None:
+        """Return the first image for which there is no time with its tokens; None: there is none.
+
+        An empty step has time for the first one, or for all where prompts are not cut.
+        """
+        budget, cost, is_forced = self.budget, self.limits.cost, self.budget.is_empty
+        room_s = math.inf
+        for image in budget.loads.encodes.missing(request, start, rest):
+            if room_s == math.inf:
+                least = cost.seconds(budget.shape.plus(start, min(rest, MIN_CHUNK)))
+                room_s = self._room_to_encode(request) - (least - budget.seconds)
+            image_s = budget.loads.encodes.seconds_of(image)
+            room_s -= image_s
+            if not is_forced and (image_s == 0.0 or room_s < 0.0):
+                return image
+            is_forced = is_forced and how.is_whole
+        return None
+
+    def _room_to_encode(self, request: Request) -> float:
+        """Return the time that the step has left for images of a request."""
+        budget = self.budget
+        limit_s = budget.predicted_limit_s
+        if budget.pace is not NO_PACE:
+            limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
+        return limit_s - budget.seconds - budget.loads.seconds()
+
     def _with_whole_image(self, part: Scheduled, start: int) -> Scheduled | Reason:
         """Return a part that ends within no image; beside others, one goes beyond the limits."""
         request, num_tokens = part
@@ -451,17 +487,23 @@ class Step:
 
         One that waits and would not have the memory for them waits for that first.
         """
-        budget, (request, image, num_tokens) = self.budget, part
+        request, image, num_tokens = part
         if request.state is WAITING and (
             lacking := self.memory.lacking(Scheduled(request, num_tokens))
         ):
             return lacking
-        limit_s = budget.predicted_limit_s
-        if budget.pace is not NO_PACE:
-            limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
-        room_s = limit_s - budget.seconds - budget.loads.seconds()
-        budget.loads.encodes.order(image, room_s, request.request_class)
+        self._order(request, image)
         return Reason.ENCODING
+
+    def _order(self, request: Request, image: Image) -> None:
+        """Have as many layers of an image encoded as there is time for.
+
+        One at least for a real-time request; for a best-effort one, which is to hold up no token
+        of others, in some steps.
+        """
+        of, room_s = request.request_class, self._room_to_encode(request)
+        is_rare = self.limits.step_number % EVERY_BEST_EFFORT == 0
+        self.budget.loads.encodes.order(image, room_s, of, least=int(of is RT or is_rare))
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""

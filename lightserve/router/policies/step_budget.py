@@ -480,10 +480,15 @@ class StepBudget:
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
         least, start = min(most, MIN_CHUNK), self._found(request).start
+        encode_s = 0.0
+        if request.parameters.images:
+            encode_s = self.loads.encodes.seconds_with(request, start, most)
+            limit_s -= encode_s
         is_first = request.request_class is RT and not self.chunks
         if is_first and self.is_paced(request):  # it gets on
             least_s = self._cost.seconds(self.shape.plus(start, least))
             most_s = self.predicted_limit_s - self.loads.seconds(self._found(request).num_loaded)
+            most_s -= encode_s
             limit_s = min(max(limit_s, least_s), most_s)
         in_time = self._cost.tokens_within(self.shape, limit_s, start, most)
         return max(in_time, least) if self.is_empty else in_time

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightserve.cost.model import StepModel, StepShape
 from lightserve.messages.common import StepCoefficients
 from lightserve.router.arrivals import (
+    GAP_SHARE,
     IDLE_LIMIT_S,
     IDLE_SHARE,
     MAX_IDLE_LIMIT_S,
@@ -218,6 +219,20 @@ def test_the_limit_of_an_idle_server_follows_the_tightest_target() -> None:
     assert limit_after(32.0, 1.2) == pytest.approx(0.36)
     assert limit_after(47.0, 60.0) == pytest.approx(0.36)
     assert limit_after(62.0, 60.0) == MAX_IDLE_LIMIT_S
+
+
+def test_the_tightest_gap_limits_a_step_where_no_mean_leaves_a_reserve() -> None:
+    demand = ArrivalStats()
+
+    def limit_after(now_s: float, gap_s: float, ttft_s: float = 1.2) -> float:
+        demand.note_arrival(now_s, 100, max_output_tokens=20, ttft_s=ttft_s, gap_s=gap_s)
+        return demand.outlook(_tokens, now_s).idle_limit_s
+
+    assert limit_after(0.0, math.inf) == pytest.approx(0.36)
+    assert limit_after(1.0, 0.5) == pytest.approx(GAP_SHARE * 0.5)
+    assert limit_after(16.0, math.inf) == pytest.approx(GAP_SHARE * 0.5)
+    assert limit_after(32.0, 2.0) == pytest.approx(0.36)
+    assert limit_after(62.0, 0.1, math.inf) == pytest.approx(GAP_SHARE * 0.1)
 
 
 def test_a_first_token_without_a_target_waits_for_less_than_the_pace() -> None:

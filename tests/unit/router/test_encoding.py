@@ -25,11 +25,12 @@ from lightserve.messages.images import (
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
-from lightserve.router.encoding import Encoding, StepEncodes
+from lightserve.router.encoding import IDLE_PLANS, Encoding, StepEncodes
 from lightserve.router.events import FromFrontend
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
 from lightserve.router.request import Parameters
 from lightserve.router.scheduler import Scheduler
@@ -53,7 +54,7 @@ def image(start: int, colour: int, num_tokens: int = NUM_TOKENS) -> Image:
 
 
 def whole(start: int, colour: int, num_tokens: int = NUM_TOKENS) -> Image:
-    return msgspec.structs.replace(image(start, colour, num_tokens), is_whole=True)
+    return msgspec.structs.replace(image(start, colour, num_tokens), sees_itself=True)
 
 
 def request(
@@ -280,7 +281,7 @@ def test_two_at_once_of_one_picture_are_one_step() -> None:
 def test_a_profile_says_what_layers_take() -> None:
     """The first order has as many layers as fit, where unmeasured ones begin with one."""
     for cost, most in ((COST, 1), (PROFILED, NUM_LAYERS)):
-        slow = msgspec.structs.replace(cost, per_encoder_token_s=cost.per_encoder_token_s / 10)
+        slow = msgspec.structs.replace(cost, per_encoder_token_s=cost.per_encoder_token_s / 2)
         run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))), step_cost=slow)
         first = next(plan for plan in run.plans if plan.encodes).encodes[0].num_layers
         assert first == 1 if most == 1 else 1 < first <= most
@@ -308,15 +309,24 @@ def test_targets_are_those_of_a_server_that_has_to_encode() -> None:
     assert waiting.scheduled_slo.ttft_ms == pytest.approx(1e3 * expected_s)
 
 
+@pytest.mark.parametrize(("tpot_ms", "gap_s"), [(None, 0.4), (100.0, math.inf)])
+def test_the_largest_gap_limits_steps_where_there_is_no_mean(
+    tpot_ms: float | None, gap_s: float
+) -> None:
+    core = Run("unified").core
+    one = request(1, 80, image(10, 1), slo=SLO(ttft_ms=1500.0, tpot_ms=tpot_ms, mtpot_ms=400.0))
+    core.on_message(FromFrontend(FrontendId(0), one), 0.0)
+    assert core._demand.outlook(core._pipeline.cost.work, 1.0).gap_s == gap_s
+
+
 def test_encoding_counts_as_time_that_best_effort_requests_get() -> None:
     rules = UnifiedPolicy(UnifiedOptions(be_min_share=0.2))
     document = request(1, 80, image(10, 1), of=RequestClass.BE)
     run = Run("unified", (0.0, LONG), (0.1, document), rules=rules, step_cost=PROFILED)
     steps = [step for step in run.core.sent if step.encodes]
     layers_s = [LAYER_S * step.encodes[0].num_layers for step in steps]
-    assert len(steps) > 3 and steps[-1].best_effort_s is None, "it wants no more"
-    given_s = [step.best_effort_s for step in steps[:-1]]
-    assert given_s == pytest.approx(layers_s[:-1])
+    assert len(steps) > 3 and run.core.sent[-1].best_effort_s is None, "it wants no more"
+    assert [step.best_effort_s for step in steps] == pytest.approx(layers_s)
 
 
 def test_an_image_of_a_real_time_request_says_nothing_of_best_effort_ones() -> None:
@@ -335,7 +345,7 @@ def test_two_of_one_picture_are_encoded_once() -> None:
 def test_every_image_of_a_prompt() -> None:
     images = image(10, 1), image(60, 2), image(200, 3)
     run = Run("unified", (0.0, LONG), (0.1, request(1, 300, *images)))
-    assert sum(run.orders()) == 3 * NUM_LAYERS
+    assert sum(run.worker.encode_s) == pytest.approx(3 * NUM_LAYERS * LAYER_S)
     assert len(run.outcomes[RequestId(1)].token_ids) == 4
 
 
@@ -346,7 +356,7 @@ def test_real_time_images_go_first() -> None:
     digests = [order.image.digest for plan in run.plans for order in plan.encodes]
     assert digests[0] == image(0, 2).digest
     assert {*digests} == {image(0, 1).digest, image(0, 2).digest}
-    assert sum(run.orders()) == 2 * NUM_LAYERS
+    assert sum(run.worker.encode_s) == pytest.approx(2 * NUM_LAYERS * LAYER_S)
 
 
 @pytest.mark.parametrize("num_slots", [4000, 250])
@@ -406,6 +416,77 @@ def test_images_of_a_step_do_not_push_out_each_other() -> None:
     step.order(second, math.inf, RequestClass.RT)  # of a request with an earlier deadline
     step.order(first, math.inf, RequestClass.RT)
     assert [order.image.digest for order in step.orders] == [second.digest]
+
+
+def test_best_effort_images_leave_room_to_real_time_ones() -> None:
+    """They hold half of what is kept at most, and push out nothing that is waited for."""
+    encoding, quarter = Encoding(WORK), MAX_KEPT_TOKENS // 4
+    images = [image(0, number, quarter) for number in range(6)]
+    for each in images[:3]:
+        step = StepEncodes(encoding)
+        step.order(each, 0.0, RequestClass.BE)
+        encoding.note_orders(step.orders)
+    assert [encoding.num_left(each) for each in images[:3]] == [23, 23, 24]
+    encoding.observe(LAYER_S, WORK.of_layer(images[0]))
+    step = StepEncodes(encoding)
+    for each in images[3:]:
+        step.order(each, 1.0, RequestClass.RT)
+    assert [order.image.digest for order in step.orders] == [images[3].digest, images[4].digest]
+
+
+def test_an_image_that_nobody_waits_for_any_more_keeps_no_place() -> None:
+    encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2
+    encoding.note_orders([EncodeOrder(image(0, 1, half), 1)])
+    for _ in range(IDLE_PLANS):
+        assert not encoding.can_begin(image(0, 2), RequestClass.BE)
+        encoding.note_orders([])
+    assert encoding.can_begin(image(0, 2), RequestClass.BE)
+
+
+def test_images_that_are_computed_make_room_for_those_that_are_waited_for() -> None:
+    kept: KeptImages[int] = KeptImages()
+    quarter = MAX_KEPT_TOKENS // 4
+    kept.put(image(0, 0, quarter), 0)
+    for number in range(1, 6):
+        kept.put(image(0, number, quarter), number, is_computed=True)
+    found = [kept.get(image(0, number, quarter)) for number in range(6)]
+    assert found == [0, None, None, 3, 4, 5]
+
+
+def test_a_document_s_image_takes_no_time_that_a_stream_needs() -> None:
+    """There is time for no layer: in one step of many it gets one all the same."""
+    stream = request(
+        0,
+        20,
+        max_tokens=400,
+        sampling=SamplingParams(seed=420),
+        slo=SLO(ttft_ms=40.0, tpot_ms=12.0, mtpot_ms=12.0),
+    )
+    document = request(1, 80, image(0, 1), of=RequestClass.BE)
+    run = Run("unified", (0.0, stream), (0.1, document), step_cost=PROFILED)
+    steps = [step.step_id for step in run.core.sent if step.encodes]
+    assert 1 < len(steps) < 5 and all(step_id % EVERY_BEST_EFFORT == 0 for step_id in steps[:-1])
+
+
+def test_an_image_is_encoded_with_its_tokens_where_there_is_time_for_both() -> None:
+    stream = request(
+        0,
+        20,
+        max_tokens=200,
+        sampling=SamplingParams(seed=220),
+        slo=SLO(ttft_ms=400.0, tpot_ms=400.0),
+    )
+    run = Run("unified", (0.0, stream), (0.1, request(1, 80, image(10, 1))), step_cost=PROFILED)
+    assert run.orders() == []
+    (number,) = [number for number, seconds in enumerate(run.worker.encode_s) if seconds]
+    plan = run.plans[number]
+    assert len(plan.decodes.rows) == 4 and [row.num_tokens for row in plan.rows] == [80]
+
+
+def test_tokens_before_an_image_go_beside_its_layers() -> None:
+    run = Run("unified", (0.0, LONG), (0.1, request(1, 80, image(10, 1))), step_cost=PROFILED)
+    first = next(plan for plan in run.plans if plan.encodes)
+    assert [(row.start_position, row.num_tokens) for row in first.rows] == [(0, 10)]
 
 
 def test_best_effort_tokens_go_on_beside_images_of_newcomers() -> None:
