@@ -151,7 +151,7 @@ class StepEncodes:
     def missing(self, request: Request, start: int, num_tokens: int) -> Iterator[Image]:
         """Yield images of a request's next tokens that this step does not encode yet."""
         for image in self._encoding.missing(request, start, num_tokens):
-            if image.digest not in self._of_chunks and self._encoding.work is not None:
+            if image.digest not in self._of_chunks:
                 yield image
 
     def seconds_of(self, image: Image) -> float:
