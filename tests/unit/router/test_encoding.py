@@ -434,7 +434,7 @@ def test_best_effort_images_leave_room_to_real_time_ones() -> None:
     assert [order.image.digest for order in step.orders] == [images[3].digest, images[4].digest]
 
 
-def test_an_image_that_nobody_waits_for_any_more_keeps_no_place() -> None:
+def test_an_image_that_is_not_gone_on_with_keeps_no_place() -> None:
     encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2
     encoding.note_orders([EncodeOrder(image(0, 1, half), 1)])
     for _ in range(IDLE_PLANS):
