@@ -316,7 +316,7 @@ class StepCost:
         if kind is DRAFT:
             ratio /= self._ratio(DECODE).mean
         elif kind is DECODE:
-            of_drafts.mean += (1.0 - FADING) * (1.0 - of_drafts.mean)
+            of_drafts.mean += RATIO_MEMORY * (1.0 - FADING) * (1.0 - of_drafts.mean)
         self._ratios[kind].observe(ratio)
         self._note_ratios()
 

@@ -501,7 +501,7 @@ def test_a_machine_that_gets_faster_without_guesses_is_known_to_be_so_with_them(
     for _ in range(60):
         cost.observe(shape, 10e-3)
     ((whole_s,), (added_s,)) = cost.seconds_with_drafts(shape, np.array([100]))
-    assert 10e-3 < whole_s < 12e-3 and added_s < 2e-3
+    assert 10e-3 < whole_s < 12.5e-3 and added_s < 2.5e-3
 
 
 def test_guesses_that_were_slow_once_are_tried_again() -> None:
@@ -510,7 +510,16 @@ def test_guesses_that_were_slow_once_are_tried_again() -> None:
     cost.observe(shape, 10e-3)
     cost.observe(shape.plus_drafts(1, 100), 20e-3)
     added_s = [cost.seconds_with_drafts(shape, np.array([100]))[1][0]]
-    for _ in range(100):
+    for _ in range(1000):
         cost.observe(shape, 10e-3)
     added_s += [cost.seconds_with_drafts(shape, np.array([100]))[1][0]]
     assert added_s[0] > 2e-3 and added_s[1] < 1e-3
+
+
+def test_guesses_that_are_slow_each_time_stay_so_beside_steps_without() -> None:
+    cost, shape = StepCost(), StepShape().plus_decodes(4, 400)
+    cost.use_profile(StepCoefficients(4e-3, 9.0, 1e-4, 5e-5, 0.0, 0.0, 0.0, 0.0))
+    for step in range(500):
+        cost.observe(shape if step % 5 else shape.plus_drafts(4, 400), 4.2e-3 if step % 5 else 5e-3)
+    ((*_, whole_s), _) = cost.seconds_with_drafts(shape, np.arange(100, 500, 100))
+    assert whole_s == pytest.approx(5e-3, rel=0.03)
