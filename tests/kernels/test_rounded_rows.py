@@ -79,6 +79,7 @@ def test_norms_and_gates_round_as_a_kernel_of_its_own(
     assert_same(found, round_rows(norms.silu_and_mul(gate_up), group))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity times 0
 @pytest.mark.parametrize("group", [0, 64])
 def test_wide_rows_are_rounded_apart(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one kernel for both would have more numbers than registers: the bits are the same."""
@@ -93,6 +94,11 @@ def test_wide_rows_are_rounded_apart(group: int, monkeypatch: pytest.MonkeyPatch
         assert_same(rows, fused[0])
         assert torch.equal(kept, x + x)
         assert_same(norms.silu_and_mul_rounded(normal(3, 400), group), fused[1])
+    for own in (with_borders(normal(9, 200)), normal(2, 129)):
+        wide = round_rows(own, group)
+        monkeypatch.undo()
+        assert_same(wide, round_rows(own, group))
+        monkeypatch.setattr(norms, "MOST_ROUNDED", 64)
     assert rounded.call_count == (2 if group == 0 else 1), (
         "gates of groups have blocks of their own"
     )

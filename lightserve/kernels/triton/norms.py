@@ -106,6 +106,29 @@ def _round_rows_kernel(
     )
 
 
+@launched
+@triton.jit
+def _round_wide_rows_kernel(
+    x_ptr, out_ptr, factors_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Round a row by the largest of all its numbers, which are read twice, BLOCK at once."""
+    row = tl.program_id(0).to(tl.int64)
+    largest, sums = tl.zeros((1,), tl.float32), tl.zeros((1,), tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        columns = first + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptr + row * x_stride + columns, mask=columns < WIDTH, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x.to(tl.float32)), axis=1))
+        sums += tl.sum(x.to(tl.float32) * 0.0, axis=1)
+    factors, inverse = factors_of(largest, sums, 448.0)
+    for first in range(0, WIDTH, BLOCK):
+        columns = first + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(x_ptr + row * x_stride + columns, mask=columns < WIDTH, other=0.0)
+        codes = codes_of(x.to(tl.float32) * inverse, "fp8").to(tl.uint8)
+        tl.store(out_ptr + row * WIDTH + columns, codes, mask=columns < WIDTH)
+    tl.store(factors_ptr + row + tl.arange(0, 1)[:, None], factors * UNIT)
+
+
 @triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
     """Normalise rows [ROWS, BLOCK], rounding before the weight to its type, after it to `kind`."""
@@ -184,7 +207,8 @@ def _silu_and_mul_kernel(
 SILU_BLOCK = 1024
 ROUNDED_BLOCK = 2048
 MOST_ROUNDED = 1 << 14
-"""Numbers of a row up to which norms round it without spilling registers; gates twice as many."""
+"""Numbers of a row up to which norms round it, or it is rounded alone, without spilling registers;
+gates twice as many."""
 THREAD_ELEMENTS = 16
 """Elements of a row for each thread: two loads of 16 bytes in flight, in a type of 2 bytes."""
 MAX_WARPS = 16
@@ -227,19 +251,17 @@ def round_rows(x: Tensor, group: int) -> RoundedRows:
     out = _rounded_like(x, width, group)
     block = next_power_of_2(width)
     block = min(block, ROUNDED_BLOCK) if group else block
-    if num_rows:
+    constants = _rounding(group, block, x.device)
+    if num_rows and not group and width > MOST_ROUNDED:
+        _round_wide_rows_kernel[(num_rows,)](
+            x, out.values, out.factors, x.stride(0), WIDTH=width, BLOCK=MOST_ROUNDED // 2,
+            UNIT=constants["UNIT"], num_warps=MAX_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+    elif num_rows:
         _round_rows_kernel[num_rows, cdiv(width, block)](
-            x,
-            out.values,
-            out.factors,
-            num_rows,
-            x.stride(0),
-            WIDTH=width,
-            BLOCK=block,
-            **_rounding(group, block, x.device),
-            num_warps=_num_warps(block),
-            enable_fp_fusion=True,
-        )
+            x, out.values, out.factors, num_rows, x.stride(0), WIDTH=width, BLOCK=block,
+            **constants, num_warps=_num_warps(block), enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -283,19 +305,10 @@ def _norm(
     launch = _norm_launch(width)
     if num_rows:
         _norm_kernel[cdiv(num_rows, launch["ROWS"]),](
-            x,
-            residual,
-            weight,
-            out,
-            factors,
-            num_rows,
-            eps,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            **launch,
-            **_rounding(group, launch["BLOCK"], x.device),
-            enable_fp_fusion=True,
-        )
+            x, residual, weight, out, factors, num_rows, eps, x.stride(0),
+            0 if residual is None else residual.stride(0), **launch,
+            **_rounding(group, launch["BLOCK"], x.device), enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -325,14 +338,6 @@ def _silu_and_mul(gate_up: Tensor, out: Tensor, factors: Tensor | None, group: i
         block = min(SILU_BLOCK, block)
     if num_rows:
         _silu_and_mul_kernel[num_rows, cdiv(width, block)](
-            gate_up,
-            out,
-            factors,
-            num_rows,
-            gate_up.stride(0),
-            WIDTH=width,
-            BLOCK=block,
-            **_rounding(group, block, out.device),
-            num_warps=num_warps,
-            enable_fp_fusion=True,
-        )
+            gate_up, out, factors, num_rows, gate_up.stride(0), WIDTH=width, BLOCK=block,
+            **_rounding(group, block, out.device), num_warps=num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
