@@ -525,7 +525,6 @@ def _kimi(gguf: GgufFile, name: str) -> dict[str, Any]:
         gguf.integer(f"{name}.{key}", default=0, high=0)
     return _deepseek(gguf, name) | {
         "norm_topk_prob": gguf.boolean(f"{name}.expert_weights_norm", default=True),
-        "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=0.0) or 1.0,
         "rope_parameters": None,
         "layer_types": _kinds_by_heads(gguf, name, "linear_attention"),
         "linear_num_heads": gguf.integer(f"{name}.attention.head_count"),
