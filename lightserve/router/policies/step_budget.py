@@ -362,8 +362,8 @@ class StepBudget:
 
     # ---------------------------------------------------------------- limits
 
-    def limit_by_deadlines(self) -> None:
-        """Limit the step by the deadlines of the decodes in it.
+    def limit_by_deadlines(self, *, at_most_s: float = math.inf) -> None:
+        """Limit the step by the deadlines of the decodes in it, and to `at_most_s`.
 
         Prompts of real-time requests keep to those that will surely be met: for others they need
         not wait. Best-effort ones do: doubts about the prediction must not make a step longer,
@@ -380,8 +380,21 @@ class StepBudget:
         lent_s = np.where(
             lent_s < least_s, self.due.of_rows(rows, self.due.residuals.of_late), lent_s
         )
-        self.deadline_s = self._limit_s = surely_s
+        self.deadline_s = surely_s
+        self._limit_s = min(surely_s, at_most_s)
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
+
+    def limit_by_returning(self, rows: Rows) -> None:
+        """Limit the step by deadlines of decodes that gave way, and may now come back to it.
+
+        In the place of the time that they could wait: the request that they gave way to may have
+        been left out. Prompts that came in its place do not make them late.
+        """
+        context = int(self._table.next_position[rows].sum())
+        decodes_s = self._seconds(self.shape.decodes.plus_decodes(len(rows), context))
+        residual_s = self.due.of_rows(rows, self.due.residuals.due)
+        surely_s = float(residual_s[residual_s >= decodes_s].min(initial=math.inf))
+        self._limit_s = min(self.deadline_s, surely_s)
 
     @property
     def decode_rows(self) -> Rows:

@@ -135,10 +135,11 @@ class _Order:
                 step.decode(of_rows.decodes)
                 budget.limit_by_deadlines()
         newcomers = itertools.islice(step.waiting.of(RT), LOOK_AHEAD)
-        self._gave_way = _rescued(step, itertools.chain(self._prompts, newcomers))
+        prompts = itertools.chain(self._prompts, newcomers)
+        self._gave_way, rescued_due_s = _rescued(step, prompts)
         if len(self._gave_way):
             step.give_way(self._gave_way)
-            budget.limit_by_deadlines()
+            budget.limit_by_deadlines(at_most_s=rescued_due_s)
         heads = itertools.islice(step.waiting.of(RT), MAX_CANDIDATES)
         due = itertools.takewhile(lambda request: budget.due.of(request) < math.inf, heads)
         step.keep_pace(self._options.pace, itertools.chain(self._prompts, due))
@@ -194,6 +195,7 @@ class _Order:
         """Fill the rest of the step, as far as it is lent, if nothing urgent waits."""
         step, budget = self._step, self._budget
         if len(self._gave_way):
+            budget.limit_by_returning(self._gave_way)
             step.decode(budget.due.in_order(self._gave_way))
         if self._is_left or budget.is_full:
             self.wants_more = self._options.be_min_share > 0 and (
@@ -524,10 +526,14 @@ def lent_until_s(
 #
 # A decode can wait if it is still in time after this step and one more like the recent ones, for
 # best-effort prompts two. What gave way comes back if the step has time left for it.
+# Until then the step ends no later than the token that it gave way to is due: others before it take
+# no more time than the decode can wait.
 
 
-def _rescued(step: Step, prompts: Iterable[Request]) -> Rows:
+def _rescued(step: Step, prompts: Iterable[Request]) -> tuple[Rows, float]:
     """Return decodes that give way to the most urgent request that they make late.
+
+    And when its token is due, seconds after the start of the step: they can wait no longer.
 
     Args:
         step: with the decodes, its limit known.
@@ -535,14 +541,14 @@ def _rescued(step: Step, prompts: Iterable[Request]) -> Rows:
     """
     budget, average_step_s = step.budget, step.limits.average_step_s
     if average_step_s <= 0:
-        return NO_ROWS
+        return NO_ROWS, math.inf
     in_danger = [r for r in budget.in_danger if budget.due.of(r) > 0]
     in_danger += [r for r in prompts if budget.due.of(r) > 0 and not budget.can_be_in_time(r)]
     for request in sorted(in_danger, key=budget.due.of):
         others = budget.decodes_due_after(budget.due.of(request) + average_step_s)
         if len(others) and budget.can_be_in_time(request, without=others):
-            return others
-    return NO_ROWS
+            return others, budget.due.of(request)
+    return NO_ROWS, math.inf
 
 
 def _displaced(step: Step) -> Rows:

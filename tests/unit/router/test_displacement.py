@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 import pytest
 from support.policy_scenes import (
@@ -46,6 +48,7 @@ def play(
     *,
     per_context_s: float = 1e-6,
     average_step_s: float = AVERAGE_STEP_S,
+    refused: Collection[int] = (),
 ) -> tuple[dict[int, int], Skips]:
     """0.1 ms per token, and (unless told otherwise) 1 ms per 1000 tokens of a decode's context."""
     cost = StepCost()
@@ -59,7 +62,7 @@ def play(
         cost=cost,
         average_step_s=average_step_s,
     )
-    step = filled(UnifiedPolicy(), in_rows, Queue(waiting), limits, Admitting())
+    step = filled(UnifiedPolicy(), in_rows, Queue(waiting), limits, Admitting(refused))
     return {request.arrival_number: count for request, count in step.budget.parts}, step.skips
 
 
@@ -142,6 +145,35 @@ def test_none_gives_way_to_a_prompt_that_takes_more_steps_than_it_has(
     """
     running = [decode(0, 9, context=2000), decode(1, 500, context=5000)]
     assert play(running, [first_token(5, prompt_ms, 100)])[0].keys() == who
+
+
+@pytest.mark.parametrize(
+    ("residual_ms", "context", "who"),
+    [
+        (50, 5000, {1, 2, 4}),  # they come back: 0.1 ms and 5, behind 12 of the long prompt
+        (33, 25000, {4}),  # the first of them takes 25 ms: there is time in the next step
+    ],
+)
+def test_no_other_prompt_makes_those_late_that_gave_way(
+    residual_ms: float, context: int, who: set[int]
+) -> None:
+    """They give way to a first token that is due in 12 ms; one that nothing is due of is first.
+
+    It would take 100 ms. (Found by the storm of the host tier with seed 7815.)
+    """
+    ample = [decode(1, 60), decode(2, residual_ms, context=context)]
+    waiting = [make_request(4, RT, prompt=1000), first_token(5, 12, 100)]
+    shares, _ = play(ample, waiting)
+    assert shares.keys() == who
+    assert shares[4] == pytest.approx(120, abs=1)
+
+
+def test_those_that_gave_way_to_one_without_memory_come_back() -> None:
+    """Together they take 10.2 ms; the first token that they gave way to is due in 6."""
+    ample = [decode(1, 50, context=5000), decode(2, 60, context=5000)]
+    shares, skips = play(ample, [tight := first_token(5, 6, 50)], refused=(5,))
+    assert shares == {1: 1, 2: 1}
+    assert skips.reason_of(tight) is Reason.KV_FUTURE
 
 
 def test_time_that_is_not_lent_is_no_gain() -> None:
