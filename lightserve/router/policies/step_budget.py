@@ -362,14 +362,21 @@ class StepBudget:
 
     # ---------------------------------------------------------------- limits
 
-    def limit_by_deadlines(self, *, at_most_s: float = math.inf) -> None:
+    def limit_by_deadlines(self, at_most_s: float = math.inf, back: Rows = NO_ROWS) -> None:
         """Limit the step by the deadlines of the decodes in it, and to `at_most_s`.
 
+        Or by what is in it and decodes that gave way and come `back`, whatever it was limited to.
         Prompts of real-time requests keep to those that will surely be met: for others they need
         not wait. Best-effort ones do: doubts about the prediction must not make a step longer,
         and a token that will be late in any case is due as if all before it had been in time,
         lest its request falls behind further. If that cannot be either, it sets no limit.
         """
+        if len(back):
+            context = int(self._table.next_position[back].sum())
+            base_s = self._seconds(self.shape.decodes.plus_decodes(len(back), context))
+            due = self.due.of_rows(back, self.due.residuals.due)
+            self._limit_s = min(self.deadline_s, float(due[due >= base_s].min(initial=math.inf)))
+            return
         least_s, base_s = self.seconds, self._seconds(self.shape)
         rows = self.decode_rows
         residual_s = self.due.of_rows(rows, self.due.residuals.due)
@@ -377,24 +384,11 @@ class StepBudget:
         surely_s = float(residual_s[is_sure].min(initial=math.inf))
         self.in_danger = self._table.of(rows[~is_sure])
         lent_s = self.due.of_rows(rows, self.due.residuals.lent)
-        lent_s = np.where(
-            lent_s < least_s, self.due.of_rows(rows, self.due.residuals.of_late), lent_s
-        )
+        late_s = self.due.of_rows(rows, self.due.residuals.of_late)
+        lent_s = np.where(lent_s < least_s, late_s, lent_s)
         self.deadline_s = surely_s
         self._limit_s = min(surely_s, at_most_s)
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
-
-    def limit_by_returning(self, rows: Rows) -> None:
-        """Limit the step by deadlines of decodes that gave way, and may now come back to it.
-
-        In the place of the time that they could wait: the request that they gave way to may have
-        been left out. Prompts that came in its place do not make them late.
-        """
-        context = int(self._table.next_position[rows].sum())
-        decodes_s = self._seconds(self.shape.decodes.plus_decodes(len(rows), context))
-        residual_s = self.due.of_rows(rows, self.due.residuals.due)
-        surely_s = float(residual_s[residual_s >= decodes_s].min(initial=math.inf))
-        self._limit_s = min(self.deadline_s, surely_s)
 
     @property
     def decode_rows(self) -> Rows:

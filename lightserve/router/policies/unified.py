@@ -135,11 +135,10 @@ class _Order:
                 step.decode(of_rows.decodes)
                 budget.limit_by_deadlines()
         newcomers = itertools.islice(step.waiting.of(RT), LOOK_AHEAD)
-        prompts = itertools.chain(self._prompts, newcomers)
-        self._gave_way, rescued_due_s = _rescued(step, prompts)
+        self._gave_way, due_s = _rescued(step, itertools.chain(self._prompts, newcomers))
         if len(self._gave_way):
             step.give_way(self._gave_way)
-            budget.limit_by_deadlines(at_most_s=rescued_due_s)
+            budget.limit_by_deadlines(due_s)
         heads = itertools.islice(step.waiting.of(RT), MAX_CANDIDATES)
         due = itertools.takewhile(lambda request: budget.due.of(request) < math.inf, heads)
         step.keep_pace(self._options.pace, itertools.chain(self._prompts, due))
@@ -195,7 +194,7 @@ class _Order:
         """Fill the rest of the step, as far as it is lent, if nothing urgent waits."""
         step, budget = self._step, self._budget
         if len(self._gave_way):
-            budget.limit_by_returning(self._gave_way)
+            budget.limit_by_deadlines(back=self._gave_way)
             step.decode(budget.due.in_order(self._gave_way))
         if self._is_left or budget.is_full:
             self.wants_more = self._options.be_min_share > 0 and (
@@ -526,14 +525,11 @@ def lent_until_s(
 #
 # A decode can wait if it is still in time after this step and one more like the recent ones, for
 # best-effort prompts two. What gave way comes back if the step has time left for it.
-# Until then the step ends no later than the token that it gave way to is due: others before it take
-# no more time than the decode can wait.
+# Until then the step ends by the time the rescued token is due, whoever is before it in the step.
 
 
 def _rescued(step: Step, prompts: Iterable[Request]) -> tuple[Rows, float]:
-    """Return decodes that give way to the most urgent request that they make late.
-
-    And when its token is due, seconds after the start of the step: they can wait no longer.
+    """Return decodes that give way to the most urgent request they make late; its due time in s.
 
     Args:
         step: with the decodes, its limit known.
