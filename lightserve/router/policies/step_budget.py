@@ -365,7 +365,7 @@ class StepBudget:
     def limit_by_deadlines(self, at_most_s: float = math.inf, back: Rows = NO_ROWS) -> None:
         """Limit the step by the deadlines of the decodes in it, and to `at_most_s`.
 
-        Or by what is in it and decodes that gave way and come `back`, whatever it was limited to.
+        Or by its contents and by decodes that gave way and come `back`, in place of that limit.
         Prompts of real-time requests keep to those that will surely be met: for others they need
         not wait. Best-effort ones do: doubts about the prediction must not make a step longer,
         and a token that will be late in any case is due as if all before it had been in time,

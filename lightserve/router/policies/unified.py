@@ -525,7 +525,7 @@ def lent_until_s(
 #
 # A decode can wait if it is still in time after this step and one more like the recent ones, for
 # best-effort prompts two. What gave way comes back if the step has time left for it.
-# Until then the step ends by the time the rescued token is due, whoever is before it in the step.
+# Until then the step ends by the time the rescued token is due, even if others go before it.
 
 
 def _rescued(step: Step, prompts: Iterable[Request]) -> tuple[Rows, float]:
