@@ -126,9 +126,8 @@ SLACK_SHARE = 0.1
 """Then a step takes so much of what it leaves at most. Its first token waits for the rest of one
 step, for prompts that have waited likewise, and for more decodes, as slow ones stay for longer."""
 GAP_SHARE = 0.4
-"""And so much of the tightest largest gap of requests without a mean, which would leave a reserve.
-Where every step may last as long as the gap, the first one that takes longer than predicted makes a
-token late, and an answer is made of many."""
+"""And so much of the tightest largest gap of requests without a target for the mean of their gaps:
+of steps as long as the gap, each that takes longer than predicted makes a token late."""
 MAX_IDLE_LIMIT_S = 0.5
 """Never more: a step cannot be taken back if a client hangs up."""
 

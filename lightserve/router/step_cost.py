@@ -255,9 +255,8 @@ class StepCost:
 
     def load_seconds(self, num_tokens: int) -> float:
         """Return what loads of so many tokens add by the profile; 0: it has not measured any."""
-        return (
-            0.0 if self._model is None else self._model.coefficients.per_loaded_token_s * num_tokens
-        )
+        model = self._model
+        return 0.0 if model is None else model.coefficients.per_loaded_token_s * num_tokens
 
     def tokens_within(self, shape: StepShape, limit_s: float, start: int, most: int) -> int:
         """Return how many tokens of one more prompt, from `start` on, keep a step in its limit.

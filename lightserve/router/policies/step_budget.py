@@ -386,8 +386,7 @@ class StepBudget:
         lent_s = self.due.of_rows(rows, self.due.residuals.lent)
         late_s = self.due.of_rows(rows, self.due.residuals.of_late)
         lent_s = np.where(lent_s < least_s, late_s, lent_s)
-        self.deadline_s = surely_s
-        self._limit_s = min(surely_s, at_most_s)
+        self.deadline_s, self._limit_s = surely_s, min(surely_s, at_most_s)
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
 
     @property
