@@ -186,8 +186,8 @@ class StateGraphs:
         self._kept, self._slots = tables.kept, tables.state_slots
         self._sizes, self._recorder = tuple(sizes), recorder
         self._replays: dict[int, Callable[[], None]] = {}
-        max_rows = tables.token_ids.shape[0] - 1
-        self._padding = torch.tensor([[max_rows], [0], [0], [0]], device=self._slots.device)
+        max_rows = len(tables.token_ids) - 1
+        self._padding = (torch.arange(4, device=self._slots.device) == 0)[:, None] * max_rows
         self._held = self._padding.repeat(1, max_rows)
         """int64 [4, max_num_seqs], see `_move_on`."""
 
