@@ -127,7 +127,7 @@ class StepModel:
     sizes: GraphSizes = NO_SIZES
     """To which steps are padded."""
     tells_rows: bool = True
-    """Whether the fit told a row's cost from the floor; if not, drafts cost no logits."""
+    """Whether measured steps tell a decode's cost from the floor; if not, drafts cost no logits."""
 
     @property
     def per_draft_s(self) -> float:

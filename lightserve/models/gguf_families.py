@@ -79,7 +79,7 @@ class GgufFamily:
     module: str = "mlp"
     """Module that holds the experts."""
     is_rotated: bool = True
-    """Whether keys of rotary embeddings say anything."""
+    """Whether the file's keys of rotary embeddings are read; if not, nothing is rotated."""
     theta: float = 10_000.0
     """Base of rotary embeddings where the file gives none."""
     own: Callable[[GgufFile, str], dict[str, Any]] = _nothing
@@ -92,7 +92,7 @@ class GgufFamily:
 
 
 def has(gguf: GgufFile, name: str) -> bool:
-    """Whether a layer has a tensor: the first, or another, where layers are of several kinds."""
+    """Return whether any layer of a file has a tensor, not only the first: layers may differ."""
     ending = f".{name}"
     return f"blk.0.{name}" in gguf.tensors or any(each.endswith(ending) for each in gguf.tensors)
 

@@ -77,6 +77,16 @@ HYBRIDS = {
 # Weights and whole models.
 
 
+def logits_of(file: Path) -> torch.Tensor:
+    """Return the logits of 40 tokens by the reference kernels, in two chunks and six decodes."""
+    tokens = torch.arange(5, 45)
+    loaded = load_tiny(unpack(file), torch.float32, ReferenceKernels())
+    passes = schedule([len(tokens)], chunk=20, num_decodes=6)
+    logits = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
+    assert logits is not None
+    return logits[0]
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_model_says_what_it_says_elsewhere(name: str, tmp_path: Path) -> None:
     plain, file = converted(name, tmp_path)
@@ -323,15 +333,7 @@ def test_older_files_of_deepseek(tmp_path: Path) -> None:
     metadata |= tiny_tokens(200) | latent_metadata(config, is_old=True)
     older = tmp_path / "older.gguf"
     older.write_bytes(gguf_bytes(metadata, tensors))
-    tokens = torch.arange(5, 45)
-    found = []
-    for each in (file, older):
-        loaded = load_tiny(unpack(each), torch.float32, ReferenceKernels())
-        passes = schedule([len(tokens)], chunk=20, num_decodes=6)
-        logits = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
-        assert logits is not None
-        found.append(logits[0])
-    assert torch.equal(*found)
+    assert torch.equal(logits_of(file), logits_of(older))
 
 
 @pytest.mark.parametrize("multiplier", [None, 0.0])
@@ -520,7 +522,7 @@ def test_tensors_that_a_file_must_have_or_not(
 def test_shapes_that_quantised_files_of_kimi_linear_have(tmp_path: Path) -> None:
     """llama.cpp's tools leave out dimensions of one at the end, which ours are at the front."""
     _, file = converted("kimi-linear", tmp_path)
-    gguf, found = read_gguf(file), []
+    gguf = read_gguf(file)
     tensors = tensors_of(gguf)
     for name, (shape, kind, data) in tensors.items():
         if len(shape) == 4:
@@ -529,14 +531,7 @@ def test_shapes_that_quantised_files_of_kimi_linear_have(tmp_path: Path) -> None
     assert len(tensors["blk.0.ssm_a"][0]) == 2 and len(tensors["blk.0.ssm_conv1d_q.weight"][0]) == 3
     less = tmp_path / "less.gguf"
     less.write_bytes(gguf_bytes(dict(gguf.metadata) | tiny_tokens(200), tensors))
-    tokens = torch.arange(5, 45)
-    for each in (file, less):
-        loaded = load_tiny(unpack(each), torch.float32, ReferenceKernels())
-        passes = schedule([len(tokens)], chunk=20, num_decodes=6)
-        logits = loaded.run([TokenSequence(tokens, torch.empty(0))], passes)
-        assert logits is not None
-        found.append(logits[0])
-    assert torch.equal(*found)
+    assert torch.equal(logits_of(file), logits_of(less))
 
 
 def test_what_files_of_gemma_4_do_not_say(tmp_path: Path) -> None:

@@ -380,10 +380,10 @@ class Step:
             self._skip(request, part, classes)
             return
         self._add(part)
-        if (ahead := self._ahead) and self.found(
-            request
-        ).start + part.num_tokens == ahead.image.start:
-            self._order(request, ahead.image)
+        if (ahead := self._ahead) is not None:
+            end = self.found(request).start + part.num_tokens
+            if end == ahead.image.start:
+                self._order(request, ahead.image)
 
     def _refuses_to_start(self, request: Request) -> Reason | None:
         """Return why a request that waits may not start, memory aside; None if it may."""
