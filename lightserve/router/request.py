@@ -471,7 +471,7 @@ class Found(NamedTuple):
     num_loaded: int = 0
     """Tokens before `start` that would come back from the host, and the slots of its state."""
     num_pinned: int = 0
-    """Cached slots that starting it would keep from being evicted."""
+    """Cached slots that starting it would keep from being evicted, less copies of its own there."""
     hit: Hit | None = None
     """The part of it in the prefix tree, if that is more than it holds itself."""
     num_state_slots: int = 0

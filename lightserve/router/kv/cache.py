@@ -180,12 +180,12 @@ class KVStore:
                 n = hit.num_on_host
                 num_on_host = n if self._load_is_cheaper(n, hit.num_tokens, n) else 0
             if hit.num_tokens > request.num_shared_tokens or num_on_host:
-                num_there, num_pinned = max(num_held, hit.num_tokens), hit.num_evictable
-                found = hit
+                num_there, found = max(num_held, hit.num_tokens), hit
+                num_twice = max(0, min(num_held, hit.num_tokens) - request.num_shared_tokens)
+                num_pinned = max(0, hit.num_evictable - num_twice)  # `_hold_prefix` frees its own
         num_lost = request.num_kept_tokens - num_there
         loads = num_lost > 0 and request.host is not None and request.host.start <= num_there
-        if loads and not self._load_is_cheaper(num_lost, num_there, num_lost):
-            loads = False
+        loads = loads and self._load_is_cheaper(num_lost, num_there, num_lost)
         num_loaded = num_lost if loads else num_on_host
         start = num_there + num_loaded
         return Found(start, request.num_left_from(start), num_loaded, num_pinned, found)

@@ -154,6 +154,23 @@ def test_a_checkpoint_is_dropped_if_another_computed_the_same() -> None:
     scene.kv.check_integrity([request, other])
 
 
+def test_its_own_copies_of_what_is_cached_are_freed_as_it_resumes() -> None:
+    """One of two alike that was not counted could wait for ever for room that it held itself."""
+    scene = Scene()
+    request = make_request(0)
+    scene.kv.start(request, scene.kv.look_up(request))
+    assert request.slots is not None
+    request.slots[:10] = scene.kv.acquire([(request, 10)])
+    request.num_computed_tokens = 10
+    request.state = RequestState.RUNNING
+    request.pause()
+    scene.kv.release(scene.run(make_request(1, 30)), keep=True)
+    before, found = scene.kv.num_available, scene.kv.look_up(request)
+    assert found.num_there == 19 and request.num_own_slots == 10
+    scene.kv.start(request, found)
+    assert before - scene.kv.num_available == found.num_pinned == 9
+
+
 @pytest.mark.parametrize(
     ("num_host_slots", "load_is_cheaper", "num_loaded"),
     [(100, True, 8), (100, False, 0), (7, True, 0)],
