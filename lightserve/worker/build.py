@@ -187,13 +187,15 @@ def measure_gpu(
         if not graph_sizes.decodes:
             return 0
         make, taken = make_graphs(model, pool, tables, tp=tp, dtype=dtype), 0
+        # The capture itself says what cannot be recorded; ranks must not differ in passes.
         if graph_sizes.mixed:
-            # The capture itself says what cannot be recorded; ranks must not differ in it.
             with suppress(*([StartupError] if tp.size == 1 else [])):
                 taken = estimated_graph_bytes(make.mixed, graph_sizes.mixed)
+        taken += estimated_graph_bytes(make.decodes, graph_sizes.decodes)
         if make.state_sizes:
-            taken += estimated_graph_bytes(make.states, make.state_sizes)
-        return taken + estimated_graph_bytes(make.decodes, graph_sizes.decodes)
+            with suppress(StartupError):
+                taken += estimated_graph_bytes(make.states, make.state_sizes)
+        return taken
 
     memory = _measure(statistics, make_runner(pool), plans, graph_bytes)
     gc.collect()  # the runner, before the pool takes all there is

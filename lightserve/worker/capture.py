@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,12 +23,14 @@ from lightserve.worker.graphs import (
     DecodeGraphs,
     DecodeTables,
     GraphRecorder,
+    Graphs,
     ladder,
 )
 from lightserve.worker.mixed_graphs import MAX_TOKENS, MixedGraphs, kept_sizes, mixed_ladder
 from lightserve.worker.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
+G = TypeVar("G", bound=Graphs)
 
 
 def graph_sizes(
@@ -75,9 +77,7 @@ class GraphMaker(NamedTuple):
     def decodes(self, sizes: Sequence[int]) -> DecodeGraphs:
         """Return graphs of steps of decodes alone."""
         return DecodeGraphs(
-            self.model,
-            self.pool,
-            self.tables,
+            *self[:3],
             sizes=sizes,
             recorder=self.recorder,
             has_logits=self.tp.rank == 0,
@@ -86,16 +86,16 @@ class GraphMaker(NamedTuple):
 
     def mixed(self, sizes: Sequence[int]) -> MixedGraphs:
         """Return graphs of other steps."""
-        return MixedGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
+        return MixedGraphs(*self[:3], sizes=sizes, recorder=self.recorder)
+
+    def states(self, sizes: Sequence[int]) -> StateGraphs:
+        """Return graphs that move states on behind drafts."""
+        return StateGraphs(*self[:3], sizes=sizes, recorder=self.recorder)
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
         """Sizes of `states`; none where no states wait for drafts."""
         return () if self.tables.kept is None else mixed_ladder(len(self.tables.kept.tokens))
-
-    def states(self, sizes: Sequence[int]) -> StateGraphs:
-        """Return graphs that move states on behind drafts."""
-        return StateGraphs(self.model, self.pool, self.tables, sizes=sizes, recorder=self.recorder)
 
 
 def make_graphs(
@@ -142,57 +142,60 @@ def capture_graphs(
         return
     start_s = time.monotonic()
     make = make_graphs(model, pool, runner.tables, tp=tp, dtype=dtype)
-    graphs, mixed = make.decodes(sizes.decodes), None
-    states = make.states(make.state_sizes) if make.state_sizes else None
     count = len(sizes.decodes) + len(sizes.mixed) + len(make.state_sizes)
+    used: list[int] = []
     with progress("capturing CUDA graphs", count, is_shown=tp.rank == 0) as advance:
-        # In this order: what passes of many tokens need between them serves all others.
-        used = []
+        # In this order: what passes of many tokens need between them serves all others, and behind
+        # a capture that is broken off there is none.
+        mixed, states = None, None
         if sizes.mixed:
-            mixed = make.mixed(sizes.mixed)
             # Of several ranks one alone might fail, and the others wait for it in a collective.
             is_needed = is_limited or tp.size > 1
-            taken = capture_mixed(mixed, is_needed=is_needed, advance=advance)
-            used, mixed = taken or [], mixed if taken else None
-        used += graphs.capture(advance)
-        if states is not None:
-            used += states.capture(advance)
-    graphs.check(LIMITS[dtype or pool.k[0].dtype])
-    static_bytes = graphs.static_bytes
+            mixed = make.mixed(sizes.mixed)
+            mixed = captured(mixed, used, advance, "steps with prompts are launched", is_needed)
+        decodes = make.decodes(sizes.decodes)
+        used += decodes.capture(advance)
+        if make.state_sizes:
+            states = make.states(make.state_sizes)
+            states = captured(states, used, advance, "states of rows with guesses are moved on")
+    decodes.check(LIMITS[dtype or pool.k[0].dtype])
     if states is not None:
         states.check()
-        static_bytes += states.static_bytes
     if mixed is not None:
         mixed.check()
         mixed.keep(_worth(mixed, runner.device, tp, is_limited=is_limited))
-        static_bytes += mixed.static_bytes
+    kinds = [kind for kind in (decodes, mixed, states) if kind is not None]
     log.info(
         "%d CUDA graphs of 1 to %d decodes%s%s: %.1f s, %.2f GiB",
-        len(sizes.decodes) + (0 if mixed is None else len(mixed.sizes)) + len(make.state_sizes),
+        sum(len(kind.sizes) for kind in kinds),
         sizes.decodes[-1],
         "" if mixed is None else f", and of {mixed.sizes[0]} to {mixed.sizes[-1]} new tokens",
-        "" if states is None else f", and of up to {make.state_sizes[-1]} inputs of guesses",
+        "" if states is None else f", and of up to {states.sizes[-1]} inputs of guesses",
         time.monotonic() - start_s,
-        (sum(used) + static_bytes) / 2**30,
+        (sum(used) + sum(kind.static_bytes for kind in kinds)) / 2**30,
     )
-    runner.use_graphs(graphs, mixed, states)
+    runner.use_graphs(decodes, mixed, states)
 
 
-def capture_mixed(
-    mixed: MixedGraphs, *, is_needed: bool, advance: Advance = lambda _: None
-) -> list[int] | None:
-    """Return what `MixedGraphs.capture` does; None: this model's passes cannot be recorded.
+def captured(
+    graphs: G, used: list[int], advance: Advance, instead: str, is_needed: bool = False
+) -> G | None:
+    """Capture graphs, add the memory that each took to `used`, and return them.
+
+    None: this model's passes cannot be recorded. `instead` says in words which work is done kernel
+    by kernel then.
 
     Raises:
         StartupError: they cannot, and `is_needed` says that nothing can stand for them.
     """
     try:
-        return mixed.capture(advance)
+        used += graphs.capture(advance)
     except StartupError as error:
         if is_needed:
             raise
-        log.info("steps with prompts are launched kernel by kernel, which takes longer: %s", error)
+        log.info("%s kernel by kernel, which takes longer: %s", instead, error)
         return None
+    return graphs
 
 
 def _worth(

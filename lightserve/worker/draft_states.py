@@ -19,21 +19,18 @@ layers are one launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.errors import StartupError
 from lightserve.kernels.interface import AttentionBatch, MostTokens, UnknownValues
 from lightserve.kernels.weights import KeptInputs
 from lightserve.messages.common import size_within
 from lightserve.models.base import KeepsStates, KVTensors, Model
-from lightserve.progress import Advance
 from lightserve.worker.device import DeviceQueue
 from lightserve.worker.drafts import Drafted
-from lightserve.worker.graphs import DecodeTables, GraphRecorder, record_sizes
+from lightserve.worker.graphs import Graphs
 from lightserve.worker.memory import StateTable
 from lightserve.worker.tables import StepInputs, ranges
 
@@ -162,110 +159,85 @@ def _move_on(
     kept.tokens.zero_()  # a graph reads all of the room's: they must be tokens of any pass
 
 
-class StateGraphs:
+class StateGraphs(Graphs):
     """Recorded ways of states to behind the last accepted drafts, all layers in one launch.
 
-    A graph is recorded for a number of inputs, whatever rows they belong to. What `_move_on` is
-    told of the rows is static, filled behind the draws on the device, and padded by the tables'
-    last row, of which no input counts.
+    A size is a number of inputs, whatever rows they belong to. What `_move_on` is told of the rows
+    is static, filled behind the draws on the device, and padded by the tables' last row, of which
+    no input counts.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        pool: KVTensors,
-        tables: DecodeTables,
-        *,
-        sizes: Sequence[int],
-        recorder: GraphRecorder,
-    ) -> None:
-        """Make the static tensors; `capture` does the rest. Arguments as of `MixedGraphs`, but
-        that `sizes` are numbers of inputs."""
-        assert tables.kept is not None and tables.state_slots is not None
-        self._model, self._pool, self._tables = model, pool, tables
-        self._kept, self._slots = tables.kept, tables.state_slots
-        self._sizes, self._recorder = tuple(sizes), recorder
-        self._replays: dict[int, Callable[[], None]] = {}
-        max_rows = len(tables.token_ids) - 1
-        self._padding = (torch.arange(4, device=self._slots.device) == 0)[:, None] * max_rows
-        self._held = self._padding.repeat(1, max_rows)
+    unit = "inputs of guesses"
+
+    def _begin(self) -> None:
+        """See `Graphs._begin`."""
+        assert self._tables.kept is not None and self._tables.state_slots is not None
+        self._kept, self._slots = self._tables.kept, self._tables.state_slots
+        self._padding = (torch.arange(4, device=self._device) == 0)[:, None] * self._max_rows
+        self._held = self._padding.repeat(1, self._max_rows)
         """int64 [4, max_num_seqs], see `_move_on`."""
-
-    @property
-    def static_bytes(self) -> int:
-        """Memory of the tensors that are there before anything is recorded."""
-        return self._held.nbytes
-
-    @torch.inference_mode()
-    def capture(self, advance: Advance = lambda _: None) -> list[int]:
-        """Record every size; see `record_sizes`, which says what is returned and raised."""
-        self._replays, used = record_sizes(
-            self._recorder,
-            self._sizes,
-            self._run,
-            unit="inputs of guesses",
-            otherwise="--cuda-graphs off serves without",
-            advance=advance,
-        )
-        return used
+        self._static = [self._held]
 
     def move_on(self, held: Tensor, num_inputs: int) -> None:
         """Move the states of rows on, all of whose inputs, not only those that count, are so many;
         `held` as in `_move_on`."""
         size = size_within(self._sizes, num_inputs)
         assert size is not None, "more inputs than there is room for"
-        self._set(held)
+        self._held.copy_(self._padding)
+        self._held[:, : held.shape[1]].copy_(held)
         self._replays[size]()
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare the states that every graph leaves with those of the same launches one by one.
+        """Compare the states that every graph leaves with those of kernels launched without one.
 
-        Rows that begin, of as many inputs each. Every rank does the same. Tables are as before
-        afterwards, what is in the pool and in the room for inputs is not.
+        Rows begin, and then go on from there twice; of the inputs of each all count, or the first
+        alone, or half. Every rank does the same. Tables are as before afterwards, what is in the
+        pool and in the room for inputs is not.
 
         Raises:
             StartupError: a graph leaves other bits.
         """
-        device = self._held.device
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(self._device).manual_seed(0)
         for part in (self._kept.inputs, self._kept.rates):
             part.normal_(generator=generator)
         for size in self._sizes:
             most = (len(self._pool.k[0]) - 1) // (1 + self._tables.num_state_slots)
             # Few: the pool has the memory already, and of large models a state has 60 MB and more.
-            num_rows = max(1, min(4, size, self._held.shape[1], most))
-            rows, counts = torch.arange(num_rows, device=device), size // num_rows
-            lengths = torch.full_like(rows, counts)
+            num_rows = max(1, min(4, size, self._max_rows, most))
             with self._tables.with_rows(torch.zeros(num_rows, 1, dtype=torch.int32)):
-                slots = self._slots[:num_rows].long()
-                self._set(torch.stack([rows, rows * counts, lengths, lengths]))
-                replayed = [*self._left_by(self._replays[size], slots)]
-                one_by_one = self._left_by(partial(self._run, size), slots)
-                is_alike = all(map(torch.equal, replayed, one_by_one))
-            if not is_alike:
-                raise StartupError(
-                    f"the CUDA graph of {size} inputs of guesses leaves other states than its"
-                    " kernels do one by one; --cuda-graphs off serves without"
-                )
+                replayed = [*self._left_by(self.move_on, size, num_rows)]
+                if not all(map(torch.equal, replayed, self._left_by(self._alone, size, num_rows))):
+                    self._refuse(size, "leaves other states than its kernels do one by one")
 
-    def _left_by(self, run: Callable[[], None], slots: Tensor) -> Iterator[Tensor]:
-        """Run, and yield each state tensor of rows, which were empty; slots [R, of a row]."""
+    def _left_by(
+        self, move_on: Callable[[Tensor, int], None], size: int, num_rows: int
+    ) -> Iterator[Tensor]:
+        """Move rows, which are empty, on three times; yield what is left of each state tensor, and
+        of rows and tokens that are held."""
+        rows = torch.arange(num_rows, device=self._device)
+        slots = self._slots[:num_rows].long()
         banks = [bank for layer in self._pool.states for bank in layer]
         own = [slots[:, bank.first : bank.first + bank.num_slots].flatten() for bank in banks]
         for bank, places in zip(banks, own, strict=True):
             bank.pieces.index_fill_(2, places, 0)
-        run()
+        each, lengths = size // num_rows, torch.zeros_like(rows)
+        for step in range(3):
+            counts = 1 + (each - 1) * ((rows + step) % 3) // 2
+            lengths = lengths + counts
+            self._kept.is_held.index_fill_(0, rows, 1)
+            self._kept.tokens[:size].fill_(1)
+            move_on(torch.stack([rows, rows * each, counts, lengths]), size)
         for bank, places in zip(banks, own, strict=True):
             yield bank.pieces.index_select(2, places)
+        yield self._kept.is_held.clone()
+        yield self._kept.tokens[:size].clone()
 
-    def _set(self, held: Tensor) -> None:
-        """Put a step's rows where graphs read them."""
-        self._held.copy_(self._padding)
-        self._held[:, : held.shape[1]].copy_(held)
+    def _alone(self, held: Tensor, num_inputs: int) -> None:
+        """Do as `move_on` does, without a graph and padding."""
+        kept, layers = self._kept.first(num_inputs), self._model.recurrent
+        _move_on(layers, self._pool, self._slots, kept, held, size=num_inputs)
 
     def _run(self, size: int) -> None:
-        """Move states on by at most `size` inputs; this is what is recorded."""
-        held = self._held[:, :size]
-        kept, layers = self._kept.first(size), self._model.recurrent
-        _move_on(layers, self._pool, self._slots, kept, held, size=size)
+        """See `Graphs._run`: at most `size` inputs."""
+        self._alone(self._held[:, :size], size)

@@ -19,10 +19,11 @@ depends on the rows' options, and the host has all of the graph's time to launch
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -204,52 +205,6 @@ def _reason(error: Exception) -> str:
     return one_line(first or error)
 
 
-def record_sizes(
-    recorder: GraphRecorder,
-    sizes: Sequence[int],
-    run: Callable[[int], None],
-    *,
-    unit: str,
-    otherwise: str,
-    advance: Advance,
-) -> tuple[dict[int, Callable[[], None]], list[int]]:
-    """Record a pass for each size and replay it once, the largest first; `advance` hears of each.
-
-    Args:
-        recorder: records the passes.
-        sizes: rising.
-        run: runs the pass of a size.
-        unit: what a size counts, for errors.
-        otherwise: which options do without, for errors.
-        advance: hears of each graph.
-
-    Returns:
-        What replays each size, and the device memory that each took, in bytes, the largest first.
-
-    Raises:
-        StartupError: a pass could not be recorded.
-    """
-    replays: dict[int, Callable[[], None]] = {}
-    used, memory = [], recorder.memory()
-    for size in reversed(sizes):
-        try:
-            replay = replays[size] = recorder.record(partial(run, size))
-            replay()  # of padding: the first one takes longer, and may fail
-            before, memory = memory, recorder.memory()
-        except Exception as error:  # Triton's have types of their own
-            raise StartupError(
-                f"a CUDA graph of {size} {unit} could not be captured: {_reason(error)};"
-                f" {otherwise}"
-            ) from error
-        used.append(memory.since(before))
-        advance(1)
-    return replays, used
-
-
-NUM_ESTIMATED = 4
-"""Graphs from which the memory of all is estimated."""
-
-
 HostIntegers = Sequence[int] | npt.NDArray[np.int64]
 
 
@@ -289,8 +244,95 @@ class DecodeTables(NamedTuple):
             table[:num_rows, : part.shape[1]].copy_(old)
 
 
-class DecodeGraphs:
-    """Recorded passes of one rank for decodes alone."""
+class Graphs(ABC):
+    """Passes of one rank that are recorded for a ladder of sizes."""
+
+    unit: ClassVar[str]
+    """Name of the things that a size counts, for errors."""
+    otherwise: ClassVar[str] = "--cuda-graphs off serves without"
+    """Options that do without, for errors."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVTensors,
+        tables: DecodeTables,
+        *,
+        sizes: Sequence[int],
+        recorder: GraphRecorder,
+    ) -> None:
+        """Make the static tensors; `capture` does the rest.
+
+        Args:
+            model: this rank's part.
+            pool: its KV.
+            tables: of which graphs keep the addresses.
+            sizes: to record passes for, rising.
+            recorder: records and repeats them.
+        """
+        self._model, self._pool, self._tables = model, pool, tables
+        self._sizes, self._recorder = tuple(sizes), recorder
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._max_rows = len(tables.token_ids) - 1
+        """Rows of the tables but the last one, which is padding and has this number."""
+        self._device = tables.token_ids.device
+        self._static: list[Tensor] = []
+        self._begin()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes that passes are recorded for, rising."""
+        return self._sizes
+
+    @property
+    def static_bytes(self) -> int:
+        """Memory of the tensors that are there before anything is recorded."""
+        return sum(tensor.nbytes for tensor in self._static)
+
+    @torch.inference_mode()
+    def capture(self, advance: Advance = lambda _: None) -> list[int]:
+        """Record every size and replay it once, the largest first; `advance` hears of each.
+
+        Returns:
+            The device memory that each took, in bytes, the largest first.
+
+        Raises:
+            StartupError: a pass could not be recorded.
+        """
+        used, memory = [], self._recorder.memory()
+        for size in reversed(self._sizes):
+            try:
+                replay = self._recorder.record(partial(self._run, size))
+                replay()  # of padding: the first one takes longer, and may fail
+                before, memory = memory, self._recorder.memory()
+            except Exception as error:  # Triton's have types of their own
+                raise StartupError(
+                    f"a CUDA graph of {size} {self.unit} could not be captured:"
+                    f" {_reason(error)}; {self.otherwise}"
+                ) from error
+            self._replays[size] = replay
+            used.append(memory.since(before))
+            advance(1)
+        return used
+
+    def _refuse(self, size: int, what: str) -> NoReturn:
+        """Raise StartupError: the graph of a size does something else than its kernels."""
+        raise StartupError(f"the CUDA graph of {size} {self.unit} {what}; {self.otherwise}")
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Make the tensors that are there before anything is recorded: `_static`."""
+
+    @abstractmethod
+    def _run(self, size: int) -> None:
+        """Run the pass of a size, of the rows that are set and padding; this is recorded."""
+
+
+class DecodeGraphs(Graphs):
+    """Steps of decodes alone; sizes are numbers of rows."""
+
+    unit = "decodes"
+    otherwise = f"{Graphs.otherwise}, --cuda-graph-max-seqs limits their size"
 
     def __init__(
         self,
@@ -303,49 +345,30 @@ class DecodeGraphs:
         has_logits: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the static tensors; `capture` does the rest.
+        """Make the static tensors; see `Graphs`.
 
-        Args:
-            model: this rank's part.
-            pool: its KV.
-            tables: of which graphs keep the addresses.
-            sizes: numbers of rows to record passes for, rising.
-            recorder: records and repeats them.
-            has_logits: True on rank 0, which alone gets any.
-            dtype: type of the model; None: that of keys and values, which may have 8 bits.
+        `has_logits`: True on rank 0, which alone gets any. `dtype`: type of the model; None: that
+        of keys and values, which may have 8 bits.
         """
-        self._model, self._pool, self._tables = model, pool, tables
-        self._sizes = tuple(sizes)
-        self._recorder = recorder
-        self._replays: dict[int, Callable[[], None]] = {}
-        device, largest = tables.token_ids.device, self._sizes[-1]
-        self._padding_row = padding_row = tables.token_ids.shape[0] - 1
-        num_inputs = 2 if tables.shifts is None else 3
-        self._inputs = torch.zeros(num_inputs, largest, dtype=torch.int64, device=device)
-        """Rows, positions, and where they are others those by which queries and keys are turned."""
-        self._rows, self._positions, *_ = self._inputs
-        self._rows.fill_(padding_row)
-        self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        hidden_size, dtype = model.config.hidden_size, dtype or pool.k[0].dtype
-        self._hidden = torch.empty(largest, hidden_size, dtype=dtype, device=device)
+        super().__init__(model, pool, tables, sizes=sizes, recorder=recorder)
+        device, largest, dtype = self._device, self._sizes[-1], dtype or pool.k[0].dtype
+        self._hidden = torch.empty(largest, model.config.hidden_size, dtype=dtype, device=device)
+        self._static.append(self._hidden)
         self._logits: Tensor | None = None
         if has_logits:
-            shape = (largest, model.config.vocab_size)
-            dtype = logits_dtype(dtype, device)
+            shape, dtype = (largest, model.config.vocab_size), logits_dtype(dtype, device)
             self._logits = torch.empty(shape, dtype=dtype, device=device)
+            self._static.append(self._logits)
 
-    @torch.inference_mode()
-    def capture(self, advance: Advance = lambda _: None) -> list[int]:
-        """Record every size; see `record_sizes`, which says what is returned and raised."""
-        self._replays, used = record_sizes(
-            self._recorder,
-            self._sizes,
-            self._run,
-            unit="decodes",
-            otherwise="--cuda-graphs off serves without, --cuda-graph-max-seqs limits their size",
-            advance=advance,
-        )
-        return used
+    def _begin(self) -> None:
+        """See `Graphs._begin`."""
+        num_inputs, largest = 2 if self._tables.shifts is None else 3, self._sizes[-1]
+        self._inputs = torch.zeros(num_inputs, largest, dtype=torch.int64, device=self._device)
+        """Rows, positions, and where they are others those by which queries and keys are turned."""
+        self._rows, self._positions, *_ = self._inputs
+        self._rows.fill_(self._max_rows)
+        self._offsets = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
+        self._static = [self._inputs, self._offsets]
 
     @torch.inference_mode()
     def check(self, limit: float) -> None:
@@ -362,7 +385,7 @@ class DecodeGraphs:
         vocab_size = self._model.config.vocab_size
         for size in self._sizes:
             most = (len(self._pool.k[0]) - 1) // (2 + tables.num_state_slots)
-            num_rows = max(1, min(size, self._padding_row, most))
+            num_rows = max(1, min(size, self._max_rows, most))
             tokens = torch.randint(vocab_size, (num_rows, 2), generator=generator)
             with tables.with_rows(tokens):
                 positions = range(min(2, self._model.context_len))
@@ -371,24 +394,19 @@ class DecodeGraphs:
                     self._set(range(num_rows), [position] * num_rows)
                     self._run(size)
                     if found is not None and self._logits is not None:
-                        _compare(found, self._logits[:num_rows], limit, size)
+                        error = _difference(found, self._logits[:num_rows])
+                        if not error <= limit:  # NaN is an error too
+                            self._refuse(
+                                size,
+                                "replays other logits than its kernels give one by one:"
+                                f" error {error:.2g}, limit {limit:g}",
+                            )
 
     def _replayed(self, num_rows: int, position: int, size: int) -> Tensor | None:
         """Return what the graph of `size` gives for one position of the first rows."""
         self._set(range(num_rows), [position] * num_rows)
         self._replays[size]()
         return None if self._logits is None else self._logits[:num_rows].clone()
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that passes are recorded for, rising."""
-        return self._sizes
-
-    @property
-    def static_bytes(self) -> int:
-        """Memory of the tensors that are there before anything is recorded."""
-        tensors = (self._inputs, self._offsets, self._hidden, self._logits)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def covers(self, num_rows: int) -> bool:
         """Whether a step of so many rows, each of one new token, has a graph."""
@@ -436,14 +454,14 @@ class DecodeGraphs:
     def _set(self, rows: HostIntegers, positions: HostIntegers) -> None:
         """Put a step's rows where passes read them, and padding behind."""
         inputs = np.zeros(self._inputs.shape, dtype=np.int64)
-        inputs[0] = self._padding_row
+        inputs[0] = self._max_rows
         inputs[:2, : len(rows)] = rows, positions
         if self._tables.shifts is not None:
             inputs[2, : len(rows)] = inputs[1, : len(rows)] - self._tables.shifts[np.asarray(rows)]
         put(inputs, self._inputs)
 
     def _run(self, size: int) -> None:
-        """Run the pass of the first `size` rows that are set; this is what is recorded."""
+        """See `Graphs._run`: the first `size` rows."""
         rows, positions = self._rows[:size], self._positions[:size]
         tables = self._tables
         batch = AttentionBatch(
@@ -465,25 +483,14 @@ class DecodeGraphs:
         self._model.logits(hidden, None if self._logits is None else self._logits[:size])
 
 
-def _compare(replayed: Tensor, expected: Tensor, limit: float, size: int) -> None:
+def _difference(replayed: Tensor, expected: Tensor) -> float:
+    """Return how far logits are apart, as a share of their length."""
     replayed, expected = replayed.float(), expected.float()
-    error = float((replayed - expected).norm() / expected.norm())
-    if not error <= limit:  # NaN is an error too
-        raise StartupError(
-            f"the CUDA graph of {size} decodes replays other logits than its kernels give one by"
-            f" one: error {error:.2g}, limit {limit:g}; --cuda-graphs off serves without"
-        )
+    return float((replayed - expected).norm() / expected.norm())
 
 
-class Graphs(Protocol):
-    """Recorded passes of a ladder of sizes."""
-
-    def capture(self, advance: Advance = ...) -> list[int]:
-        """Record them and return the memory that each took, the largest first."""
-
-    @property
-    def static_bytes(self) -> int:
-        """Memory of the tensors that are there before anything is recorded."""
+NUM_ESTIMATED = 4
+"""Graphs from which the memory of all is estimated."""
 
 
 def estimated_graph_bytes(

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightserve.errors import StartupError
 from lightserve.kernels.interface import (
     MAX_FEW_TOKENS,
     AttentionBatch,
@@ -32,10 +31,8 @@ from lightserve.kernels.interface import (
     UnknownValues,
 )
 from lightserve.messages.common import size_within
-from lightserve.models.base import KVTensors, Model
-from lightserve.progress import Advance
 from lightserve.worker.device import put
-from lightserve.worker.graphs import DecodeTables, GraphRecorder, HostIntegers, record_sizes
+from lightserve.worker.graphs import Graphs, HostIntegers
 
 MAX_TOKENS = 2048
 """Largest size unless --cuda-graph-max-tokens says otherwise; the start leaves out sizes from which
@@ -82,63 +79,23 @@ def kept_sizes(
     return tuple(reversed(kept))
 
 
-class MixedGraphs:
-    """Recorded passes of one rank for steps with chunks."""
+class MixedGraphs(Graphs):
+    """Steps with chunks; sizes are numbers of new tokens."""
 
-    def __init__(
-        self,
-        model: Model,
-        pool: KVTensors,
-        tables: DecodeTables,
-        *,
-        sizes: Sequence[int],
-        recorder: GraphRecorder,
-    ) -> None:
-        """Make the static tensors; `capture` does the rest.
+    unit = "new tokens"
+    otherwise = "--cuda-graph-max-tokens 0 launches steps with prompts kernel by kernel"
 
-        Args:
-            model: this rank's part.
-            pool: its KV.
-            tables: of which graphs keep the addresses.
-            sizes: numbers of new tokens to record passes for, rising.
-            recorder: records and repeats them.
-        """
-        self._model, self._pool, self._tables = model, pool, tables
-        self._sizes = tuple(sizes)
-        self._recorder = recorder
-        self._replays: dict[int, Callable[[], None]] = {}
-        self._max_rows = tables.token_ids.shape[0] - 1
-        device = tables.token_ids.device
+    def _begin(self) -> None:
+        """See `Graphs._begin`."""
+        device = self._device
         self._step = torch.zeros(4, self._max_rows + 1, dtype=torch.int32, device=device)
         """Rows, ends, contexts and `DecodeTables.shifts`; the last entry stands for padding."""
         self._step[0].fill_(self._max_rows)
         self._tokens = torch.arange(self._sizes[-1], dtype=torch.int32, device=device)
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._static = [self._step, self._tokens]
         self._hidden: Tensor | None = None
         """[largest size, hidden_size], of the last step."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of new tokens that passes are recorded for, rising."""
-        return self._sizes
-
-    @property
-    def static_bytes(self) -> int:
-        """Memory of the tensors that are there before anything is recorded."""
-        return self._step.nbytes + self._tokens.nbytes
-
-    @torch.inference_mode()
-    def capture(self, advance: Advance = lambda _: None) -> list[int]:
-        """Record every size; see `record_sizes`, which says what is returned and raised."""
-        self._replays, used = record_sizes(
-            self._recorder,
-            self._sizes,
-            self._run,
-            unit="new tokens",
-            otherwise="--cuda-graph-max-tokens 0 launches steps with prompts kernel by kernel",
-            advance=advance,
-        )
-        return used
 
     def size_of(self, q_lens: HostIntegers) -> int | None:
         """Return the tokens of the graph that a step of such rows runs as; None: there is none.
@@ -211,10 +168,7 @@ class MixedGraphs:
                 replayed = [found.clone() for found in self._each(self.hidden, size, steps)]
                 one_by_one = self._each(self.unrecorded, size, steps)
                 if not all(map(torch.equal, replayed, one_by_one)):
-                    raise StartupError(
-                        f"the CUDA graph of {size} new tokens replays other numbers than its"
-                        " kernels give one by one; --cuda-graph-max-tokens 0 serves without"
-                    )
+                    self._refuse(size, "replays other numbers than its kernels give one by one")
 
     def _each(
         self, run: Callable[..., Tensor], size: int, steps: Sequence[Sequence[tuple[int, int]]]
@@ -272,7 +226,7 @@ class MixedGraphs:
         put(step, self._step)
 
     def _run(self, size: int) -> None:
-        """Run the pass that is recorded, and keep the hidden states."""
+        """See `Graphs._run`: `size` new tokens. Keeps the hidden states."""
         hidden = self._pass(size)
         if self._hidden is None:  # the first warm-up, of the largest size
             self._hidden = torch.empty_like(hidden)

@@ -251,6 +251,35 @@ def test_a_start_with_graphs_of_states_that_wait_for_drafts(
     assert captured(TensorKernels(), (), kind="delta").states is None
 
 
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_states_that_cannot_be_recorded_move_on_kernel_by_kernel(
+    is_broken_off: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, and all else has graphs; behind a capture that breaks off nothing is
+    recorded."""
+
+    class NoStates(TapeRecorder):
+        is_broken = False
+
+        def record(self, function: Any) -> Any:
+            assert not self.is_broken, "torch's allocator stays within the broken capture"
+            graphs = function.func.__self__
+            if isinstance(graphs, StateGraphs) and self.num_recorded == 5:
+                self.is_broken = is_broken_off
+                raise RuntimeError("CUDA error: out of memory")
+            return super().record(function)
+
+    monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: NoStates())
+    with caplog.at_level(logging.INFO):
+        runner = captured(TensorKernels(), (1, 4), (16, 48), kind="delta", is_limited=True)
+    assert runner.graphs is not None and runner.mixed is not None and runner.states is None
+    said = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in said if "kernel by kernel" in line]
+    assert line.startswith("states of rows with guesses are moved on kernel by kernel, which takes")
+    assert "graph of 16 inputs of guesses could not be captured: RuntimeError: CUDA error" in line
+    assert "guesses" not in said[-1]
+
+
 class NoChunks(TensorKernels):
     """Kernels that read the host's numbers of a pass with chunks, as experts one by one do."""
 
