@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -210,12 +211,21 @@ def test_measuring_runs_the_largest_steps_and_tries_graphs(
         assert sum(row.num_tokens for row in executed[0].rows) == 40
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
 def test_measuring_tries_graphs_of_states_that_wait_for_drafts(
-    monkeypatch: pytest.MonkeyPatch,
+    is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_runner(kind="delta")
+    """Last, as nothing is recorded behind what cannot be."""
+    runner, tried = make_runner(kind="delta"), list[Sequence[int]]()
+
+    def estimated(_: object, sizes: Sequence[int]) -> int:
+        tried.append(sizes)
+        if len(tried) == 3 and not is_recorded:
+            raise StartupError("it waits for the device")
+        return sum(sizes)
+
     monkeypatch.setattr(build, "CudaStatistics", Statistics)
-    monkeypatch.setattr(build, "estimated_graph_bytes", lambda _, sizes: sum(sizes))
+    monkeypatch.setattr(build, "estimated_graph_bytes", estimated)
     monkeypatch.setattr(capture, "CudaGraphRecorder", lambda device, recording: None)
     monkeypatch.setattr(ModelRunner, "execute", lambda *_: None, raising=True)
     memory = build.measure_gpu(
@@ -223,10 +233,11 @@ def test_measuring_tries_graphs_of_states_that_wait_for_drafts(
         runner._model,
         runner.pool,
         lambda _: runner,
-        graph_sizes=GraphSizes((1, 2)),
+        graph_sizes=GraphSizes((1, 2), (16, 24)),
         tp=SingleRank(),
     )
-    assert memory.graphs == (1 + 2) + (16 + 32 + 40), "of as many inputs as there is room for"
+    assert tried == [(16, 24), (1, 2), (16, 32, 40)], "of as many inputs as there is room for"
+    assert memory.graphs == (1 + 2) + (16 + 24) + (16 + 32 + 40) * is_recorded
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> KVPool:
