@@ -16,7 +16,7 @@ from io import BytesIO
 from typing import NoReturn
 
 import msgspec
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from lightserve.grammar_process import (
     OUT_OF_MEMORY,
@@ -42,6 +42,8 @@ MAX_SCANS = 64
 """Scans of a JPEG: a progressive one has about ten, and each costs as much as the whole picture."""
 MAX_CPU_S = 10
 """Processor time of one picture; the kernel counts whole seconds: it may be one more."""
+_ON_ITS_SIDE = range(5, 9)
+"""EXIF's orientations that change height and width."""
 _BEGIN_OF_SCAN = b"\xff\xda"
 """In the data of a scan such bytes stand apart, by a zero."""
 
@@ -51,6 +53,8 @@ class Given(msgspec.Struct, frozen=True, array_like=True):
 
     data: bytes
     processor: ImageProcessor
+    is_measured: bool = False
+    """Whether only its size is wanted: then no pixel is decoded."""
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +65,7 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
     height: int = 0
     width: int = 0
     pixels: bytes = b""
-    """uint8 [height, width, 3]."""
+    """uint8 [height, width, 3]; empty where only the size was wanted."""
 
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -82,15 +86,19 @@ def main() -> NoReturn:
         while (data := read_frame(source)) is not None:
             limit_cpu(MAX_CPU_S)
             given = decoder.decode(data)
-            write_frame(sink, ENCODER.encode(decode(given.data, given.processor)))
+            made = decode(given.data, given.processor, is_measured=given.is_measured)
+            write_frame(sink, ENCODER.encode(made))
             trim()
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     os._exit(0)
 
 
-def decode(data: bytes, processor: ImageProcessor) -> Decoded:
-    """Return a picture as the encoder reads it, or what is wrong with it. Passes MemoryError on."""
+def decode(data: bytes, processor: ImageProcessor, *, is_measured: bool = False) -> Decoded:
+    """Return a picture as the encoder reads it, or what is wrong with it. Passes MemoryError on.
+
+    `is_measured`: without pixels, by the file's head alone, which need not be all that turns it.
+    """
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as picture:
             width, height = picture.size
@@ -98,6 +106,10 @@ def decode(data: bytes, processor: ImageProcessor) -> Decoded:
                 return Decoded(f"must have at most {MAX_PIXELS} pixels, got {width} x {height}")
             if picture.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > MAX_SCANS:
                 return Decoded(f"must have at most {MAX_SCANS} scans")
+            if is_measured:
+                exif = Image.Image.getexif(picture)  # a PNG's own would decode it to look behind
+                is_turned = exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+                return _measured(*((height, width) if is_turned else (width, height)), processor)
             picture.load()
             return _processed(_in_rgb(ImageOps.exif_transpose(picture)), processor)
     except UnidentifiedImageError:
@@ -115,6 +127,18 @@ def _in_rgb(picture: Image.Image) -> Image.Image:
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
+def _measured(width: int, height: int, processor: ImageProcessor) -> Decoded:
+    """Return the size that `_processed` makes of another, or its complaint."""
+    if processor.background is not None:
+        width = height = max(width, height)
+    if (tiles := processor.tiles) is not None:
+        rows, columns = tiles.grid(height, width, processor.size[0] * processor.size[1])
+        count = rows * columns
+        return Decoded("", processor.size[0] * (count + (count > 1)), processor.size[1])
+    sides = _resized(width, height, processor)
+    return sides if isinstance(sides, Decoded) else Decoded("", *(processor.crop or sides))
+
+
 def _processed(picture: Image.Image, processor: ImageProcessor) -> Decoded:
     if processor.background is not None and picture.width != picture.height:
         side = max(picture.size)
@@ -123,27 +147,28 @@ def _processed(picture: Image.Image, processor: ImageProcessor) -> Decoded:
         picture = square
     if processor.tiles is not None:
         return _tiled(picture, processor, processor.tiles)
-    height, width = processor.size
-    if processor.any_size is not None:
-        if (sides := processor.any_size.of(picture.height, picture.width)) is None:
-            return Decoded(
-                f"must be at most {MAX_RATIO} times as long as it is wide, got"
-                f" {picture.width} x {picture.height}"
-            )
-        height, width = sides
-    if (edge := processor.shortest_edge) is not None:
-        shorter, longer = sorted(picture.size)
-        other = int(edge * longer / shorter)
-        if other > MAX_SIDE:
-            return Decoded(
-                f"must be at most {MAX_SIDE // edge} times as long as it is wide, got"
-                f" {picture.width} x {picture.height}"
-            )
-        height, width = (other, edge) if picture.width <= picture.height else (edge, other)
-    picture = picture.resize((width, height), Image.Resampling(processor.resample))
+    sides = _resized(*picture.size, processor)
+    if isinstance(sides, Decoded):
+        return sides
+    picture = picture.resize(sides[::-1], Image.Resampling(processor.resample))
     if processor.crop is not None:
         picture = _cropped(picture, *processor.crop)
     return Decoded("", picture.height, picture.width, picture.tobytes())
+
+
+def _resized(width: int, height: int, processor: ImageProcessor) -> tuple[int, int] | Decoded:
+    """Return height and width to which a picture without tiles is resized, or a complaint."""
+    if processor.any_size is not None:
+        sides, most = processor.any_size.of(height, width), MAX_RATIO
+    elif (edge := processor.shortest_edge) is not None:
+        other = int(edge * max(width, height) / min(width, height))
+        sides, most = ((other, edge) if width <= height else (edge, other)), MAX_SIDE // edge
+        sides = sides if other <= MAX_SIDE else None
+    else:
+        return processor.size
+    return sides or Decoded(
+        f"must be at most {most} times as long as it is wide, got {width} x {height}"
+    )
 
 
 def _tiled(picture: Image.Image, processor: ImageProcessor, tiles: Tiles) -> Decoded:

@@ -16,20 +16,20 @@ import hashlib
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
 from lightserve.config import ServeConfig
 from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.connections import Held
+from lightserve.frontend.connections import Held, Seats
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.json_body import Backlog, show
+from lightserve.frontend.json_body import MAX_ITEMS, Backlog, show
 from lightserve.grammar_process import OUT_OF_MEMORY, environment, read_frame, write_frame
-from lightserve.messages.images import MAX_PIXEL_BYTES, Image, digest_of
+from lightserve.messages.images import MAX_PIXEL_BYTES, Image, digest_of, without_pixels
 from lightserve.metrics.catalogue import IMAGES
 from lightserve.metrics.recording import Recorder
 from lightserve.models.image_processor import ImageProcessor
@@ -48,6 +48,8 @@ from lightserve.turn_threads import WHOSE, TurnThreads
 if TYPE_CHECKING:
     from lightserve.frontend.image_hosts import ImageHosts
 
+T = TypeVar("T")
+
 FETCH_S = 15.0
 """Time for all images of a request that are fetched."""
 DETAILS = ("auto", "low", "high")
@@ -58,6 +60,8 @@ READING_BYTES = 256 * 1024 * 1024
 their images so far."""
 KEPT_BYTES = 64 * 1024 * 1024
 """Memory for images that were decoded before; the client with the most loses its oldest."""
+SEATS = 2
+"""Requests between the router's word that they may come and the last of their pictures."""
 REPLY_TIMEOUT_S = 60.0
 """For a picture; `picture_process` ends what takes too much of a processor long before that."""
 _TYPES = {f"image/{name.lower()}": name for name in (*FORMATS, "jpg")}
@@ -127,6 +131,20 @@ _Name = tuple[str, bytes, ImageProcessor]
 """A client, the digest of a file, and how it is processed."""
 
 
+class Measured(NamedTuple):
+    """Images of a request that are not decoded yet, each with its place yet to be found."""
+
+    images: tuple[Image, ...]
+    """Without pixels."""
+    read: Callable[[Callable[[], Awaitable[None]]], Awaitable[list[Image]]]
+    """Returns them with pixels, once what it is given has asked whether the request may come.
+
+    Clients take turns there, so that of many that ask for one place few are decoded in vain. Raises
+    what that raises, and as `PictureReader.measured`. What stands behind a PNG's pixels may turn
+    them: then it has another size.
+    """
+
+
 class PictureReader:
     """Makes images of pictures, for one model."""
 
@@ -145,6 +163,7 @@ class PictureReader:
         self._threads = TurnThreads(1, "pictures")
         self._backlog = Backlog()
         self._reading = Backlog(max_size=READING_BYTES)
+        self._seats = Seats(num_seats=SEATS, max_waiting=MAX_ITEMS)
         self._process = _Process()
         self._hosts: ImageHosts | None = None
         if vision is not None and config.allow_image_hosts:
@@ -157,17 +176,55 @@ class PictureReader:
         """Bytes by which a body may be larger for its pictures."""
         return 0 if self._vision is None else self._max_bytes
 
-    async def read(self, pictures: Sequence[Picture]) -> list[Image]:
-        """Return the images, each with its place yet to be found.
+    @contextlib.asynccontextmanager
+    async def measured(self, pictures: Sequence[Picture]) -> AsyncIterator[Measured]:
+        """Yield the images without their pixels: no picture is decoded before `Measured.read`.
 
         Raises:
             InvalidRequest: the model reads text alone, a picture is none or too large, cannot be
                 fetched, or there are too many; names the field.
             RequestFailed: too many are waiting.
         """
-        if not pictures:
-            return []
-        if (vision := self._vision) is None:
+        files: list[bytes | None] = []
+        images: list[Image] = []
+        with contextlib.ExitStack() as held:
+
+            def reserve(num_bytes: int) -> None:
+                held.enter_context(self._reading.admitted(num_bytes))
+
+            left = self._check(pictures)
+            if pictures:
+                reserve(sum(len(p.url) for p in pictures))
+            for picture in pictures:
+                files.append(data := await self._fetched(picture, left, reserve))
+                images.append(image := await self._in_thread(self._size_of, picture, data))
+                left.num_pixel_bytes -= image.num_bytes
+                if left.num_pixel_bytes < 0:
+                    raise InvalidRequest(
+                        f"messages must have images of at most {MAX_PIXEL_BYTES} bytes together, as"
+                        f" the encoder reads them, got {MAX_PIXEL_BYTES - left.num_pixel_bytes} up"
+                        f" to {picture.place}",
+                        param="messages",
+                        code="too_many_images",
+                    )
+
+            async def read(ask: Callable[[], Awaitable[None]]) -> list[Image]:
+                async with self._seats.taken(WHOSE.get()):
+                    await ask()
+                    for place, (picture, data) in enumerate(zip(pictures, files, strict=True)):
+                        images[place], was_kept = await self._in_thread(
+                            self._decoded, picture, data
+                        )
+                        source = "kept" if was_kept else "decoded"
+                        self._recorder.counter(IMAGES, source).value += 1
+                        reserve(images[place].num_bytes)
+                return images
+
+            yield Measured(tuple(images), read)
+
+    def _check(self, pictures: Sequence[Picture]) -> _Left:
+        """Return what a request's pictures may take beside their URLs. Raises InvalidRequest."""
+        if pictures and self._vision is None:
             raise InvalidRequest(
                 f"{pictures[0].place} is an image, but the model {show(self._model)} reads text"
                 " alone",
@@ -190,35 +247,15 @@ class PictureReader:
                 code="request_too_large",
                 status=413,
             )
-        images: list[Image] = []
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._reading.admitted(sum(len(p.url) for p in pictures)))
-            for picture in pictures:
-                images.append(image := await self._image(picture, vision, left))
-                held.enter_context(self._reading.admitted(image.num_bytes))
-        return images
+        return left
 
-    async def _image(self, picture: Picture, vision: VisionConfig, left: _Left) -> Image:
-        with contextlib.ExitStack() as held:
-
-            def reserve(num_bytes: int) -> None:
-                held.enter_context(self._reading.admitted(num_bytes))
-
-            data = await self._fetched(picture, left, reserve)
-            decode = functools.partial(self._decoded, picture, vision, data, WHOSE.get())
-            size = len(picture.url) + len(data or b"")
-            image, was_kept = await self._backlog.in_thread(self._threads, decode, size)
-        self._recorder.counter(IMAGES, "kept" if was_kept else "decoded").value += 1
-        left.num_pixel_bytes -= len(image.pixels)
-        if left.num_pixel_bytes < 0:
-            raise InvalidRequest(
-                f"messages must have images of at most {MAX_PIXEL_BYTES} bytes together, as"
-                f" the encoder reads them, got {MAX_PIXEL_BYTES - left.num_pixel_bytes} up to"
-                f" {picture.place}",
-                param="messages",
-                code="too_many_images",
-            )
-        return image
+    async def _in_thread(
+        self, work: Callable[[Picture, bytes | None, str], T], picture: Picture, data: bytes | None
+    ) -> T:
+        """Return what the thread makes of a picture, or of its file, for the current client."""
+        size = len(picture.url) + len(data or b"")
+        own = functools.partial(work, picture, data, WHOSE.get())
+        return await self._backlog.in_thread(self._threads, own, size)
 
     async def _fetched(
         self, picture: Picture, left: _Left, reserve: Callable[[int], None]
@@ -252,26 +289,39 @@ class PictureReader:
         if self._hosts is not None:
             self._hosts.close()
 
-    def _decoded(
-        self, picture: Picture, vision: VisionConfig, data: bytes | None, whose: str
-    ) -> tuple[Image, bool]:
+    def _given(self, picture: Picture, data: bytes | None, whose: str) -> tuple[_Name, Given]:
+        """Return a picture for the process, and the name of its image among a client's."""
+        assert self._vision is not None, "checked"
+        processor = picture.processor(self._vision.processor)
+        data = _data_of(picture) if data is None else data
+        name = (whose, hashlib.blake2b(data, digest_size=32).digest(), processor)
+        return name, Given(data, processor)
+
+    def _size_of(self, picture: Picture, data: bytes | None, whose: str) -> Image:
+        """Return an image without pixels."""
+        name, given = self._given(picture, data, whose)
+        kept = self._images.get(name)
+        measured = msgspec.structs.replace(given, is_measured=True)
+        return self._made(picture, measured) if kept is None else without_pixels(kept)
+
+    def _decoded(self, picture: Picture, data: bytes | None, whose: str) -> tuple[Image, bool]:
         """Return an image, and whether it was kept; it is kept for the client `whose`."""
-        given = Given(
-            _data_of(picture) if data is None else data, picture.processor(vision.processor)
-        )
-        name = (whose, hashlib.blake2b(given.data, digest_size=32).digest(), given.processor)
+        name, given = self._given(picture, data, whose)
         image = self._images.get(name)
         if was_kept := image is not None:
             self._held.release(name)
         else:
-            image = self._made(picture, vision, given)
+            image = self._made(picture, given)
         if self._is_shared or whose:
             self._images[name] = image
             for gone in self._held.hold(name, whose, image.num_bytes):
                 del self._images[gone]
         return image, was_kept
 
-    def _made(self, picture: Picture, vision: VisionConfig, given: Given) -> Image:
+    def _made(self, picture: Picture, given: Given) -> Image:
+        """Return what the process makes of a picture. Raises InvalidRequest: it complains."""
+        vision = self._vision
+        assert vision is not None, "checked"
         decoded = self._process.decode(given)
         if decoded.complaint:
             raise _refusal(picture, decoded.complaint)

@@ -31,6 +31,7 @@ from lightserve.frontend.json_body import (
 from lightserve.frontend.middleware import ARRIVAL_KEY, KEYLESS, Caller, caller_of, sharer_of
 from lightserve.messages.common import Thinking, TokenSegment
 from lightserve.messages.frontend_router import Submit
+from lightserve.messages.images import Image, salted
 from lightserve.tokenization.tokenizer import GENERATION_CONFIG_FILE, read_ids, read_optional
 from lightserve.types import (
     MAX_LOGPROBS,
@@ -541,3 +542,16 @@ def new_submit(prompt: TokenSegment, level: ServiceLevel, **fields: Any) -> Subm
         batch=level.caller.batch,
         **fields,
     )
+
+
+def with_images(requests: Sequence[Prepared], images: Sequence[Image]) -> list[Prepared]:
+    """Return the choices of a prompt with these images in place of those that they have."""
+    submit, _ = requests[0]
+    placed = salted(
+        [
+            msgspec.structs.replace(image, start=own.start)
+            for image, own in zip(images, submit.images, strict=True)
+        ],
+        submit.prefix_salt,
+    )
+    return [(msgspec.structs.replace(each, images=placed), options) for each, options in requests]

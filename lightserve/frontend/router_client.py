@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -52,6 +52,7 @@ from lightserve.messages.frontend_router import (
     FrontendMessage,
     KVMap,
     KVPool,
+    MaySubmit,
     Progress,
     RequestDelta,
     RequestLife,
@@ -63,6 +64,7 @@ from lightserve.messages.frontend_router import (
     StepNote,
     Submit,
     TokenDelta,
+    Verdict,
 )
 from lightserve.types import (
     RequestId,
@@ -70,6 +72,7 @@ from lightserve.types import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 RouterLink = AsyncLink[FrontendMessage, RouterMessage]
 
 
@@ -192,29 +195,27 @@ class KVQuery:
         return self._pending
 
 
-MAX_TIMELINE_QUERIES = 32
+MAX_QUESTIONS = 32
 
 
-class TimelineQueries:
-    """Asks what became of requests; each question has an answer of its own."""
+class Questions(Generic[T]):
+    """Asks what the router answers each asker apart."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._pending: dict[int, asyncio.Future[list[RequestLife]]] = {}
+        self._pending: dict[int, asyncio.Future[T]] = {}
 
-    async def ask(
-        self, send: Callable[[DescribeRequest], None], name: str, client_key: str | None
-    ) -> list[RequestLife]:
-        """Return the lives of that name. Raises RequestFailed as `KVQuery` does."""
-        if len(self._pending) >= MAX_TIMELINE_QUERIES:
-            raise overloaded()
+    async def ask(self, send: Callable[[int], None]) -> T:
+        """Return the answer; `send` sends the question of a number. Raises as `KVQuery` does."""
+        if len(self._pending) >= MAX_QUESTIONS:
+            raise queue_full()
         self._number += 1
         number = self._number
         try:
-            send(DescribeRequest(query_id=number, name=name, client_key=client_key))
+            send(number)
         except ChannelFull:
-            raise overloaded() from None
-        pending: asyncio.Future[list[RequestLife]] = asyncio.get_running_loop().create_future()
+            raise queue_full() from None
+        pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._pending[number] = pending
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -224,11 +225,11 @@ class TimelineQueries:
         finally:
             self._pending.pop(number, None)
 
-    def on_timeline(self, message: RequestTimeline) -> None:
+    def on_answer(self, number: int, answer: T) -> None:
         """Take in an answer; one that is not waited for any more is dropped."""
-        pending = self._pending.get(message.query_id)
+        pending = self._pending.get(number)
         if pending is not None and not pending.done():
-            pending.set_result(message.lives)
+            pending.set_result(answer)
 
     def fail(self, failure: RequestFailed) -> None:
         """End all questions that wait for an answer."""
@@ -261,7 +262,8 @@ class RouterClient:
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
         self._kv_query = KVQuery()
-        self._timelines = TimelineQueries()
+        self._timelines: Questions[list[RequestLife]] = Questions()
+        self._verdicts: Questions[Verdict] = Questions()
         self._urgent: list[Reader] = []
         """Urgent readers with news, from the message that is being taken in."""
         self._others: deque[Reader] = deque()
@@ -336,7 +338,31 @@ class RouterClient:
         Raises:
             RequestFailed: as `describe_kv`, or too many ask at once.
         """
-        return await self._timelines.ask(self._ready_connection().send, name, client_key)
+        send = self._ready_connection().send
+        return await self._timelines.ask(
+            lambda number: send(DescribeRequest(query_id=number, name=name, client_key=client_key))
+        )
+
+    async def ask(self, request: Submit) -> None:
+        """Ask whether a request may come now, which is no promise; its images need no pixels.
+
+        Raises:
+            InvalidRequest, RequestFailed: it would be refused, or as `describe_request`.
+        """
+        send = self._ready_connection().send
+        try:
+            verdict = await self._verdicts.ask(
+                lambda number: send(MaySubmit(query_id=number, submit=request))
+            )
+        except FrameTooLarge as error:
+            raise too_large_to_submit(error.num_bytes, error.max_bytes) from None
+        if verdict.error is not None:
+            raise from_router(
+                verdict.error,
+                retry_after_s=verdict.retry_after_s,
+                max_tokens=verdict.max_tokens,
+                client=request.client,
+            )
 
     # ------------------------------------------------------------------ the link
 
@@ -368,6 +394,7 @@ class RouterClient:
             self.fail_all(router_lost())
             self._kv_query.fail(router_lost())
             self._timelines.fail(router_lost())
+            self._verdicts.fail(router_lost())
 
     def on_message(self, message: RouterMessage) -> None:
         """Take in what the router says."""
@@ -391,7 +418,9 @@ class RouterClient:
         elif isinstance(message, KVMap):
             self._kv_query.on_map(message)
         elif isinstance(message, RequestTimeline):
-            self._timelines.on_timeline(message)
+            self._timelines.on_answer(message.query_id, message.lives)
+        elif isinstance(message, Verdict):
+            self._verdicts.on_answer(message.query_id, message)
         unsent, connection.unsent = connection.unsent, []
         for end in unsent:
             self._send_end(end)

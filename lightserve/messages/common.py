@@ -106,7 +106,7 @@ def size_within(sizes: Sequence[int], number: int) -> int | None:
     return sizes[place] if number and place < len(sizes) else None
 
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 """Raised by one whenever a message changes; the hello of every link carries it."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024

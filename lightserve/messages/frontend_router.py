@@ -3,8 +3,8 @@
 A frontend connects, says `FrontendHello`, and gets `RouterWelcome` as soon as the workers are
 ready (again after each restart of the workers). Then `Submit`, `Abort`, `Acknowledge`, `Finish` and
 `BatchDue` go one way, `TokenDelta` (one frame for all tokens of a step) and `RouterStatus` (about
-once a second) the other; `DescribeKV` is answered by `KVMap`. Times never cross: `age_s` is a
-duration.
+once a second) the other; `MaySubmit` is answered by `Verdict`, `DescribeKV` by `KVMap`. Times never
+cross: `age_s` is a duration.
 
 Stop strings are text, which the router never sees: a request that has some sets
 `needs_acknowledgement`, runs at most MAX_UNACKNOWLEDGED_TOKENS past the last acknowledgement, and
@@ -126,6 +126,17 @@ class Submit(Message, frozen=True):
     """Images of the prompt, in order; their tokens there are place-holders."""
 
 
+class MaySubmit(Message, frozen=True):
+    """From a frontend: answer with `Verdict`, as if this came now; nothing is kept of it.
+
+    So pictures of a request that is refused need not be decoded.
+    """
+
+    query_id: int
+    submit: Submit
+    """With images whose pixels and digests mean nothing."""
+
+
 class Progress(NamedTuple):
     """How far the frontend has looked at a request's output."""
 
@@ -187,6 +198,17 @@ class ErrorCode(StrEnum):
     """The key's tokens per minute are used up."""
     INVALID = "invalid"
     """Its message says what no frontend may say."""
+
+
+class Verdict(Message, frozen=True):
+    """From the router: the answer to `MaySubmit`."""
+
+    query_id: int
+    error: ErrorCode | None = None
+    """The reason of a refusal; None: the request may come."""
+    retry_after_s: float = 0.0
+    """This and what follows are as in `RequestDelta`."""
+    max_tokens: int = 0
 
 
 class RouterWelcome(Message, frozen=True):
@@ -505,6 +527,7 @@ class RequestTimeline(Message, frozen=True):
 FrontendMessage = (
     FrontendHello
     | Submit
+    | MaySubmit
     | Acknowledge
     | Finish
     | Abort
@@ -513,4 +536,4 @@ FrontendMessage = (
     | DescribeRequest
     | SentSoFar
 )
-RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap | RequestTimeline
+RouterMessage = RouterWelcome | TokenDelta | RouterStatus | KVMap | RequestTimeline | Verdict

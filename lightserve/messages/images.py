@@ -156,8 +156,10 @@ def together(images: Sequence[Image], start: int, num_tokens: int) -> int:
     return num_tokens
 
 
-def check_images(images: Sequence[Image], num_prompt_tokens: int) -> None:
-    """Check that images are what a message may hold.
+def check_images(
+    images: Sequence[Image], num_prompt_tokens: int, *, has_pixels: bool = True
+) -> None:
+    """Check that images are what a message may hold; `has_pixels`: none may be without them.
 
     Raises:
         ProtocolError: they are too many or too large, not in order, or not within the prompt.
@@ -168,7 +170,7 @@ def check_images(images: Sequence[Image], num_prompt_tokens: int) -> None:
     for image in images:
         is_placed = end <= image.start and image.end <= num_prompt_tokens
         is_sized = image.height > 0 and image.width > 0 and image.num_tokens > 0
-        is_whole = len(image.pixels) == image.num_bytes
+        is_whole = len(image.pixels) == (image.num_bytes if has_pixels else 0)
         if not (is_placed and is_sized and is_whole and len(image.digest) == DIGEST_BYTES):
             raise ProtocolError("an image that is none")
         end = image.end

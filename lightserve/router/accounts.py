@@ -73,14 +73,17 @@ class Account:
         """Order of service: keys by served tokens, then accounts behind a key."""
         return self.key.served, self.served
 
-    def member(self, name: str) -> Account:
-        """Return the account of this name, made if there is none."""
+    def member(self, name: str, *, joins: bool = True) -> Account:
+        """Return the account of this name, made if there is none; `joins`: to be found again."""
         if (found := self.members.get(name)) is None:
+            found = Account(name, self)
+            if not joins:
+                return found
             if len(self.members) >= MAX_ACCOUNTS:
                 idle = next((a for a in self.members.values() if a.num_live == 0), None)
                 if idle is not None:
                     del self.members[idle.name]
-            found = self.members[name] = Account(name, self)
+            self.members[name] = found
         return found
 
     def wait(self, num_tokens: int) -> None:
@@ -173,17 +176,21 @@ class _Used:
         self.used = 0.0
         self.since_s = now_s
 
-    def drain(self, per_minute: int, now_s: float) -> None:
-        """Take off what has drained since."""
-        drained = (now_s - self.since_s) * per_minute / MINUTE_S
-        self.used, self.since_s = max(0.0, self.used - drained), now_s
+    def left(self, per_minute: int, now_s: float) -> float:
+        """Return what has not drained since."""
+        return max(0.0, self.used - (now_s - self.since_s) * per_minute / MINUTE_S)
+
+    def add(self, count: int, per_minute: int, now_s: float) -> None:
+        """Take off what has drained since, and add so much."""
+        self.used, self.since_s = self.left(per_minute, now_s) + count, now_s
 
 
 class Refusal(NamedTuple):
-    """Why a key may not ask for more now."""
+    """Why a request may not come now; numbers as in `RequestDelta`."""
 
     error: ErrorCode
-    retry_after_s: float
+    retry_after_s: float = 0.0
+    max_tokens: int = 0
 
 
 class Budget:
@@ -197,20 +204,20 @@ class Budget:
 
     def refusal(self, client: Client, now_s: float) -> Refusal | None:
         """Return why a key may not ask for more now; None: it may."""
-        if most := client.requests_per_minute:
-            self.requests.drain(most, now_s)
-            if (missing := self.requests.used + 1 - most) > 0:
-                return Refusal(ErrorCode.REQUEST_QUOTA, missing * MINUTE_S / most)
-        if most := client.tokens_per_minute:
-            self.tokens.drain(most, now_s)
-            if (missing := self.tokens.used + 1 - most) > 0:
-                return Refusal(ErrorCode.TOKEN_QUOTA, missing * MINUTE_S / most)
+        for error, most, used in (
+            (ErrorCode.REQUEST_QUOTA, client.requests_per_minute, self.requests),
+            (ErrorCode.TOKEN_QUOTA, client.tokens_per_minute, self.tokens),
+        ):
+            if most and (missing := used.left(most, now_s) + 1 - most) > 0:
+                return Refusal(error, missing * MINUTE_S / most)
         return None
 
-    def note_request(self, num_prompt_tokens: int, *, is_first: bool) -> None:
+    def note_request(
+        self, client: Client, now_s: float, num_prompt_tokens: int, *, is_first: bool
+    ) -> None:
         """Count a request that was let in, and its prompt."""
-        self.requests.used += is_first
-        self.tokens.used += num_prompt_tokens
+        self.requests.add(is_first, client.requests_per_minute, now_s)
+        self.tokens.add(num_prompt_tokens, client.tokens_per_minute, now_s)
 
     def take_back(self, num_prompt_tokens: int, *, is_first: bool) -> None:
         """Count one no more that had to leave before it began."""
@@ -237,22 +244,28 @@ class Accounts:
         self._counts = False
         """Whether what is computed has to be counted: once there are several, or a budget."""
 
-    def find(self, client: Client, request_class: RequestClass) -> Account:
-        """Return the account of a client in a class, made if there is none."""
+    def find(self, client: Client, request_class: RequestClass, *, joins: bool = True) -> Account:
+        """Return the account of a client in a class, made if there is none.
+
+        `joins`: whether it is found again; if not, nothing has changed.
+        """
         root = self._roots[request_class]
-        key = root.member(client.key)
-        account = key.member(client.fairness_id)
+        key = root.member(client.key, joins=joins)
+        account = key.member(client.fairness_id, joins=joins)
         self._counts |= len(root.members) > 1 or len(key.members) > 1
         return account
 
-    def budget(self, client: Client, now_s: float) -> Budget | None:
-        """Return what a client's requests count against; None: its key has no quotas."""
+    def budget(self, client: Client, now_s: float, *, joins: bool = True) -> Budget | None:
+        """Return what a client's requests count against; None: its key has no quotas.
+
+        `joins` as in `find`.
+        """
         if not (client.requests_per_minute or client.tokens_per_minute):
             return None
-        self._counts = True
-        if client.key not in self._budgets:
-            self._budgets[client.key] = Budget(now_s)
-        return self._budgets[client.key]
+        found = self._budgets.get(client.key) or Budget(now_s)
+        if joins:
+            self._counts, self._budgets[client.key] = True, found
+        return found
 
     def charge(self, computed: Iterable[Computed]) -> None:
         """Count what a step that is sent computes for each."""

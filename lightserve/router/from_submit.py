@@ -128,7 +128,13 @@ class QueueLimits:
         )
 
 
-def check_submit(submit: Submit, vocab_size: int, vision: VisionConfig | None = None) -> None:
+def check_submit(
+    submit: Submit,
+    vocab_size: int,
+    vision: VisionConfig | None = None,
+    *,
+    has_pixels: bool = True,
+) -> None:
     """Check what the workers rely on, and what decisions are calculated with.
 
     Frontends check requests for their clients, in words for them; this is for frontends that do
@@ -154,7 +160,7 @@ def check_submit(submit: Submit, vocab_size: int, vision: VisionConfig | None = 
     for name, token_ids in ids.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ProtocolError(f"request {submit.request_id}: {name} beyond the vocabulary")
-    check_images(submit.images, len(prompt))
+    check_images(submit.images, len(prompt), has_pixels=has_pixels)
     if submit.images and not (vision and all(map(vision.takes, submit.images))):
         raise ProtocolError(f"request {submit.request_id}: images that the model does not read")
     ranges = {
@@ -228,7 +234,7 @@ class HeldParameters:
         place = frontend_id, submit.request_class
         key, last = self._last.get(place, ("", None))
         if last is None or key != submit.prefix_salt or not _is_equal(last, submit):
-            last = _parameters_of(submit)
+            last = parameters_of(submit)
             self._last[place] = submit.prefix_salt, last
         return last
 
@@ -281,7 +287,8 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
     )
 
 
-def _parameters_of(submit: Submit) -> Parameters:
+def parameters_of(submit: Submit) -> Parameters:
+    """Return the large parts of a request besides its prompt, held by none."""
     sampling = submit.sampling
     eos_token_ids = frozenset(submit.eos_token_ids)
     lists = (

@@ -34,6 +34,7 @@ from lightserve.messages.frontend_router import (
     FrontendHello,
     FrontendMessage,
     KVMap,
+    MaySubmit,
     RequestDelta,
     RequestTimeline,
     RouterMessage,
@@ -41,6 +42,7 @@ from lightserve.messages.frontend_router import (
     SentSoFar,
     Submit,
     TokenDelta,
+    Verdict,
 )
 from lightserve.messages.router_worker import (
     RouterToWorker,
@@ -65,6 +67,7 @@ from lightserve.metrics.recording import Recorder
 from lightserve.metrics.turns import TurnClock
 from lightserve.models.config import load_model_config, num_ids, resolve_context_len
 from lightserve.models.vision_config import VisionConfig
+from lightserve.router.accounts import Refusal
 from lightserve.router.config import make_scheduler_config
 from lightserve.router.events import (
     FromFrontend,
@@ -463,6 +466,10 @@ class RouterProcess:
                 lives = self._lives.tell(message.name, message.client_key, time.monotonic())
             self._send(frontend_id, RequestTimeline(query_id=message.query_id, lives=lives))
             return
+        if isinstance(message, MaySubmit):
+            answer = self._verdict(peer, frontend_id, message)
+            self._send(frontend_id, answer)
+            return
         if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):
             return
         try:
@@ -473,6 +480,17 @@ class RouterProcess:
         except ProtocolError as error:
             self._num_refused += 1
             log.error("dropped a message of %s: %s", peer, error)
+
+    def _verdict(self, peer: str, frontend_id: FrontendId, question: MaySubmit) -> Verdict:
+        number, submit = question.query_id, question.submit
+        try:
+            check_submit(submit, self._vocab_size, self._vision, has_pixels=False)
+            refusal = self.core.refusal(frontend_id, submit, time.monotonic())
+        except ProtocolError as error:
+            self._num_refused += 1
+            log.error("refused a request of %s before it came: %s", peer, error)
+            refusal = Refusal(ErrorCode.INVALID)
+        return Verdict(query_id=number, **refusal._asdict() if refusal else {})
 
     def _is_legal(self, peer: str, frontend_id: FrontendId, submit: Submit) -> bool:
         """Whether a request says nothing that no frontend may say; it is told if not."""

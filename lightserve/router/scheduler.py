@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from lightserve.messages.frontend_router import (
     Acknowledge,
     BatchDue,
     ClassLoad,
+    Client,
     ErrorCode,
     Finish,
     KVPool,
@@ -39,7 +40,7 @@ from lightserve.messages.router_worker import (
     StepPlan,
     StepResult,
 )
-from lightserve.router.accounts import Accounts, Computed
+from lightserve.router.accounts import Accounts, Computed, Refusal
 from lightserve.router.arrivals import ArrivalStats, HeldByRealTime
 from lightserve.router.commit import KVCounters, StepCommit
 from lightserve.router.config import SchedulerConfig
@@ -54,7 +55,12 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.from_submit import HeldParameters, most_tokens_in_plans, request_of
+from lightserve.router.from_submit import (
+    HeldParameters,
+    most_tokens_in_plans,
+    parameters_of,
+    request_of,
+)
 from lightserve.router.kv.block_events import BlockEvent
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.kv_map import describe_kv
@@ -65,6 +71,7 @@ from lightserve.router.request import (
     ENDED,
     RUNNING,
     WAITING,
+    Parameters,
     Request,
     RequestState,
     can_replay,
@@ -165,35 +172,26 @@ class Scheduler:
     def _submit(
         self, frontend_id: FrontendId, submit: Submit, now_s: float, deltas: DeltaBatch
     ) -> None:
-        request = request_of(
-            frontend_id,
-            submit,
-            self._parameters.share(frontend_id, submit),
-            now_s=now_s,
-            arrival_number=self._num_arrivals,
-            admission_limit=self._config.admission_limit,
-            image_numbers=self._image_numbers.of(submit.images),
-        )
+        parameters = self._parameters.share(frontend_id, submit)
+        numbers = self._image_numbers.of(submit.images)
+        request = self._request_of(frontend_id, submit, parameters, numbers, now_s)
         self._num_arrivals += 1
-        if self._kv is not None:
-            request.recurrent.num_slots = self._kv.states.num_slots
         if request.key in self._requests or request.key in self._unfinished:
             raise ProtocolError(f"request {request.key} is a duplicate")
         client = submit.client
         request.account = self._accounts.find(client, request.request_class)
         request.budget = budget = self._accounts.budget(client, now_s)
-        if request.max_known_tokens > (limit := self._most_tokens(request)):
-            deltas.fail(request, ErrorCode.TOO_LARGE, max_tokens=limit)
-        elif submit.is_first and budget and (refusal := budget.refusal(client, now_s)):
-            deltas.fail(request, refusal.error, retry_after_s=refusal.retry_after_s)
-        elif not (self._parameters.has_room(request) and self._make_room(request, now_s, deltas)):
-            retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
-            deltas.fail(request, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
+        refusal = self._refusal(request, client, now_s)
+        if refusal is None and not self._make_room(request, now_s, deltas):
+            refusal = self._queue_full(request)
+        if refusal is not None:
+            deltas.fail(request, **refusal._asdict())
         else:
             self._requests[request.key] = request
             request.account.hold()
             if budget is not None:
-                budget.note_request(request.num_prompt_tokens, is_first=submit.is_first)
+                num_tokens = request.num_prompt_tokens
+                budget.note_request(client, now_s, num_tokens, is_first=submit.is_first)
             self._parameters.hold(request)
             slack_s = self._targets.apply(request, self._kv)
             self._waiting.append(request)
@@ -212,24 +210,80 @@ class Scheduler:
             if self._kv is not None:
                 self._kv.expect(request)
 
+    def _request_of(
+        self,
+        frontend_id: FrontendId,
+        submit: Submit,
+        parameters: Parameters,
+        image_numbers: Sequence[int],
+        now_s: float,
+    ) -> Request:
+        request = request_of(
+            frontend_id,
+            submit,
+            parameters,
+            now_s=now_s,
+            arrival_number=self._num_arrivals,
+            admission_limit=self._config.admission_limit,
+            image_numbers=image_numbers,
+        )
+        if self._kv is not None:
+            request.recurrent.num_slots = self._kv.states.num_slots
+        return request
+
+    def refusal(self, frontend_id: FrontendId, submit: Submit, now_s: float) -> Refusal | None:
+        """Return why a request would be refused now; None: it may come. Changes nothing.
+
+        Where several would have to leave for it, it may be refused all the same when it comes.
+
+        Raises:
+            ProtocolError: as `on_message`.
+        """
+        parameters, numbers = parameters_of(submit), [0] * len(submit.images)
+        request = self._request_of(frontend_id, submit, parameters, numbers, now_s)
+        client = submit.client
+        request.account = self._accounts.find(client, request.request_class, joins=False)
+        request.budget = self._accounts.budget(client, now_s, joins=False)
+        return self._refusal(request, client, now_s)
+
+    def _refusal(self, request: Request, client: Client, now_s: float) -> Refusal | None:
+        """Return why a request may not come, before any other leaves for it."""
+        if request.max_known_tokens > (limit := self._most_tokens(request)):
+            return Refusal(ErrorCode.TOO_LARGE, max_tokens=limit)
+        of_key = request.budget.refusal(client, now_s) if request.budget else None
+        if of_key is not None and request.is_first:
+            return of_key
+        can_wait = self._has_room(request) or self._leaving_for(request, now_s) is not None
+        if self._parameters.has_room(request) and can_wait:
+            return None
+        return self._queue_full(request)
+
+    def _queue_full(self, request: Request) -> Refusal:
+        retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
+        return Refusal(ErrorCode.QUEUE_FULL, retry_after_s)
+
+    def _has_room(self, request: Request) -> bool:
+        backlog = self._waiting.backlog(request.request_class)
+        limits = self._config.queue_limits[request.request_class]
+        return limits.has_room(backlog, request.num_prompt_tokens)
+
+    def _leaving_for(self, request: Request, now_s: float) -> Request | None:
+        """Return one in whose place a request may wait in a full queue."""
+        limits = self._config.queue_limits[request.request_class]
+        leaving = self._waiting.crowding(
+            request, max_requests=limits.max_requests, max_tokens=limits.max_tokens
+        )
+        if leaving is None and self._config.last_ones_go:
+            is_too_much = self._demand.outlook(self._pipeline.cost.work, now_s).load > 1.0
+            leaving = self._waiting.last_to_start(request, limits.has_room, by_length=is_too_much)
+        return leaving
+
     def _make_room(self, request: Request, now_s: float, deltas: DeltaBatch) -> bool:
         """Return whether a request may wait, if need be in the place of others."""
-        limits = self._config.queue_limits[request.request_class]
-        while not limits.has_room(
-            self._waiting.backlog(request.request_class), request.num_prompt_tokens
-        ):
-            leaving = self._waiting.crowding(
-                request, max_requests=limits.max_requests, max_tokens=limits.max_tokens
-            )
-            if leaving is None and self._config.last_ones_go:
-                is_too_much = self._demand.outlook(self._pipeline.cost.work, now_s).load > 1.0
-                leaving = self._waiting.last_to_start(
-                    request, limits.has_room, by_length=is_too_much
-                )
-            if leaving is None:
+        while not self._has_room(request):
+            if (leaving := self._leaving_for(request, now_s)) is None:
                 return False
-            retry_after_s = self._waits.retry_after_s(leaving.request_class, self._kv)
-            deltas.fail(leaving, ErrorCode.QUEUE_FULL, retry_after_s=retry_after_s)
+            deltas.fail(leaving, **self._queue_full(leaving)._asdict())
             if leaving.budget is not None:
                 leaving.budget.take_back(leaving.num_prompt_tokens, is_first=leaving.is_first)
             self._end(leaving)

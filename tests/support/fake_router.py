@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
 from lightserve.bundled import BUNDLED_MODEL_DIR
@@ -38,6 +39,7 @@ from lightserve.messages.frontend_router import (
     FrontendMessage,
     KVMap,
     KVPool,
+    MaySubmit,
     PackedKinds,
     RequestDelta,
     RouterMessage,
@@ -45,6 +47,7 @@ from lightserve.messages.frontend_router import (
     RouterWelcome,
     Submit,
     TokenDelta,
+    Verdict,
 )
 from lightserve.types import FinishReason, RequestClass, RequestId, SamplingParams
 
@@ -146,6 +149,8 @@ class FakeRouter:
     num_rejected: int = 0
     kv_answer: KVPool | None = field(default_factory=kv_pool)
     """What it says of the KV pool; None: it has no workers."""
+    verdict: Verdict = field(default_factory=lambda: Verdict(query_id=0))
+    """What it says of requests that may come or not."""
     ignores_kv: bool = False
     """Whether it does not answer when asked for that."""
     turns_between: int = 10
@@ -161,6 +166,9 @@ class FakeRouter:
             task = asyncio.get_running_loop().create_task(self._play(self.answer(message)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        if isinstance(message, MaySubmit):
+            verdict = msgspec.structs.replace(self.verdict, query_id=message.query_id)
+            asyncio.get_running_loop().call_soon(self.client.on_message, verdict)
         if isinstance(message, DescribeKV) and not self.ignores_kv:
             answer = KVMap(query_id=message.query_id, pool=self.kv_answer)
             asyncio.get_running_loop().call_soon(self.client.on_message, answer)

@@ -60,6 +60,7 @@ from lightserve.frontend.request_options import (
     NumLogprobs,
     Prepared,
     ServiceLevel,
+    with_images,
     with_objective,
 )
 from lightserve.frontend.response import (
@@ -72,6 +73,7 @@ from lightserve.frontend.response import (
 )
 from lightserve.frontend.service import AnswerSize, Service
 from lightserve.messages.common import MAX_INT32, Thinking, pack_int32
+from lightserve.messages.images import Image
 from lightserve.model_formats import CALL_FORMATS, HARMONY, NONE, REASONING_FORMATS
 from lightserve.tokenization.chat_template import ChatTemplate
 from lightserve.tokenization.conversation import (
@@ -469,10 +471,18 @@ def answer_chat(
 
     async def prepare() -> list[Prepared]:
         size: int = request.scope[BODY_BYTES_KEY]
+        own = functools.partial(
+            _prepare, service, body, tools, level, size, most_tokens=most_tokens
+        )
         with renamed(names):
-            requests, prompt = await _prepare(
-                service, body, tools, level, size, most_tokens=most_tokens
-            )
+            async with service.pictures.measured(pictures_of(body.messages)) as pictures:
+                requests, prompt = await own(images=pictures.images)
+                if pictures.images:
+                    ask = functools.partial(service.router.ask, requests[0][0])
+                    images = await pictures.read(ask)
+                    if not all(map(_is_as_large, images, pictures.images)):
+                        requests, prompt = await own(images=images)
+                    requests = with_images(requests, images)
         writer.parser_options = _parser_options(service, body, tools, prompt.ending, requests[0])
         return requests
 
@@ -490,11 +500,25 @@ def answer_chat(
 async def encode_chat(
     service: Service, body: ChatRequest, tools: ToolUse, size: int
 ) -> EncodedChat:
-    """Render and encode a body of this size. Raises InvalidRequest, RequestFailed."""
+    """Render and encode a body of this size, of whose pictures none is decoded.
+
+    Raises:
+        InvalidRequest, RequestFailed: as `PictureReader.measured` and `PromptEncoder.encode_chat`.
+    """
+    async with service.pictures.measured(pictures_of(body.messages)) as pictures:
+        return await _encode(service, body, tools, size, pictures.images)
+
+
+def _is_as_large(image: Image, measured: Image) -> bool:
+    return (image.height, image.width) == (measured.height, measured.width)
+
+
+async def _encode(
+    service: Service, body: ChatRequest, tools: ToolUse, size: int, images: Sequence[Image]
+) -> EncodedChat:
     options = body.template_options(service.encoder.template, service.formats.reasoning)
     marks = body.cache_marks
-    images = await service.pictures.read(pictures := pictures_of(body.messages))
-    size -= sum(len(picture.url) for picture in pictures)
+    size -= sum(len(picture.url) for picture in pictures_of(body.messages))
     if images and body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens cannot be combined with images", param="truncate_prompt_tokens"
@@ -585,9 +609,10 @@ async def _prepare(
     size: int,
     *,
     most_tokens: int | None,
+    images: Sequence[Image],
 ) -> tuple[list[Prepared], EncodedChat]:
     """Encode and resolve a body of this size. Raises InvalidRequest, RequestFailed."""
-    prompt = await encode_chat(service, body, tools, size)
+    prompt = await _encode(service, body, tools, size, images)
     num_logprobs = body.top_logprobs or 0
     (max_tokens,) = service.resolve_max_tokens(
         [len(prompt.token_ids)],
