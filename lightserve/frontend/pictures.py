@@ -185,18 +185,16 @@ class PictureReader:
                 fetched, or there are too many; names the field.
             RequestFailed: too many are waiting.
         """
-        files: list[bytes | None] = []
+        files: list[tuple[bytes | None, contextlib.ExitStack]] = []
         images: list[Image] = []
+        left = self._check(pictures)
         with contextlib.ExitStack() as held:
-
-            def reserve(num_bytes: int) -> None:
-                held.enter_context(self._reading.admitted(num_bytes))
-
-            left = self._check(pictures)
             if pictures:
-                reserve(sum(len(p.url) for p in pictures))
+                held.enter_context(self._reading.admitted(sum(len(p.url) for p in pictures)))
             for picture in pictures:
-                files.append(data := await self._fetched(picture, left, reserve))
+                own = held.enter_context(contextlib.ExitStack())
+                data = await self._fetched(picture, left, own)
+                files.append((data, own))
                 images.append(image := await self._in_thread(self._size_of, picture, data))
                 left.num_pixel_bytes -= image.num_bytes
                 if left.num_pixel_bytes < 0:
@@ -211,13 +209,16 @@ class PictureReader:
             async def read(ask: Callable[[], Awaitable[None]]) -> list[Image]:
                 async with self._seats.taken(WHOSE.get()):
                     await ask()
-                    for place, (picture, data) in enumerate(zip(pictures, files, strict=True)):
+                    for place, (picture, (data, own)) in enumerate(
+                        zip(pictures, files, strict=True)
+                    ):
                         images[place], was_kept = await self._in_thread(
                             self._decoded, picture, data
                         )
                         source = "kept" if was_kept else "decoded"
                         self._recorder.counter(IMAGES, source).value += 1
-                        reserve(images[place].num_bytes)
+                        own.close()
+                        held.enter_context(self._reading.admitted(images[place].num_bytes))
                 return images
 
             yield Measured(tuple(images), read)
@@ -258,11 +259,11 @@ class PictureReader:
         return await self._backlog.in_thread(self._threads, own, size)
 
     async def _fetched(
-        self, picture: Picture, left: _Left, reserve: Callable[[int], None]
+        self, picture: Picture, left: _Left, held: contextlib.ExitStack
     ) -> bytes | None:
         """Return the file of a picture that is to be fetched; None: its URL is to hold it.
 
-        `reserve`: see `ImageHosts.fetch`.
+        `held`: gives its memory back.
         """
         if self._hosts is None or not picture.url[:8].lower().startswith(("http://", "https://")):
             return None
@@ -275,7 +276,7 @@ class PictureReader:
                 picture.url,
                 most=left.num_bytes,
                 timeout_s=max(0.0, left.fetch_s),
-                reserve=reserve,
+                reserve=lambda size: held.enter_context(self._reading.admitted(size)),
             )
         except FetchError as error:
             raise _refusal(picture, str(error)) from None

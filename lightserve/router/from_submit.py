@@ -229,13 +229,14 @@ class HeldParameters:
         self.num_bytes = dict.fromkeys(RequestClass, 0)
         self._of_keys: Counter[tuple[RequestClass, str]] = Counter()
 
-    def share(self, frontend_id: FrontendId, submit: Submit) -> Parameters:
-        """Return the parameters of a request that arrives."""
+    def share(self, frontend_id: FrontendId, submit: Submit, *, arrives: bool = True) -> Parameters:
+        """Return the parameters of a request that arrives, or would: then nothing changes."""
         place = frontend_id, submit.request_class
         key, last = self._last.get(place, ("", None))
         if last is None or key != submit.prefix_salt or not _is_equal(last, submit):
-            last = parameters_of(submit)
-            self._last[place] = submit.prefix_salt, last
+            last = _parameters_of(submit)
+            if arrives:
+                self._last[place] = submit.prefix_salt, last
         return last
 
     def has_room(self, request: Request) -> bool:
@@ -287,8 +288,7 @@ def _is_equal(parameters: Parameters, submit: Submit) -> bool:
     )
 
 
-def parameters_of(submit: Submit) -> Parameters:
-    """Return the large parts of a request besides its prompt, held by none."""
+def _parameters_of(submit: Submit) -> Parameters:
     sampling = submit.sampling
     eos_token_ids = frozenset(submit.eos_token_ids)
     lists = (

@@ -55,12 +55,7 @@ from lightserve.router.events import (
     WorkersGone,
     WorkersReady,
 )
-from lightserve.router.from_submit import (
-    HeldParameters,
-    most_tokens_in_plans,
-    parameters_of,
-    request_of,
-)
+from lightserve.router.from_submit import HeldParameters, most_tokens_in_plans, request_of
 from lightserve.router.kv.block_events import BlockEvent
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.kv_map import describe_kv
@@ -239,7 +234,8 @@ class Scheduler:
         Raises:
             ProtocolError: as `on_message`.
         """
-        parameters, numbers = parameters_of(submit), [0] * len(submit.images)
+        parameters = self._parameters.share(frontend_id, submit, arrives=False)
+        numbers = [0] * len(submit.images)
         request = self._request_of(frontend_id, submit, parameters, numbers, now_s)
         client = submit.client
         request.account = self._accounts.find(client, request.request_class, joins=False)

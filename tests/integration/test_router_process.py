@@ -26,6 +26,7 @@ from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
     ClassSlots,
+    Client,
     DescribeKV,
     DescribeRequest,
     ErrorCode,
@@ -33,6 +34,7 @@ from lightserve.messages.frontend_router import (
     FrontendHello,
     FrontendMessage,
     KVMap,
+    MaySubmit,
     Progress,
     RequestDelta,
     RequestTimeline,
@@ -42,6 +44,7 @@ from lightserve.messages.frontend_router import (
     SentSoFar,
     Submit,
     TokenDelta,
+    Verdict,
 )
 from lightserve.messages.router_worker import (
     RouterToWorker,
@@ -112,14 +115,16 @@ class Scene:
         )
         return WorkerHello(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, **changes})  # type: ignore[arg-type]
 
-    def frontend(self, incarnation: int = 0) -> MemoryLink[FrontendMessage, RouterMessage]:
-        link = self.frontends.connect_link("frontend-0")
+    def frontend(
+        self, incarnation: int = 0, *, number: int = 0
+    ) -> MemoryLink[FrontendMessage, RouterMessage]:
+        link = self.frontends.connect_link(f"frontend-{number}")
         link.send(
             FrontendHello(
                 protocol_version=PROTOCOL_VERSION,
                 boot_id=BOOT,
                 config_hash=self.config.digest,
-                frontend_id=FrontendId(0),
+                frontend_id=FrontendId(number),
                 incarnation=incarnation,
                 session=incarnation + 1,
             )
@@ -245,6 +250,38 @@ def test_steps_are_told_to_who_looks_at_them() -> None:
     assert note.num_requests == {RequestClass.RT: 1}
     assert note.num_tokens[RequestClass.RT] > 1
     assert note.exec_s is None and note.age_s >= 0.0
+
+
+def test_frontends_ask_whether_a_request_may_come() -> None:
+    """Each has its answer, nothing is kept of what was asked for, and no worker hears of it."""
+    scene = make_scene()
+    links = [scene.frontend(number=number) for number in range(2)]
+    scene.worker().send(scene.hello())
+    scene.turn()
+    for link in links:
+        received(link)
+
+    def answers() -> list[list[RouterMessage]]:
+        for number, link in enumerate(links):
+            link.send(MaySubmit(query_id=5 + number, submit=submit(9)))
+        scene.turn()
+        return [received(link) for link in links]
+
+    yes = [[Verdict(query_id=5)], [Verdict(query_id=6)]]
+    assert answers() == yes == answers()
+    assert not scene.process.core._requests
+    links[0].send(submit(1, client=Client(key="a", requests_per_minute=1)))
+    links[0].send(MaySubmit(query_id=1, submit=submit(2, max_tokens=2**30)))
+    links[0].send(MaySubmit(query_id=2, submit=submit(3, priority=2**63)))
+    wish = submit(4, client=Client(key="a", requests_per_minute=1))
+    links[1].send(MaySubmit(query_id=3, submit=wish))
+    scene.turn()
+    first = received(links[0])
+    assert first[0] == Verdict(query_id=1, error=ErrorCode.TOO_LARGE, max_tokens=101)
+    assert first[1] == Verdict(query_id=2, error=ErrorCode.INVALID)
+    (verdict,) = received(links[1])
+    assert isinstance(verdict, Verdict) and verdict.error is ErrorCode.REQUEST_QUOTA
+    assert 59.0 < verdict.retry_after_s <= 60.0
 
 
 @pytest.mark.parametrize("num_kept", [0, 5])

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import subprocess
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
 from support.bad_pictures import bad_pictures, png_of
-from support.fake_router import eventually
+from support.fake_router import BOOT_ID, FakeRouter, Setup, eventually, frontend, says
 from support.tiny_vision import (
     FILLING,
+    NUM_TOKENS,
+    PLACEHOLDER,
     PROCESSOR,
     SIDE,
     data_url,
@@ -35,10 +41,21 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from lightserve.batches.process import InnerRoutes
+from lightserve.batches.records import LeasedLine
+from lightserve.batches.runner import Room
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.pictures import Picture, PictureReader, _data_of, _Process
+from lightserve.frontend.pictures import SEATS, Picture, PictureReader, _data_of, _Process
+from lightserve.messages.frontend_router import (
+    ErrorCode,
+    FrontendMessage,
+    MaySubmit,
+    RequestDelta,
+    RouterWelcome,
+    Verdict,
+)
 from lightserve.messages.images import MAX_IMAGES
 from lightserve.metrics.catalogue import IMAGES
 from lightserve.metrics.recording import Recorder
@@ -46,6 +63,7 @@ from lightserve.models.config import load_model_config
 from lightserve.models.image_processor import AnySize, ImageProcessor, Tiles, clip_processor
 from lightserve.picture_process import MAX_PIXELS, MAX_SCANS, MAX_WORK_BYTES, Given, decode
 from lightserve.turn_threads import WHOSE
+from lightserve.types import FinishReason
 
 MEAN, STD = tuple(PROCESSOR["image_mean"]), tuple(PROCESSOR["image_std"])
 SIZES = [(40, 30), (28, 28), (1, 1), (27, 400), (336, 28), (20, 21), (501, 333)]
@@ -448,6 +466,232 @@ def test_sizes_that_are_asked_for() -> None:
     assert Picture("", "x", detail="auto").processor(clip(28)) == clip(28)
 
 
+async def read(reader: PictureReader, pictures: list[Picture]) -> list[Any]:
+    """Read pictures of a request that may come."""
+
+    async def ask() -> None:
+        pass
+
+    async with reader.measured(pictures) as measured:
+        images = await measured.read(ask)
+    sizes = [(image.num_tokens, image.height, image.width) for image in images]
+    assert sizes == [(image.num_tokens, image.height, image.width) for image in measured.images]
+    assert not any(image.pixels for image in measured.images)
+    return images
+
+
+def turned(image: Image.Image) -> bytes:
+    """Return a PNG that only what stands behind its pixels turns by 90 degrees."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    chunk = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    data, end = file_of(image), b"\0\0\0\0IEND"
+    size, check = (len(chunk) - 4).to_bytes(4), zlib.crc32(chunk).to_bytes(4)
+    return data.replace(end, size + chunk + check + end)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        clip(28),
+        clip(28, background=(1, 2, 3)),
+        clip(28, crop=None),
+        clip(28, shortest_edge=None, size=(21, 35), crop=None),
+        clip(28, shortest_edge=None, crop=None, any_size=AnySize(28, 784, 28 * 28 * 20)),
+        clip(28, shortest_edge=None, crop=None, any_size=AnySize(14, 1, 4_194_304, 70)),
+        clip(28, shortest_edge=None, crop=None, any_size=AnySize(14, 1, 9800, fills=True)),
+        clip(28, shortest_edge=None, size=(28, 28), crop=None, tiles=Tiles(1, 12)),
+    ],
+    ids=lambda processor: str(processor.any_size or processor.tiles or processor.crop),
+)
+def test_a_size_is_known_before_pixels_are(processor: ImageProcessor) -> None:
+    """Also where the camera was held upright, by a file whose pixels are cut off."""
+    for number, size in enumerate([*SIZES, (5, 700), (3, 1000)]):
+        image, exif = picture(number, *size), Image.Exif()
+        exif[0x0112] = number % 8 + 1
+        for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+            options = {} if kind == "GIF" else {"exif": exif}
+            data = file_of(image.quantize(8) if kind == "GIF" else image, kind, **options)
+            whole, made = (decode(data, processor, is_measured=only) for only in (False, True))
+            assert made == msgspec.structs.replace(whole, pixels=b""), (size, kind, number)
+            if kind in ("PNG", "JPEG") and not whole.complaint and len(data) > 2000:
+                assert decode(data[:-200], processor, is_measured=True) == made
+                assert decode(data[:-200], processor).complaint
+
+
+def asking(data: bytes, **fields: Any) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": data_url(data)}}
+    content = [part, {"type": "text", "text": "What is it?"}]
+    return {"messages": [{"role": "user", "content": content}], "model": "m", **fields}
+
+
+def num_decoded(setup: Setup) -> int:
+    """Return how many pictures a frontend has decoded."""
+    return int(setup.service.observation.recorder.counter(IMAGES, "decoded").value)
+
+
+async def refused(setup: Setup, path: str, verdict: Verdict) -> Any:
+    """Have a request refused by the router when it comes; return status, headers and body."""
+    setup.router.answer = lambda submit: [
+        RequestDelta(
+            submit.request_id,
+            [],
+            FinishReason.ERROR,
+            verdict.error,
+            retry_after_s=verdict.retry_after_s,
+            max_tokens=verdict.max_tokens,
+        )
+    ]
+    body = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "max_tokens": 5}
+    return _parts(await setup.post(path, body))
+
+
+def _parts(response: httpx.Response) -> Any:
+    headers = {name: value for name, value in response.headers.items() if name != "x-request-id"}
+    return response.status_code, headers, response.content
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict(query_id=0, error=ErrorCode.QUEUE_FULL, retry_after_s=17.2),
+        Verdict(query_id=0, error=ErrorCode.REQUEST_QUOTA, retry_after_s=3.5),
+        Verdict(query_id=0, error=ErrorCode.TOKEN_QUOTA, retry_after_s=40.0),
+        Verdict(query_id=0, error=ErrorCode.TOO_LARGE, max_tokens=9),
+    ],
+    ids=lambda verdict: str(verdict.error),
+)
+def test_a_refused_request_has_no_picture_decoded(tmp_path: Path, verdict: Verdict) -> None:
+    """It is answered as one that comes to the router; one that may come is decoded once."""
+    model = str(write_llava(tmp_path))
+    source = {"type": "base64", "media_type": "image/png"}
+    source["data"] = data_url(file_of(picture(2))).partition(",")[2]
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    bodies = {
+        "/v1/chat/completions": asking(file_of(picture(1)), max_tokens=5, n=2),
+        "/v1/messages": {
+            "model": "m",
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": blocks}],
+        },
+    }
+
+    async def scenario() -> None:
+        async with frontend(model=model, served_model_name="m") as setup:
+            for number, (path, body) in enumerate(bodies.items(), 1):
+                expected = await refused(setup, path, verdict)
+                num_submits = len(setup.router.submits)
+                setup.router.verdict = verdict
+                for _ in range(3):
+                    assert _parts(await setup.post(path, body)) == expected
+                assert len(setup.router.submits) == num_submits
+                assert num_decoded(setup) == number - 1
+                setup.router.verdict, setup.router.answer = Verdict(query_id=0), says([5])
+                assert (await setup.post(path, body)).status_code == 200
+                assert num_decoded(setup) == number
+                submit, *others = setup.router.submits[num_submits:]
+                (image,) = submit.images
+                assert len(image.pixels) == image.num_bytes > 0
+                assert len(others) == 2 - number and all(submit.images == o.images for o in others)
+                asked = [m for m in setup.router.sent if isinstance(m, MaySubmit)][-1].submit
+                assert asked.images[0].pixels == b"" and asked.prompt == submit.prompt
+
+    asyncio.run(scenario())
+
+
+def test_counting_decodes_no_picture(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with frontend(model=str(write_llava(tmp_path)), served_model_name="m") as setup:
+            body = asking(file_of(picture(1)))
+            answer = await setup.post("/v1/chat/completions/render", body)
+            assert answer.json()["token_ids"].count(PLACEHOLDER) == NUM_TOKENS
+            assert num_decoded(setup) == 0
+
+    asyncio.run(scenario())
+
+
+def test_of_many_that_ask_for_few_places_few_are_decoded_in_vain(tmp_path: Path) -> None:
+    class Places(FakeRouter):
+        """Has three places, and says so as long as nobody has come for them."""
+
+        def send(self, message: FrontendMessage) -> None:
+            is_full = len(self.submits) >= 3
+            error = ErrorCode.QUEUE_FULL if is_full else None
+            self.verdict = Verdict(query_id=0, error=error)
+            super().send(message)
+
+    async def scenario() -> None:
+        async with frontend(model=str(write_llava(tmp_path)), served_model_name="m") as setup:
+            router = Places(setup.service.router, says([5]))
+            setup.service.router.detach()
+            setup.service.router.attach(router, BOOT_ID)
+            setup.service.router.on_message(RouterWelcome(boot_id=BOOT_ID, num_kv_slots=10_000))
+            bodies = [asking(file_of(picture(number))) for number in range(30)]
+            answers = await asyncio.gather(
+                *(setup.post("/v1/chat/completions", body) for body in bodies)
+            )
+            codes = Counter(answer.status_code for answer in answers)
+            assert codes[200] >= 3 and codes[200] + codes[429] == 30
+            assert num_decoded(setup) <= 3 + 2 * SEATS
+
+    asyncio.run(scenario())
+
+
+def test_a_picture_that_is_turned_behind_its_pixels(tmp_path: Path) -> None:
+    """Of other rows than its head says: the prompt is that of the turned picture."""
+    model = str(write_vision_model(tmp_path, "mistral3"))
+    image = picture(1, 70, 28)
+    upright = file_of(image.transpose(Image.Transpose.ROTATE_270))
+
+    async def scenario() -> None:
+        async with frontend(says([5]), model=model, served_model_name="m") as setup:
+            for data in (turned(image), upright):
+                answer = await setup.post("/v1/chat/completions", asking(data))
+                assert answer.status_code == 200, answer.text
+            first, second = setup.router.submits
+            assert first.images == second.images and first.prompt == second.prompt
+            asked = [m.submit for m in setup.router.sent if isinstance(m, MaySubmit)]
+            assert asked[0].prompt != asked[1].prompt == first.prompt
+
+    asyncio.run(scenario())
+
+
+def test_a_line_of_a_batch_is_tried_again_without_its_pictures(tmp_path: Path) -> None:
+    """As often as the router refuses it; decoded once, when it may come."""
+    body = asking(file_of(picture(1)), max_tokens=5)
+
+    async def scenario() -> None:
+        async with frontend(
+            says([5]), model=str(write_llava(tmp_path)), served_model_name="m"
+        ) as setup:
+            routes = InnerRoutes(setup.service, Room())
+            line = {"custom_id": "a", "method": "POST", "url": "", "body": body}
+            leased = LeasedLine(
+                batch=1,
+                number=1,
+                batch_id="batch_1",
+                custom_id="a",
+                endpoint="/v1/chat/completions",
+                key_name="",
+                attempt=0,
+                losses=0,
+                line=json.dumps(line).encode(),
+                expires_s=0,
+            )
+            full = Verdict(query_id=0, error=ErrorCode.QUEUE_FULL, retry_after_s=7.0)
+            setup.router.verdict = full
+            for _ in range(3):
+                answer = await routes.answer(leased, due_in_s=60.0)
+                assert (answer.status, answer.retry_after_s) == (429, 7.0)
+                assert not answer.is_own_refusal
+            assert num_decoded(setup) == 0 and not setup.router.submits
+            setup.router.verdict = Verdict(query_id=0)
+            assert (await routes.answer(leased, due_in_s=60.0)).status == 200
+            assert num_decoded(setup) == 1
+
+    asyncio.run(scenario())
+
+
 def test_pictures_that_are_read_have_a_bound_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,7 +707,7 @@ def test_pictures_that_are_read_have_a_bound_of_memory(
         try:
             for _ in range(3):
                 with reader._reading.admitted(1):  # another request
-                    assert len(await reader.read(pictures)) == 2
+                    assert len(await read(reader, pictures)) == 2
         finally:
             reader.close()
 
@@ -487,7 +731,7 @@ def test_images_are_kept_for_each_client(tmp_path: Path, monkeypatch: pytest.Mon
 
         async def send(key: str, *numbers: int) -> list[Any]:
             WHOSE.set(key)
-            return await reader.read([Picture(urls[number], "x") for number in numbers])
+            return await read(reader, [Picture(urls[number], "x") for number in numbers])
 
         try:
             first = await send(whose[0], 0, 1)
@@ -550,7 +794,7 @@ def test_files_that_are_fetched_count_until_they_are_read(
         def send(key: str) -> asyncio.Task[Any]:
             WHOSE.set(key)
             url = "https://images.example/a.png"
-            return asyncio.create_task(reader.read([Picture(url, "x")]))
+            return asyncio.create_task(read(reader, [Picture(url, "x")]))
 
         try:
             first = send("a")

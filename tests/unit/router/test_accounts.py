@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
-from support.core_scenes import Arrival, make_core, step_time, submit
+from support.core_scenes import Arrival, make_core, pack_results, step_time, submit
 
 from lightserve.messages.frontend_router import Client, ErrorCode
+from lightserve.messages.images import DIGEST_BYTES, Image, without_pixels
+from lightserve.messages.router_worker import RowResult, plan_rows
 from lightserve.router.accounts import (
     MAX_ACCOUNTS,
     OUTPUT_WEIGHT,
     Account,
     Accounts,
+    Refusal,
 )
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.scheduler import Scheduler
+from lightserve.router.step import PlannedStep
 from lightserve.sim.simulation import Outcome, Simulation, TimedEvent
 from lightserve.sim.worker import SimulatedWorker
 from lightserve.types import SLO, FrontendId, RequestClass, RequestId, RequestKey
@@ -279,3 +285,67 @@ def test_a_key_may_have_so_many_tokens_in_a_minute() -> None:
     assert 0.0 < refused.retry_after_s <= 60.0
     assert ask(core, 2, client, now_s + refused.retry_after_s + 0.01) is None
     assert ask(core, 3, client, now_s + 300.0) is None
+
+
+# ---------------------------------------------------------------- before they come
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_is_told_before_it_comes_how_it_would_be_refused(seed: int) -> None:
+    """Whatever queue, quotas, keys and memory are, by the same decision; a core that nobody asked
+    goes on as one that was."""
+    rng = random.Random(seed)
+    asked, other = (new_core(max_waiting=5, max_parameter_bytes=9000) for _ in range(2))
+    for core in (asked, other):
+        core.on_message(WorkersReady(SLOTS, 0), 0.0)
+    quota = {"requests_per_minute": 20, "tokens_per_minute": 9000}
+    clients = [ALICE, BOB, Client(key="q", **quota), Client(key="t", tokens_per_minute=900)]
+    told: Counter[ErrorCode | None] = Counter()
+    now_s = 0.0
+    for number in range(500):
+        now_s += rng.expovariate(20.0)
+        behind = Client(key="g", fairness_id=str(rng.randrange(3)))
+        fields: dict[str, Any] = {"client": rng.choice([*clients, behind])}
+        request_class = rng.choice([RT, BE])
+        if request_class is RT and rng.random() < 0.7:
+            fields["slo"] = SLO(ttft_ms=rng.choice([50.0, 500.0, 5000.0]))
+        length = rng.choice([9, 12, 30, 45, 60, 80, 250])
+        if rng.random() < 0.3:
+            side = rng.choice([8, 20])
+            pixels, digest = bytes(3 * side * side), rng.randbytes(DIGEST_BYTES)
+            fields["images"] = (Image(2, 4, side, side, pixels, digest),)
+        message = submit(number, arrival(now_s, request_class, length, 6), **fields)
+        without = tuple(map(without_pixels, message.images))
+        refusal = asked.refusal(
+            FrontendId(0), msgspec.structs.replace(message, images=without), now_s
+        )
+        event = FromFrontend(FrontendId(0), message)
+        news = asked.on_message(event, now_s)
+        assert news == other.on_message(event, now_s)
+        ends = {delta.request_id: delta for each in news for delta in each.message.requests}
+        own = ends.get(RequestId(number))
+        found = None if own is None else Refusal(own.error, own.retry_after_s, own.max_tokens)
+        if len(ends) > 1 and own is not None:  # others left, which was not enough
+            assert (refusal, own.error) == (None, ErrorCode.QUEUE_FULL)
+        else:
+            assert refusal == found
+            told[found and found.error] += 1
+        if rng.random() < 0.15:
+            planned = [core.plan(now_s) for core in (asked, other)]
+            if isinstance(planned[0], PlannedStep):
+                plans = [
+                    core.commit(step, now_s)
+                    for core, step in zip((asked, other), planned, strict=True)
+                ]
+                assert plans[0] == plans[1]
+                rows = [RowResult(row.row, [7]) for row in plan_rows(plans[0]) if row.output]
+                for core in (asked, other):
+                    core.on_result(pack_results(plans[0], rows, exec_s=0.02), now_s)
+    asked.check_integrity()
+    assert set(told) == {
+        None,
+        ErrorCode.TOO_LARGE,
+        ErrorCode.QUEUE_FULL,
+        ErrorCode.REQUEST_QUOTA,
+        ErrorCode.TOKEN_QUOTA,
+    }, told
