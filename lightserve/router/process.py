@@ -467,8 +467,7 @@ class RouterProcess:
             self._send(frontend_id, RequestTimeline(query_id=message.query_id, lives=lives))
             return
         if isinstance(message, MaySubmit):
-            answer = self._verdict(peer, frontend_id, message)
-            self._send(frontend_id, answer)
+            self._send(frontend_id, self._verdict(peer, frontend_id, message))
             return
         if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):
             return

@@ -140,7 +140,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
             odd = await setup.http.get("/v1/requests/a%20b/timeline")
             assert error(odd) == (404, "request_not_found")
             assert questions(setup) == []
-            monkeypatch.setattr(router_client, "MAX_TIMELINE_QUERIES", 1)
+            monkeypatch.setattr(router_client, "MAX_QUESTIONS", 1)
             waiting = asyncio.create_task(setup.http.get(PATH))
             await eventually(lambda: len(questions(setup)) == 1)
             assert error(await setup.http.get(PATH)) == (429, "overloaded")
