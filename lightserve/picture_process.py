@@ -42,8 +42,6 @@ MAX_SCANS = 64
 """Scans of a JPEG: a progressive one has about ten, and each costs as much as the whole picture."""
 MAX_CPU_S = 10
 """Processor time of one picture; the kernel counts whole seconds: it may be one more."""
-_ON_ITS_SIDE = range(5, 9)
-"""EXIF's orientations that change height and width."""
 _BEGIN_OF_SCAN = b"\xff\xda"
 """In the data of a scan such bytes stand apart, by a zero."""
 
@@ -108,7 +106,7 @@ def decode(data: bytes, processor: ImageProcessor, *, is_measured: bool = False)
                 return Decoded(f"must have at most {MAX_SCANS} scans")
             if is_measured:
                 exif = Image.Image.getexif(picture)  # a PNG's own would decode it to look behind
-                is_turned = exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+                is_turned = exif.get(ExifTags.Base.Orientation) in range(5, 9)
                 return _measured(*((height, width) if is_turned else (width, height)), processor)
             picture.load()
             return _processed(_in_rgb(ImageOps.exif_transpose(picture)), processor)

@@ -60,8 +60,6 @@ READING_BYTES = 256 * 1024 * 1024
 their images so far."""
 KEPT_BYTES = 64 * 1024 * 1024
 """Memory for images that were decoded before; the client with the most loses its oldest."""
-SEATS = 2
-"""Requests between the router's word that they may come and the last of their pictures."""
 REPLY_TIMEOUT_S = 60.0
 """For a picture; `picture_process` ends what takes too much of a processor long before that."""
 _TYPES = {f"image/{name.lower()}": name for name in (*FORMATS, "jpg")}
@@ -163,7 +161,8 @@ class PictureReader:
         self._threads = TurnThreads(1, "pictures")
         self._backlog = Backlog()
         self._reading = Backlog(max_size=READING_BYTES)
-        self._seats = Seats(num_seats=SEATS, max_waiting=MAX_ITEMS)
+        # Requests that may come, up to the last of their pictures: one of each of two clients.
+        self._seats = Seats(num_seats=2, max_waiting=MAX_ITEMS)
         self._process = _Process()
         self._hosts: ImageHosts | None = None
         if vision is not None and config.allow_image_hosts:

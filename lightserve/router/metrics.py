@@ -158,7 +158,7 @@ class RouterMetrics:
         kv = core.kv
         recorder.gauge(KV_SLOTS_CACHED).value = 0 if kv is None else kv.num_cached
         recorder.gauge(KV_HOST_SLOTS).value = 0 if kv is None else kv.checkpoints.num_slots
-        recorder.gauge(KV_HOST_SLOTS_USED).value = core.num_used_host_slots
+        recorder.gauge(KV_HOST_SLOTS_USED).value = 0 if kv is None else kv.checkpoints.num_used
         if kv is not None and kv.tree is not None and (tier := kv.tree.tier) is not None:
             recorder.gauge(PREFIX_HOST_SLOTS).value = tier.num_slots
             recorder.gauge(PREFIX_HOST_SLOTS_USED).value = tier.num_used

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from lightserve.messages.frontend_router import (
     Acknowledge,
     BatchDue,
     ClassLoad,
-    Client,
     ErrorCode,
     Finish,
     KVPool,
@@ -66,7 +66,6 @@ from lightserve.router.request import (
     ENDED,
     RUNNING,
     WAITING,
-    Parameters,
     Request,
     RequestState,
     can_replay,
@@ -83,6 +82,15 @@ from lightserve.router.step import (
 )
 from lightserve.router.step_cost import StepShape
 from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RequestOutput, RowId
+
+
+class _Arrival(NamedTuple):
+    """A request, and what is decided of it before others leave for it."""
+
+    request: Request
+    refusal: Refusal | None = None
+    leaving: Request | None = None
+    """The first that has to leave for it."""
 
 
 class Scheduler:
@@ -167,26 +175,21 @@ class Scheduler:
     def _submit(
         self, frontend_id: FrontendId, submit: Submit, now_s: float, deltas: DeltaBatch
     ) -> None:
-        parameters = self._parameters.share(frontend_id, submit)
-        numbers = self._image_numbers.of(submit.images)
-        request = self._request_of(frontend_id, submit, parameters, numbers, now_s)
+        request, refusal, leaving = self._arrival(frontend_id, submit, now_s)
         self._num_arrivals += 1
         if request.key in self._requests or request.key in self._unfinished:
             raise ProtocolError(f"request {request.key} is a duplicate")
-        client = submit.client
-        request.account = self._accounts.find(client, request.request_class)
-        request.budget = budget = self._accounts.budget(client, now_s)
-        refusal = self._refusal(request, client, now_s)
-        if refusal is None and not self._make_room(request, now_s, deltas):
+        if leaving is not None and not self._make_room(request, leaving, now_s, deltas):
             refusal = self._queue_full(request)
         if refusal is not None:
             deltas.fail(request, **refusal._asdict())
         else:
             self._requests[request.key] = request
+            assert request.account is not None
             request.account.hold()
-            if budget is not None:
-                num_tokens = request.num_prompt_tokens
-                budget.note_request(client, now_s, num_tokens, is_first=submit.is_first)
+            if (budget := request.budget) is not None:
+                num_tokens, is_first = request.num_prompt_tokens, submit.is_first
+                budget.note_request(submit.client, now_s, num_tokens, is_first=is_first)
             self._parameters.hold(request)
             slack_s = self._targets.apply(request, self._kv)
             self._waiting.append(request)
@@ -205,27 +208,6 @@ class Scheduler:
             if self._kv is not None:
                 self._kv.expect(request)
 
-    def _request_of(
-        self,
-        frontend_id: FrontendId,
-        submit: Submit,
-        parameters: Parameters,
-        image_numbers: Sequence[int],
-        now_s: float,
-    ) -> Request:
-        request = request_of(
-            frontend_id,
-            submit,
-            parameters,
-            now_s=now_s,
-            arrival_number=self._num_arrivals,
-            admission_limit=self._config.admission_limit,
-            image_numbers=image_numbers,
-        )
-        if self._kv is not None:
-            request.recurrent.num_slots = self._kv.states.num_slots
-        return request
-
     def refusal(self, frontend_id: FrontendId, submit: Submit, now_s: float) -> Refusal | None:
         """Return why a request would be refused now; None: it may come. Changes nothing.
 
@@ -234,34 +216,43 @@ class Scheduler:
         Raises:
             ProtocolError: as `on_message`.
         """
-        parameters = self._parameters.share(frontend_id, submit, arrives=False)
-        numbers = [0] * len(submit.images)
-        request = self._request_of(frontend_id, submit, parameters, numbers, now_s)
-        client = submit.client
-        request.account = self._accounts.find(client, request.request_class, joins=False)
-        request.budget = self._accounts.budget(client, now_s, joins=False)
-        return self._refusal(request, client, now_s)
+        return self._arrival(frontend_id, submit, now_s, arrives=False).refusal
 
-    def _refusal(self, request: Request, client: Client, now_s: float) -> Refusal | None:
-        """Return why a request may not come, before any other leaves for it."""
+    def _arrival(
+        self, frontend_id: FrontendId, submit: Submit, now_s: float, *, arrives: bool = True
+    ) -> _Arrival:
+        """Return a request, and what is decided of it; where it does not arrive nothing changes."""
+        numbers = self._image_numbers.of(submit.images) if arrives else [0] * len(submit.images)
+        request = request_of(
+            frontend_id,
+            submit,
+            self._parameters.share(frontend_id, submit, arrives=arrives),
+            now_s=now_s,
+            arrival_number=self._num_arrivals,
+            admission_limit=self._config.admission_limit,
+            image_numbers=numbers,
+        )
+        if self._kv is not None:
+            request.recurrent.num_slots = self._kv.states.num_slots
+        client = submit.client
+        request.account = self._accounts.find(client, request.request_class, joins=arrives)
+        request.budget = budget = self._accounts.budget(client, now_s, joins=arrives)
         if request.max_known_tokens > (limit := self._most_tokens(request)):
-            return Refusal(ErrorCode.TOO_LARGE, max_tokens=limit)
-        of_key = request.budget.refusal(client, now_s) if request.budget else None
-        if of_key is not None and request.is_first:
-            return of_key
-        can_wait = self._has_room(request) or self._leaving_for(request, now_s) is not None
-        if self._parameters.has_room(request) and can_wait:
-            return None
-        return self._queue_full(request)
+            return _Arrival(request, Refusal(ErrorCode.TOO_LARGE, max_tokens=limit))
+        if submit.is_first and budget and (refusal := budget.refusal(client, now_s)):
+            return _Arrival(request, refusal)
+        leaving, limits = None, self._config.queue_limits[request.request_class]
+        backlog = self._waiting.backlog(request.request_class)
+        has_room = limits.has_room(backlog, request.num_prompt_tokens)
+        if not self._parameters.has_room(request) or not (
+            has_room or (leaving := self._leaving_for(request, now_s))
+        ):
+            return _Arrival(request, self._queue_full(request))
+        return _Arrival(request, leaving=leaving)
 
     def _queue_full(self, request: Request) -> Refusal:
         retry_after_s = self._waits.retry_after_s(request.request_class, self._kv)
         return Refusal(ErrorCode.QUEUE_FULL, retry_after_s)
-
-    def _has_room(self, request: Request) -> bool:
-        backlog = self._waiting.backlog(request.request_class)
-        limits = self._config.queue_limits[request.request_class]
-        return limits.has_room(backlog, request.num_prompt_tokens)
 
     def _leaving_for(self, request: Request, now_s: float) -> Request | None:
         """Return one in whose place a request may wait in a full queue."""
@@ -274,16 +265,22 @@ class Scheduler:
             leaving = self._waiting.last_to_start(request, limits.has_room, by_length=is_too_much)
         return leaving
 
-    def _make_room(self, request: Request, now_s: float, deltas: DeltaBatch) -> bool:
-        """Return whether a request may wait, if need be in the place of others."""
-        while not self._has_room(request):
-            if (leaving := self._leaving_for(request, now_s)) is None:
-                return False
+    def _make_room(
+        self, request: Request, first: Request, now_s: float, deltas: DeltaBatch
+    ) -> bool:
+        """Return whether a request may wait once others have left, the first of which is known."""
+        limits = self._config.queue_limits[request.request_class]
+        leaving: Request | None = first
+        while leaving is not None:
             deltas.fail(leaving, **self._queue_full(leaving)._asdict())
             if leaving.budget is not None:
                 leaving.budget.take_back(leaving.num_prompt_tokens, is_first=leaving.is_first)
             self._end(leaving)
-        return True
+            backlog = self._waiting.backlog(request.request_class)
+            if limits.has_room(backlog, request.num_prompt_tokens):
+                return True
+            leaving = self._leaving_for(request, now_s)
+        return False
 
     def _sink_late(self, now_s: float) -> None:
         """Let real-time requests that cannot be in time any more wait behind those that can."""
@@ -632,11 +629,6 @@ class Scheduler:
     def kv(self) -> KVStore | None:
         """The KV pool with its share of the host, to be read; None without workers."""
         return self._kv
-
-    @property
-    def num_used_host_slots(self) -> int:
-        """Host slots that hold copies."""
-        return 0 if self._kv is None else self._kv.checkpoints.num_used
 
     @property
     def num_unfinished(self) -> int:

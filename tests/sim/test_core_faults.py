@@ -258,7 +258,8 @@ def test_nothing_is_left_after_a_storm(policy: str, preemption: Preemption, at_s
     late = [TimedEvent(10.0, one.event) for one in aborts]
     simulation.run(late)
     core.check_integrity()
-    assert (core.num_used_slots, core.num_used_host_slots) == (0, 0)
+    assert core.kv is not None
+    assert (core.num_used_slots, core.kv.checkpoints.num_used) == (0, 0)
     status = core.status(simulation.now_s)
     assert sum(load.num_waiting + load.num_running for load in status.load.values()) == 0
 
@@ -280,7 +281,8 @@ def test_the_storm_hits_paused_requests() -> None:
     for at_s in (0.02, 0.1, 0.19, 0.3):
         simulation.run(events, until_s=at_s)
         events = []
-        on_host.append(core.num_used_host_slots)
+        assert core.kv is not None
+        on_host.append(core.kv.checkpoints.num_used)
     assert max(on_host) > 0
 
 

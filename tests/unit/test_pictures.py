@@ -47,7 +47,7 @@ from lightserve.batches.runner import Room
 from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.errors import RequestFailed
-from lightserve.frontend.pictures import SEATS, Picture, PictureReader, _data_of, _Process
+from lightserve.frontend.pictures import Picture, PictureReader, _data_of, _Process
 from lightserve.messages.frontend_router import (
     ErrorCode,
     FrontendMessage,
@@ -632,7 +632,7 @@ def test_of_many_that_ask_for_few_places_few_are_decoded_in_vain(tmp_path: Path)
             )
             codes = Counter(answer.status_code for answer in answers)
             assert codes[200] >= 3 and codes[200] + codes[429] == 30
-            assert num_decoded(setup) <= 3 + 2 * SEATS
+            assert num_decoded(setup) <= 3 + 2
 
     asyncio.run(scenario())
 
