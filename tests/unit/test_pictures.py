@@ -612,7 +612,7 @@ def test_counting_decodes_no_picture(tmp_path: Path) -> None:
 
 def test_of_many_that_ask_for_few_places_few_are_decoded_in_vain(tmp_path: Path) -> None:
     class Places(FakeRouter):
-        """Has three places, and says so as long as nobody has come for them."""
+        """Has three places, and says so until three requests have come."""
 
         def send(self, message: FrontendMessage) -> None:
             is_full = len(self.submits) >= 3

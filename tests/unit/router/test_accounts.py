@@ -292,7 +292,7 @@ def test_a_key_may_have_so_many_tokens_in_a_minute() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_request_is_told_before_it_comes_how_it_would_be_refused(seed: int) -> None:
-    """Whatever queue, quotas, keys and memory are, by the same decision; a core that nobody asked
+    """Whatever queue, quotas, keys and memory are, by the same decision; a core that was not asked
     goes on as one that was."""
     rng = random.Random(seed)
     asked, other = (new_core(max_waiting=5, max_parameter_bytes=9000) for _ in range(2))
