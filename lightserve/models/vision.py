@@ -509,14 +509,13 @@ class VisionEncoder:
         tables = None
         if (rope := config.rope) is not None:
             size = config.hidden_size // config.layers.num_heads // 2
-            steps = torch.arange(0, size, 2, dtype=torch.float32)
+            steps = torch.arange(0, size, 2, dtype=torch.float32, device=device)
             powers = torch.stack([steps, steps + rope.alternates]) / size
             inverse = 1.0 / rope.theta**powers
-            places = torch.stack(
-                torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
-            )
+            sides = (torch.arange(side, device=device) for side in (rows, columns))
+            places = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
             angles = (self._merged(places, rows, columns)[:, :, None] * inverse).flatten(1)
-            tables = angles.cos().to(device), angles.sin().to(device)
+            tables = angles.cos(), angles.sin()
         windows: list[Group] = []
         if (side := config.layers.window) is not None:
             merge = config.merge

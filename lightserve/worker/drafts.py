@@ -168,7 +168,8 @@ class Lookup:
         counts = (token_ids >= 0).cumprod(2).sum(2)
         if not texts:
             return Proposal(token_ids[0], counts[0], torch.zeros_like(counts[0]))
-        sources = torch.tensor([DraftSource.NGRAM, *texts], device=table.device)
+        # Not as a list: torch would wait for the device while it brings it there.
+        (sources,) = self._queue.upload([np.array([DraftSource.NGRAM, *texts], dtype=np.int64)])
         records = self._records.index_select(0, rows.ids).index_select(1, sources)
         first = self.PRIOR_DRAFTS * self._first_chances.index_select(0, sources)
         chances = (records[..., 0] + first) / (records[..., 1] + self.PRIOR_DRAFTS)

@@ -20,7 +20,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.graph_recorders import TapeRecorder
+from support.graph_recorders import Tape, TapeRecorder
 from support.grids import choose, more_when_long
 from support.lossless import (
     MAX_LEN,
@@ -61,6 +61,7 @@ from lightserve.messages.router_worker import (
 )
 from lightserve.models.base import SingleRank, kv_layout
 from lightserve.models.config import load_model_config
+from lightserve.models.decoder import DecoderModel
 from lightserve.models.layers.attention import seeing_whole
 from lightserve.models.loader import load_model
 from lightserve.models.vision_config import VISION
@@ -283,6 +284,24 @@ def test_recorded_passes_turn_by_the_same_positions(tmp_path: Path, family: str)
         prompts, requests, answers_of(runner, requests, budget=11), strict=True
     ):
         assert check(reference, request, pictures_of(prompt), answer) < LOGPROB
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4"])
+def test_what_turns_an_image_is_worked_out_on_the_device(tmp_path: Path, family: str) -> None:
+    """Brought there from the host, a GPU's step before would have to be over first."""
+    write_vision_model(tmp_path, family, max_position_embeddings=MAX_LEN)
+    config = load_model_config(tmp_path)
+    model = load_model(
+        tmp_path, config, dtype=torch.float32, kernels=TensorKernels(), tp=SingleRank()
+    )
+    assert isinstance(model, DecoderModel)
+    encoder = model._vision
+    assert encoder is not None
+    encoder._device = torch.device("meta")
+    with Tape() as tape:
+        found = encoder._grid(4, 6, 24, 1)
+    assert tape.operations and found.whole[0].tokens.is_meta
+    assert found.tables is None or found.tables[0].is_meta
 
 
 @pytest.mark.parametrize(
