@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,16 +115,45 @@ class GgufTensor:
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """A checked file, mapped as long as this lives."""
+    """A checked file, mapped as long as this lives.
+
+    Keys that begin with a dot are those of the file's architecture: `.block_count` stands for
+    `llama.block_count`, say.
+    """
 
     path: Path
     data: mmap.mmap
     metadata: dict[str, Value]
     tensors: dict[str, GgufTensor]
 
+    @property
+    def architecture(self) -> str:
+        """Name of its architecture, in llama.cpp's words."""
+        return self.string("general.architecture")
+
+    def _whole(self, key: str) -> str:
+        return f"{self.architecture}{key}" if key.startswith(".") else key
+
+    def _value(self, key: str, default: object = None) -> Any:
+        return self.metadata.get(self._whole(key), default)
+
+    def has_key(self, key: str) -> bool:
+        """Whether a key is there."""
+        return self._whole(key) in self.metadata
+
+    def has(self, name: str) -> bool:
+        """Whether any layer has a tensor, not only the first: layers may differ."""
+        ending = f".{name}"
+        return f"blk.0.{name}" in self.tensors or any(own.endswith(ending) for own in self.tensors)
+
+    def need(self, name: str) -> None:
+        """Refuse a file no layer of which has a tensor, by ModelLoadError."""
+        if not self.has(name):
+            raise ModelLoadError(f"{self.path}: tensor 'blk.0.{name}' is missing")
+
     def error(self, key: str, complaint: str) -> ModelLoadError:
         """Return the error that names file, key and complaint."""
-        return ModelLoadError(f"{self.path}: key {key!r} {complaint}")
+        return ModelLoadError(f"{self.path}: key {self._whole(key)!r} {complaint}")
 
     def integer(
         self,
@@ -138,7 +168,7 @@ class GgufFile:
 
         `num_layers`: the key may have a number for each layer; those that are not 0 are equal.
         """
-        value: object = self.metadata.get(key, default)
+        value: object = self._value(key, default)
         if num_layers is not None and isinstance(value, np.ndarray):
             found = {number for number in self.integers(key, num_layers) if number}
             if len(found) > 1:
@@ -154,7 +184,7 @@ class GgufFile:
 
     def integers(self, key: str, num_layers: int) -> list[int]:
         """Return an integer of at least 0 for each layer; the key may have one for all."""
-        value = self.metadata.get(key)
+        value = self._value(key)
         if not isinstance(value, np.ndarray):
             return [self.integer(key)] * num_layers
         found: list[int] = value[: num_layers + 1].tolist()  # it may be as long as the file
@@ -165,7 +195,7 @@ class GgufFile:
 
     def number(self, key: str, *, default: float | None = None) -> float:
         """Return a finite number."""
-        value = self.metadata.get(key, default)
+        value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, "is missing" if value is None else "must be a number")
         if not math.isfinite(value):
@@ -174,14 +204,14 @@ class GgufFile:
 
     def string(self, key: str, *, default: str | None = None) -> str:
         """Return a string."""
-        value = self.metadata.get(key, default)
+        value = self._value(key, default)
         if not isinstance(value, str):
             raise self.error(key, "is missing" if value is None else "must be a string")
         return value
 
     def boolean(self, key: str, *, default: bool) -> bool:
         """Return true or false."""
-        value = self.metadata.get(key, default)
+        value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false")
         return value
@@ -206,14 +236,14 @@ class GgufFile:
             raise self.error(key, "holds a string that is not UTF-8") from error
 
     def _string_array(self, key: str) -> StringArray:
-        value = self.metadata.get(key)
+        value = self._value(key)
         if not isinstance(value, StringArray):
             raise self.error(key, "must be an array of strings")
         return value
 
     def numbers(self, key: str) -> npt.NDArray[np.generic]:
         """Return an array of numbers, [n]."""
-        value = self.metadata.get(key)
+        value = self._value(key)
         if not isinstance(value, np.ndarray):
             raise self.error(key, "must be an array of numbers")
         return value

@@ -17,7 +17,6 @@ from lightserve.models.gguf_families import (
     OLMO3,
     GgufFamily,
     epsilon_of,
-    has,
     has_sigmoid,
     window_of,
 )
@@ -46,11 +45,11 @@ def family_of(gguf: GgufFile) -> GgufFamily:
     name = gguf.string("general.architecture")
     if name == "llama" and gguf.integer("llama.expert_count", default=0):
         return MIXTRAL
-    if name == "olmo2" and window_of(gguf, name) is not None:
+    if name == "olmo2" and window_of(gguf) is not None:
         return OLMO3
-    if name == "deepseek2" and has_sigmoid(gguf, name):
+    if name == "deepseek2" and has_sigmoid(gguf):
         return DEEPSEEK3
-    if name == "falcon" and has(gguf, "attn_norm_2.weight"):
+    if name == "falcon" and gguf.has("attn_norm_2.weight"):
         return FALCON2
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -128,13 +127,13 @@ def as_stored(config: ModelConfig, gguf: GgufFile) -> ModelConfig:
     merged = config.merged
     if merged & {"qkv", "grouped_qkv"}:  # all queries, then all keys, then all values
         merged = merged - {"qkv", "grouped_qkv"}
-        if has(gguf, "attn_qkv.weight"):
+        if gguf.has("attn_qkv.weight"):
             merged |= {"qkv"}
-    if has(gguf, "ffn_gate.weight") or has(gguf, "ffn_gate_shexp.weight"):
+    if gguf.has("ffn_gate.weight") or gguf.has("ffn_gate_shexp.weight"):
         merged = merged - {"gate_up"}
     moe = config.moe and dataclasses.replace(config.moe, stacked=None)
     latent = config.latent and dataclasses.replace(
-        config.latent, is_split=has(gguf, "attn_k_b.weight")
+        config.latent, is_split=gguf.has("attn_k_b.weight")
     )
     recurrent = config.recurrent
     if isinstance(recurrent, DeltaConfig) and recurrent.joined is Joined.GROUPS:
@@ -151,21 +150,21 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     """Return the entries that config.json would have. Raises ModelLoadError naming a key or a
     tensor."""
     family, name = family_of(gguf), gguf.string("general.architecture")
-    num_layers = gguf.integer(f"{name}.block_count", low=1, high=MAX_LAYERS)
-    num_heads = gguf.integer(f"{name}.attention.head_count", low=1)
-    hidden = gguf.integer(f"{name}.embedding_length", low=num_heads)
-    key = f"{name}.attention.key_length"
+    num_layers = gguf.integer(".block_count", low=1, high=MAX_LAYERS)
+    num_heads = gguf.integer(".attention.head_count", low=1)
+    hidden = gguf.integer(".embedding_length", low=num_heads)
+    key = ".attention.key_length"
     head_dim = gguf.integer(key, default=hidden // num_heads, low=1)
-    rotated, key = head_dim, f"{name}.attention.value_length"
+    rotated, key = head_dim, ".attention.value_length"
     if name in ("deepseek2", "mistral4", "kimi-linear"):  # whose keys and values are of other sizes
-        rotated = gguf.integer(f"{name}.rope.dimension_count")
+        rotated = gguf.integer(".rope.dimension_count")
     elif (size := gguf.integer(key, default=head_dim)) != head_dim:
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
     if "token_embd.weight" not in gguf.tensors:
         raise ModelLoadError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
-    own = family.own(gguf, name)
+    own = family.own(gguf)
     if "intermediate_size" not in own or "num_key_value_heads" not in own:
-        own = _sizes_of_all(gguf, name, num_layers, num_heads) | own
+        own = _sizes_of_all(gguf, num_layers, num_heads) | own
     return {
         "architectures": [family.architecture],
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
@@ -173,25 +172,23 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": epsilon_of(gguf, name),
-        "max_position_embeddings": gguf.integer(f"{name}.context_length"),
-        "rope_parameters": rope_of(gguf, name, rotated, family.theta)
-        if family.is_rotated
-        else None,
+        "rms_norm_eps": epsilon_of(gguf),
+        "max_position_embeddings": gguf.integer(".context_length"),
+        "rope_parameters": rope_of(gguf, rotated, family.theta) if family.is_rotated else None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "attention_bias": name in ("llama", "granite", "smollm3") and has(gguf, "attn_q.bias"),
+        "attention_bias": name in ("llama", "granite", "smollm3") and gguf.has("attn_q.bias"),
         "dtype": "bfloat16",
         **own,
     }
 
 
-def _sizes_of_all(gguf: GgufFile, name: str, num_layers: int, num_heads: int) -> dict[str, int]:
+def _sizes_of_all(gguf: GgufFile, num_layers: int, num_heads: int) -> dict[str, int]:
     """Return sizes that all layers have which have a block, or attention."""
-    inner = gguf.integer(f"{name}.expert_feed_forward_length", default=0) or None
-    key = f"{name}.attention.head_count_kv"
+    inner = gguf.integer(".expert_feed_forward_length", default=0) or None
+    key = ".attention.head_count_kv"
     return {
         "intermediate_size": gguf.integer(
-            f"{name}.feed_forward_length", default=inner, num_layers=num_layers
+            ".feed_forward_length", default=inner, num_layers=num_layers
         ),
         "num_key_value_heads": gguf.integer(
             key, default=num_heads, low=1, high=num_heads, num_layers=num_layers

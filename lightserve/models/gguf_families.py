@@ -59,7 +59,7 @@ _BAICHUAN_13B_LAYERS = 40
 _MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
 
 
-def _nothing(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _nothing(gguf: GgufFile) -> dict[str, Any]:
     return {}
 
 
@@ -82,7 +82,7 @@ class GgufFamily:
     """Whether the file's keys of rotary embeddings are read; if not, nothing is rotated."""
     theta: float = 10_000.0
     """Base of rotary embeddings where the file gives none."""
-    own: Callable[[GgufFile, str], dict[str, Any]] = _nothing
+    own: Callable[[GgufFile], dict[str, Any]] = _nothing
     """Further entries that config.json would have."""
 
     @property
@@ -91,121 +91,109 @@ class GgufFamily:
         return self.own_names + _NAMES
 
 
-def has(gguf: GgufFile, name: str) -> bool:
-    """Return whether any layer of a file has a tensor, not only the first: layers may differ."""
-    ending = f".{name}"
-    return f"blk.0.{name}" in gguf.tensors or any(each.endswith(ending) for each in gguf.tensors)
-
-
-def need(gguf: GgufFile, name: str) -> None:
-    """Refuse a file no layer of which has a tensor."""
-    if not has(gguf, name):
-        raise ModelLoadError(f"{gguf.path}: tensor 'blk.0.{name}' is missing")
-
-
-def epsilon_of(gguf: GgufFile, name: str) -> float:
+def epsilon_of(gguf: GgufFile) -> float:
     """Return what norms add to mean squares; Nemotron-H has one of two keys for it, or both."""
-    key, other = (f"{name}.attention.layer_norm_{kind}epsilon" for kind in ("rms_", ""))
-    is_other = name.startswith("nemotron_h") and key not in gguf.metadata
-    return gguf.number(other if is_other or name in _WITH_LAYER_NORM else key)
+    key, other = (f".attention.layer_norm_{kind}epsilon" for kind in ("rms_", ""))
+    is_other = gguf.architecture.startswith("nemotron_h") and not gguf.has_key(key)
+    return gguf.number(other if is_other or gguf.architecture in _WITH_LAYER_NORM else key)
 
 
-def _qwen2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    need(gguf, "attn_q.bias")
+def _qwen2(gguf: GgufFile) -> dict[str, Any]:
+    gguf.need("attn_q.bias")
     return {}
 
 
-def window_of(gguf: GgufFile, name: str) -> int | None:
+def window_of(gguf: GgufFile) -> int | None:
     """Return how many tokens layers with a window see."""
-    return gguf.integer(f"{name}.attention.sliding_window", default=0) or None
+    return gguf.integer(".attention.sliding_window", default=0) or None
 
 
-def _num_experts(gguf: GgufFile, name: str) -> int:
-    return gguf.integer(f"{name}.expert_count", low=1, high=MAX_EXPERTS)
+def _num_experts(gguf: GgufFile) -> int:
+    return gguf.integer(".expert_count", low=1, high=MAX_EXPERTS)
 
 
-def _experts(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _experts(gguf: GgufFile) -> dict[str, Any]:
     return {
-        "num_local_experts": (number := _num_experts(gguf, name)),
+        "num_local_experts": (number := _num_experts(gguf)),
         "num_experts": number,
-        "num_experts_per_tok": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
+        "num_experts_per_tok": gguf.integer(".expert_used_count", low=1, high=number),
     }
 
 
-def _sized_experts(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _sized_experts(gguf: GgufFile) -> dict[str, Any]:
     """Return experts that have a size of their own beside that of other blocks."""
-    size = gguf.integer(f"{name}.expert_feed_forward_length", low=1)
-    return _experts(gguf, name) | {"moe_intermediate_size": size}
+    size = gguf.integer(".expert_feed_forward_length", low=1)
+    return _experts(gguf) | {"moe_intermediate_size": size}
 
 
-def _grouped_experts(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _grouped_experts(gguf: GgufFile) -> dict[str, Any]:
     """Return experts in groups, with weights that a factor multiplies; 0 is none to llama.cpp."""
-    num_experts = _num_experts(gguf, name)
-    groups = gguf.integer(f"{name}.expert_group_count", default=1, low=1, high=num_experts)
-    used = f"{name}.expert_group_used_count"
-    return _sized_experts(gguf, name) | {
+    num_experts = _num_experts(gguf)
+    groups = gguf.integer(".expert_group_count", default=1, low=1, high=num_experts)
+    used = ".expert_group_used_count"
+    return _sized_experts(gguf) | {
         "n_routed_experts": num_experts,
-        "n_shared_experts": gguf.integer(f"{name}.expert_shared_count", low=1),
-        "norm_topk_prob": gguf.boolean(f"{name}.expert_weights_norm", default=False),
-        "routed_scaling_factor": gguf.number(f"{name}.expert_weights_scale", default=0.0) or 1.0,
+        "n_shared_experts": gguf.integer(".expert_shared_count", low=1),
+        "norm_topk_prob": gguf.boolean(".expert_weights_norm", default=False),
+        "routed_scaling_factor": gguf.number(".expert_weights_scale", default=0.0) or 1.0,
         "n_group": groups,
         "topk_group": gguf.integer(used, default=1, low=1, high=groups),
     }
 
 
-def _qwen_moe(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _qwen_moe(gguf: GgufFile) -> dict[str, Any]:
     """Qwen2-MoE's experts keep the weights that all had together, Qwen3-MoE's do not."""
-    own = _sized_experts(gguf, name) | {"norm_topk_prob": name != "qwen2moe"}
-    if name == "qwen2moe":
-        need(gguf, "attn_q.bias")
-    if name != "qwen3moe":
-        shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
+    own = _sized_experts(gguf) | {"norm_topk_prob": gguf.architecture != "qwen2moe"}
+    if gguf.architecture == "qwen2moe":
+        gguf.need("attn_q.bias")
+    if gguf.architecture != "qwen3moe":
+        shared = gguf.integer(".expert_shared_feed_forward_length", low=1)
         own["shared_expert_intermediate_size"] = shared
     return own
 
 
-def _gemma2(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _gemma2(gguf: GgufFile) -> dict[str, Any]:
     # The file has no scale of attention; llama.cpp knows the model by its layers, too.
     return {
-        "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=46),
-        "sliding_window": window_of(gguf, name) or 4096,
-        "attn_logit_softcapping": gguf.number(f"{name}.attn_logit_softcapping", default=50.0),
-        "final_logit_softcapping": gguf.number(f"{name}.final_logit_softcapping", default=30.0),
+        "query_pre_attn_scalar": _query_scale(gguf, of_largest=46),
+        "sliding_window": window_of(gguf) or 4096,
+        "attn_logit_softcapping": gguf.number(".attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": gguf.number(".final_logit_softcapping", default=30.0),
     }
 
 
-def _gemma3(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _gemma3(gguf: GgufFile) -> dict[str, Any]:
     # llama.cpp: without a window in the file, every layer sees all, by one embedding.
-    key = f"{name}.attention.sliding_window_pattern"
+    key = ".attention.sliding_window_pattern"
     return {
-        "query_pre_attn_scalar": _query_scale(gguf, name, of_largest=62),
-        "sliding_window": window_of(gguf, name),
+        "query_pre_attn_scalar": _query_scale(gguf, of_largest=62),
+        "sliding_window": window_of(gguf),
         "sliding_window_pattern": gguf.integer(key, default=6, low=1),
-        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0),
+        "rope_local_base_freq": gguf.number(".rope.freq_base_swa", default=10_000.0),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     }
 
 
-def _gemma4(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _gemma4(gguf: GgufFile) -> dict[str, Any]:
     """Layers that see everything, which the last is, have sizes of their own."""
-    layers = range(num_layers := gguf.integer(f"{name}.block_count"))
-    kinds = _kinds(gguf, name, key := f"{name}.attention.sliding_window_pattern", SLIDING)
+    layers = range(num_layers := gguf.integer(".block_count"))
+    kinds = _kinds(gguf, key := ".attention.sliding_window_pattern", SLIDING)
     if kinds[-1] != FULL:
         raise gguf.error(key, "must be false for the last layer")
-    heads = _of_kinds(gguf, f"{name}.attention.head_count_kv", kinds)
-    size = gguf.integer(f"{name}.attention.key_length_swa", low=1)
+    heads = _of_kinds(gguf, ".attention.head_count_kv", kinds)
+    size = gguf.integer(".attention.key_length_swa", low=1)
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
-        if (found := gguf.integer(key := f"{name}.{key}")) != size:
+        if (found := gguf.integer(key := f".{key}")) != size:
             raise gguf.error(key, f"must be that of keys, {size}, got {found}")
     for key in ("scaling.factor", "scale_linear", "scaling.attn_factor"):
-        if gguf.number(key := f"{name}.rope.{key}", default=1.0) not in (0.0, 1.0):
+        if gguf.number(key := f".rope.{key}", default=1.0) not in (0.0, 1.0):
             raise gguf.error(key, "must be 1")
     if FREQUENCY_FACTORS not in gguf.tensors:
         raise ModelLoadError(f"{gguf.path}: tensor {FREQUENCY_FACTORS!r} is missing")
-    full_size = gguf.integer(f"{name}.attention.key_length")
+    full_size = gguf.integer(".attention.key_length")
     full = {"num_key_value_heads": heads[FULL], "head_dim": full_size}
-    theta = gguf.number(f"{name}.rope.freq_base_swa", default=10_000.0)
+    theta = gguf.number(".rope.freq_base_swa", default=10_000.0)
     has_values = [f"blk.{n}.attn_v.weight" in gguf.tensors for n in layers if kinds[n] == FULL]
     own = {
         "num_key_value_heads": heads.get(SLIDING, heads[FULL]),
@@ -213,26 +201,25 @@ def _gemma4(gguf: GgufFile, name: str) -> dict[str, Any]:
         "per_layer_config": {str(n): full for n in layers if kinds[n] == FULL},
         "attention_k_eq_v": not any(has_values),
         "layer_types": kinds,
-        "sliding_window": gguf.integer(f"{name}.attention.sliding_window", low=1),
+        "sliding_window": gguf.integer(".attention.sliding_window", low=1),
         "rope_parameters": {
-            FULL: rope_of(gguf, name, full_size, 10_000.0),
+            FULL: rope_of(gguf, full_size, 10_000.0),
             SLIDING: {"rope_type": "default", "rope_theta": theta},
         },
-        "final_logit_softcapping": gguf.number(f"{name}.final_logit_softcapping", default=30.0)
-        or None,
-        **_gemma4_blocks(gguf, name, num_layers),
+        "final_logit_softcapping": gguf.number(".final_logit_softcapping", default=30.0) or None,
+        **_gemma4_blocks(gguf, num_layers),
     }
-    input_size = gguf.integer(f"{name}.embedding_length_per_layer_input")
+    input_size = gguf.integer(".embedding_length_per_layer_input")
     if input_size and "per_layer_token_embd.weight" in gguf.tensors:
         vocab = gguf.tensors["per_layer_token_embd.weight"].shape[0]
         own["vocab_size_per_layer_input"] = vocab
     return own | {"hidden_size_per_layer_input": input_size}
 
 
-def _gemma4_blocks(gguf: GgufFile, name: str, num_layers: int) -> dict[str, Any]:
+def _gemma4_blocks(gguf: GgufFile, num_layers: int) -> dict[str, Any]:
     """Return sizes of blocks, which layers that read keys and values of others may have twice."""
-    num_sharing = gguf.integer(f"{name}.attention.shared_kv_layers", default=0, high=num_layers - 1)
-    sizes = gguf.integers(key := f"{name}.feed_forward_length", num_layers)
+    num_sharing = gguf.integer(".attention.shared_kv_layers", default=0, high=num_layers - 1)
+    sizes = gguf.integers(key := ".feed_forward_length", num_layers)
     inner, last = sizes[0], sizes[-1]
     expected = [inner] * (num_layers - num_sharing) + [last] * num_sharing
     if sizes != expected or last not in (inner, 2 * inner):
@@ -241,14 +228,14 @@ def _gemma4_blocks(gguf: GgufFile, name: str, num_layers: int) -> dict[str, Any]
         "num_kv_shared_layers": num_sharing,
         "intermediate_size": inner,
         "use_double_wide_mlp": last != inner,
-        "enable_moe_block": bool(gguf.integer(f"{name}.expert_count", default=0)),
+        "enable_moe_block": bool(gguf.integer(".expert_count", default=0)),
     }
     if not own["enable_moe_block"]:
         return own
     return own | {
-        "num_experts": (number := _num_experts(gguf, name)),
-        "top_k_experts": gguf.integer(f"{name}.expert_used_count", low=1, high=number),
-        "moe_intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
+        "num_experts": (number := _num_experts(gguf)),
+        "top_k_experts": gguf.integer(".expert_used_count", low=1, high=number),
+        "moe_intermediate_size": gguf.integer(".expert_feed_forward_length", low=1),
     }
 
 
@@ -261,72 +248,68 @@ def _of_kinds(gguf: GgufFile, key: str, kinds: list[str]) -> dict[str, int]:
     return found
 
 
-def _query_scale(gguf: GgufFile, name: str, *, of_largest: int) -> int:
+def _query_scale(gguf: GgufFile, *, of_largest: int) -> int:
     """Return the number whose root queries are divided by: the size of a head, or an even share."""
-    if gguf.integer(f"{name}.block_count") == of_largest:
-        return gguf.integer(f"{name}.embedding_length") // gguf.integer(
-            f"{name}.attention.head_count", low=1
-        )
-    return _size_of_a_head(gguf, name)
+    if gguf.integer(".block_count") == of_largest:
+        return gguf.integer(".embedding_length") // gguf.integer(".attention.head_count", low=1)
+    return _size_of_a_head(gguf)
 
 
-def _size_of_a_head(gguf: GgufFile, name: str) -> int:
-    share = gguf.integer(f"{name}.embedding_length") // gguf.integer(
-        f"{name}.attention.head_count", low=1
-    )
-    return gguf.integer(f"{name}.attention.key_length", default=share, low=1)
+def _size_of_a_head(gguf: GgufFile) -> int:
+    share = gguf.integer(".embedding_length") // gguf.integer(".attention.head_count", low=1)
+    return gguf.integer(".attention.key_length", default=share, low=1)
 
 
-def _granite(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _granite(gguf: GgufFile) -> dict[str, Any]:
     """A context that was not extended is no embedding of places to llama.cpp."""
-    if not gguf.boolean(key := f"{name}.rope.scaling.finetuned", default=True):
+    if not gguf.boolean(key := ".rope.scaling.finetuned", default=True):
         raise gguf.error(key, "must be true: models without rotary embeddings are not supported")
-    return _granite_factors(gguf, name)
+    return _granite_factors(gguf)
 
 
-def _granite_factors(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _granite_factors(gguf: GgufFile) -> dict[str, Any]:
     """To llama.cpp, 0 is no factor."""
-    attention = gguf.number(f"{name}.attention.scale", default=0.0)
+    attention = gguf.number(".attention.scale", default=0.0)
     return {
-        "embedding_multiplier": gguf.number(f"{name}.embedding_scale", default=0.0) or 1.0,
-        "residual_multiplier": gguf.number(f"{name}.residual_scale", default=0.0) or 1.0,
-        "attention_multiplier": attention or _size_of_a_head(gguf, name) ** -0.5,
-        "logits_scaling": gguf.number(f"{name}.logit_scale", default=1.0),
+        "embedding_multiplier": gguf.number(".embedding_scale", default=0.0) or 1.0,
+        "residual_multiplier": gguf.number(".residual_scale", default=0.0) or 1.0,
+        "attention_multiplier": attention or _size_of_a_head(gguf) ** -0.5,
+        "logits_scaling": gguf.number(".logit_scale", default=1.0),
     }
 
 
-def _olmo3(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _olmo3(gguf: GgufFile) -> dict[str, Any]:
     """Layers with a window have the embedding without its scaling, by the same base."""
-    window, key = window_of(gguf, name), f"{name}.attention.sliding_window_pattern"
+    window, key = window_of(gguf), ".attention.sliding_window_pattern"
     own: dict[str, Any] = {
         "sliding_window": window,
-        "rope_theta": (theta := gguf.number(f"{name}.rope.freq_base", default=10_000.0)),
-        "rope_local_base_freq": gguf.number(f"{name}.rope.freq_base_swa", default=theta),
+        "rope_theta": (theta := gguf.number(".rope.freq_base", default=10_000.0)),
+        "rope_local_base_freq": gguf.number(".rope.freq_base_swa", default=theta),
     }
-    if key in gguf.metadata:
-        own["layer_types"] = _kinds(gguf, name, key, SLIDING)
+    if gguf.has_key(key):
+        own["layer_types"] = _kinds(gguf, key, SLIDING)
     return own
 
 
-def _kinds(gguf: GgufFile, name: str, key: str, kind: str) -> list[str]:
+def _kinds(gguf: GgufFile, key: str, kind: str) -> list[str]:
     """Return the kinds of layers by an array of flags."""
-    flags, num_layers = gguf.numbers(key), gguf.integer(f"{name}.block_count")
+    flags, num_layers = gguf.numbers(key), gguf.integer(".block_count")
     if len(flags) != num_layers:
         raise gguf.error(key, f"must have {num_layers} entries, got {len(flags)}")
     return [kind if is_one else FULL for is_one in flags]
 
 
-def _qwen_delta(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _qwen_delta(gguf: GgufFile) -> dict[str, Any]:
     """Qwen3-Next and Qwen3.5 without their layers for several tokens at once."""
-    num_layers = _own_layers(gguf, name)
+    num_layers = _own_layers(gguf)
     own: dict[str, Any] = {
         "num_hidden_layers": num_layers,
-        **_states(gguf, name, _DELTA_SIZES),
-        "full_attention_interval": gguf.integer(f"{name}.full_attention_interval", default=4),
+        **_states(gguf, _DELTA_SIZES),
+        "full_attention_interval": gguf.integer(".full_attention_interval", default=4),
     }
-    if (key := f"{name}.attention.recurrent_layers") in gguf.metadata:
-        own["layer_types"] = _kinds(gguf, name, key, "linear_attention")[:num_layers]
-    return own if name == "qwen35" else own | _qwen_moe(gguf, name)
+    if (key := ".attention.recurrent_layers") in gguf.metadata:
+        own["layer_types"] = _kinds(gguf, key, "linear_attention")[:num_layers]
+    return own if gguf.architecture == "qwen35" else own | _qwen_moe(gguf)
 
 
 _DELTA_SIZES = (
@@ -338,335 +321,335 @@ _NEMOTRON_SIZES = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads
 """Words of config.json for the sizes of `_states`."""
 
 
-def _states(gguf: GgufFile, name: str, words: tuple[str, ...]) -> dict[str, int]:
+def _states(gguf: GgufFile, words: tuple[str, ...]) -> dict[str, int]:
     """Return sizes of layers with states by the words that config.json has for them.
 
     `words`: of the convolution's width, a head's state, groups, heads, and numbers of a head.
     """
-    num_heads = gguf.integer(f"{name}.ssm.time_step_rank", low=1)
-    if (inner := gguf.integer(key := f"{name}.ssm.inner_size", low=1)) % num_heads:
+    num_heads = gguf.integer(".ssm.time_step_rank", low=1)
+    if (inner := gguf.integer(key := ".ssm.inner_size", low=1)) % num_heads:
         raise gguf.error(key, f"must be a multiple of {num_heads}, got {inner}")
     keys = ("conv_kernel", "state_size", "group_count")
-    sizes = [gguf.integer(f"{name}.ssm.{key}", low=1) for key in keys]
+    sizes = [gguf.integer(f".ssm.{key}", low=1) for key in keys]
     return dict(zip(words, [*sizes, num_heads, inner // num_heads], strict=True))
 
 
-def _kinds_by_heads(gguf: GgufFile, name: str, kind: str) -> list[str]:
+def _kinds_by_heads(gguf: GgufFile, kind: str) -> list[str]:
     """Return the kinds of layers: those without heads of keys are of `kind`."""
-    heads = gguf.integers(f"{name}.attention.head_count_kv", gguf.integer(f"{name}.block_count"))
+    heads = gguf.integers(".attention.head_count_kv", gguf.integer(".block_count"))
     return [FULL if number else kind for number in heads]
 
 
-def _granite_hybrid(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _granite_hybrid(gguf: GgufFile) -> dict[str, Any]:
     """Layers without heads of keys are Mamba-2's; the shared expert is the block of a model
     without experts."""
-    inner = gguf.integer(f"{name}.ssm.inner_size")
-    is_rotated = gguf.boolean(f"{name}.rope.scaling.finetuned", default=True)
+    inner = gguf.integer(".ssm.inner_size")
+    is_rotated = gguf.boolean(".rope.scaling.finetuned", default=True)
     own: dict[str, Any] = {
-        **_granite_factors(gguf, name),
-        **_states(gguf, name, _MAMBA_SIZES),
-        "mamba_expand": inner / gguf.integer(f"{name}.embedding_length"),
-        "mamba_conv_bias": has(gguf, "ssm_conv1d.bias"),
-        "layer_types": _kinds_by_heads(gguf, name, "linear_attention"),
+        **_granite_factors(gguf),
+        **_states(gguf, _MAMBA_SIZES),
+        "mamba_expand": inner / gguf.integer(".embedding_length"),
+        "mamba_conv_bias": gguf.has("ssm_conv1d.bias"),
+        "layer_types": _kinds_by_heads(gguf, "linear_attention"),
         "position_embedding_type": "rope" if is_rotated else "nope",
-        "attention_bias": has(gguf, "attn_q.bias"),
+        "attention_bias": gguf.has("attn_q.bias"),
     }
-    if not gguf.integer(f"{name}.expert_count", default=0):
-        size = gguf.integer(f"{name}.feed_forward_length")
+    if not gguf.integer(".expert_count", default=0):
+        size = gguf.integer(".feed_forward_length")
         return own | {"num_local_experts": 0, "shared_intermediate_size": size}
-    shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
-    return own | _experts(gguf, name) | {"shared_intermediate_size": shared}
+    shared = gguf.integer(".expert_shared_feed_forward_length", low=1)
+    return own | _experts(gguf) | {"shared_intermediate_size": shared}
 
 
-def _falcon_h1(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _falcon_h1(gguf: GgufFile) -> dict[str, Any]:
     """Weights have the factors of parts in them."""
     return {
-        **_states(gguf, name, _MAMBA_SIZES),
-        "mamba_d_ssm": gguf.integer(f"{name}.ssm.inner_size"),
-        "mamba_rms_norm": has(gguf, "ssm_norm.weight"),
+        **_states(gguf, _MAMBA_SIZES),
+        "mamba_d_ssm": gguf.integer(".ssm.inner_size"),
+        "mamba_rms_norm": gguf.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
-        "mamba_conv_bias": has(gguf, "ssm_conv1d.bias"),
-        "attention_bias": has(gguf, "attn_q.bias"),
-        "mlp_bias": has(gguf, "ffn_gate.bias"),
+        "mamba_conv_bias": gguf.has("ssm_conv1d.bias"),
+        "attention_bias": gguf.has("attn_q.bias"),
+        "mlp_bias": gguf.has("ffn_gate.bias"),
     }
 
 
-def _nemotron(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _nemotron(gguf: GgufFile) -> dict[str, Any]:
     """Each layer is one block: a feed-forward where it has a size, else attention where it has
     heads of keys, else Mamba-2. Layers for several tokens at once are left out."""
-    num_layers, num_blocks = _own_layers(gguf, name), gguf.integer(f"{name}.block_count")
-    sizes = gguf.integers(f"{name}.feed_forward_length", num_blocks)
-    kinds = _kinds_by_heads(gguf, name, "linear_attention")
-    block = "moe" if gguf.integer(f"{name}.expert_count", default=0) else "mlp"
+    num_layers, num_blocks = _own_layers(gguf), gguf.integer(".block_count")
+    sizes = gguf.integers(".feed_forward_length", num_blocks)
+    kinds = _kinds_by_heads(gguf, "linear_attention")
+    block = "moe" if gguf.integer(".expert_count", default=0) else "mlp"
     kinds = [block if size else kind for size, kind in zip(sizes, kinds, strict=True)]
     own: dict[str, Any] = {
-        **_states(gguf, name, _NEMOTRON_SIZES),
+        **_states(gguf, _NEMOTRON_SIZES),
         "num_hidden_layers": num_layers,
         "layers_block_type": kinds[:num_layers],
-        "layer_norm_epsilon": epsilon_of(gguf, name),
-        "use_conv_bias": has(gguf, "ssm_conv1d.bias"),
-        "mlp_bias": has(gguf, "ffn_up.bias"),
+        "layer_norm_epsilon": epsilon_of(gguf),
+        "use_conv_bias": gguf.has("ssm_conv1d.bias"),
+        "mlp_bias": gguf.has("ffn_up.bias"),
     }
     if block == "mlp":
         return own
-    shared = gguf.integer(f"{name}.expert_shared_feed_forward_length", low=1)
+    shared = gguf.integer(".expert_shared_feed_forward_length", low=1)
     own["moe_shared_expert_intermediate_size"] = shared
-    own["moe_latent_size"] = gguf.integer(f"{name}.moe_latent_size", default=0) or None
-    return own | _grouped_experts(gguf, name)
+    own["moe_latent_size"] = gguf.integer(".moe_latent_size", default=0) or None
+    return own | _grouped_experts(gguf)
 
 
-def _lfm2(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _lfm2(gguf: GgufFile) -> dict[str, Any]:
     """Layers without heads of keys are short convolutions."""
     for key in ("attention.sliding_window", "decision.block_count", "embedding_length_out"):
-        gguf.integer(f"{name}.{key}", default=0, high=0)
-    if not gguf.boolean(key := f"{name}.attention.causal", default=True):
+        gguf.integer(f".{key}", default=0, high=0)
+    if not gguf.boolean(key := ".attention.causal", default=True):
         raise gguf.error(key, "must be true")
     own: dict[str, Any] = {
-        "layer_types": _kinds_by_heads(gguf, name, "conv"),
-        "conv_L_cache": gguf.integer(f"{name}.shortconv.l_cache"),
+        "layer_types": _kinds_by_heads(gguf, "conv"),
+        "conv_L_cache": gguf.integer(".shortconv.l_cache"),
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
     }
-    if name == "lfm2":
+    if gguf.architecture == "lfm2":
         return own
-    if not has_sigmoid(gguf, name):
-        raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
-    num_dense = gguf.integer(f"{name}.leading_dense_block_count", default=0)
-    return own | _sized_experts(gguf, name) | {"num_dense_layers": num_dense}
+    if not has_sigmoid(gguf):
+        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    num_dense = gguf.integer(".leading_dense_block_count", default=0)
+    return own | _sized_experts(gguf) | {"num_dense_layers": num_dense}
 
 
-def _llama4(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _llama4(gguf: GgufFile) -> dict[str, Any]:
     """Chunks and growth are llama.cpp's own numbers; models of 128 experts norm no heads."""
-    if gguf.integer(key := f"{name}.attention.sliding_window", default=1) == 0:
+    if gguf.integer(key := ".attention.sliding_window", default=1) == 0:
         raise gguf.error(key, "must not be 0: models without chunks are not supported")
-    return _experts(gguf, name) | {
-        "intermediate_size_mlp": gguf.integer(f"{name}.feed_forward_length"),
-        "intermediate_size": gguf.integer(f"{name}.expert_feed_forward_length", low=1),
-        "interleave_moe_layer_step": gguf.integer(f"{name}.interleave_moe_layer_step", low=1),
-        "use_qk_norm": _num_experts(gguf, name) != 128,
+    return _experts(gguf) | {
+        "intermediate_size_mlp": gguf.integer(".feed_forward_length"),
+        "intermediate_size": gguf.integer(".expert_feed_forward_length", low=1),
+        "interleave_moe_layer_step": gguf.integer(".interleave_moe_layer_step", low=1),
+        "use_qk_norm": _num_experts(gguf) != 128,
     }
 
 
-def _gpt_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _gpt_oss(gguf: GgufFile) -> dict[str, Any]:
     """YaRN as its authors have it: between frequencies, not between whole dimensions of them.
 
     llama.cpp rounds these bounds, and keeps the same alpha and limit of gates as is default here.
     """
-    head_dim = gguf.integer(f"{name}.attention.key_length")
-    inner = gguf.integer(f"{name}.expert_feed_forward_length")
-    return _experts(gguf, name) | {
+    head_dim = gguf.integer(".attention.key_length")
+    inner = gguf.integer(".expert_feed_forward_length")
+    return _experts(gguf) | {
         "intermediate_size": inner,
-        "sliding_window": gguf.integer(f"{name}.attention.sliding_window"),
-        "attention_bias": has(gguf, "attn_q.bias"),
-        "rope_parameters": rope_of(gguf, name, head_dim, GPT_OSS_THETA) | {"truncate": False},
+        "sliding_window": gguf.integer(".attention.sliding_window"),
+        "attention_bias": gguf.has("attn_q.bias"),
+        "rope_parameters": rope_of(gguf, head_dim, GPT_OSS_THETA) | {"truncate": False},
     }
 
 
-def has_sigmoid(gguf: GgufFile, name: str) -> bool:
+def has_sigmoid(gguf: GgufFile) -> bool:
     """Whether experts' weights are sigmoids (DeepSeek-V3), not a softmax (DeepSeek-V2)."""
-    kind = gguf.integer(key := f"{name}.expert_gating_func", default=_SOFTMAX) or _SOFTMAX
+    kind = gguf.integer(key := ".expert_gating_func", default=_SOFTMAX) or _SOFTMAX
     if kind not in (_SOFTMAX, _SIGMOID):
         raise gguf.error(key, f"must be {_SOFTMAX} (softmax) or {_SIGMOID} (sigmoid), got {kind}")
     return kind == _SIGMOID
 
 
-def _deepseek(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _deepseek(gguf: GgufFile) -> dict[str, Any]:
     """DeepSeek-V2, DeepSeek-V3 or Mistral 4, without its layers for several tokens at once.
 
     Older files have the sizes of heads, newer ones those of the latent beside them.
     """
-    if (key := f"{name}.attention.temperature_scale") in gguf.metadata:
+    if (key := ".attention.temperature_scale") in gguf.metadata:
         raise gguf.error(key, "is not supported")
-    is_v3, rotated = has_sigmoid(gguf, name), gguf.integer(f"{name}.rope.dimension_count")
-    head_dim = _size_of_heads(gguf, name, "key")
+    is_v3, rotated = has_sigmoid(gguf), gguf.integer(".rope.dimension_count")
+    head_dim = _size_of_heads(gguf, "key")
     if head_dim <= rotated:
-        raise gguf.error(f"{name}.rope.dimension_count", f"must be below {head_dim}, got {rotated}")
-    normalises = gguf.boolean(key := f"{name}.expert_weights_norm", default=False)
-    if normalises and not is_v3 and name != "mistral4":
+        raise gguf.error(".rope.dimension_count", f"must be below {head_dim}, got {rotated}")
+    normalises = gguf.boolean(key := ".expert_weights_norm", default=False)
+    if normalises and not is_v3 and gguf.architecture != "mistral4":
         raise gguf.error(key, "must be false where weights are a softmax")
-    experts = _grouped_experts(gguf, name)
+    experts = _grouped_experts(gguf)
     choice = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
-    if is_v3 or name == "mistral4":
+    if is_v3 or gguf.architecture == "mistral4":
         choice = "noaux_tc"
-    rope = rope_of(gguf, name, rotated, 10_000.0)
+    rope = rope_of(gguf, rotated, 10_000.0)
     if rope["rope_type"] == "yarn":
         if (
             rope.pop("attention_factor", None)
-            and gguf.number(key := f"{name}.rope.scaling.attn_factor") != 1.0
+            and gguf.number(key := ".rope.scaling.attn_factor") != 1.0
         ):
             raise gguf.error(key, "must be 1")
         # A tenth of it is in the file, and both of config.json's numbers are the same. Without it
         # llama.cpp scales cos and sin, and the scores once more.
-        scale = 10 * gguf.number(f"{name}.rope.scaling.yarn_log_multiplier", default=0.0)
+        scale = 10 * gguf.number(".rope.scaling.yarn_log_multiplier", default=0.0)
         rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {"mscale_all_dim": 1.0}
-        if name == "mistral4":
+        if gguf.architecture == "mistral4":
             rope["mscale"] = 1.0
     return experts | {
-        "num_hidden_layers": _own_layers(gguf, name),
-        "q_lora_rank": gguf.integer(f"{name}.attention.q_lora_rank", default=0) or None,
-        "kv_lora_rank": gguf.integer(f"{name}.attention.kv_lora_rank"),
+        "num_hidden_layers": _own_layers(gguf),
+        "q_lora_rank": gguf.integer(".attention.q_lora_rank", default=0) or None,
+        "kv_lora_rank": gguf.integer(".attention.kv_lora_rank"),
         "qk_nope_head_dim": head_dim - rotated,
         "qk_rope_head_dim": rotated,
-        "v_head_dim": _size_of_heads(gguf, name, "value"),
-        "first_k_dense_replace": gguf.integer(f"{name}.leading_dense_block_count"),
+        "v_head_dim": _size_of_heads(gguf, "value"),
+        "first_k_dense_replace": gguf.integer(".leading_dense_block_count"),
         "topk_method": choice,
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "rope_parameters": rope,
     }
 
 
-def _kimi(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _kimi(gguf: GgufFile) -> dict[str, Any]:
     """Layers without heads of keys have Kimi Delta Attention, of as many heads as the others."""
-    if not has_sigmoid(gguf, name):
-        raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
-    if has(gguf, "attn_gate.weight"):
+    if not has_sigmoid(gguf):
+        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    if gguf.has("attn_gate.weight"):
         raise ModelLoadError(f"{gguf.path}: tensors 'attn_gate.weight' are not supported")
     for key in ("moe_latent_size", "attn_res.block_size"):
-        gguf.integer(f"{name}.{key}", default=0, high=0)
-    return _deepseek(gguf, name) | {
-        "norm_topk_prob": gguf.boolean(f"{name}.expert_weights_norm", default=True),
+        gguf.integer(f".{key}", default=0, high=0)
+    return _deepseek(gguf) | {
+        "norm_topk_prob": gguf.boolean(".expert_weights_norm", default=True),
         "rope_parameters": None,
-        "layer_types": _kinds_by_heads(gguf, name, "linear_attention"),
-        "linear_num_heads": gguf.integer(f"{name}.attention.head_count"),
-        "linear_head_dim": gguf.integer(f"{name}.kda.head_dim", low=1),
-        "linear_conv_kernel_dim": gguf.integer(f"{name}.ssm.conv_kernel"),
+        "layer_types": _kinds_by_heads(gguf, "linear_attention"),
+        "linear_num_heads": gguf.integer(".attention.head_count"),
+        "linear_head_dim": gguf.integer(".kda.head_dim", low=1),
+        "linear_conv_kernel_dim": gguf.integer(".ssm.conv_kernel"),
     }
 
 
-def _own_layers(gguf: GgufFile, name: str) -> int:
+def _own_layers(gguf: GgufFile) -> int:
     """Return the number of layers but for those that guess tokens."""
-    num_layers = gguf.integer(f"{name}.block_count")
-    num_more = gguf.integer(key := f"{name}.nextn_predict_layers", default=0)
+    num_layers = gguf.integer(".block_count")
+    num_more = gguf.integer(key := ".nextn_predict_layers", default=0)
     if num_more >= num_layers:
         raise gguf.error(key, f"must be below {num_layers}, got {num_more}")
     return num_layers - num_more
 
 
-def _size_of_heads(gguf: GgufFile, name: str, of: str) -> int:
-    key = f"{name}.attention.{of}_length"
-    return gguf.integer(f"{key}_mla" if f"{key}_mla" in gguf.metadata else key)
+def _size_of_heads(gguf: GgufFile, of: str) -> int:
+    key = f".attention.{of}_length"
+    return gguf.integer(f"{key}_mla" if gguf.has_key(f"{key}_mla") else key)
 
 
-def _glm4(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {"attention_bias": has(gguf, "attn_q.bias")}
+def _glm4(gguf: GgufFile) -> dict[str, Any]:
+    return {"attention_bias": gguf.has("attn_q.bias")}
 
 
-def _chatglm(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _chatglm(gguf: GgufFile) -> dict[str, Any]:
     """Half of each head is rotated; GLM-4-9B's later files have queries, keys and values apart."""
-    num_heads = gguf.integer(f"{name}.attention.head_count")
-    head_dim = gguf.integer(f"{name}.embedding_length") // num_heads
-    if 2 * (size := gguf.integer(key := f"{name}.rope.dimension_count")) != head_dim:
+    num_heads = gguf.integer(".attention.head_count")
+    head_dim = gguf.integer(".embedding_length") // num_heads
+    if 2 * (size := gguf.integer(key := ".rope.dimension_count")) != head_dim:
         raise gguf.error(key, f"must be half a head's {head_dim}, got {size}")
     return {
-        "num_layers": gguf.integer(f"{name}.block_count"),
-        "ffn_hidden_size": gguf.integer(f"{name}.feed_forward_length"),
+        "num_layers": gguf.integer(".block_count"),
+        "ffn_hidden_size": gguf.integer(".feed_forward_length"),
         "padded_vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-        "seq_length": gguf.integer(f"{name}.context_length"),
-        "layernorm_epsilon": gguf.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "seq_length": gguf.integer(".context_length"),
+        "layernorm_epsilon": gguf.number(".attention.layer_norm_rms_epsilon"),
         "kv_channels": head_dim,
         "multi_query_attention": True,
-        "multi_query_group_num": gguf.integer(f"{name}.attention.head_count_kv"),
-        "add_qkv_bias": has(gguf, "attn_qkv.bias") or has(gguf, "attn_q.bias"),
-        "rope_ratio": gguf.number(f"{name}.rope.freq_base", default=10_000.0) / 10_000.0,
+        "multi_query_group_num": gguf.integer(".attention.head_count_kv"),
+        "add_qkv_bias": gguf.has("attn_qkv.bias") or gguf.has("attn_q.bias"),
+        "rope_ratio": gguf.number(".rope.freq_base", default=10_000.0) / 10_000.0,
     }
 
 
-def _baichuan(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _baichuan(gguf: GgufFile) -> dict[str, Any]:
     """13B has ALiBi, which llama.cpp, too, knows by the number of layers."""
-    if gguf.integer(f"{name}.block_count") != _BAICHUAN_13B_LAYERS:
+    if gguf.integer(".block_count") != _BAICHUAN_13B_LAYERS:
         return {}
-    length = gguf.integer(f"{name}.context_length")
+    length = gguf.integer(".context_length")
     return {"max_position_embeddings": None, "model_max_length": length}
 
 
-def _falcon(gguf: GgufFile, name: str) -> dict[str, Any]:
-    num_kv_heads = gguf.integer(f"{name}.attention.head_count_kv", default=1)
-    num_norms = 2 if has(gguf, "attn_norm_2.weight") else 1
+def _falcon(gguf: GgufFile) -> dict[str, Any]:
+    num_kv_heads = gguf.integer(".attention.head_count_kv", default=1)
+    num_norms = 2 if gguf.has("attn_norm_2.weight") else 1
     return {
         "new_decoder_architecture": num_norms == 2 or num_kv_heads > 1,
         "num_kv_heads": num_kv_heads,
         "num_ln_in_parallel_attn": num_norms,
-        "ffn_hidden_size": gguf.integer(f"{name}.feed_forward_length"),
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "ffn_hidden_size": gguf.integer(".feed_forward_length"),
+        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
     }
 
 
-def _seed_oss(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _seed_oss(gguf: GgufFile) -> dict[str, Any]:
     return {
-        "attention_bias": has(gguf, "attn_q.bias"),
-        "attention_out_bias": has(gguf, "attn_output.bias"),
-        "mlp_bias": has(gguf, "ffn_gate.bias"),
+        "attention_bias": gguf.has("attn_q.bias"),
+        "attention_out_bias": gguf.has("attn_output.bias"),
+        "mlp_bias": gguf.has("ffn_gate.bias"),
     }
 
 
-def _minimax(gguf: GgufFile, name: str) -> dict[str, Any]:
-    if not has_sigmoid(gguf, name):
-        raise gguf.error(f"{name}.expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
-    size = gguf.integer(f"{name}.expert_feed_forward_length", low=1)
-    return _experts(gguf, name) | {"intermediate_size": size}
+def _minimax(gguf: GgufFile) -> dict[str, Any]:
+    if not has_sigmoid(gguf):
+        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    size = gguf.integer(".expert_feed_forward_length", low=1)
+    return _experts(gguf) | {"intermediate_size": size}
 
 
-def _olmoe(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return _experts(gguf, name) | {"norm_topk_prob": False}
+def _olmoe(gguf: GgufFile) -> dict[str, Any]:
+    return _experts(gguf) | {"norm_topk_prob": False}
 
 
-def _gpt_neox(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _gpt_neox(gguf: GgufFile) -> dict[str, Any]:
     return {
-        "layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "use_parallel_residual": gguf.boolean(f"{name}.use_parallel_residual", default=True),
-        "attention_bias": has(gguf, "attn_qkv.bias"),
+        "layer_norm_eps": gguf.number(".attention.layer_norm_epsilon"),
+        "use_parallel_residual": gguf.boolean(".use_parallel_residual", default=True),
+        "attention_bias": gguf.has("attn_qkv.bias"),
     }
 
 
-def _phi2(gguf: GgufFile, name: str) -> dict[str, Any]:
-    return {"layer_norm_eps": gguf.number(f"{name}.attention.layer_norm_epsilon")}
+def _phi2(gguf: GgufFile) -> dict[str, Any]:
+    return {"layer_norm_eps": gguf.number(".attention.layer_norm_epsilon")}
 
 
-def _bloom(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _bloom(gguf: GgufFile) -> dict[str, Any]:
     return {
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "seq_length": gguf.integer(f"{name}.context_length"),
+        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
+        "seq_length": gguf.integer(".context_length"),
     }
 
 
-def _mpt(gguf: GgufFile, name: str) -> dict[str, Any]:
-    hidden = gguf.integer(f"{name}.embedding_length")
-    inner = gguf.integer(f"{name}.feed_forward_length")
+def _mpt(gguf: GgufFile) -> dict[str, Any]:
+    hidden = gguf.integer(".embedding_length")
+    inner = gguf.integer(".feed_forward_length")
     if not hidden or inner % hidden:
-        key = f"{name}.feed_forward_length"
+        key = ".feed_forward_length"
         raise gguf.error(key, f"must be a multiple of {hidden}, got {inner}")
-    if gguf.number(key := f"{name}.attention.clamp_kqv", default=0.0):
+    if gguf.number(key := ".attention.clamp_kqv", default=0.0):
         raise gguf.error(key, "must be 0")
     return {
-        "n_heads": gguf.integer(f"{name}.attention.head_count"),
+        "n_heads": gguf.integer(".attention.head_count"),
         "d_model": hidden,
-        "n_layers": gguf.integer(f"{name}.block_count"),
-        "max_seq_len": gguf.integer(f"{name}.context_length"),
+        "n_layers": gguf.integer(".block_count"),
+        "max_seq_len": gguf.integer(".context_length"),
         "expansion_ratio": inner // hidden,
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
         "attn_config": {
-            "alibi_bias_max": gguf.number(f"{name}.attention.max_alibi_bias"),
-            "qk_ln": has(gguf, "attn_q_norm.weight"),
+            "alibi_bias_max": gguf.number(".attention.max_alibi_bias"),
+            "qk_ln": gguf.has("attn_q_norm.weight"),
         },
     }
 
 
-def _starcoder(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _starcoder(gguf: GgufFile) -> dict[str, Any]:
     return {
-        "n_head": gguf.integer(f"{name}.attention.head_count"),
-        "n_embd": gguf.integer(f"{name}.embedding_length"),
-        "n_layer": gguf.integer(f"{name}.block_count"),
-        "n_inner": gguf.integer(f"{name}.feed_forward_length"),
-        "n_positions": gguf.integer(f"{name}.context_length"),
-        "layer_norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
+        "n_head": gguf.integer(".attention.head_count"),
+        "n_embd": gguf.integer(".embedding_length"),
+        "n_layer": gguf.integer(".block_count"),
+        "n_inner": gguf.integer(".feed_forward_length"),
+        "n_positions": gguf.integer(".context_length"),
+        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
     }
 
 
-def _starcoder2(gguf: GgufFile, name: str) -> dict[str, Any]:
+def _starcoder2(gguf: GgufFile) -> dict[str, Any]:
     """The file has no window, and llama.cpp none."""
     return {
-        "norm_epsilon": gguf.number(f"{name}.attention.layer_norm_epsilon"),
-        "use_bias": has(gguf, "attn_q.bias"),
+        "norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
+        "use_bias": gguf.has("attn_q.bias"),
         "sliding_window": None,
     }
 
@@ -796,7 +779,7 @@ FAMILIES = {
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
         own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
-        own=lambda gguf, name: {"sliding_window": window_of(gguf, name)},
+        own=lambda gguf: {"sliding_window": window_of(gguf)},
     ),
     "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
     "granitehybrid": GgufFamily(
@@ -839,8 +822,8 @@ FAMILIES = {
     "exaone4": GgufFamily(
         architecture="Exaone4ForCausalLM",
         own_names=_OUTPUT_NORMS,
-        own=lambda gguf, name: {
-            "sliding_window": window_of(gguf, name),
+        own=lambda gguf: {
+            "sliding_window": window_of(gguf),
             "sliding_window_pattern": 4,
         },
     ),
@@ -913,7 +896,7 @@ FAMILIES = {
     "smollm3": GgufFamily(
         architecture="SmolLM3ForCausalLM",
         has_neighbours=True,
-        own=lambda gguf, name: {"no_rope_layer_interval": 4},
+        own=lambda gguf: {"no_rope_layer_interval": 4},
     ),
     "starcoder2": GgufFamily(architecture="Starcoder2ForCausalLM", own=_starcoder2),
 }

@@ -331,35 +331,35 @@ _PARTLY_ROTATED = (
 )
 
 
-def rope_of(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str, Any]:
-    """Return `rope_parameters` of architecture `name`; `theta`: where the file gives no base."""
+def rope_of(gguf: GgufFile, head_dim: int, theta: float) -> dict[str, Any]:
+    """Return `rope_parameters` of a file; `theta`: where the file gives no base."""
     rope: dict[str, Any] = {
-        "rope_theta": gguf.number(f"{name}.rope.freq_base", default=theta),
+        "rope_theta": gguf.number(".rope.freq_base", default=theta),
         "rope_type": "default",
     }
-    length = gguf.integer(f"{name}.context_length")
-    size = gguf.integer(f"{name}.rope.dimension_count", default=head_dim)
-    if size != head_dim and name not in _PARTLY_ROTATED:
-        key = f"{name}.rope.dimension_count"
+    length = gguf.integer(".context_length")
+    size = gguf.integer(".rope.dimension_count", default=head_dim)
+    if size != head_dim and gguf.architecture not in _PARTLY_ROTATED:
+        key = ".rope.dimension_count"
         raise gguf.error(key, f"must be that of keys, {head_dim}, got {size}")
-    if name in _PARTLY_ROTATED:
+    if gguf.architecture in _PARTLY_ROTATED:
         rope["partial_rotary_factor"] = size / head_dim
-    kind = gguf.string(f"{name}.rope.scaling.type", default="linear")
+    kind = gguf.string(".rope.scaling.type", default="linear")
     if kind not in _GGUF_KINDS:
-        raise gguf.error(f"{name}.rope.scaling.type", f"must be {_OR_GGUF_KINDS}, got {kind!r}")
-    factor = 1.0 if kind == "none" else _scaling_factor(gguf, name)
+        raise gguf.error(".rope.scaling.type", f"must be {_OR_GGUF_KINDS}, got {kind!r}")
+    factor = 1.0 if kind == "none" else _scaling_factor(gguf)
     if _LONG_FACTORS in gguf.tensors and _SHORT_FACTORS in gguf.tensors:
-        original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
+        original = gguf.integer(".rope.scaling.original_context_length", default=length)
         scaled = rope | {
             "rope_type": "longrope",
             "short_factor": _gguf_factors(gguf, _SHORT_FACTORS, size // 2, times=factor),
             "long_factor": _gguf_factors(gguf, _LONG_FACTORS, size // 2, times=factor),
             "original_max_position_embeddings": original,
         }
-        return scaled | _attention_factor(gguf, name)
+        return scaled | _attention_factor(gguf)
     if FREQUENCY_FACTORS in gguf.tensors:
         if kind == "yarn":
-            key = f"{name}.rope.scaling.type"
+            key = ".rope.scaling.type"
             raise gguf.error(key, f"must not be 'yarn' beside the tensor {FREQUENCY_FACTORS!r}")
         # Llama 3.1's scaling, worked out: a factor for each frequency, whatever the length.
         factors = _gguf_factors(gguf, FREQUENCY_FACTORS, size // 2, times=factor)
@@ -367,47 +367,47 @@ def rope_of(gguf: GgufFile, name: str, head_dim: int, theta: float) -> dict[str,
             "rope_type": "longrope",
             "short_factor": factors,
             "long_factor": factors,
-            "attention_factor": _attention_factor(gguf, name).get("attention_factor", 1.0),
+            "attention_factor": _attention_factor(gguf).get("attention_factor", 1.0),
             "original_max_position_embeddings": length,
         }
     if kind == "yarn":
-        original = gguf.integer(f"{name}.rope.scaling.original_context_length", default=length)
+        original = gguf.integer(".rope.scaling.original_context_length", default=length)
         scaled = rope | {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original,
-            "beta_fast": gguf.number(f"{name}.rope.scaling.yarn_beta_fast", default=32.0),
-            "beta_slow": gguf.number(f"{name}.rope.scaling.yarn_beta_slow", default=1.0),
+            "beta_fast": gguf.number(".rope.scaling.yarn_beta_fast", default=32.0),
+            "beta_slow": gguf.number(".rope.scaling.yarn_beta_slow", default=1.0),
         }
-        if own := _attention_factor(gguf, name):
+        if own := _attention_factor(gguf):
             # By the file's factor queries and keys grow beyond YaRN's own growth.
             own["attention_factor"] *= 0.1 * math.log(factor) + 1.0
         return scaled | own
-    _refuse_growth(gguf, name)
+    _refuse_growth(gguf)
     return rope if factor == 1.0 else rope | {"rope_type": "linear", "factor": factor}
 
 
-def _scaling_factor(gguf: GgufFile, name: str) -> float:
+def _scaling_factor(gguf: GgufFile) -> float:
     """Return the divisor of positions; an old key has it where the new one is absent."""
-    key = f"{name}.rope.scaling.factor"
-    if key not in gguf.metadata:
-        key = f"{name}.rope.scale_linear"
+    key = ".rope.scaling.factor"
+    if not gguf.has_key(key):
+        key = ".rope.scale_linear"
     factor = gguf.number(key, default=1.0) or 1.0
     if factor < 1.0:
         raise gguf.error(key, f"must be 0 or at least 1, got {factor}")
     return factor
 
 
-def _refuse_growth(gguf: GgufFile, name: str) -> None:
+def _refuse_growth(gguf: GgufFile) -> None:
     """Refuse a factor of queries and keys where positions alone are scaled."""
-    if _attention_factor(gguf, name).get("attention_factor", 1.0) != 1.0:
-        key = f"{name}.rope.scaling.attn_factor"
+    if _attention_factor(gguf).get("attention_factor", 1.0) != 1.0:
+        key = ".rope.scaling.attn_factor"
         raise gguf.error(key, "must be 1 without YaRN and without a factor for each frequency")
 
 
-def _attention_factor(gguf: GgufFile, name: str) -> dict[str, Any]:
-    key = f"{name}.rope.scaling.attn_factor"
-    return {"attention_factor": gguf.number(key)} if key in gguf.metadata else {}
+def _attention_factor(gguf: GgufFile) -> dict[str, Any]:
+    key = ".rope.scaling.attn_factor"
+    return {"attention_factor": gguf.number(key)} if gguf.has_key(key) else {}
 
 
 def _gguf_factors(gguf: GgufFile, name: str, length: int, *, times: float) -> list[float]:
