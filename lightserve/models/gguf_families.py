@@ -307,7 +307,7 @@ def _qwen_delta(gguf: GgufFile) -> dict[str, Any]:
         **_states(gguf, _DELTA_SIZES),
         "full_attention_interval": gguf.integer(".full_attention_interval", default=4),
     }
-    if (key := ".attention.recurrent_layers") in gguf.metadata:
+    if gguf.has_key(key := ".attention.recurrent_layers"):
         own["layer_types"] = _kinds(gguf, key, "linear_attention")[:num_layers]
     return own if gguf.architecture == "qwen35" else own | _qwen_moe(gguf)
 
@@ -458,7 +458,7 @@ def _deepseek(gguf: GgufFile) -> dict[str, Any]:
 
     Older files have the sizes of heads, newer ones those of the latent beside them.
     """
-    if (key := ".attention.temperature_scale") in gguf.metadata:
+    if gguf.has_key(key := ".attention.temperature_scale"):
         raise gguf.error(key, "is not supported")
     is_v3, rotated = has_sigmoid(gguf), gguf.integer(".rope.dimension_count")
     head_dim = _size_of_heads(gguf, "key")
