@@ -21,7 +21,7 @@ from lightserve.models.moe_config import (
     parse_olmoe,
     parse_qwen_moe,
 )
-from lightserve.models.plain_config import MAX_LAYERS, NormWeights
+from lightserve.models.plain_config import NormWeights, sizes_of
 from lightserve.models.recurrent_config import RecurrentConfig
 from lightserve.models.rope import (
     FULL,
@@ -285,8 +285,7 @@ def _experts_of(fields: JsonFields, architecture: Architecture, num_layers: int)
                 own = {"experts": (60, 4), "size": 1408, "shared": 5632}
             return {"moe": parse_qwen_moe(fields, num_layers, **own)}
         case Architecture.OLMOE:
-            if fields.has("clip_qkv"):
-                raise fields.error("clip_qkv", "must be null")
+            fields.only("clip_qkv", None)
             size = fields.integer("intermediate_size")
             return {"moe": parse_olmoe(fields, num_layers, size), "has_whole_qk_norm": True}
         case Architecture.GLM4_MOE:
@@ -299,8 +298,7 @@ def _experts_of(fields: JsonFields, architecture: Architecture, num_layers: int)
 
 def _gemma(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
     """Return Gemma's own fields of `ModelConfig`."""
-    if fields.boolean("use_bidirectional_attention", default=False):
-        raise fields.error("use_bidirectional_attention", "must be false")
+    fields.only("use_bidirectional_attention", False)
     own: dict[str, Any] = {
         "has_gelu": True,
         "norm_weights": NormWeights.ABOVE_ONE,
@@ -313,8 +311,7 @@ def _gemma(fields: JsonFields, architecture: Architecture) -> dict[str, Any]:
         }
     if architecture is Architecture.GEMMA3:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if fields.has(key):
-                raise fields.error(key, "must be null")
+            fields.only(key, None)
         own["local_rope"] = parse_local_rope(fields)
     if architecture is not Architecture.GEMMA:
         own |= {
@@ -396,6 +393,7 @@ _GEMMA4: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "sliding_window": 512,
     "vocab_size_per_layer_input": 262_144,
+    "tie_word_embeddings": True,
 }
 """Values that transformers takes where a file of Gemma 4 is silent."""
 
@@ -403,41 +401,29 @@ _GEMMA4: dict[str, Any] = {
 def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
     """Return the text part of Gemma 4 as fields of `ModelConfig`."""
     fields = fields.with_defaults(_GEMMA4)
-    activation = fields.string("hidden_activation", default="gelu_pytorch_tanh")
-    if activation != "gelu_pytorch_tanh":
-        raise fields.error("hidden_activation", f"must be 'gelu_pytorch_tanh', got {activation!r}")
+    fields.only("hidden_activation", "gelu_pytorch_tanh")
     # "vision" lets the tokens of an image see each other; see `parse_vision`.
-    if (seen := dict(fields.items()).get("use_bidirectional_attention")) not in (None, "vision"):
-        raise fields.error("use_bidirectional_attention", f"must be null or 'vision', got {seen!r}")
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    windows = (*sliding_windows(fields, Architecture.GEMMA4, num_layers)[:-1], None)
-    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    own, length = _gemma4_kinds(fields, windows), fields.integer("max_position_embeddings")
+    fields.only("use_bidirectional_attention", None, "vision")
+    sizes = sizes_of(fields)
+    windows = sliding_windows(fields, Architecture.GEMMA4, sizes["num_layers"])
+    windows = (*windows[:-1], None)
+    own = _gemma4_kinds(fields, windows)
     rope: RopeConfig = ProportionalRope(theta=1_000_000.0, share=0.25, factor=1.0)
     if has_rope(fields):
         rope = parse_rope(
             fields,
-            max_position_embeddings=length,
+            max_position_embeddings=sizes["max_position_embeddings"],
             rotary_dim=own.global_head_dim,
             default_theta=1_000_000.0,
         )
     has_bias = fields.boolean("attention_bias", default=False)
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": hidden,
+    return sizes | {
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": fields.num_kv_heads(num_heads),
-        "head_dim": fields.even("head_dim"),
         "gemma4": own,
-        "rms_norm_eps": fields.number("rms_norm_eps"),
         "rope": rope,
         "local_rope": parse_local_rope(fields),
-        "max_position_embeddings": length,
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
-        "mlp_bias": False,
         "qk_norm": True,
         "has_gelu": True,
         "layer_norms": _BEFORE_AND_BEHIND,
@@ -445,9 +431,8 @@ def parse_gemma4(fields: JsonFields) -> dict[str, Any]:
         "norm_weights": NormWeights.WIDE,
         "embedding_multiplier": None,
         "logits_soft_cap": fields.optional_number("final_logit_softcapping"),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=True),
         "sliding_windows": windows,
-        "moe": _gemma4_experts(fields, num_layers),
+        "moe": _gemma4_experts(fields, sizes["num_layers"]),
         "stored_names": ((".mlp.experts", ".experts"), (".mlp.router", ".router.proj")),
     }
 
@@ -541,8 +526,7 @@ def _exaone(fields: JsonFields, num_layers: int) -> dict[str, Any]:
 
 def _minimax(fields: JsonFields, num_layers: int) -> dict[str, Any]:
     for key, only in (("use_qk_norm", True), ("qk_norm_type", "per_layer")):
-        if (found := dict(fields.items()).get(key, only)) != only:
-            raise fields.error(key, f"must be {only!r}, got {found!r}")
+        fields.only(key, only)
     return {
         "has_whole_qk_norm": True,
         "moe": parse_minimax(fields, num_layers, fields.integer("intermediate_size")),

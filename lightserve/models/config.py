@@ -152,10 +152,10 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_position_embeddings: int
-    qkv_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     """Whether queries and keys are normalised per head before the rotary embedding."""
     latent: LatentConfig | None = None
     """Attention over latent vectors; `head_dim` is the size of a token's kept vector then. None:
@@ -451,10 +451,7 @@ def num_ids(config: ModelConfig) -> int:
 def _check_activation(fields: JsonFields, *, is_gemma: bool) -> None:
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     # Gemma's first files say `gelu` and mean its approximation.
-    known = ("gelu_pytorch_tanh", "gelu") if is_gemma else ("silu",)
-    if (activation := fields.string(key, default=known[0])) not in known:
-        names = " or ".join(repr(name) for name in known)
-        raise fields.error(key, f"must be {names}, got {activation!r}")
+    fields.only(key, *(("gelu_pytorch_tanh", "gelu") if is_gemma else ("silu",)))
 
 
 def resolve_dtype(

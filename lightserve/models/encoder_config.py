@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from lightserve.models.architectures import CROSS_ENCODERS
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS
-from lightserve.models.rope import DEFAULT_THETA, DefaultRope
+from lightserve.models.plain_config import biases, named_sizes, unrotated
+from lightserve.models.rope import DefaultRope
 from lightserve.types import Activation
 
 _ACTIVATIONS = {
@@ -66,37 +66,24 @@ def _bert(
     else:
         prefix, head = "", ()
     for key in ("is_decoder", "add_cross_attention"):
-        if fields.boolean(key, default=False):
-            raise fields.error(key, "must be false")
-    if (kind := fields.string("position_embedding_type", default="absolute")) != "absolute":
-        raise fields.error("position_embedding_type", f"must be 'absolute', got {kind!r}")
+        fields.only(key, False)
+    fields.only("position_embedding_type", "absolute")
     name = fields.string("hidden_act", default="gelu")
     if name not in _ACTIVATIONS:
         raise fields.error("hidden_act", f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
     num_types = fields.integer("type_vocab_size", default=2)
-    num_positions = fields.integer("max_position_embeddings", default=512)
-    if num_positions <= position_offset:
+    sizes = _sizes(fields, 512, rms_norm_eps="layer_norm_eps")
+    if (num_positions := sizes["max_position_embeddings"]) <= position_offset:
         raise fields.error("max_position_embeddings", f"must be above {position_offset}")
-    sizes = _sizes(
-        fields,
-        hidden=fields.integer("hidden_size"),
-        num_heads=fields.integer("num_attention_heads"),
-        num_layers=fields.integer("num_hidden_layers", high=MAX_LAYERS),
-        hidden_key="hidden_size",
-    )
     return {
         **sizes,
         "encoder": Encoder(num_types, tells_pairs and num_types > 1, has_head),
         "intermediate_size": fields.integer("intermediate_size"),
         "max_position_embeddings": num_positions - position_offset,
         "position_offset": position_offset,
-        "rope": DefaultRope(theta=DEFAULT_THETA),
-        "unrotated_layers": frozenset(range(sizes["num_layers"])),
-        "rms_norm_eps": fields.number("layer_norm_eps", default=1e-12),
+        **unrotated(sizes["num_layers"]),
         "activation": _ACTIVATIONS[name],
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
+        **biases(True),
         "stored_names": (
             *head,
             ("model.embed_tokens", f"{prefix}embeddings.word_embeddings"),
@@ -120,10 +107,8 @@ _NOMIC_KEYS = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
-    "intermediate_size": "n_inner",
     "max_position_embeddings": "n_positions",
-    "layer_norm_eps": "layer_norm_epsilon",
-    "hidden_act": "activation_function",
+    "rms_norm_eps": "layer_norm_epsilon",
 }
 """Keys of the model's own files, by transformers' names."""
 
@@ -131,40 +116,23 @@ _NOMIC_KEYS = {
 def parse_nomic_bert(fields: JsonFields) -> dict[str, Any]:
     """Return Nomic Embed: rotary positions, gated blocks, no biases but those of norms."""
     own = fields.has("n_embd")
-    keys = {name: other if own else name for name, other in _NOMIC_KEYS.items()}
     for key in ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm"):
-        if fields.boolean(key, default=False):
-            raise fields.error(key, "must be false")
+        fields.only(key, False)
     for key in ("rotary_scaling_factor", "rotary_emb_scale_base"):
-        if fields.has(key):
-            raise fields.error(key, "must be null")
-    if fields.number("rotary_emb_fraction", default=1.0) != 1.0:
-        raise fields.error("rotary_emb_fraction", "must be 1")
-    known = ("swiglu", "silu")
-    if (name := fields.string(keys["hidden_act"], default="silu")) not in known:
-        raise fields.error(keys["hidden_act"], f"must be one of {', '.join(known)}, got {name!r}")
-    hidden = fields.integer(keys["hidden_size"])
+        fields.only(key, None)
+    fields.only("rotary_emb_fraction", 1)
+    fields.only("activation_function" if own else "hidden_act", "silu", "swiglu")
+    sizes = _sizes(fields, 2048, **(_NOMIC_KEYS if own else {"rms_norm_eps": "layer_norm_eps"}))
+    inner_key, inner = "n_inner" if own else "intermediate_size", 4 * sizes["hidden_size"]
     theta = fields.number("rotary_emb_base", default=1000.0, above=1.0)
     if fields.has("rope_parameters"):
         rope = fields.child("rope_parameters")
-        if (kind := rope.string("rope_type", default="default")) != "default":
-            raise rope.error("rope_type", f"must be 'default', got {kind!r}")
+        rope.only("rope_type", "default")
         theta = rope.number("rope_theta", default=theta, above=1.0)
     return {
-        **_sizes(
-            fields,
-            hidden=hidden,
-            num_heads=fields.integer(keys["num_attention_heads"]),
-            num_layers=fields.integer(keys["num_hidden_layers"], high=MAX_LAYERS),
-            hidden_key=keys["hidden_size"],
-        ),
-        "intermediate_size": fields.integer(keys["intermediate_size"], default=4 * hidden),
-        "max_position_embeddings": fields.integer(keys["max_position_embeddings"], default=2048),
+        **sizes,
+        "intermediate_size": fields.integer(inner_key, default=inner),
         "rope": DefaultRope(theta=theta),
-        "rms_norm_eps": fields.number(keys["layer_norm_eps"], default=1e-12),
-        "qkv_bias": False,
-        "attention_output_bias": False,
-        "mlp_bias": False,
         "merged": frozenset({"qkv"}),
         "stored_names": (
             ("model.embed_tokens", "embeddings.word_embeddings"),
@@ -182,22 +150,12 @@ def parse_nomic_bert(fields: JsonFields) -> dict[str, Any]:
     }
 
 
-def _sizes(
-    fields: JsonFields, *, hidden: int, num_heads: int, num_layers: int, hidden_key: str
-) -> dict[str, Any]:
-    if hidden % num_heads or hidden // num_heads % 2:
-        raise fields.error(hidden_key, f"must be {num_heads} times an even number, got {hidden}")
-    return {
+def _sizes(fields: JsonFields, num_positions: int, **names: str) -> dict[str, Any]:
+    """Return sizes and the fields that all share; `names`: see `named_sizes`."""
+    defaults = {"max_position_embeddings": num_positions, "rms_norm_eps": 1e-12}
+    return named_sizes(fields, defaults, **names) | {
         "encoder": Encoder(fields.integer("type_vocab_size", default=2)),
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_heads,
-        "head_dim": hidden // num_heads,
         "layer_norm_bias": True,
         "layer_norms": _NORMS,
-        "qk_norm": False,
         "tie_word_embeddings": True,
-        "sliding_windows": (None,) * num_layers,
     }

@@ -61,16 +61,26 @@ class JsonFields:
         *,
         prefix: str = "",
         defaults: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        """`defaults`: values of keys that are absent or null, where a getter is given none."""
+        """`defaults`: values of keys that are absent or null, where a getter is given none.
+
+        `names`: the file's names of keys that getters are given by others.
+        """
         self.path = path
         self._values = values
         self._prefix = prefix
         self._defaults = defaults or {}
+        self._names = names or {}
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> JsonFields:
-        """Return the same object with values for absent keys; `has` does not see them."""
-        return JsonFields(self.path, self._values, prefix=self._prefix, defaults=defaults)
+    def with_defaults(
+        self, defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ) -> JsonFields:
+        """Return the same object with values for absent keys, which `has` does not see, and with
+        names of its own for some keys."""
+        return JsonFields(
+            self.path, self._values, prefix=self._prefix, defaults=defaults, names=names
+        )
 
     def default(self, key: str) -> Any:
         """Return the value that stands for an absent key; None: it is required."""
@@ -78,15 +88,18 @@ class JsonFields:
 
     def error(self, key: str, complaint: str) -> ModelLoadError:
         """Return the error that names file, key and complaint."""
-        return ModelLoadError(f"{self.path}: key {self._prefix + key!r} {complaint}")
+        return ModelLoadError(f"{self.path}: key {self._prefix + self._name(key)!r} {complaint}")
+
+    def _name(self, key: str) -> str:
+        return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
-        return self._values.get(key) is not None
+        return self._values.get(self._name(key)) is not None
 
     def is_null(self, key: str) -> bool:
         """Whether the key is there with the value null."""
-        return key in self._values and self._values[key] is None
+        return self._values.get(self._name(key), self) is None
 
     def integer(
         self, key: str, *, default: int | None = None, low: int = 1, high: int = MAX_INT
@@ -143,6 +156,15 @@ class JsonFields:
             raise self.error(key, f"must be a string, got {_describe(value)}")
         return value
 
+    def only(self, key: str, *known: Any) -> Any:
+        """Return a value, one of `known`, the first of which stands for an absent or null key."""
+        value = self._values.get(self._name(key))
+        value = known[0] if value is None else value
+        if not any(value == one and (value is True) == (one is True) for one in known):
+            names = " or ".join(map(_quoted, known))
+            raise self.error(key, f"must be {names}, got {_quoted(value)}")
+        return value
+
     def array(self, key: str) -> list[Any]:
         """Return a list."""
         value = self._get(key, None)
@@ -162,14 +184,18 @@ class JsonFields:
         return list(self._values.items())
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self._values.get(key)
+        value = self._values.get(self._name(key))
         if value is not None:
             return value
         if default is None:
             default = self._defaults.get(key)
         if default is None:
-            raise self.error(key, "is missing" if key not in self._values else "is null")
+            raise self.error(key, "is null" if self.is_null(key) else "is missing")
         return default
+
+
+def _quoted(value: Any) -> str:
+    return repr(value)[:80] if isinstance(value, str) else _describe(value)
 
 
 def _describe(value: Any) -> str:

@@ -19,7 +19,7 @@ from lightserve.models.moe_config import (
     groups_of,
     num_chosen_of,
 )
-from lightserve.models.plain_config import MAX_LAYERS
+from lightserve.models.plain_config import sizes_of
 from lightserve.models.rope import RopeConfig, YarnRope, parse_query_growth, parse_rope
 
 
@@ -115,8 +115,7 @@ def parse_deepseek_v2(fields: JsonFields) -> dict[str, Any]:
     """Return DeepSeek-V2 as fields of `ModelConfig`."""
     fields = fields.with_defaults(_V2)
     for key in ("norm_topk_prob", "mlp_bias"):
-        if fields.boolean(key, default=False):
-            raise fields.error(key, "must be false")
+        fields.only(key, False)
     return parse_latent(fields, "greedy", "group_limited_greedy", interleaves=True)
 
 
@@ -144,35 +143,22 @@ def parse_latent(
     stacked: Stacked | None = None,
 ) -> dict[str, Any]:
     """Return a model with latents; `methods`: ways of choosing experts that the family has."""
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    fields.only("hidden_act", "silu")
     latent = _latent_sizes(fields)
-    length = fields.integer("max_position_embeddings")
+    sizes = sizes_of(fields, head_dim=latent.rank + latent.rope_dim, num_kv_heads=1)
+    length = sizes["max_position_embeddings"]
     rope = parse_rope(fields, max_position_embeddings=length, rotary_dim=latent.rope_dim)
     has_bias = fields.boolean("attention_bias", default=False)
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
+    return sizes | {
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": num_layers,
-        "num_heads": fields.integer("num_attention_heads"),
-        "num_kv_heads": 1,
-        "head_dim": latent.rank + latent.rope_dim,
         "latent": latent,
-        "rms_norm_eps": fields.number("rms_norm_eps"),
         "rope": rope,
         "rotary_share": latent.rope_dim,
         "rotates_neighbours": interleaves or fields.boolean("rope_interleave", default=True),
         "attention_scale": _latent_scale(latent, rope),
-        "max_position_embeddings": length,
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "sliding_windows": (None,) * num_layers,
-        "moe": _latent_experts(fields, num_layers, methods, stacked),
+        "moe": _latent_experts(fields, sizes["num_layers"], methods, stacked),
     }
 
 
@@ -201,13 +187,9 @@ _METHODS = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}
 def _latent_experts(
     fields: JsonFields, num_layers: int, methods: tuple[str, ...], stacked: Stacked | None
 ) -> MoeConfig:
-    if (method := fields.string("topk_method")) not in methods:
-        raise fields.error("topk_method", f"must be {' or '.join(methods)}, got {method!r}")
-    scoring = fields.default("scoring_func")
-    if (found := fields.string("scoring_func")) != scoring:
-        raise fields.error("scoring_func", f"must be {scoring}, got {found!r}")
-    if fields.integer("moe_layer_freq", default=1) != 1:
-        raise fields.error("moe_layer_freq", "must be 1")
+    method = fields.only("topk_method", *methods)
+    scoring = fields.only("scoring_func", fields.default("scoring_func"))
+    fields.only("moe_layer_freq", 1)
     num_experts = fields.integer("n_routed_experts", high=MAX_EXPERTS)
     groups, best = (1, 1), _METHODS[method]
     if best:

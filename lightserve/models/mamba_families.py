@@ -14,14 +14,13 @@ from lightserve.models.moe_config import (
     groups_of,
     num_chosen_of,
 )
-from lightserve.models.plain_config import MAX_LAYERS, NormWeights, parse_activation
+from lightserve.models.plain_config import MAX_LAYERS, NormWeights, decoder_fields, parse_activation
 from lightserve.models.recurrent_config import MambaConfig, SideBySide
 from lightserve.models.recurrent_families import (
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAX_CONVOLUTION,
     MAX_HEAD_DIM,
-    decoder_fields,
     recurrent_layers,
 )
 
@@ -221,8 +220,7 @@ def parse_nemotron_h(fields: JsonFields) -> dict[str, Any]:
     num_groups = fields.integer(groups_key, default=8)
     if mamba_heads % num_groups:
         raise fields.error(groups_key, f"must divide {heads_key} {mamba_heads}, got {num_groups}")
-    if (activation := fields.string("mamba_hidden_act", default="silu")) != "silu":
-        raise fields.error("mamba_hidden_act", f"must be 'silu', got {activation!r}")
+    fields.only("mamba_hidden_act", "silu")
     _check_rates(fields)
     return _nemotron_decoder(fields, len(kinds)) | {
         "intermediate_size": fields.integer("intermediate_size", default=21504),
@@ -294,8 +292,7 @@ def _nemotron_experts(fields: JsonFields, layers: frozenset[int]) -> MoeConfig |
     key = "n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts"
     num_experts = fields.integer(key, default=8, high=MAX_EXPERTS)
     num_groups, num_chosen_groups = groups_of(fields, num_experts, best=2, defaults=(1, 1))
-    if (shared := fields.integer(key := "n_shared_experts", default=1, low=0)) != 1:
-        raise fields.error(key, f"must be 1, got {shared}")
+    fields.only("n_shared_experts", 1)
     latent = "moe_latent_size"
     return MoeConfig(
         layers=layers,

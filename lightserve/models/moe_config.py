@@ -7,15 +7,13 @@ from enum import StrEnum
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS, NormWeights
+from lightserve.models.plain_config import NormWeights, decoder_fields
 from lightserve.models.rope import (
     FULL,
     SLIDING,
     QueryGrowth,
-    RopeConfig,
     YarnRope,
     has_rope,
-    parse_rope,
     unrotated_layers,
 )
 from lightserve.models.weight_format import is_mxfp4
@@ -187,10 +185,8 @@ def parse_olmoe(fields: JsonFields, num_layers: int, intermediate_size: int) -> 
 
 def parse_minimax(fields: JsonFields, num_layers: int, intermediate_size: int) -> MoeConfig:
     """Return the experts of MiniMax-M2: every layer has them, a bias takes part in their choice."""
-    if (scoring := fields.string("scoring_func", default="sigmoid")) != "sigmoid":
-        raise fields.error("scoring_func", f"must be sigmoid, got {scoring!r}")
-    if fields.integer("shared_intermediate_size", default=0, low=0):
-        raise fields.error("shared_intermediate_size", "must be 0")
+    fields.only("scoring_func", "sigmoid")
+    fields.only("shared_intermediate_size", 0)
     plain = parse_mixtral(fields, num_layers, intermediate_size, (256, 8))
     return replace(plain, scoring=Scoring.SIGMOID, has_choice_bias=True)
 
@@ -259,47 +255,37 @@ def _layer(fields: JsonFields, entry: object, key: str) -> int:
 GPT_OSS_THETA = 150_000.0
 
 
+_GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+}
+"""Values that transformers takes where a file of gpt-oss is silent."""
+
+
 def parse_gpt_oss(fields: JsonFields) -> dict[str, Any]:
-    """Return gpt-oss as fields of `ModelConfig`; absent keys are as in transformers."""
-    num_layers = fields.integer("num_hidden_layers", default=36, high=MAX_LAYERS)
-    num_heads = fields.integer("num_attention_heads", default=64)
-    num_kv_heads = fields.num_kv_heads(num_heads, default=8)
-    head_dim = fields.even("head_dim", default=64)
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
-    length = fields.integer("max_position_embeddings", default=131_072)
-    has_bias = fields.boolean("attention_bias", default=True)
-    hidden, inner = (
-        fields.integer(key, default=2880) for key in ("hidden_size", "intermediate_size")
-    )
-    return {
-        "vocab_size": fields.integer("vocab_size", default=201_088),
-        "hidden_size": hidden,
+    """Return gpt-oss as fields of `ModelConfig`."""
+    own = decoder_fields(fields.with_defaults(_GPT_OSS), theta=GPT_OSS_THETA)
+    num_layers, inner = own["num_layers"], fields.integer("intermediate_size", default=2880)
+    if not has_rope(fields):
+        own["rope"] = _gpt_oss_rope(fields)
+    return own | {
         "intermediate_size": inner,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-5),
-        "rope": _gpt_oss_rope(fields, length, head_dim),
-        "max_position_embeddings": length,
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": False,
-        "qk_norm": False,
         "has_sinks": True,
         "norm_weights": NormWeights.WIDE,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "sliding_windows": _gpt_oss_windows(fields, num_layers),
         "moe": _gpt_oss_experts(fields, num_layers, inner),
     }
 
 
-def _gpt_oss_rope(fields: JsonFields, length: int, head_dim: int) -> RopeConfig:
-    if has_rope(fields):
-        return parse_rope(
-            fields, max_position_embeddings=length, rotary_dim=head_dim, default_theta=GPT_OSS_THETA
-        )
+def _gpt_oss_rope(fields: JsonFields) -> YarnRope:
+    """Return the rotary embedding of a file that says nothing of it."""
     return YarnRope(
         theta=fields.number("rope_theta", default=GPT_OSS_THETA, above=1.0),
         factor=32.0,
@@ -371,37 +357,16 @@ _CHUNKED = "chunked_attention"
 def parse_llama4(fields: JsonFields) -> dict[str, Any]:
     """Return the text part of Llama 4 as fields of `ModelConfig`."""
     fields = fields.with_defaults(_LLAMA4)
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    num_heads, head_dim = fields.integer("num_attention_heads"), fields.even("head_dim")
-    num_kv_heads = fields.num_kv_heads(num_heads)
-    length = fields.integer("max_position_embeddings")
-    has_bias = fields.boolean("attention_bias", default=False)
+    own = decoder_fields(fields, theta=500_000.0)
+    num_layers = own["num_layers"]
     unrotated = unrotated_layers(fields, num_layers, key_may_be_empty=True)
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
+    return own | {
         "intermediate_size": fields.integer("intermediate_size_mlp"),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps"),
-        "rope": parse_rope(
-            fields, max_position_embeddings=length, rotary_dim=head_dim, default_theta=500_000.0
-        ),
         "rotates_neighbours": True,
-        "max_position_embeddings": length,
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": False,
         "qk_norm": fields.boolean("use_qk_norm", default=True),
         "query_growth": _llama4_growth(fields),
         "unrotated_layers": unrotated,
         "attention_chunk": _llama4_chunk(fields, num_layers, unrotated),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "sliding_windows": (None,) * num_layers,
         "moe": _llama4_experts(fields, num_layers),
         "stored_names": ((".mlp.", ".feed_forward."),),
     }

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
-from lightserve.models.plain_config import MAX_LAYERS, slopes_of
-from lightserve.models.rope import DEFAULT_THETA, DefaultRope, parse_rope
+from lightserve.models.plain_config import GROUPS, named_sizes, rotary_fields, slopes_of, unrotated
+from lightserve.models.rope import DEFAULT_THETA, DefaultRope
 
 NORM_HEAD_VOCAB_SIZE = 125_696
 """Vocabulary of Baichuan 2; Baichuan 1 has 64,000 tokens and no normalised output layer."""
@@ -22,8 +22,7 @@ def parse_internlm(fields: JsonFields) -> dict[str, Any]:
     theta = DEFAULT_THETA
     if fields.has("rotary"):
         rotary = fields.child("rotary")
-        if (kind := rotary.string("type", default="origin")) != "origin":
-            raise rotary.error("type", f"must be 'origin', got {kind!r}")
+        rotary.only("type", "origin")
         theta = rotary.number("base", default=theta, above=1.0)
     return {
         **_sizes(fields),
@@ -35,10 +34,10 @@ def parse_internlm(fields: JsonFields) -> dict[str, Any]:
 
 def parse_internlm2(fields: JsonFields) -> dict[str, Any]:
     """Return InternLM 2 and 2.5: queries, keys and values in one tensor, group by group."""
-    sizes = _sizes(fields, kv_heads_key="num_key_value_heads")
+    sizes = _sizes(fields, **GROUPS)
     return {
         **sizes,
-        "rope": _rope(fields, sizes),
+        **rotary_fields(fields, sizes),
         "qkv_bias": (has_bias := fields.boolean("bias", default=False)),
         "attention_output_bias": has_bias,
         "merged": frozenset({"grouped_qkv"}),
@@ -59,15 +58,13 @@ def parse_internlm2(fields: JsonFields) -> dict[str, Any]:
 def parse_baichuan(fields: JsonFields) -> dict[str, Any]:
     """Return Baichuan 1 or 2: 7B with rotary positions, 13B, whose file names none, with ALiBi."""
     has_positions = fields.has("max_position_embeddings")
-    length_key = "max_position_embeddings" if has_positions else "model_max_length"
-    sizes = _sizes(fields, length_key=length_key)
-    own: dict[str, Any] = {"rope": _rope(fields, sizes)}
-    if not has_positions:
-        own = {
-            "rope": DefaultRope(theta=DEFAULT_THETA),
-            "unrotated_layers": frozenset(range(sizes["num_layers"])),
-            "alibi_slopes": slopes_of(sizes["num_heads"]),
-        }
+    names = {} if has_positions else {"max_position_embeddings": "model_max_length"}
+    sizes = _sizes(fields, **names)
+    if has_positions:
+        own = rotary_fields(fields, sizes)
+    else:
+        slopes = slopes_of(sizes["num_heads"])
+        own = {**unrotated(sizes["num_layers"]), "alibi_slopes": slopes}
     is_second = fields.has("z_loss_weight") or sizes["vocab_size"] == NORM_HEAD_VOCAB_SIZE
     return {
         **sizes,
@@ -84,16 +81,14 @@ def parse_qwen1(fields: JsonFields) -> dict[str, Any]:
     Beyond it the authors' code scales queries (`use_logn_attn`) and changes the base of the rotary
     embedding (`use_dynamic_ntk`) by each sequence's length: cached keys would not fit.
     """
-    sizes = _sizes(fields, eps_key="layer_norm_epsilon")
+    sizes = _sizes(fields, rms_norm_eps="layer_norm_epsilon")
     trained = fields.integer("seq_length", default=sizes["max_position_embeddings"])
     sizes["max_position_embeddings"] = min(trained, sizes["max_position_embeddings"])
     if sizes["intermediate_size"] % 2:
         raise fields.error("intermediate_size", "must be even: gates and ups have half of it each")
     sizes["intermediate_size"] //= 2
-    if fields.number("rotary_pct", default=1.0) != 1.0:
-        raise fields.error("rotary_pct", "must be 1")
-    if (size := fields.integer("kv_channels", default=sizes["head_dim"])) != sizes["head_dim"]:
-        raise fields.error("kv_channels", f"must be {sizes['head_dim']}, got {size}")
+    fields.only("rotary_pct", 1)
+    fields.only("kv_channels", sizes["head_dim"])
     has_bias = not fields.boolean("no_bias", default=True)
     theta = fields.number("rotary_emb_base", default=DEFAULT_THETA, above=1.0)
     return {
@@ -132,18 +127,18 @@ def parse_chatglm(fields: JsonFields) -> dict[str, Any]:
     Half of each head is rotated, in neighbouring pairs.
     """
     for key, needed in _CHATGLM_SWITCHES.items():
-        if fields.boolean(key, default=needed) is not needed:
-            raise fields.error(key, f"must be {str(needed).lower()}")
+        fields.only(key, needed)
     is_grouped = fields.boolean("multi_query_attention", default=False)
+    groups = {"num_key_value_heads": "multi_query_group_num"} if is_grouped else {}
     sizes = _sizes(
         fields,
-        layers_key="num_layers",
-        inner_key="ffn_hidden_size",
-        vocab_key="padded_vocab_size",
-        length_key="seq_length",
-        eps_key="layernorm_epsilon",
-        head_dim_key="kv_channels",
-        kv_heads_key="multi_query_group_num" if is_grouped else None,
+        "ffn_hidden_size",
+        num_hidden_layers="num_layers",
+        vocab_size="padded_vocab_size",
+        max_position_embeddings="seq_length",
+        rms_norm_eps="layernorm_epsilon",
+        head_dim="kv_channels",
+        **groups,
     )
     if sizes["head_dim"] % 4:
         raise fields.error("kv_channels", f"must be a multiple of 4, got {sizes['head_dim']}")
@@ -172,52 +167,9 @@ def parse_chatglm(fields: JsonFields) -> dict[str, Any]:
 
 
 def _sizes(
-    fields: JsonFields,
-    *,
-    layers_key: str = "num_hidden_layers",
-    inner_key: str = "intermediate_size",
-    vocab_key: str = "vocab_size",
-    length_key: str = "max_position_embeddings",
-    eps_key: str = "rms_norm_eps",
-    head_dim_key: str | None = None,
-    kv_heads_key: str | None = None,
+    fields: JsonFields, inner_key: str = "intermediate_size", **names: str
 ) -> dict[str, Any]:
-    """Return sizes by the keys that a family has for them, and the fields that all share."""
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
-    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    if head_dim_key is not None:
-        head_dim = fields.integer(head_dim_key)
-    elif hidden % num_heads or hidden // num_heads % 2:
-        raise fields.error("hidden_size", f"must be {num_heads} times an even number, got {hidden}")
-    else:
-        head_dim = hidden // num_heads
-    num_kv_heads = num_heads
-    if kv_heads_key is not None:
-        num_kv_heads = fields.num_kv_heads(num_heads, key=kv_heads_key, default=num_heads)
-    num_layers = fields.integer(layers_key, high=MAX_LAYERS)
-    return {
-        "vocab_size": fields.integer(vocab_key),
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer(inner_key),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number(eps_key),
-        "max_position_embeddings": fields.integer(length_key),
-        "qkv_bias": False,
-        "attention_output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "sliding_windows": (None,) * num_layers,
-    }
-
-
-def _rope(fields: JsonFields, sizes: dict[str, Any]) -> Any:
-    return parse_rope(
-        fields,
-        max_position_embeddings=sizes["max_position_embeddings"],
-        rotary_dim=sizes["head_dim"],
-    )
+    """Return sizes and the fields that all share; `names`: see `named_sizes`."""
+    fields.only("hidden_act", "silu")
+    sizes = named_sizes(fields, {}, **names)
+    return {**sizes, "intermediate_size": fields.integer(inner_key)}

@@ -1,4 +1,5 @@
-"""Families with LayerNorm and feed-forward blocks without a gate, as fields of `ModelConfig`.
+"""Sizes that all decoders have, and families with LayerNorm and feed-forward blocks without a gate,
+as fields of `ModelConfig`.
 
 GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT. Torch-free.
 """
@@ -41,14 +42,14 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
     """Return GPT-NeoX, such as Pythia: both blocks read the same sum, each normed."""
-    heads = _heads(fields, kv_heads_key=None)
+    sizes = _plain(fields, is_tied=False, rms_norm_eps="layer_norm_eps")
     share = fields.number("rotary_pct", default=0.25)
     theta = fields.number("rotary_emb_base", default=DEFAULT_THETA, above=1.0)
     has_bias = fields.boolean("attention_bias", default=True)
     return {
-        **_sizes(fields, heads, is_tied=False),
-        **_rotary(fields, heads["head_dim"], share=share, theta=theta),
-        "rms_norm_eps": fields.number("layer_norm_eps", default=1e-5),
+        **sizes,
+        **rotary_fields(fields, sizes, share=share, theta=theta),
+        "intermediate_size": fields.integer("intermediate_size"),
         "activation": parse_activation(fields, "hidden_act", "gelu"),
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
@@ -70,15 +71,14 @@ def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
 
 def parse_phi(fields: JsonFields) -> dict[str, Any]:
     """Return Phi-1, 1.5 or 2: both blocks read one norm; the output layer has a bias."""
-    if fields.boolean("qk_layernorm", default=False):
-        raise fields.error("qk_layernorm", "must be false")
-    heads = _heads(fields)
+    fields.only("qk_layernorm", False)
+    sizes = _plain(fields, is_tied=False, rms_norm_eps="layer_norm_eps", **GROUPS)
     return {
-        **_sizes(fields, heads, is_tied=False),
-        **_rotary(fields, heads["head_dim"], share=0.5),
-        "rms_norm_eps": fields.number("layer_norm_eps", default=1e-5),
+        **sizes,
+        **rotary_fields(fields, sizes, share=0.5),
+        "intermediate_size": fields.integer("intermediate_size"),
         "activation": parse_activation(fields, "hidden_act", "gelu_new"),
-        **_biases(True),
+        **biases(True),
         "lm_head_bias": True,
         "is_parallel": True,
         "layer_norms": _ONE_NORM,
@@ -93,16 +93,17 @@ def parse_phi(fields: JsonFields) -> dict[str, Any]:
 
 def parse_starcoder2(fields: JsonFields) -> dict[str, Any]:
     """Return StarCoder 2."""
-    heads = _heads(fields, default_kv_heads=2)
+    sizes = _plain(fields, rms_norm_eps="norm_epsilon")
     has_bias = fields.boolean("use_bias", default=True)
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     return {
-        **_sizes(fields, heads),
-        **_rotary(fields, heads["head_dim"]),
-        "sliding_windows": (window,) * heads["num_layers"],
-        "rms_norm_eps": fields.number("norm_epsilon", default=1e-5),
+        **sizes,
+        **rotary_fields(fields, sizes),
+        "num_kv_heads": fields.num_kv_heads(sizes["num_heads"], default=2),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "sliding_windows": (window,) * sizes["num_layers"],
         "activation": parse_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
-        **_biases(has_bias),
+        **biases(has_bias),
         "stored_names": (("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
     }
 
@@ -112,24 +113,23 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
 
     Its size of 350 M has norms behind the sums, and embeddings of half the size.
     """
-    if not fields.boolean("layer_norm_elementwise_affine", default=True):
-        raise fields.error("layer_norm_elementwise_affine", "must be true")
-    if fields.boolean("_remove_final_layer_norm", default=False):
-        raise fields.error("_remove_final_layer_norm", "must be false")
-    heads = _heads(fields, kv_heads_key=None)
+    fields.only("layer_norm_elementwise_affine", True)
+    fields.only("_remove_final_layer_norm", False)
+    sizes = _plain(fields)
     has_bias = fields.boolean("enable_bias", default=True)
-    num_layers = heads["num_layers"]
+    num_layers = sizes["num_layers"]
     is_post_norm = not fields.boolean("do_layer_norm_before", default=True)
     last_norm = f"model.layers.{num_layers - 1}." if is_post_norm else "model."
     return {
-        **_sizes(fields, heads, inner_key="ffn_dim"),
-        **_unrotated(num_layers),
+        **sizes,
+        **unrotated(num_layers),
+        "intermediate_size": fields.integer("ffn_dim"),
         "position_offset": 2,
         "is_post_norm": is_post_norm,
-        "word_size": fields.integer("word_embed_proj_dim", default=heads["hidden_size"]),
+        "word_size": fields.integer("word_embed_proj_dim", default=sizes["hidden_size"]),
         "rms_norm_eps": 1e-5,
         "activation": parse_activation(fields, "activation_function", "relu"),
-        **_biases(has_bias),
+        **biases(has_bias),
         "stored_names": (
             ("post_attention_layernorm", "final_layer_norm"),
             ("input_layernorm", "self_attn_layer_norm"),
@@ -146,13 +146,14 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
     """Return Falcon: both blocks read one sum, or one norm of it; rotary positions or ALiBi."""
     is_new = fields.boolean("new_decoder_architecture", default=False)
     is_multi_query = fields.boolean("multi_query", default=True)
-    heads = _heads(fields, kv_heads_key="num_kv_heads" if is_new else None)
-    if not is_new and is_multi_query:
-        heads["num_kv_heads"] = 1
+    names = {"num_key_value_heads": "num_kv_heads"} if is_new else {}
+    sizes = _plain(fields, rms_norm_eps="layer_norm_epsilon", **names)
+    if not is_new:
+        sizes["num_kv_heads"] = 1 if is_multi_query else sizes["num_heads"]
     is_parallel = is_new or fields.boolean("parallel_attn", default=True)
     num_norms = fields.integer("num_ln_in_parallel_attn", default=2, high=2) if is_new else 1
     has_bias = fields.boolean("bias", default=False)
-    names = [
+    stored = [
         ("model.layers.", "transformer.h."),
         ("model.embed_tokens", "transformer.word_embeddings"),
         ("model.norm", "transformer.ln_f"),
@@ -162,43 +163,46 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
         ("mlp.down_proj", "mlp.dense_4h_to_h"),
     ]
     if is_new and num_norms == 2:
-        names += [("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp")]
-    inner = fields.integer("ffn_hidden_size", default=4 * heads["hidden_size"])
-    positions = _rotary(fields, heads["head_dim"])
+        stored += [("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp")]
+    positions = rotary_fields(fields, sizes)
     if fields.boolean("alibi", default=False):
         # Scores are scaled behind the slopes, which were rounded in training.
-        slopes = (as_bfloat16(slope) for slope in slopes_of(heads["num_heads"]))
-        positions = _unrotated(heads["num_layers"])
-        positions["alibi_slopes"] = tuple(slope * heads["head_dim"] ** -0.5 for slope in slopes)
+        slopes = (as_bfloat16(slope) for slope in slopes_of(sizes["num_heads"]))
+        positions = unrotated(sizes["num_layers"])
+        positions["alibi_slopes"] = tuple(slope * sizes["head_dim"] ** -0.5 for slope in slopes)
     return {
-        **_sizes(fields, heads, inner=inner),
+        **sizes,
         **positions,
-        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
+        "intermediate_size": fields.integer("ffn_hidden_size", default=4 * sizes["hidden_size"]),
         "activation": parse_activation(fields, "activation", "gelu"),
-        **_biases(has_bias),
+        **biases(has_bias),
         "merged": frozenset({"grouped_qkv"}),
         "is_parallel": is_parallel,
         "layer_norms": _ONE_NORM if is_parallel and num_norms == 1 else _TWO_NORMS,
-        "stored_names": tuple(names),
+        "stored_names": tuple(stored),
     }
 
 
 def parse_bloom(fields: JsonFields) -> dict[str, Any]:
     """Return BLOOM: ALiBi, and a norm of the embeddings."""
-    if fields.boolean("apply_residual_connection_post_layernorm", default=False):
-        raise fields.error("apply_residual_connection_post_layernorm", "must be false")
-    heads_key = "n_head" if fields.has("n_head") else "num_attention_heads"
-    hidden_key = "n_embed" if fields.has("n_embed") else "hidden_size"
-    layers_key = "n_layer" if fields.has("n_layer") else "num_hidden_layers"
-    heads = _heads(fields, kv_heads_key=None, keys=(heads_key, hidden_key, layers_key))
+    fields.only("apply_residual_connection_post_layernorm", False)
+    names = {
+        "num_attention_heads": "n_head",
+        "hidden_size": "n_embed",
+        "num_hidden_layers": "n_layer",
+    }
+    names = {key: name for key, name in names.items() if fields.has(name)}
+    sizes = _plain(
+        fields, rms_norm_eps="layer_norm_epsilon", max_position_embeddings="seq_length", **names
+    )
     return {
-        **_sizes(fields, heads, inner=4 * heads["hidden_size"], length_key="seq_length"),
-        **_unrotated(heads["num_layers"]),
-        "alibi_slopes": slopes_of(heads["num_heads"]),
+        **sizes,
+        **unrotated(sizes["num_layers"]),
+        "intermediate_size": 4 * sizes["hidden_size"],
+        "alibi_slopes": slopes_of(sizes["num_heads"]),
         "has_embedding_norm": True,
-        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": Activation.GELU_TANH,
-        **_biases(True),
+        **biases(True),
         "merged": frozenset({"grouped_qkv"}),
         "stored_names": (
             ("model.layers.", "transformer.h."),
@@ -215,33 +219,36 @@ def parse_bloom(fields: JsonFields) -> dict[str, Any]:
 
 def parse_mpt(fields: JsonFields) -> dict[str, Any]:
     """Return MPT: ALiBi with slopes of its own, and no bias anywhere."""
-    heads = _heads(fields, kv_heads_key=None, keys=("n_heads", "d_model", "n_layers"))
-    inner = fields.integer("expansion_ratio", default=4) * heads["hidden_size"]
+    sizes = _plain(
+        fields,
+        num_attention_heads="n_heads",
+        hidden_size="d_model",
+        num_hidden_layers="n_layers",
+        max_position_embeddings="max_seq_len",
+        rms_norm_eps="layer_norm_epsilon",
+    )
     max_bias, scale = 8.0, None
     if fields.has("attn_config"):
         attention = fields.child("attn_config")
-        if not attention.boolean("alibi", default=True):
-            raise attention.error("alibi", "must be true")
-        for key in ("qk_ln", "prefix_lm"):
-            if attention.boolean(key, default=False):
-                raise attention.error(key, "must be false")
-        if attention.has("clip_qkv"):
-            raise attention.error("clip_qkv", "must be null")
+        for key, only in (
+            ("alibi", True),
+            ("qk_ln", False),
+            ("prefix_lm", False),
+            ("clip_qkv", None),
+        ):
+            attention.only(key, only)
         max_bias = attention.number("alibi_bias_max", default=max_bias)
         scale = attention.optional_number("softmax_scale")
-    if fields.has("logit_scale"):
-        raise fields.error("logit_scale", "must be null")
-    if not fields.boolean("no_bias", default=True):
-        raise fields.error("no_bias", "must be true")
+    fields.only("logit_scale", None)
+    fields.only("no_bias", True)
     return {
-        **_sizes(fields, heads, inner=inner, length_key="max_seq_len"),
-        **_unrotated(heads["num_layers"]),
-        "alibi_slopes": mpt_slopes(heads["num_heads"], max_bias),
+        **sizes,
+        **unrotated(sizes["num_layers"]),
+        "intermediate_size": fields.integer("expansion_ratio", default=4) * sizes["hidden_size"],
+        "alibi_slopes": mpt_slopes(sizes["num_heads"], max_bias),
         "attention_scale": scale,
         "layer_norm_bias": False,
-        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": Activation.GELU,
-        **_biases(False),
         "merged": frozenset({"qkv"}),
         "stored_names": (
             ("model.layers.", "transformer.blocks."),
@@ -259,20 +266,24 @@ def parse_mpt(fields: JsonFields) -> dict[str, Any]:
 def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
     """Return GPT-BigCode, such as StarCoder 1: learned positions, one KV head for all."""
     for key in ("scale_attn_weights", "multi_query"):
-        if not fields.boolean(key, default=True):
-            raise fields.error(key, "must be true")
-    if fields.boolean("add_cross_attention", default=False):
-        raise fields.error("add_cross_attention", "must be false")
-    heads = _heads(fields, kv_heads_key=None, keys=("n_head", "n_embd", "n_layer"))
-    heads["num_kv_heads"] = 1
-    inner = fields.integer("n_inner", default=4 * heads["hidden_size"])
+        fields.only(key, True)
+    fields.only("add_cross_attention", False)
+    sizes = _plain(
+        fields,
+        num_attention_heads="n_head",
+        hidden_size="n_embd",
+        num_hidden_layers="n_layer",
+        max_position_embeddings="n_positions",
+        rms_norm_eps="layer_norm_epsilon",
+    )
     return {
-        **_sizes(fields, heads, inner=inner, length_key="n_positions"),
-        **_unrotated(heads["num_layers"]),
+        **sizes,
+        **unrotated(sizes["num_layers"]),
+        "num_kv_heads": 1,
+        "intermediate_size": fields.integer("n_inner", default=4 * sizes["hidden_size"]),
         "position_offset": 0,
-        "rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5),
         "activation": parse_activation(fields, "activation_function", "gelu_pytorch_tanh"),
-        **_biases(True),
+        **biases(True),
         "merged": frozenset({"qkv"}),
         "stored_names": (
             ("model.layers.", "transformer.h."),
@@ -289,74 +300,95 @@ def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
     }
 
 
-def _heads(
-    fields: JsonFields,
-    *,
-    kv_heads_key: str | None = "num_key_value_heads",
-    default_kv_heads: int | None = None,
-    keys: tuple[str, str, str] = ("num_attention_heads", "hidden_size", "num_hidden_layers"),
-) -> dict[str, int]:
-    """Return the sizes of attention; without a key, each query head has a KV head of its own."""
-    heads_key, hidden_key, layers_key = keys
-    num_heads, hidden = fields.integer(heads_key), fields.integer(hidden_key)
-    if hidden % num_heads or hidden // num_heads % 2:
-        raise fields.error(hidden_key, f"must be {num_heads} times an even number, got {hidden}")
-    num_kv_heads = num_heads
-    if kv_heads_key is not None:
-        default = num_heads if default_kv_heads is None else default_kv_heads
-        num_kv_heads = fields.integer(kv_heads_key, default=default)
-        if num_heads % num_kv_heads:
-            raise fields.error(
-                kv_heads_key, f"must divide {heads_key} {num_heads}, got {num_kv_heads}"
-            )
-    return {
-        "hidden_size": hidden,
-        "num_layers": fields.integer(layers_key, high=MAX_LAYERS),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": hidden // num_heads,
-    }
-
-
-def _sizes(
-    fields: JsonFields,
-    heads: dict[str, int],
-    *,
-    inner_key: str = "intermediate_size",
-    inner: int | None = None,
-    length_key: str = "max_position_embeddings",
-    is_tied: bool = True,
+def sizes_of(
+    fields: JsonFields, *, head_dim: int | None = None, num_kv_heads: int | None = None
 ) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that are sizes of any decoder, but for those of blocks.
+
+    `head_dim` and `num_kv_heads` are read where they are not given.
+    """
+    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
+    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if head_dim is None and (fields.default("head_dim") or fields.has("head_dim")):
+        head_dim = fields.even("head_dim")
+    elif head_dim is None and (hidden % num_heads or hidden // num_heads % 2):
+        raise fields.error("hidden_size", f"must be {num_heads} times an even number, got {hidden}")
+    is_tied = bool(fields.default("tie_word_embeddings"))
     return {
-        **heads,
         "vocab_size": fields.integer("vocab_size"),
-        "intermediate_size": fields.integer(inner_key) if inner is None else inner,
-        "max_position_embeddings": fields.integer(length_key, default=2048),
-        "sliding_windows": (None,) * heads["num_layers"],
-        "layer_norm_bias": True,
-        "qk_norm": False,
+        "hidden_size": hidden,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads or fields.num_kv_heads(num_heads),
+        "head_dim": head_dim or hidden // num_heads,
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=is_tied),
+        "sliding_windows": (None,) * num_layers,
     }
 
 
-def _biases(has_bias: bool) -> dict[str, bool]:
-    return dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), has_bias)
-
-
-def _rotary(
-    fields: JsonFields, head_dim: int, *, share: float = 1.0, theta: float = DEFAULT_THETA
+def decoder_fields(
+    fields: JsonFields, *, share: float = 1.0, theta: float = DEFAULT_THETA
 ) -> dict[str, Any]:
-    rotary_dim = parse_rotary_dim(fields, head_dim, share=share)
-    length = fields.integer("max_position_embeddings", default=2048)
+    """Return the fields of `ModelConfig` that all decoders with gates of SiLU have.
+
+    `share` of a head that is rotated, and base, where the file gives none.
+    """
+    fields.only("hidden_act", "silu")
+    sizes = sizes_of(fields)
+    has_bias = fields.boolean("attention_bias", default=bool(fields.default("attention_bias")))
+    rotary = rotary_fields(fields, sizes, share=share, theta=theta)
+    return {**sizes, **rotary, "qkv_bias": has_bias, "attention_output_bias": has_bias}
+
+
+def rotary_fields(
+    fields: JsonFields,
+    sizes: dict[str, Any],
+    *,
+    share: float = 1.0,
+    theta: float = DEFAULT_THETA,
+) -> dict[str, Any]:
+    """Return a decoder's rotary embedding as fields of `ModelConfig`; see `decoder_fields`."""
+    rotary_dim = parse_rotary_dim(fields, sizes["head_dim"], share=share)
+    length = sizes["max_position_embeddings"]
     rope = parse_rope(
         fields, max_position_embeddings=length, rotary_dim=rotary_dim, default_theta=theta
     )
     return {"rope": rope, "rotary_share": rotary_dim}
 
 
-def _unrotated(num_layers: int) -> dict[str, Any]:
+def unrotated(num_layers: int) -> dict[str, Any]:
+    """Return fields of a model without rotary embeddings."""
     rope = DefaultRope(theta=DEFAULT_THETA)
     return {"rope": rope, "unrotated_layers": frozenset(range(num_layers))}
+
+
+GROUPS = {"num_key_value_heads": "num_key_value_heads"}
+"""For `named_sizes`: the usual key of the number of KV heads."""
+
+
+def named_sizes(fields: JsonFields, defaults: dict[str, Any], **names: str) -> dict[str, Any]:
+    """Return `sizes_of` a file that has other `names` of keys.
+
+    Each query head has a KV head of its own, unless `names` has a key for their number and the file
+    says it.
+    """
+    num_heads = fields.with_defaults({}, names).integer("num_attention_heads")
+    own = fields.with_defaults({"num_key_value_heads": num_heads, **defaults}, names)
+    return sizes_of(own, num_kv_heads=None if "num_key_value_heads" in names else num_heads)
+
+
+def _plain(fields: JsonFields, *, is_tied: bool = True, **names: str) -> dict[str, Any]:
+    """Return sizes of a family here; `names`: see `named_sizes`."""
+    defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    defaults["tie_word_embeddings"] = is_tied
+    return {**named_sizes(fields, defaults, **names), "layer_norm_bias": True}
+
+
+def biases(has_bias: bool) -> dict[str, bool]:
+    """Return whether all products of a layer have biases, as fields of `ModelConfig`."""
+    return dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), has_bias)
 
 
 def parse_activation(fields: JsonFields, key: str, default: str) -> Activation:

@@ -16,19 +16,12 @@ from lightserve.models.moe_config import (
     num_chosen_of,
     parse_qwen_moe,
 )
-from lightserve.models.plain_config import MAX_LAYERS, NormWeights
+from lightserve.models.plain_config import NormWeights, decoder_fields
 from lightserve.models.recurrent_config import ConvolutionConfig, DeltaConfig, Joined
-from lightserve.models.rope import DEFAULT_THETA, parse_rope, parse_rotary_dim
 
 FULL_ATTENTION, LINEAR_ATTENTION, CONVOLUTION = "full_attention", "linear_attention", "conv"
 MAX_HEAD_DIM = 512
 MAX_CONVOLUTION = 16
-
-
-def check_silu(fields: JsonFields) -> None:
-    """Check that gates are SiLU. Raises ModelLoadError naming the key."""
-    if (activation := fields.string("hidden_act", default="silu")) != "silu":
-        raise fields.error("hidden_act", f"must be 'silu', got {activation!r}")
 
 
 def parse_qwen3_next(fields: JsonFields) -> dict[str, Any]:
@@ -74,49 +67,6 @@ def _parse_qwen(fields: JsonFields, *, joined: Joined) -> dict[str, Any]:
         "qk_norm": True,
         "has_output_gate": True,
         "recurrent": _delta(fields, own["num_layers"], joined=joined),
-    }
-
-
-def decoder_fields(
-    fields: JsonFields, *, share: float = 1.0, theta: float = DEFAULT_THETA
-) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that all decoders here have.
-
-    `share` of a head that is rotated, and base, where the file gives none.
-    """
-    check_silu(fields)
-    num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    num_heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    num_kv_heads, head_dim = fields.num_kv_heads(num_heads), hidden // num_heads
-    if fields.default("head_dim") or fields.has("head_dim"):
-        head_dim = fields.even("head_dim")
-    elif hidden % num_heads or head_dim % 2:
-        raise fields.error("hidden_size", f"must be {num_heads} times an even number, got {hidden}")
-    rotary_dim = parse_rotary_dim(fields, head_dim, share=share)
-    length = fields.integer("max_position_embeddings")
-    rope = parse_rope(
-        fields, max_position_embeddings=length, rotary_dim=rotary_dim, default_theta=theta
-    )
-    has_bias = fields.boolean("attention_bias", default=False)
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps"),
-        "rope": rope,
-        "rotary_share": rotary_dim,
-        "max_position_embeddings": length,
-        "qkv_bias": has_bias,
-        "attention_output_bias": has_bias,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "tie_word_embeddings": fields.boolean(
-            "tie_word_embeddings", default=bool(fields.default("tie_word_embeddings"))
-        ),
-        "sliding_windows": (None,) * num_layers,
     }
 
 

@@ -156,8 +156,7 @@ def parse_local_rope(config: JsonFields, *, default: float = DEFAULT_THETA) -> R
     if fields is None or not fields.has(SLIDING):
         return DefaultRope(theta=theta)
     fields = fields.child(SLIDING)
-    if (kind := fields.string("rope_type", default="default")) != "default":
-        raise fields.error("rope_type", f"must be default, got {kind!r}")
+    fields.only("rope_type", "default")
     return DefaultRope(theta=fields.number("rope_theta", default=theta, above=1.0))
 
 
