@@ -68,9 +68,6 @@ def _bert(
     for key in ("is_decoder", "add_cross_attention"):
         fields.only(key, False)
     fields.only("position_embedding_type", "absolute")
-    name = fields.string("hidden_act", default="gelu")
-    if name not in _ACTIVATIONS:
-        raise fields.error("hidden_act", f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
     num_types = fields.integer("type_vocab_size", default=2)
     sizes = _sizes(fields, 512, rms_norm_eps="layer_norm_eps")
     if (num_positions := sizes["max_position_embeddings"]) <= position_offset:
@@ -82,7 +79,7 @@ def _bert(
         "max_position_embeddings": num_positions - position_offset,
         "position_offset": position_offset,
         **unrotated(sizes["num_layers"]),
-        "activation": _ACTIVATIONS[name],
+        "activation": fields.choice("hidden_act", _ACTIVATIONS, "gelu"),
         **biases(True),
         "stored_names": (
             *head,

@@ -1,12 +1,10 @@
-"""The keys and tensors' names of single architectures in GGUF files. Torch-free.
+"""The keys of single architectures in GGUF files, as entries of config.json. Torch-free.
 
-Keys, names and the ways in which weights are stored are those of llama.cpp's converter.
+Keys are those of llama.cpp's converter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from lightserve.errors import ModelLoadError
@@ -14,81 +12,9 @@ from lightserve.models.gguf import GgufFile
 from lightserve.models.moe_config import GPT_OSS_THETA, MAX_EXPERTS
 from lightserve.models.rope import FREQUENCY_FACTORS, FULL, SLIDING, rope_of
 
-_NAMES = (
-    ("model.layers.", "blk."),
-    ("model.embed_tokens.", "token_embd."),
-    ("model.norm.", "output_norm."),
-    ("lm_head.", "output."),
-    ("self_attn.q_proj.", "attn_q."),
-    ("self_attn.k_proj.", "attn_k."),
-    ("self_attn.v_proj.", "attn_v."),
-    ("self_attn.o_proj.", "attn_output."),
-    ("self_attn.q_norm.", "attn_q_norm."),
-    ("self_attn.k_norm.", "attn_k_norm."),
-    ("mlp.gate_proj.", "ffn_gate."),
-    ("mlp.up_proj.", "ffn_up."),
-    ("mlp.down_proj.", "ffn_down."),
-    ("input_layernorm.", "attn_norm."),
-    ("post_attention_layernorm.", "ffn_norm."),
-)
-"""See `ModelConfig.stored_names`."""
-_OUTPUT_NORMS = (
-    ("post_attention_layernorm.", "post_attention_norm."),
-    ("pre_feedforward_layernorm.", "ffn_norm."),
-    ("post_feedforward_layernorm.", "post_ffw_norm."),
-)
-_GEMMA4 = (
-    ("model.embed_tokens_per_layer.", "per_layer_token_embd."),
-    ("model.per_layer_model_projection.", "per_layer_model_proj."),
-    ("model.per_layer_projection_norm.", "per_layer_proj_norm."),
-    ("per_layer_input_gate.", "inp_gate."),
-    ("post_per_layer_input_norm.", "post_norm."),
-    ("per_layer_projection.", "proj."),
-    ("layer_scalar", "layer_output_scale.weight"),
-    ("mlp.router.", "ffn_gate_inp."),
-    ("router.scale", "ffn_gate_inp.scale"),
-    ("router.per_expert_scale", "ffn_down_exps.scale"),
-    ("pre_feedforward_layernorm_2.", "pre_ffw_norm_2."),
-    ("post_feedforward_layernorm_1.", "post_ffw_norm_1."),
-    ("post_feedforward_layernorm_2.", "post_ffw_norm_2."),
-    *_OUTPUT_NORMS,
-)
 _SOFTMAX, _SIGMOID = 1, 2
 _WITH_LAYER_NORM = ("starcoder", "starcoder2", "gptneox", "phi2", "bloom", "mpt", "falcon")
 _BAICHUAN_13B_LAYERS = 40
-_MERGED = ("self_attn.qkv_proj.", "attn_qkv.")
-
-
-def _nothing(gguf: GgufFile) -> dict[str, Any]:
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufFamily:
-    """One value of `general.architecture`."""
-
-    architecture: str
-    """In the words of config.json."""
-    own_names: tuple[tuple[str, str], ...] = ()
-    """Names that it alone has, or has for something else."""
-    has_neighbours: bool = False
-    """Whether rotated pairs of queries and keys are neighbours in the file."""
-    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names by which layers call the products of an expert; a file has those of all in one
-    tensor."""
-    module: str = "mlp"
-    """Module that holds the experts."""
-    is_rotated: bool = True
-    """Whether the file's keys of rotary embeddings are read; if not, nothing is rotated."""
-    theta: float = 10_000.0
-    """Base of rotary embeddings where the file gives none."""
-    own: Callable[[GgufFile], dict[str, Any]] = _nothing
-    """Further entries that config.json would have."""
-
-    @property
-    def stored_names(self) -> tuple[tuple[str, str], ...]:
-        """See `ModelConfig.stored_names`."""
-        return self.own_names + _NAMES
 
 
 def epsilon_of(gguf: GgufFile) -> float:
@@ -98,7 +24,8 @@ def epsilon_of(gguf: GgufFile) -> float:
     return gguf.number(other if is_other or gguf.architecture in _WITH_LAYER_NORM else key)
 
 
-def _qwen2(gguf: GgufFile) -> dict[str, Any]:
+def qwen2(gguf: GgufFile) -> dict[str, Any]:
+    """Nothing but that there must be biases."""
     gguf.need("attn_q.bias")
     return {}
 
@@ -112,7 +39,8 @@ def _num_experts(gguf: GgufFile) -> int:
     return gguf.integer(".expert_count", low=1, high=MAX_EXPERTS)
 
 
-def _experts(gguf: GgufFile) -> dict[str, Any]:
+def experts(gguf: GgufFile) -> dict[str, Any]:
+    """Return how many experts there are, and a token has."""
     return {
         "num_local_experts": (number := _num_experts(gguf)),
         "num_experts": number,
@@ -123,7 +51,7 @@ def _experts(gguf: GgufFile) -> dict[str, Any]:
 def _sized_experts(gguf: GgufFile) -> dict[str, Any]:
     """Return experts that have a size of their own beside that of other blocks."""
     size = gguf.integer(".expert_feed_forward_length", low=1)
-    return _experts(gguf) | {"moe_intermediate_size": size}
+    return experts(gguf) | {"moe_intermediate_size": size}
 
 
 def _grouped_experts(gguf: GgufFile) -> dict[str, Any]:
@@ -141,7 +69,7 @@ def _grouped_experts(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _qwen_moe(gguf: GgufFile) -> dict[str, Any]:
+def qwen_moe(gguf: GgufFile) -> dict[str, Any]:
     """Qwen2-MoE's experts keep the weights that all had together, Qwen3-MoE's do not."""
     own = _sized_experts(gguf) | {"norm_topk_prob": gguf.architecture != "qwen2moe"}
     if gguf.architecture == "qwen2moe":
@@ -152,8 +80,8 @@ def _qwen_moe(gguf: GgufFile) -> dict[str, Any]:
     return own
 
 
-def _gemma2(gguf: GgufFile) -> dict[str, Any]:
-    # The file has no scale of attention; llama.cpp knows the model by its layers, too.
+def gemma2(gguf: GgufFile) -> dict[str, Any]:
+    """The file has no scale of attention; llama.cpp knows the model by its layers, too."""
     return {
         "query_pre_attn_scalar": _query_scale(gguf, of_largest=46),
         "sliding_window": window_of(gguf) or 4096,
@@ -162,8 +90,8 @@ def _gemma2(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _gemma3(gguf: GgufFile) -> dict[str, Any]:
-    # llama.cpp: without a window in the file, every layer sees all, by one embedding.
+def gemma3(gguf: GgufFile) -> dict[str, Any]:
+    """Without a window in the file every layer sees all, by one embedding, as in llama.cpp."""
     key = ".attention.sliding_window_pattern"
     return {
         "query_pre_attn_scalar": _query_scale(gguf, of_largest=62),
@@ -175,7 +103,7 @@ def _gemma3(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _gemma4(gguf: GgufFile) -> dict[str, Any]:
+def gemma4(gguf: GgufFile) -> dict[str, Any]:
     """Layers that see everything, which the last is, have sizes of their own."""
     layers = range(num_layers := gguf.integer(".block_count"))
     kinds = _kinds(gguf, key := ".attention.sliding_window_pattern", SLIDING)
@@ -260,7 +188,7 @@ def _size_of_a_head(gguf: GgufFile) -> int:
     return gguf.integer(".attention.key_length", default=share, low=1)
 
 
-def _granite(gguf: GgufFile) -> dict[str, Any]:
+def granite(gguf: GgufFile) -> dict[str, Any]:
     """A context that was not extended is no embedding of places to llama.cpp."""
     if not gguf.boolean(key := ".rope.scaling.finetuned", default=True):
         raise gguf.error(key, "must be true: models without rotary embeddings are not supported")
@@ -278,7 +206,7 @@ def _granite_factors(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _olmo3(gguf: GgufFile) -> dict[str, Any]:
+def olmo3(gguf: GgufFile) -> dict[str, Any]:
     """Layers with a window have the embedding without its scaling, by the same base."""
     window, key = window_of(gguf), ".attention.sliding_window_pattern"
     own: dict[str, Any] = {
@@ -299,7 +227,7 @@ def _kinds(gguf: GgufFile, key: str, kind: str) -> list[str]:
     return [kind if is_one else FULL for is_one in flags]
 
 
-def _qwen_delta(gguf: GgufFile) -> dict[str, Any]:
+def qwen_delta(gguf: GgufFile) -> dict[str, Any]:
     """Qwen3-Next and Qwen3.5 without their layers for several tokens at once."""
     num_layers = _own_layers(gguf)
     own: dict[str, Any] = {
@@ -309,7 +237,7 @@ def _qwen_delta(gguf: GgufFile) -> dict[str, Any]:
     }
     if gguf.has_key(key := ".attention.recurrent_layers"):
         own["layer_types"] = _kinds(gguf, key, "linear_attention")[:num_layers]
-    return own if gguf.architecture == "qwen35" else own | _qwen_moe(gguf)
+    return own if gguf.architecture == "qwen35" else own | qwen_moe(gguf)
 
 
 _DELTA_SIZES = (
@@ -340,7 +268,7 @@ def _kinds_by_heads(gguf: GgufFile, kind: str) -> list[str]:
     return [FULL if number else kind for number in heads]
 
 
-def _granite_hybrid(gguf: GgufFile) -> dict[str, Any]:
+def granite_hybrid(gguf: GgufFile) -> dict[str, Any]:
     """Layers without heads of keys are Mamba-2's; the shared expert is the block of a model
     without experts."""
     inner = gguf.integer(".ssm.inner_size")
@@ -352,16 +280,15 @@ def _granite_hybrid(gguf: GgufFile) -> dict[str, Any]:
         "mamba_conv_bias": gguf.has("ssm_conv1d.bias"),
         "layer_types": _kinds_by_heads(gguf, "linear_attention"),
         "position_embedding_type": "rope" if is_rotated else "nope",
-        "attention_bias": gguf.has("attn_q.bias"),
     }
     if not gguf.integer(".expert_count", default=0):
         size = gguf.integer(".feed_forward_length")
         return own | {"num_local_experts": 0, "shared_intermediate_size": size}
     shared = gguf.integer(".expert_shared_feed_forward_length", low=1)
-    return own | _experts(gguf) | {"shared_intermediate_size": shared}
+    return own | experts(gguf) | {"shared_intermediate_size": shared}
 
 
-def _falcon_h1(gguf: GgufFile) -> dict[str, Any]:
+def falcon_h1(gguf: GgufFile) -> dict[str, Any]:
     """Weights have the factors of parts in them."""
     return {
         **_states(gguf, _MAMBA_SIZES),
@@ -369,12 +296,10 @@ def _falcon_h1(gguf: GgufFile) -> dict[str, Any]:
         "mamba_rms_norm": gguf.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "mamba_conv_bias": gguf.has("ssm_conv1d.bias"),
-        "attention_bias": gguf.has("attn_q.bias"),
-        "mlp_bias": gguf.has("ffn_gate.bias"),
     }
 
 
-def _nemotron(gguf: GgufFile) -> dict[str, Any]:
+def nemotron(gguf: GgufFile) -> dict[str, Any]:
     """Each layer is one block: a feed-forward where it has a size, else attention where it has
     heads of keys, else Mamba-2. Layers for several tokens at once are left out."""
     num_layers, num_blocks = _own_layers(gguf), gguf.integer(".block_count")
@@ -386,9 +311,7 @@ def _nemotron(gguf: GgufFile) -> dict[str, Any]:
         **_states(gguf, _NEMOTRON_SIZES),
         "num_hidden_layers": num_layers,
         "layers_block_type": kinds[:num_layers],
-        "layer_norm_epsilon": epsilon_of(gguf),
         "use_conv_bias": gguf.has("ssm_conv1d.bias"),
-        "mlp_bias": gguf.has("ffn_up.bias"),
     }
     if block == "mlp":
         return own
@@ -398,7 +321,7 @@ def _nemotron(gguf: GgufFile) -> dict[str, Any]:
     return own | _grouped_experts(gguf)
 
 
-def _lfm2(gguf: GgufFile) -> dict[str, Any]:
+def lfm2(gguf: GgufFile) -> dict[str, Any]:
     """Layers without heads of keys are short convolutions."""
     for key in ("attention.sliding_window", "decision.block_count", "embedding_length_out"):
         gguf.integer(f".{key}", default=0, high=0)
@@ -412,17 +335,16 @@ def _lfm2(gguf: GgufFile) -> dict[str, Any]:
     }
     if gguf.architecture == "lfm2":
         return own
-    if not has_sigmoid(gguf):
-        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    _need_sigmoid(gguf)
     num_dense = gguf.integer(".leading_dense_block_count", default=0)
     return own | _sized_experts(gguf) | {"num_dense_layers": num_dense}
 
 
-def _llama4(gguf: GgufFile) -> dict[str, Any]:
+def llama4(gguf: GgufFile) -> dict[str, Any]:
     """Chunks and growth are llama.cpp's own numbers; models of 128 experts norm no heads."""
     if gguf.integer(key := ".attention.sliding_window", default=1) == 0:
         raise gguf.error(key, "must not be 0: models without chunks are not supported")
-    return _experts(gguf) | {
+    return experts(gguf) | {
         "intermediate_size_mlp": gguf.integer(".feed_forward_length"),
         "intermediate_size": gguf.integer(".expert_feed_forward_length", low=1),
         "interleave_moe_layer_step": gguf.integer(".interleave_moe_layer_step", low=1),
@@ -430,17 +352,16 @@ def _llama4(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _gpt_oss(gguf: GgufFile) -> dict[str, Any]:
+def gpt_oss(gguf: GgufFile) -> dict[str, Any]:
     """YaRN as its authors have it: between frequencies, not between whole dimensions of them.
 
     llama.cpp rounds these bounds, and keeps the same alpha and limit of gates as is default here.
     """
     head_dim = gguf.integer(".attention.key_length")
     inner = gguf.integer(".expert_feed_forward_length")
-    return _experts(gguf) | {
+    return experts(gguf) | {
         "intermediate_size": inner,
         "sliding_window": gguf.integer(".attention.sliding_window"),
-        "attention_bias": gguf.has("attn_q.bias"),
         "rope_parameters": rope_of(gguf, head_dim, GPT_OSS_THETA) | {"truncate": False},
     }
 
@@ -453,7 +374,12 @@ def has_sigmoid(gguf: GgufFile) -> bool:
     return kind == _SIGMOID
 
 
-def _deepseek(gguf: GgufFile) -> dict[str, Any]:
+def _need_sigmoid(gguf: GgufFile) -> None:
+    if not has_sigmoid(gguf):
+        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+
+
+def deepseek(gguf: GgufFile) -> dict[str, Any]:
     """DeepSeek-V2, DeepSeek-V3 or Mistral 4, without its layers for several tokens at once.
 
     Older files have the sizes of heads, newer ones those of the latent beside them.
@@ -498,15 +424,14 @@ def _deepseek(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _kimi(gguf: GgufFile) -> dict[str, Any]:
+def kimi(gguf: GgufFile) -> dict[str, Any]:
     """Layers without heads of keys have Kimi Delta Attention, of as many heads as the others."""
-    if not has_sigmoid(gguf):
-        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+    _need_sigmoid(gguf)
     if gguf.has("attn_gate.weight"):
         raise ModelLoadError(f"{gguf.path}: tensors 'attn_gate.weight' are not supported")
     for key in ("moe_latent_size", "attn_res.block_size"):
         gguf.integer(f".{key}", default=0, high=0)
-    return _deepseek(gguf) | {
+    return deepseek(gguf) | {
         "norm_topk_prob": gguf.boolean(".expert_weights_norm", default=True),
         "rope_parameters": None,
         "layer_types": _kinds_by_heads(gguf, "linear_attention"),
@@ -530,31 +455,21 @@ def _size_of_heads(gguf: GgufFile, of: str) -> int:
     return gguf.integer(f"{key}_mla" if gguf.has_key(f"{key}_mla") else key)
 
 
-def _glm4(gguf: GgufFile) -> dict[str, Any]:
-    return {"attention_bias": gguf.has("attn_q.bias")}
-
-
-def _chatglm(gguf: GgufFile) -> dict[str, Any]:
+def chatglm(gguf: GgufFile) -> dict[str, Any]:
     """Half of each head is rotated; GLM-4-9B's later files have queries, keys and values apart."""
     num_heads = gguf.integer(".attention.head_count")
     head_dim = gguf.integer(".embedding_length") // num_heads
     if 2 * (size := gguf.integer(key := ".rope.dimension_count")) != head_dim:
         raise gguf.error(key, f"must be half a head's {head_dim}, got {size}")
     return {
-        "num_layers": gguf.integer(".block_count"),
-        "ffn_hidden_size": gguf.integer(".feed_forward_length"),
-        "padded_vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-        "seq_length": gguf.integer(".context_length"),
-        "layernorm_epsilon": gguf.number(".attention.layer_norm_rms_epsilon"),
         "kv_channels": head_dim,
         "multi_query_attention": True,
-        "multi_query_group_num": gguf.integer(".attention.head_count_kv"),
         "add_qkv_bias": gguf.has("attn_qkv.bias") or gguf.has("attn_q.bias"),
         "rope_ratio": gguf.number(".rope.freq_base", default=10_000.0) / 10_000.0,
     }
 
 
-def _baichuan(gguf: GgufFile) -> dict[str, Any]:
+def baichuan(gguf: GgufFile) -> dict[str, Any]:
     """13B has ALiBi, which llama.cpp, too, knows by the number of layers."""
     if gguf.integer(".block_count") != _BAICHUAN_13B_LAYERS:
         return {}
@@ -562,57 +477,39 @@ def _baichuan(gguf: GgufFile) -> dict[str, Any]:
     return {"max_position_embeddings": None, "model_max_length": length}
 
 
-def _falcon(gguf: GgufFile) -> dict[str, Any]:
+def falcon(gguf: GgufFile) -> dict[str, Any]:
+    """Falcon, before and since its new architecture."""
     num_kv_heads = gguf.integer(".attention.head_count_kv", default=1)
     num_norms = 2 if gguf.has("attn_norm_2.weight") else 1
     return {
         "new_decoder_architecture": num_norms == 2 or num_kv_heads > 1,
         "num_kv_heads": num_kv_heads,
         "num_ln_in_parallel_attn": num_norms,
-        "ffn_hidden_size": gguf.integer(".feed_forward_length"),
-        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
     }
 
 
-def _seed_oss(gguf: GgufFile) -> dict[str, Any]:
-    return {
-        "attention_bias": gguf.has("attn_q.bias"),
-        "attention_out_bias": gguf.has("attn_output.bias"),
-        "mlp_bias": gguf.has("ffn_gate.bias"),
-    }
+def seed_oss(gguf: GgufFile) -> dict[str, Any]:
+    """Seed-OSS: a bias of the output of attention, too."""
+    return {"attention_out_bias": gguf.has("attn_output.bias")}
 
 
-def _minimax(gguf: GgufFile) -> dict[str, Any]:
-    if not has_sigmoid(gguf):
-        raise gguf.error(".expert_gating_func", f"must be {_SIGMOID} (sigmoid)")
+def minimax(gguf: GgufFile) -> dict[str, Any]:
+    """MiniMax-M2."""
+    _need_sigmoid(gguf)
     size = gguf.integer(".expert_feed_forward_length", low=1)
-    return _experts(gguf) | {"intermediate_size": size}
+    return experts(gguf) | {"intermediate_size": size}
 
 
-def _olmoe(gguf: GgufFile) -> dict[str, Any]:
-    return _experts(gguf) | {"norm_topk_prob": False}
-
-
-def _gpt_neox(gguf: GgufFile) -> dict[str, Any]:
+def gpt_neox(gguf: GgufFile) -> dict[str, Any]:
+    """GPT-NeoX: its biases are those of one product."""
     return {
-        "layer_norm_eps": gguf.number(".attention.layer_norm_epsilon"),
         "use_parallel_residual": gguf.boolean(".use_parallel_residual", default=True),
         "attention_bias": gguf.has("attn_qkv.bias"),
     }
 
 
-def _phi2(gguf: GgufFile) -> dict[str, Any]:
-    return {"layer_norm_eps": gguf.number(".attention.layer_norm_epsilon")}
-
-
-def _bloom(gguf: GgufFile) -> dict[str, Any]:
-    return {
-        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
-        "seq_length": gguf.integer(".context_length"),
-    }
-
-
-def _mpt(gguf: GgufFile) -> dict[str, Any]:
+def mpt(gguf: GgufFile) -> dict[str, Any]:
+    """MPT: ALiBi, blocks of a multiple of the hidden size."""
     hidden = gguf.integer(".embedding_length")
     inner = gguf.integer(".feed_forward_length")
     if not hidden or inner % hidden:
@@ -621,12 +518,7 @@ def _mpt(gguf: GgufFile) -> dict[str, Any]:
     if gguf.number(key := ".attention.clamp_kqv", default=0.0):
         raise gguf.error(key, "must be 0")
     return {
-        "n_heads": gguf.integer(".attention.head_count"),
-        "d_model": hidden,
-        "n_layers": gguf.integer(".block_count"),
-        "max_seq_len": gguf.integer(".context_length"),
         "expansion_ratio": inner // hidden,
-        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
         "attn_config": {
             "alibi_bias_max": gguf.number(".attention.max_alibi_bias"),
             "qk_ln": gguf.has("attn_q_norm.weight"),
@@ -634,270 +526,9 @@ def _mpt(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _starcoder(gguf: GgufFile) -> dict[str, Any]:
-    return {
-        "n_head": gguf.integer(".attention.head_count"),
-        "n_embd": gguf.integer(".embedding_length"),
-        "n_layer": gguf.integer(".block_count"),
-        "n_inner": gguf.integer(".feed_forward_length"),
-        "n_positions": gguf.integer(".context_length"),
-        "layer_norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
-    }
-
-
-def _starcoder2(gguf: GgufFile) -> dict[str, Any]:
+def starcoder2(gguf: GgufFile) -> dict[str, Any]:
     """The file has no window, and llama.cpp none."""
     return {
-        "norm_epsilon": gguf.number(".attention.layer_norm_epsilon"),
         "use_bias": gguf.has("attn_q.bias"),
         "sliding_window": None,
     }
-
-
-_QWEN_EXPERTS = (
-    ("mlp.gate.", "ffn_gate_inp."),
-    ("mlp.shared_expert.gate_proj.", "ffn_gate_shexp."),
-    ("mlp.shared_expert.up_proj.", "ffn_up_shexp."),
-    ("mlp.shared_expert.down_proj.", "ffn_down_shexp."),
-    ("mlp.shared_expert_gate.", "ffn_gate_inp_shexp."),
-)
-_DELTA = (
-    ("linear_attn.in_proj_qkv.", "attn_qkv."),
-    ("linear_attn.in_proj_z.", "attn_gate."),
-    ("linear_attn.in_proj_ba.", "ssm_ba."),
-    ("linear_attn.in_proj_a.", "ssm_alpha."),
-    ("linear_attn.in_proj_b.", "ssm_beta."),
-    ("linear_attn.conv1d.", "ssm_conv1d."),
-    ("linear_attn.dt_bias", "ssm_dt.bias"),
-    ("linear_attn.A_log", "ssm_a"),
-    ("linear_attn.norm.", "ssm_norm."),
-    ("linear_attn.out_proj.", "ssm_out."),
-    ("post_attention_layernorm.", "post_attention_norm."),
-)
-_MAMBA = (
-    ("mamba.in_proj.", "ssm_in."),
-    ("mamba.conv1d.", "ssm_conv1d."),
-    ("mamba.dt_bias", "ssm_dt.bias"),
-    ("mamba.A_log", "ssm_a"),
-    ("mamba.D", "ssm_d"),
-    ("mamba.norm.", "ssm_norm."),
-    ("mamba.out_proj.", "ssm_out."),
-)
-_SHORT_CONVOLUTIONS = ((".conv.", ".shortconv."), ("model.norm.", "token_embd_norm."))
-MIXTRAL = GgufFamily(
-    architecture="MixtralForCausalLM",
-    own_names=(("block_sparse_moe.gate.", "ffn_gate_inp."),),
-    has_neighbours=True,
-    experts=("w1", "w3", "w2"),
-    module="block_sparse_moe",
-    own=_experts,
-)
-"""A `llama` with experts."""
-OLMO3 = GgufFamily(architecture="Olmo3ForCausalLM", own_names=_OUTPUT_NORMS, own=_olmo3)
-"""An `olmo2` with windows."""
-_DEEPSEEK_EXPERTS = (
-    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
-    ("mlp.gate.", "ffn_gate_inp."),
-    ("mlp.shared_experts.gate_proj.", "ffn_gate_shexp."),
-    ("mlp.shared_experts.up_proj.", "ffn_up_shexp."),
-    ("mlp.shared_experts.down_proj.", "ffn_down_shexp."),
-)
-_LATENTS = (
-    ("self_attn.q_a_proj.", "attn_q_a."),
-    ("self_attn.q_b_proj.", "attn_q_b."),
-    ("self_attn.q_a_layernorm.", "attn_q_a_norm."),
-    ("self_attn.kv_a_proj_with_mqa.", "attn_kv_a_mqa."),
-    ("self_attn.kv_a_layernorm.", "attn_kv_a_norm."),
-    ("self_attn.kv_b_proj.", "attn_kv_b."),
-    ("self_attn.k_b_proj.", "attn_k_b."),
-    ("self_attn.v_b_proj.", "attn_v_b."),
-    *_DEEPSEEK_EXPERTS,
-)
-_KIMI = (
-    *((f"linear_attn.in_proj_{part}.", f"attn_{part}.") for part in "qkv"),
-    *((f"linear_attn.{part}_conv1d.", f"ssm_conv1d_{part}.") for part in "qkv"),
-    *((f"linear_attn.{part}_proj.", f"ssm_{part}.") for part in ("f_a", "f_b", "g_a", "g_b")),
-    ("linear_attn.in_proj_b.", "ssm_beta."),
-    ("linear_attn.dt_bias", "ssm_dt.bias"),
-    ("linear_attn.A_log", "ssm_a"),
-    ("linear_attn.norm.", "ssm_norm."),
-    ("linear_attn.out_proj.", "attn_output."),
-    *((ours.replace("mlp.", "block_sparse_moe."), stored) for ours, stored in _LATENTS),
-)
-DEEPSEEK3 = GgufFamily(architecture="DeepseekV3ForCausalLM", own_names=_LATENTS, own=_deepseek)
-"""A `deepseek2` whose experts' weights are sigmoids."""
-FALCON2 = GgufFamily(
-    architecture="FalconForCausalLM",
-    own_names=(
-        _MERGED,
-        ("post_attention_layernorm.", "attn_norm."),
-        ("input_layernorm.", "attn_norm_2."),
-    ),
-    own=_falcon,
-)
-"""A `falcon` that norms for each block."""
-_NEMOTRON = GgufFamily(
-    architecture="NemotronHForCausalLM",
-    own_names=(
-        *_MAMBA,
-        *_DEEPSEEK_EXPERTS,
-        ("mlp.fc1_latent_proj.", "ffn_latent_down."),
-        ("mlp.fc2_latent_proj.", "ffn_latent_up."),
-    ),
-    is_rotated=False,
-    own=_nemotron,
-)
-FAMILIES = {
-    "llama": GgufFamily(architecture="LlamaForCausalLM", has_neighbours=True),
-    "qwen2": GgufFamily(architecture="Qwen2ForCausalLM", own=_qwen2),
-    "qwen3": GgufFamily(architecture="Qwen3ForCausalLM"),
-    "qwen2moe": GgufFamily(
-        architecture="Qwen2MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
-    ),
-    "qwen3moe": GgufFamily(
-        architecture="Qwen3MoeForCausalLM", own_names=_QWEN_EXPERTS, own=_qwen_moe
-    ),
-    "qwen3next": GgufFamily(
-        architecture="Qwen3NextForCausalLM", own_names=_QWEN_EXPERTS + _DELTA, own=_qwen_delta
-    ),
-    "qwen35": GgufFamily(architecture="Qwen3_5ForCausalLM", own_names=_DELTA, own=_qwen_delta),
-    "qwen35moe": GgufFamily(
-        architecture="Qwen3_5MoeForCausalLM", own_names=_QWEN_EXPERTS + _DELTA, own=_qwen_delta
-    ),
-    "llama4": GgufFamily(
-        architecture="Llama4ForCausalLM",
-        own_names=(("mlp.router.", "ffn_gate_inp."), *_QWEN_EXPERTS),
-        theta=5e5,
-        own=_llama4,
-    ),
-    "gemma": GgufFamily(architecture="GemmaForCausalLM"),
-    "gemma2": GgufFamily(architecture="Gemma2ForCausalLM", own_names=_OUTPUT_NORMS, own=_gemma2),
-    "gemma3": GgufFamily(
-        architecture="Gemma3ForCausalLM", own_names=_OUTPUT_NORMS, theta=1e6, own=_gemma3
-    ),
-    "gemma4": GgufFamily(architecture="Gemma4ForCausalLM", own_names=_GEMMA4, own=_gemma4),
-    "phi3": GgufFamily(
-        architecture="Phi3ForCausalLM",
-        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
-        own=lambda gguf: {"sliding_window": window_of(gguf)},
-    ),
-    "granite": GgufFamily(architecture="GraniteForCausalLM", has_neighbours=True, own=_granite),
-    "granitehybrid": GgufFamily(
-        architecture="GraniteMoeHybridForCausalLM",
-        own_names=(
-            *_MAMBA,
-            ("block_sparse_moe.router.layer.", "ffn_gate_inp."),
-            ("block_sparse_moe.mlp.gate_proj.", "ffn_gate_shexp."),
-            ("block_sparse_moe.mlp.up_proj.", "ffn_up_shexp."),
-            ("block_sparse_moe.mlp.down_proj.", "ffn_down_shexp."),
-        ),
-        has_neighbours=True,
-        module="block_sparse_moe",
-        own=_granite_hybrid,
-    ),
-    "falcon-h1": GgufFamily(
-        architecture="FalconH1ForCausalLM",
-        own_names=(*_MAMBA, ("post_attention_layernorm.weight", "ffn_norm")),
-        own=_falcon_h1,
-    ),
-    "nemotron_h": _NEMOTRON,
-    "nemotron_h_moe": _NEMOTRON,
-    "lfm2": GgufFamily(architecture="Lfm2ForCausalLM", own_names=_SHORT_CONVOLUTIONS, own=_lfm2),
-    "lfm2moe": GgufFamily(
-        architecture="Lfm2MoeForCausalLM",
-        own_names=(
-            *_SHORT_CONVOLUTIONS,
-            ("feed_forward.gate.e_score_correction_bias", "exp_probs_b.bias"),
-            ("feed_forward.gate.", "ffn_gate_inp."),
-        ),
-        experts=("w1", "w3", "w2"),
-        module="feed_forward",
-        own=_lfm2,
-    ),
-    "seed_oss": GgufFamily(
-        architecture="SeedOssForCausalLM",
-        own_names=(("post_attention_layernorm.", "post_attention_norm."),),
-        own=_seed_oss,
-    ),
-    "exaone4": GgufFamily(
-        architecture="Exaone4ForCausalLM",
-        own_names=_OUTPUT_NORMS,
-        own=lambda gguf: {
-            "sliding_window": window_of(gguf),
-            "sliding_window_pattern": 4,
-        },
-    ),
-    "minimax-m2": GgufFamily(
-        architecture="MiniMaxM2ForCausalLM",
-        own_names=(
-            ("block_sparse_moe.gate.e_score_correction_bias", "exp_probs_b.bias"),
-            ("block_sparse_moe.gate.", "ffn_gate_inp."),
-        ),
-        experts=("w1", "w3", "w2"),
-        module="block_sparse_moe",
-        theta=5e6,
-        own=_minimax,
-    ),
-    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", own_names=_OUTPUT_NORMS),
-    "olmoe": GgufFamily(
-        architecture="OlmoeForCausalLM", own_names=(("mlp.gate.", "ffn_gate_inp."),), own=_olmoe
-    ),
-    "gpt-oss": GgufFamily(
-        architecture="GptOssForCausalLM",
-        own_names=(
-            ("self_attn.sinks", "attn_sinks.weight"),
-            ("mlp.router.", "ffn_gate_inp."),
-            ("post_attention_layernorm.", "post_attention_norm."),
-        ),
-        own=_gpt_oss,
-    ),
-    "deepseek2": GgufFamily(
-        architecture="DeepseekV2ForCausalLM", own_names=_LATENTS, own=_deepseek
-    ),
-    "kimi-linear": GgufFamily(
-        architecture="KimiLinearForCausalLM",
-        own_names=_KIMI,
-        experts=("w1", "w3", "w2"),
-        module="block_sparse_moe",
-        is_rotated=False,
-        own=_kimi,
-    ),
-    "mistral4": GgufFamily(architecture="Mistral4ForCausalLM", own_names=_LATENTS, own=_deepseek),
-    "glm4": GgufFamily(
-        architecture="Glm4ForCausalLM",
-        own_names=(
-            ("mlp.gate_up_proj.", "ffn_up."),
-            ("post_self_attn_layernorm.", "post_attention_norm."),
-            ("post_mlp_layernorm.", "post_ffw_norm."),
-        ),
-        own=_glm4,
-    ),
-    "chatglm": GgufFamily(
-        architecture="ChatGLMModel",
-        own_names=(_MERGED, ("mlp.gate_up_proj.", "ffn_up.")),
-        own=_chatglm,
-    ),
-    "internlm2": GgufFamily(architecture="InternLM2ForCausalLM", has_neighbours=True),
-    "baichuan": GgufFamily(architecture="BaichuanForCausalLM", has_neighbours=True, own=_baichuan),
-    "falcon": GgufFamily(architecture="FalconForCausalLM", own_names=(_MERGED,), own=_falcon),
-    "gptneox": GgufFamily(architecture="GPTNeoXForCausalLM", own_names=(_MERGED,), own=_gpt_neox),
-    "phi2": GgufFamily(architecture="PhiForCausalLM", own=_phi2),
-    "bloom": GgufFamily(
-        architecture="BloomForCausalLM",
-        own_names=(_MERGED, ("model.embed_norm.", "token_embd_norm.")),
-        own=_bloom,
-    ),
-    "mpt": GgufFamily(architecture="MptForCausalLM", own_names=(_MERGED,), own=_mpt),
-    "starcoder": GgufFamily(
-        architecture="GPTBigCodeForCausalLM",
-        own_names=(_MERGED, ("model.embed_positions.", "position_embd.")),
-        own=_starcoder,
-    ),
-    "smollm3": GgufFamily(
-        architecture="SmolLM3ForCausalLM",
-        has_neighbours=True,
-        own=lambda gguf: {"no_rope_layer_interval": 4},
-    ),
-    "starcoder2": GgufFamily(architecture="Starcoder2ForCausalLM", own=_starcoder2),
-}
-"""By `general.architecture`; Mistral's is `llama`."""

@@ -204,10 +204,8 @@ def load_image_processor(
         raise fields.error("image_processor_type", f"must be {' or '.join(known)}, got {kind!r}")
     for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         wanted = (base, key) != (GEMMA4, "do_normalize")  # that encoder does it itself
-        if fields.boolean(key, default=wanted) != wanted:
-            raise fields.error(key, f"must be {str(wanted).lower()}")
-    if fields.boolean("do_pan_and_scan", default=False):
-        raise fields.error("do_pan_and_scan", "must be false")
+        fields.only(key, wanted)
+    fields.only("do_pan_and_scan", False)
     is_gemma = base == GEMMA3
     mean = _colours(fields, "image_mean", _HALVES if is_gemma else _CLIP_MEAN)
     std = _colours(fields, "image_std", _HALVES if is_gemma else _CLIP_STD)

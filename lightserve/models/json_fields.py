@@ -10,10 +10,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightserve.errors import ModelLoadError
 
+T = TypeVar("T")
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """No configuration or shard index is nearly as long."""
 
@@ -164,6 +165,13 @@ class JsonFields:
             names = " or ".join(map(_quoted, known))
             raise self.error(key, f"must be {names}, got {_quoted(value)}")
         return value
+
+    def choice(self, key: str, known: Mapping[str, T], default: str | None = None) -> T:
+        """Return that which a name stands for."""
+        name = self.string(key, default=default)
+        if name not in known:
+            raise self.error(key, f"must be one of {', '.join(known)}, got {name!r}")
+        return known[name]
 
     def array(self, key: str) -> list[Any]:
         """Return a list."""

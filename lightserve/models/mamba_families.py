@@ -14,7 +14,7 @@ from lightserve.models.moe_config import (
     groups_of,
     num_chosen_of,
 )
-from lightserve.models.plain_config import MAX_LAYERS, NormWeights, decoder_fields, parse_activation
+from lightserve.models.plain_config import ACTIVATIONS, MAX_LAYERS, NormWeights, decoder_fields
 from lightserve.models.recurrent_config import MambaConfig, SideBySide
 from lightserve.models.recurrent_families import (
     FULL_ATTENTION,
@@ -226,7 +226,7 @@ def parse_nemotron_h(fields: JsonFields) -> dict[str, Any]:
         "intermediate_size": fields.integer("intermediate_size", default=21504),
         "unrotated_layers": frozenset(range(len(kinds))),
         "mlp_bias": fields.boolean("mlp_bias", default=False),
-        "activation": parse_activation(fields, "mlp_hidden_act", "relu2"),
+        "activation": fields.choice("mlp_hidden_act", ACTIVATIONS, "relu2"),
         "norm_weights": NormWeights.WIDE,
         "layer_norms": ("input_layernorm",),
         "feed_forward_layers": blocks,

@@ -28,7 +28,7 @@ class NormWeights(Enum):
     """float32, and one larger than in the files."""
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_fast": Activation.GELU_TANH,
@@ -50,7 +50,7 @@ def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
         **sizes,
         **rotary_fields(fields, sizes, share=share, theta=theta),
         "intermediate_size": fields.integer("intermediate_size"),
-        "activation": parse_activation(fields, "hidden_act", "gelu"),
+        "activation": fields.choice("hidden_act", ACTIVATIONS, "gelu"),
         "qkv_bias": has_bias,
         "attention_output_bias": has_bias,
         "mlp_bias": True,
@@ -77,7 +77,7 @@ def parse_phi(fields: JsonFields) -> dict[str, Any]:
         **sizes,
         **rotary_fields(fields, sizes, share=0.5),
         "intermediate_size": fields.integer("intermediate_size"),
-        "activation": parse_activation(fields, "hidden_act", "gelu_new"),
+        "activation": fields.choice("hidden_act", ACTIVATIONS, "gelu_new"),
         **biases(True),
         "lm_head_bias": True,
         "is_parallel": True,
@@ -102,7 +102,7 @@ def parse_starcoder2(fields: JsonFields) -> dict[str, Any]:
         "num_kv_heads": fields.num_kv_heads(sizes["num_heads"], default=2),
         "intermediate_size": fields.integer("intermediate_size"),
         "sliding_windows": (window,) * sizes["num_layers"],
-        "activation": parse_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        "activation": fields.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
         **biases(has_bias),
         "stored_names": (("mlp.up_proj", "mlp.c_fc"), ("mlp.down_proj", "mlp.c_proj")),
     }
@@ -128,7 +128,7 @@ def parse_opt(fields: JsonFields) -> dict[str, Any]:
         "is_post_norm": is_post_norm,
         "word_size": fields.integer("word_embed_proj_dim", default=sizes["hidden_size"]),
         "rms_norm_eps": 1e-5,
-        "activation": parse_activation(fields, "activation_function", "relu"),
+        "activation": fields.choice("activation_function", ACTIVATIONS, "relu"),
         **biases(has_bias),
         "stored_names": (
             ("post_attention_layernorm", "final_layer_norm"),
@@ -174,7 +174,7 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
         **sizes,
         **positions,
         "intermediate_size": fields.integer("ffn_hidden_size", default=4 * sizes["hidden_size"]),
-        "activation": parse_activation(fields, "activation", "gelu"),
+        "activation": fields.choice("activation", ACTIVATIONS, "gelu"),
         **biases(has_bias),
         "merged": frozenset({"grouped_qkv"}),
         "is_parallel": is_parallel,
@@ -282,7 +282,7 @@ def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
         "num_kv_heads": 1,
         "intermediate_size": fields.integer("n_inner", default=4 * sizes["hidden_size"]),
         "position_offset": 0,
-        "activation": parse_activation(fields, "activation_function", "gelu_pytorch_tanh"),
+        "activation": fields.choice("activation_function", ACTIVATIONS, "gelu_pytorch_tanh"),
         **biases(True),
         "merged": frozenset({"qkv"}),
         "stored_names": (
@@ -389,14 +389,6 @@ def _plain(fields: JsonFields, *, is_tied: bool = True, **names: str) -> dict[st
 def biases(has_bias: bool) -> dict[str, bool]:
     """Return whether all products of a layer have biases, as fields of `ModelConfig`."""
     return dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), has_bias)
-
-
-def parse_activation(fields: JsonFields, key: str, default: str) -> Activation:
-    """Return the activation that a key names."""
-    name = fields.string(key, default=default)
-    if name not in _ACTIVATIONS:
-        raise fields.error(key, f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
-    return _ACTIVATIONS[name]
 
 
 # ALiBi: how much less a head's scores are with each position between query and key.

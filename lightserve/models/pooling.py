@@ -182,11 +182,7 @@ def _pooling_of(path: Path, modules: Path) -> Pooling:
     file = path / folder / CONFIG_FILE
     fields = JsonFields(file, read_json_object(file))
     if fields.has("pooling_mode"):
-        mode = fields.string("pooling_mode")
-        if mode not in _MODE_NAMES:
-            names = ", ".join(_MODE_NAMES)
-            raise fields.error("pooling_mode", f"must be one of {names}, got {mode!r}")
-        return _MODE_NAMES[mode]
+        return fields.choice("pooling_mode", _MODE_NAMES)
     chosen = [key for key, value in fields.items() if key.startswith("pooling_mode_") and value]
     if len(chosen) != 1 or chosen[0] not in _MODES:
         raise ModelLoadError(

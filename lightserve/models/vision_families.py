@@ -100,9 +100,7 @@ def _parse_llava(fields: JsonFields) -> VisionConfig:
     own = _vision_fields(fields, "clip_vision_model")
     hidden, heads = _heads(own, "hidden_size", 1024, "num_attention_heads")
     num_layers = own.integer("num_hidden_layers", default=24, high=MAX_LAYERS)
-    strategy = fields.string(_STRATEGY, default="default")
-    if strategy not in ("default", "full"):
-        raise fields.error(_STRATEGY, f"must be 'default' or 'full', got {strategy!r}")
+    strategy = fields.only(_STRATEGY, "default", "full")
     image_size = own.integer("image_size", default=336, high=4096)
     patch_size = own.integer("patch_size", default=14, high=4096)
     if not (num_patches := (image_size // patch_size) ** 2):
@@ -118,10 +116,10 @@ def _parse_llava(fields: JsonFields) -> VisionConfig:
             num_heads=heads,
             intermediate_size=own.integer("intermediate_size", default=4096),
             norm_eps=own.number("layer_norm_eps", default=1e-5),
-            activation=_activation(own, "hidden_act", "quick_gelu"),
+            activation=own.choice("hidden_act", _ACTIVATIONS, "quick_gelu"),
         ),
         projector=PairProjector(
-            activation=_activation(fields, "projector_hidden_act", "gelu"),
+            activation=fields.choice("projector_hidden_act", _ACTIVATIONS, "gelu"),
             has_bias=fields.boolean("multimodal_projector_bias", default=True),
         ),
         patch_size=patch_size,
@@ -196,7 +194,7 @@ def _parse_pixtral(fields: JsonFields, *, is_merged: bool) -> VisionConfig:
             normed=Normed.PATCH if is_merged else Normed.NOTHING,
             norm_eps=text.number("rms_norm_eps") if is_merged else None,
             has_merger=is_merged,
-            activation=_activation(fields, "projector_hidden_act", "gelu"),
+            activation=fields.choice("projector_hidden_act", _ACTIVATIONS, "gelu"),
             has_bias=fields.boolean("multimodal_projector_bias", default=not is_merged),
         ),
         patch_size=patch_size,
@@ -223,17 +221,14 @@ _PIXTRAL_NAMES = (
 def _parse_internvl(fields: JsonFields) -> VisionConfig:
     """Return the encoder of InternVL (Chen et al., 2024), which sees a picture in tiles."""
     own = _vision_fields(fields, "internvl_vision")
-    if (norm := own.string("norm_type", default="layer_norm")) not in ("layer_norm", "rms_norm"):
-        raise own.error("norm_type", f"must be 'layer_norm' or 'rms_norm', got {norm!r}")
-    if (strategy := fields.string(_STRATEGY, default="default")) != "default":
-        raise fields.error(_STRATEGY, f"must be 'default', got {strategy!r}")
+    norm = own.only("norm_type", "layer_norm", "rms_norm")
+    fields.only(_STRATEGY, "default")
+    fields.only("downsample_ratio", 0.5)
     hidden, heads = _heads(own, "hidden_size", 1024, "num_attention_heads")
     num_layers = own.integer("num_hidden_layers", default=24, high=MAX_LAYERS)
     count = _num_used_layers(fields, num_layers, default=-1)
     is_last = fields.integer("vision_feature_layer", default=-1, low=-num_layers - 1) == -1
     patch_size, image_size = _side(own, "patch_size", 14), _side(own, "image_size", 448)
-    if (share := fields.number("downsample_ratio", default=0.5)) != 0.5:
-        raise fields.error("downsample_ratio", f"must be 0.5, got {share}")
     if image_size % (2 * patch_size):
         raise own.error("image_size", f"must be a multiple of {2 * patch_size}, got {image_size}")
     return VisionConfig(
@@ -247,7 +242,7 @@ def _parse_internvl(fields: JsonFields) -> VisionConfig:
             num_heads=heads,
             intermediate_size=own.integer("intermediate_size", default=4096),
             norm_eps=own.number("layer_norm_eps", default=1e-6),
-            activation=_activation(own, "hidden_act", "gelu"),
+            activation=own.choice("hidden_act", _ACTIVATIONS, "gelu"),
             qkv_bias=own.boolean("attention_bias", default=False),
             has_scales=True,
             is_rms=norm == "rms_norm",
@@ -256,7 +251,7 @@ def _parse_internvl(fields: JsonFields) -> VisionConfig:
         projector=PairProjector(
             normed=Normed.SQUARE,
             norm_eps=1e-5,
-            activation=_activation(fields, "projector_hidden_act", "gelu"),
+            activation=fields.choice("projector_hidden_act", _ACTIVATIONS, "gelu"),
             has_bias=True,
         ),
         patch_size=patch_size,
@@ -311,7 +306,7 @@ def _parse_gemma3(fields: JsonFields) -> VisionConfig:
             num_heads=heads,
             intermediate_size=own.integer("intermediate_size", default=3072),
             norm_eps=own.number("layer_norm_eps", default=1e-6),
-            activation=_activation(own, "hidden_act", "gelu_pytorch_tanh"),
+            activation=own.choice("hidden_act", _ACTIVATIONS, "gelu_pytorch_tanh"),
         ),
         projector=MeanProjector(),
         patch_size=patch_size,
@@ -403,18 +398,15 @@ def _parse_gemma4(fields: JsonFields) -> VisionConfig:
     own, text = _vision_fields(fields, "gemma4_vision"), text_fields(fields)
     hidden, heads = _heads(own, "hidden_size", 768, "num_attention_heads", num_heads=12)
     _check_axes(own, "num_attention_heads", hidden, heads)
-    name = "gelu_pytorch_tanh"
-    for key, wanted, found in (
-        ("head_dim", hidden // heads, own.integer("head_dim", default=64)),
-        ("num_key_value_heads", heads, own.integer("num_key_value_heads", default=12)),
-        ("hidden_activation", name, own.string("hidden_activation", default=name)),
+    own.only("hidden_activation", "gelu_pytorch_tanh")
+    for key, wanted, default in (
+        ("head_dim", hidden // heads, 64),
+        ("num_key_value_heads", heads, 12),
     ):
-        if found != wanted:
-            raise own.error(key, f"must be {wanted!r}, got {found!r}")
+        if (found := own.integer(key, default=default)) != wanted:
+            raise own.error(key, f"must be {wanted}, got {found}")
     rope = own.child("rope_parameters") if own.has("rope_parameters") else JsonFields(own.path, {})
-    kind = rope.string("rope_type", default="axial")
-    if kind not in ("axial", "default"):  # the authors' files have the second name
-        raise rope.error("rope_type", f"must be 'axial', got {kind!r}")
+    rope.only("rope_type", "axial", "default")  # the authors' files have the second name
     merge = own.integer("pooling_kernel_size", default=3, high=16)
     patch_size = own.integer("patch_size", default=16, high=4096)
     processor = load_image_processor(fields.path.parent, GEMMA4, factor=patch_size * merge)
@@ -494,7 +486,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
         windows = _windows(own, num_layers, factor)
     else:
         name = "gelu_pytorch_tanh" if is_third else "quick_gelu"
-        activation = _activation(own, "hidden_act", name)
+        activation = own.choice("hidden_act", _ACTIVATIONS, name)
     if is_first:
         inner = int(hidden * own.number("mlp_ratio", default=4))
     return VisionConfig(
@@ -531,8 +523,7 @@ def _parse_qwen(fields: JsonFields, architecture: Architecture) -> VisionConfig:
 
 def _windows(own: JsonFields, num_layers: int, factor: int) -> dict[str, Any]:
     """Return fields of Qwen2.5-VL's layers, most of which see windows."""
-    if (activation := own.string("hidden_act", default="silu")) != "silu":
-        raise own.error("hidden_act", f"must be 'silu', got {activation!r}")
+    own.only("hidden_act", "silu")
     key, window = "fullatt_block_indexes", own.integer("window_size", default=112)
     if window < factor:
         raise own.error("window_size", f"must be at least {factor}, got {window}")
@@ -587,11 +578,9 @@ _QWEN3_NAMES = (
 
 def _vision_fields(fields: JsonFields, *kinds: str) -> JsonFields:
     own = fields.child("vision_config")
-    if (kind := own.string("model_type", default=kinds[0])) not in kinds:
-        raise own.error("model_type", f"must be {kinds[0]!r}, got {kind!r}")
+    own.only("model_type", *kinds)
     for key in ("num_channels", "in_channels", "in_chans"):
-        if (channels := own.integer(key, default=3)) != 3:
-            raise own.error(key, f"must be 3, got {channels}")
+        own.only(key, 3)
     return own
 
 
@@ -646,13 +635,6 @@ def _gate(fields: JsonFields, key: str, default: str) -> Activation | None:
     """Return the activation of gates; None: SiLU."""
     if fields.string(key, default=default) == "silu":
         return None
-    if (activation := _activation(fields, key, default)) is Activation.QUICK_GELU:
+    if (activation := fields.choice(key, _ACTIVATIONS, default)) is Activation.QUICK_GELU:
         raise fields.error(key, "must be 'silu', 'gelu' or 'gelu_pytorch_tanh'")
     return activation
-
-
-def _activation(fields: JsonFields, key: str, default: str) -> Activation:
-    name = fields.string(key, default=default)
-    if name not in _ACTIVATIONS:
-        raise fields.error(key, f"must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
-    return _ACTIVATIONS[name]

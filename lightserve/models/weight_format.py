@@ -172,10 +172,7 @@ def is_mxfp4(fields: JsonFields) -> bool:
 
 
 def _one_of(fields: JsonFields, key: str, known: tuple[str, ...], default: str | None) -> str:
-    value = fields.string(key, default=default)
-    if value not in known:
-        raise fields.error(key, f"must be {' or '.join(known)}, got {value!r}")
-    return value
+    return fields.choice(key, {name: name for name in known}, default)
 
 
 def _bits(fields: JsonFields, key: str, known: tuple[int, ...]) -> int:
@@ -202,7 +199,7 @@ def _refuse(fields: JsonFields, key: str, known: str) -> None:
 
 def _gptq(fields: JsonFields) -> WeightFormat:
     _refuse(fields, "dynamic", "empty: modules with numbers of their own are not supported")
-    written = _one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    written = fields.only("checkpoint_format", "gptq", "gptq_v2")
     return WeightFormat(
         method="gptq",
         layout=Layout.GPTQ,
@@ -216,9 +213,8 @@ def _gptq(fields: JsonFields) -> WeightFormat:
 
 
 def _awq(fields: JsonFields) -> WeightFormat:
-    _one_of(fields, "version", ("gemm", "GEMM"), "gemm")
-    if not fields.boolean("zero_point", default=True):
-        raise fields.error("zero_point", "must be true")
+    fields.only("version", "gemm", "GEMM")
+    fields.only("zero_point", True)
     return WeightFormat(
         method="awq",
         layout=Layout.AWQ,
@@ -232,7 +228,7 @@ def _awq(fields: JsonFields) -> WeightFormat:
 
 
 def _fp8(fields: JsonFields) -> WeightFormat:
-    _one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    fields.only("fmt", "e4m3", "float8_e4m3fn")
     if not fields.has("weight_block_size"):
         return WeightFormat(method="fp8", layout=Layout.FP8, bits=8, block_outputs=None)
     outputs, inputs = _block(fields, "weight_block_size")
@@ -255,35 +251,30 @@ def _block(fields: JsonFields, key: str) -> tuple[int, int]:
 
 
 _COMPRESSED = {
-    "pack-quantized": ("int", (4, 8)),
-    "int-quantized": ("int", (8,)),
-    "float-quantized": ("float", (8,)),
+    "pack-quantized": (Layout.PACKED, "int", (4, 8), ("group", "channel")),
+    "int-quantized": (Layout.INT8, "int", (8,), ("tensor", "channel", "group")),
+    "float-quantized": (Layout.FP8, "float", (8,), ("tensor", "channel", "block")),
 }
-"""Formats of compressed-tensors: the kind of weights, and their bits."""
-_STRATEGIES = {
-    "pack-quantized": ("group", "channel"),
-    "int-quantized": ("tensor", "channel", "group"),
-    "float-quantized": ("tensor", "channel", "block"),
-}
+"""Formats of compressed-tensors: their layout, kind of weights, bits and ways to share factors."""
 
 
 def _compressed_tensors(fields: JsonFields) -> WeightFormat:
-    _one_of(fields, "quantization_status", ("compressed",), "compressed")
+    fields.only("quantization_status", "compressed")
     _refuse(fields, "transform_config", "empty: weights that are rotated are not supported")
     if fields.has("sparsity_config"):
-        _one_of(fields.child("sparsity_config"), "format", ("dense",), "dense")
+        fields.child("sparsity_config").only("format", "dense")
     groups = fields.child("config_groups")
     if len(groups.items()) != 1:
         raise fields.error("config_groups", f"must have one entry, got {len(groups.items())}")
     group = groups.child(groups.items()[0][0])
     # The older files have one format, at the top.
     format_fields = group if group.has("format") else fields
-    written = _one_of(format_fields, "format", tuple(_COMPRESSED), None)
+    written = format_fields.string("format")
+    layout, kind, widths, strategies = format_fields.choice("format", _COMPRESSED)
     weights = group.child("weights")
-    kind, widths = _COMPRESSED[written]
     _one_of(weights, "type", (kind,), "int")
     bits = _bits(weights, "num_bits", widths)
-    strategy = _one_of(weights, "strategy", _STRATEGIES[written], None)
+    strategy = _one_of(weights, "strategy", strategies, None)
     is_symmetric = weights.boolean("symmetric", default=True)
     if kind == "float" and not is_symmetric:
         raise weights.error("symmetric", "must be true for weights of floating point")
@@ -300,14 +291,9 @@ def _compressed_tensors(fields: JsonFields) -> WeightFormat:
     if weights.has("actorder") and dict(weights.items())["actorder"] is not False:
         known = ("group", "dynamic", "weight", "static")
         order = _one_of(weights, "actorder", known, None)
-    layouts = {
-        "pack-quantized": Layout.PACKED,
-        "int-quantized": Layout.INT8,
-        "float-quantized": Layout.FP8,
-    }
     return WeightFormat(
         method=f"compressed-tensors {written}",
-        layout=layouts[written],
+        layout=layout,
         bits=bits,
         block_outputs=block_outputs,
         block_inputs=block_inputs,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightserve.models.config import ModelConfig, load_model_config
 from lightserve.models.gguf import BLOCK_TYPES, GgufFile
-from lightserve.models.gguf_families import DEEPSEEK3, FALCON2, FAMILIES, MIXTRAL, OLMO3, GgufFamily
+from lightserve.models.gguf_config import DEEPSEEK3, FALCON2, FAMILIES, MIXTRAL, OLMO3, GgufFamily
 from lightserve.models.latent_config import LatentConfig
 from lightserve.models.moe_config import FP4_HALVES
 from lightserve.models.plain_config import NormWeights

@@ -33,7 +33,7 @@ from lightserve.metrics.catalogue import all_families
 from lightserve.models.architectures import CROSS_ENCODERS, HEADLESS, Architecture
 from lightserve.models.decoder import PLAIN
 from lightserve.models.families import FAMILIES
-from lightserve.models.gguf_families import FAMILIES as GGUF_FAMILIES
+from lightserve.models.gguf_config import FAMILIES as GGUF_FAMILIES
 from lightserve.types import SAMPLING_FIELDS, SLO
 from tools.structure import follow_body, follow_plan
 
