@@ -43,7 +43,6 @@ from lightserve.models.layers.linear import (
     Linear,
     LMHead,
     ModelContext,
-    ModuleShard,
     Norm,
     VocabEmbedding,
     VocabWeight,
@@ -197,9 +196,7 @@ class LayerInputs:
             reader, context.tp, LAYER_EMBEDDING, vocab_size=own.input_vocab, hidden_size=total
         )
         self._embedding = VocabEmbedding(weight, context.tp)
-        self._projection = context.method.exact_inputs.create(
-            reader, [whole_module(LAYER_PROJECTION, total, hidden)]
-        )
+        self._projection = context.whole(LAYER_PROJECTION, total, hidden)
         self._norm = context.norm(LAYER_NORM, size=size)
         self._size, self._hidden = size, hidden
 
@@ -222,11 +219,8 @@ class Gemma4Ending:
         self._scale = read_vector(context.reader, f"{prefix}.layer_scalar", 1)
         self._part = slice(layer * size, (layer + 1) * size)
         if size:
-            method = context.method.exact_inputs
-            gate = whole_module(f"{prefix}.per_layer_input_gate", size, hidden)
-            projection = whole_module(f"{prefix}.per_layer_projection", hidden, size)
-            self._gate = method.create(context.reader, [gate])
-            self._projection = method.create(context.reader, [projection])
+            self._gate = context.whole(f"{prefix}.per_layer_input_gate", size, hidden)
+            self._projection = context.whole(f"{prefix}.per_layer_projection", hidden, size)
             self._norm = context.norm(f"{prefix}.post_per_layer_input_norm", size=hidden)
 
     def __call__(
@@ -238,12 +232,6 @@ class Gemma4Ending:
             gates = self._kernels.gelu(self._gate.apply(residual), of_layers[:, self._part])
             x = self._norm(self._projection.apply(gates))
         return x * self._scale, residual * self._scale
-
-
-def whole_module(name: str, num_outputs: int, num_inputs: int) -> ModuleShard:
-    """Return a module without a bias that every rank has whole."""
-    rows, columns = Part(0, num_outputs), Part(0, num_inputs)
-    return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
 
 
 class Family(NamedTuple):
@@ -287,13 +275,7 @@ class NextTokenHead:
         self._word_norm, self._state_norm, self._norm = (
             context.norm(f"{prefix}.{name}", size=size) for name in DRAFT_NORMS
         )
-        whole = ModuleShard(
-            name=f"{prefix}.{DRAFT_JOIN}",
-            rows=Part(0, size),
-            columns=Part(0, 2 * size),
-            has_bias=False,
-        )
-        self._join = context.method.exact_inputs.create(context.reader, [whole])
+        self._join = context.whole(f"{prefix}.{DRAFT_JOIN}", size, 2 * size)
         self._passes = Passes(context.kernels, context.tp, self._through_layer)
 
     def states(
@@ -534,11 +516,8 @@ def _projections(context: ModelContext) -> tuple[Linear | None, Linear | None]:
     if inner == outer:
         return None, None
 
-    def load(name: str, num_outputs: int, num_inputs: int) -> Linear:
-        shard = whole_module(name.removesuffix(".weight"), num_outputs, num_inputs)
-        return context.method.exact_inputs.create(context.reader, [shard])
-
-    return load(PROJECT_IN, inner, outer), load(PROJECT_OUT, outer, inner)
+    first, last = (name.removesuffix(".weight") for name in (PROJECT_IN, PROJECT_OUT))
+    return context.whole(first, inner, outer), context.whole(last, outer, inner)
 
 
 def _vocab_weights(context: ModelContext) -> tuple[VocabWeight, VocabWeight]:

@@ -69,7 +69,7 @@ def _bert(
         fields.only(key, False)
     fields.only("position_embedding_type", "absolute")
     num_types = fields.integer("type_vocab_size", default=2)
-    sizes = _sizes(fields, 512, rms_norm_eps="layer_norm_eps")
+    sizes = _sizes(fields, 512, {"rms_norm_eps": "layer_norm_eps"})
     if (num_positions := sizes["max_position_embeddings"]) <= position_offset:
         raise fields.error("max_position_embeddings", f"must be above {position_offset}")
     return {
@@ -119,7 +119,7 @@ def parse_nomic_bert(fields: JsonFields) -> dict[str, Any]:
         fields.only(key, None)
     fields.only("rotary_emb_fraction", 1)
     fields.only("activation_function" if own else "hidden_act", "silu", "swiglu")
-    sizes = _sizes(fields, 2048, **(_NOMIC_KEYS if own else {"rms_norm_eps": "layer_norm_eps"}))
+    sizes = _sizes(fields, 2048, _NOMIC_KEYS if own else {"rms_norm_eps": "layer_norm_eps"})
     inner_key, inner = "n_inner" if own else "intermediate_size", 4 * sizes["hidden_size"]
     theta = fields.number("rotary_emb_base", default=1000.0, above=1.0)
     if fields.has("rope_parameters"):
@@ -147,10 +147,10 @@ def parse_nomic_bert(fields: JsonFields) -> dict[str, Any]:
     }
 
 
-def _sizes(fields: JsonFields, num_positions: int, **names: str) -> dict[str, Any]:
+def _sizes(fields: JsonFields, num_positions: int, names: dict[str, str]) -> dict[str, Any]:
     """Return sizes and the fields that all share; `names`: see `named_sizes`."""
     defaults = {"max_position_embeddings": num_positions, "rms_norm_eps": 1e-12}
-    return named_sizes(fields, defaults, **names) | {
+    return named_sizes(fields, names, defaults) | {
         "encoder": Encoder(fields.integer("type_vocab_size", default=2)),
         "layer_norm_bias": True,
         "layer_norms": _NORMS,

@@ -7,6 +7,7 @@ and model files. All are Llama but for names, merged products and positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
@@ -25,7 +26,7 @@ def parse_internlm(fields: JsonFields) -> dict[str, Any]:
         rotary.only("type", "origin")
         theta = rotary.number("base", default=theta, above=1.0)
     return {
-        **_sizes(fields),
+        **_sizes(fields, {}),
         "rope": DefaultRope(theta=theta),
         "qkv_bias": (has_bias := fields.boolean("bias", default=True)),
         "attention_output_bias": has_bias,
@@ -34,7 +35,7 @@ def parse_internlm(fields: JsonFields) -> dict[str, Any]:
 
 def parse_internlm2(fields: JsonFields) -> dict[str, Any]:
     """Return InternLM 2 and 2.5: queries, keys and values in one tensor, group by group."""
-    sizes = _sizes(fields, **GROUPS)
+    sizes = _sizes(fields, GROUPS)
     return {
         **sizes,
         **rotary_fields(fields, sizes),
@@ -59,7 +60,7 @@ def parse_baichuan(fields: JsonFields) -> dict[str, Any]:
     """Return Baichuan 1 or 2: 7B with rotary positions, 13B, whose file names none, with ALiBi."""
     has_positions = fields.has("max_position_embeddings")
     names = {} if has_positions else {"max_position_embeddings": "model_max_length"}
-    sizes = _sizes(fields, **names)
+    sizes = _sizes(fields, names)
     if has_positions:
         own = rotary_fields(fields, sizes)
     else:
@@ -81,7 +82,7 @@ def parse_qwen1(fields: JsonFields) -> dict[str, Any]:
     Beyond it the authors' code scales queries (`use_logn_attn`) and changes the base of the rotary
     embedding (`use_dynamic_ntk`) by each sequence's length: cached keys would not fit.
     """
-    sizes = _sizes(fields, rms_norm_eps="layer_norm_epsilon")
+    sizes = _sizes(fields, {"rms_norm_eps": "layer_norm_epsilon"})
     trained = fields.integer("seq_length", default=sizes["max_position_embeddings"])
     sizes["max_position_embeddings"] = min(trained, sizes["max_position_embeddings"])
     if sizes["intermediate_size"] % 2:
@@ -121,6 +122,15 @@ _CHATGLM_SWITCHES = {
 }
 
 
+_CHATGLM_NAMES = {
+    "num_hidden_layers": "num_layers",
+    "vocab_size": "padded_vocab_size",
+    "max_position_embeddings": "seq_length",
+    "rms_norm_eps": "layernorm_epsilon",
+    "head_dim": "kv_channels",
+}
+
+
 def parse_chatglm(fields: JsonFields) -> dict[str, Any]:
     """Return ChatGLM 2 or 3, or GLM-4-9B in its first format.
 
@@ -129,17 +139,10 @@ def parse_chatglm(fields: JsonFields) -> dict[str, Any]:
     for key, needed in _CHATGLM_SWITCHES.items():
         fields.only(key, needed)
     is_grouped = fields.boolean("multi_query_attention", default=False)
-    groups = {"num_key_value_heads": "multi_query_group_num"} if is_grouped else {}
-    sizes = _sizes(
-        fields,
-        "ffn_hidden_size",
-        num_hidden_layers="num_layers",
-        vocab_size="padded_vocab_size",
-        max_position_embeddings="seq_length",
-        rms_norm_eps="layernorm_epsilon",
-        head_dim="kv_channels",
-        **groups,
+    names = _CHATGLM_NAMES | (
+        {"num_key_value_heads": "multi_query_group_num"} if is_grouped else {}
     )
+    sizes = _sizes(fields, names, "ffn_hidden_size")
     if sizes["head_dim"] % 4:
         raise fields.error("kv_channels", f"must be a multiple of 4, got {sizes['head_dim']}")
     has_bias = fields.boolean("add_bias_linear", default=False)
@@ -167,9 +170,9 @@ def parse_chatglm(fields: JsonFields) -> dict[str, Any]:
 
 
 def _sizes(
-    fields: JsonFields, inner_key: str = "intermediate_size", **names: str
+    fields: JsonFields, names: Mapping[str, str], inner_key: str = "intermediate_size"
 ) -> dict[str, Any]:
     """Return sizes and the fields that all share; `names`: see `named_sizes`."""
     fields.only("hidden_act", "silu")
-    sizes = named_sizes(fields, {}, **names)
+    sizes = named_sizes(fields, names)
     return {**sizes, "intermediate_size": fields.integer(inner_key)}

@@ -7,7 +7,9 @@ GPT-NeoX, Phi-1 and 2, StarCoder 1 and 2, OPT, Falcon, BLOOM, MPT. Torch-free.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 from lightserve.models.json_fields import JsonFields
@@ -42,7 +44,7 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
     """Return GPT-NeoX, such as Pythia: both blocks read the same sum, each normed."""
-    sizes = _plain(fields, is_tied=False, rms_norm_eps="layer_norm_eps")
+    sizes = _plain(fields, {"rms_norm_eps": "layer_norm_eps"}, is_tied=False)
     share = fields.number("rotary_pct", default=0.25)
     theta = fields.number("rotary_emb_base", default=DEFAULT_THETA, above=1.0)
     has_bias = fields.boolean("attention_bias", default=True)
@@ -72,7 +74,7 @@ def parse_gpt_neox(fields: JsonFields) -> dict[str, Any]:
 def parse_phi(fields: JsonFields) -> dict[str, Any]:
     """Return Phi-1, 1.5 or 2: both blocks read one norm; the output layer has a bias."""
     fields.only("qk_layernorm", False)
-    sizes = _plain(fields, is_tied=False, rms_norm_eps="layer_norm_eps", **GROUPS)
+    sizes = _plain(fields, GROUPS | {"rms_norm_eps": "layer_norm_eps"}, is_tied=False)
     return {
         **sizes,
         **rotary_fields(fields, sizes, share=0.5),
@@ -93,7 +95,7 @@ def parse_phi(fields: JsonFields) -> dict[str, Any]:
 
 def parse_starcoder2(fields: JsonFields) -> dict[str, Any]:
     """Return StarCoder 2."""
-    sizes = _plain(fields, rms_norm_eps="norm_epsilon")
+    sizes = _plain(fields, {"rms_norm_eps": "norm_epsilon"})
     has_bias = fields.boolean("use_bias", default=True)
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     return {
@@ -146,8 +148,8 @@ def parse_falcon(fields: JsonFields) -> dict[str, Any]:
     """Return Falcon: both blocks read one sum, or one norm of it; rotary positions or ALiBi."""
     is_new = fields.boolean("new_decoder_architecture", default=False)
     is_multi_query = fields.boolean("multi_query", default=True)
-    names = {"num_key_value_heads": "num_kv_heads"} if is_new else {}
-    sizes = _plain(fields, rms_norm_eps="layer_norm_epsilon", **names)
+    names = {"rms_norm_eps": "layer_norm_epsilon"}
+    sizes = _plain(fields, names | ({"num_key_value_heads": "num_kv_heads"} if is_new else {}))
     if not is_new:
         sizes["num_kv_heads"] = 1 if is_multi_query else sizes["num_heads"]
     is_parallel = is_new or fields.boolean("parallel_attn", default=True)
@@ -192,9 +194,8 @@ def parse_bloom(fields: JsonFields) -> dict[str, Any]:
         "num_hidden_layers": "n_layer",
     }
     names = {key: name for key, name in names.items() if fields.has(name)}
-    sizes = _plain(
-        fields, rms_norm_eps="layer_norm_epsilon", max_position_embeddings="seq_length", **names
-    )
+    names |= {"rms_norm_eps": "layer_norm_epsilon", "max_position_embeddings": "seq_length"}
+    sizes = _plain(fields, names)
     return {
         **sizes,
         **unrotated(sizes["num_layers"]),
@@ -219,14 +220,7 @@ def parse_bloom(fields: JsonFields) -> dict[str, Any]:
 
 def parse_mpt(fields: JsonFields) -> dict[str, Any]:
     """Return MPT: ALiBi with slopes of its own, and no bias anywhere."""
-    sizes = _plain(
-        fields,
-        num_attention_heads="n_heads",
-        hidden_size="d_model",
-        num_hidden_layers="n_layers",
-        max_position_embeddings="max_seq_len",
-        rms_norm_eps="layer_norm_epsilon",
-    )
+    sizes = _plain(fields, _short("n_heads", "d_model", "n_layers", "max_seq_len"))
     max_bias, scale = 8.0, None
     if fields.has("attn_config"):
         attention = fields.child("attn_config")
@@ -268,14 +262,7 @@ def parse_gpt_bigcode(fields: JsonFields) -> dict[str, Any]:
     for key in ("scale_attn_weights", "multi_query"):
         fields.only(key, True)
     fields.only("add_cross_attention", False)
-    sizes = _plain(
-        fields,
-        num_attention_heads="n_head",
-        hidden_size="n_embd",
-        num_hidden_layers="n_layer",
-        max_position_embeddings="n_positions",
-        rms_norm_eps="layer_norm_epsilon",
-    )
+    sizes = _plain(fields, _short("n_head", "n_embd", "n_layer", "n_positions"))
     return {
         **sizes,
         **unrotated(sizes["num_layers"]),
@@ -364,11 +351,14 @@ def unrotated(num_layers: int) -> dict[str, Any]:
     return {"rope": rope, "unrotated_layers": frozenset(range(num_layers))}
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 GROUPS = {"num_key_value_heads": "num_key_value_heads"}
 """For `named_sizes`: the usual key of the number of KV heads."""
 
 
-def named_sizes(fields: JsonFields, defaults: dict[str, Any], **names: str) -> dict[str, Any]:
+def named_sizes(
+    fields: JsonFields, names: Mapping[str, str], defaults: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
     """Return `sizes_of` a file that has other `names` of keys.
 
     Each query head has a KV head of its own, unless `names` has a key for their number and the file
@@ -379,11 +369,24 @@ def named_sizes(fields: JsonFields, defaults: dict[str, Any], **names: str) -> d
     return sizes_of(own, num_kv_heads=None if "num_key_value_heads" in names else num_heads)
 
 
-def _plain(fields: JsonFields, *, is_tied: bool = True, **names: str) -> dict[str, Any]:
+def _plain(
+    fields: JsonFields, names: Mapping[str, str] = NOTHING, *, is_tied: bool = True
+) -> dict[str, Any]:
     """Return sizes of a family here; `names`: see `named_sizes`."""
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-    defaults["tie_word_embeddings"] = is_tied
-    return {**named_sizes(fields, defaults, **names), "layer_norm_bias": True}
+    defaults |= {"tie_word_embeddings": is_tied}
+    return {**named_sizes(fields, names, defaults), "layer_norm_bias": True}
+
+
+def _short(heads: str, hidden: str, layers: str, positions: str) -> dict[str, str]:
+    """Return names of keys for `named_sizes`."""
+    return {
+        "num_attention_heads": heads,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
 
 
 def biases(has_bias: bool) -> dict[str, bool]:

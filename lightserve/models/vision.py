@@ -222,21 +222,12 @@ class _Projector:
         size = context.config.embedding_size
         inner = own.inner_size or size
 
-        def product(part: str, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
-            shard = ModuleShard(
-                name=f"{name}.{part}",
-                rows=Part(0, outputs),
-                columns=Part(0, inputs),
-                has_bias=has_bias,
-            )
-            return context.method.create(context.reader, [shard])
-
         self._merger: Linear | None = None
         if own.has_merger:
-            self._merger = product("merger", hidden, self._group, has_bias=False)
+            self._merger = context.whole(f"{name}.merger", hidden, self._group)
         num_inputs = hidden if own.has_merger else self._group
-        self._inner = product("inner", inner, num_inputs, has_bias=own.has_bias)
-        self._outer = product("outer", size, inner, has_bias=own.has_bias)
+        self._inner = context.whole(f"{name}.inner", inner, num_inputs, has_bias=own.has_bias)
+        self._outer = context.whole(f"{name}.outer", size, inner, has_bias=own.has_bias)
         self._activate = partial(activate, context.kernels, kind=own.activation)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def test_values_of_fewer_numbers_than_keys(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"topk_method": "noaux_tc"}, "topk_method.*greedy or group_limited_greedy"),
+        ({"topk_method": "noaux_tc"}, "topk_method.*greedy' or 'group_limited_greedy"),
         ({"topk_method": "group_limited_greedy"}, "n_group.*is missing"),
         ({"norm_topk_prob": True}, "norm_topk_prob"),
         ({"scoring_func": "sigmoid"}, "scoring_func.*softmax"),

@@ -185,23 +185,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point' must be true"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "must be 'e4m3' or 'float8_e4m3fn', got 'e5m2'"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "must be two sizes from 1 to 1024"),
-    (compressed("nvfp4-pack-quantized", W4), "must be pack-quantized or int-quantized or float-qu"),
+    (
+        compressed("nvfp4-pack-quantized", W4),
+        "must be one of pack-quantized, int-quantized, float-qu",
+    ),
     (compressed("marlin-24", W4), "got 'marlin-24'"),
     (compressed("pack-quantized", W4 | {"num_bits": 2}), "weights.num_bits' must be 4 or 8, got 2"),
     (
         compressed("pack-quantized", W4 | {"type": "float"}),
-        "weights.type' must be int, got 'float'",
+        "weights.type' must be one of int, got 'float'",
     ),
     (
         compressed("int-quantized", {"num_bits": 8, "strategy": "token"}),
-        "strategy' must be tensor or channel or group, got 'token'",
+        "strategy' must be one of tensor, channel, group, got 'token'",
     ),
     (compressed("pack-quantized", W4) | {"config_groups": {}}, "must have one entry, got 0"),
     (
         compressed("pack-quantized", W4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        "sparsity_config.format' must be dense",
+        "sparsity_config.format' must be 'dense'",
     ),
-    (compressed("pack-quantized", W4) | {"quantization_status": "frozen"}, "must be compressed"),
+    (compressed("pack-quantized", W4) | {"quantization_status": "frozen"}, "must be 'compressed'"),
 ]
 
 

@@ -624,7 +624,7 @@ def test_files_that_cannot_be_served(
     [
         ("qwen2_vl", {"patch_size": 0}, "'vision_config.patch_size' must be between"),
         ("qwen2_vl", {"patch_size": 9}, "'patch_size' times merge_size must be 18, got 14"),
-        ("qwen2_vl", {"model_type": "clip"}, "must be 'qwen2_vl_vision', got 'clip'"),
+        ("qwen2_vl", {"model_type": "clip"}, "must be 'qwen2_vl_vision' or 'qwen2_vl', got 'clip'"),
         ("qwen2_vl", {"in_channels": 4}, "'vision_config.in_channels' must be 3"),
         ("qwen2_vl", {"embed_dim": 36, "num_heads": 6}, "must make heads of a multiple of 4"),
         ("qwen2_5_vl", {"window_size": 13}, "'vision_config.window_size' must be at least 14"),
@@ -644,7 +644,11 @@ def test_files_that_cannot_be_served(
         ("gemma4", {"hidden_size": 36, "num_attention_heads": 6}, "heads of a multiple of 4"),
         ("gemma4", {"position_embedding_size": 33}, "must be at least 34, got 33"),
         ("gemma4", {"patch_size": 8}, "'patch_size' times pooling_kernel_size must be 16, got 14"),
-        ("gemma4", {"rope_parameters": {"rope_type": "yarn"}}, "must be 'axial', got 'yarn'"),
+        (
+            "gemma4",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "must be 'axial' or 'default', got 'yarn'",
+        ),
         ("gemma4", {"model_type": "siglip_vision_model"}, "must be 'gemma4_vision', got 'siglip"),
         ("internvl", {"norm_type": "batch_norm"}, "or 'rms_norm', got 'batch_norm'"),
         ("internvl", {"image_size": [28, 14]}, "must be a square of 1 to 4096"),

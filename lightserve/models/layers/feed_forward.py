@@ -7,6 +7,7 @@ intermediate features, so all ranks have the same work whichever experts are cho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -276,36 +277,21 @@ class _Router:
 
 def _plain(context: ModelContext, name: str, num_outputs: int, *, has_bias: bool = False) -> Linear:
     """Load a weight that is too small, and decides too much, to be rounded; whole on every rank."""
-    shard = ModuleShard(
-        name=name,
-        rows=Part(0, num_outputs),
-        columns=Part(0, context.config.hidden_size),
-        has_bias=has_bias,
-    )
-    return UnquantizedMethod(context.kernels).create(context.reader, [shard])
+    plain = replace(context, method=UnquantizedMethod(context.kernels))
+    return plain.whole(name, num_outputs, context.config.hidden_size, has_bias=has_bias)
 
 
 def _latents(context: ModelContext, prefix: str, size: int) -> tuple[Linear, Linear]:
     """Load the products before experts and behind, whole on every rank; the second is of a rank's
     share, so rank 0 alone adds its bias.
     """
-    hidden, has_bias = Part(0, context.config.hidden_size), context.config.mlp_bias
-    sizes = {LATENT_INPUTS: (Part(0, size), hidden), LATENT_RESULTS: (hidden, Part(0, size))}
-    first, second = (
-        context.method.exact_inputs.create(
-            context.reader,
-            [
-                ModuleShard(
-                    name=f"{prefix}.{name}",
-                    rows=rows,
-                    columns=columns,
-                    has_bias=has_bias and (name == LATENT_INPUTS or context.tp.rank == 0),
-                )
-            ],
-        )
-        for name, (rows, columns) in sizes.items()
+    hidden, has_bias = context.config.hidden_size, context.config.mlp_bias
+    first, second = f"{prefix}.{LATENT_INPUTS}", f"{prefix}.{LATENT_RESULTS}"
+    adds_bias = has_bias and context.tp.rank == 0
+    return (
+        context.whole(first, size, hidden, has_bias=has_bias),
+        context.whole(second, hidden, size, has_bias=adds_bias),
     )
-    return first, second
 
 
 class _Experts(Protocol):
@@ -374,14 +360,10 @@ def _packed_weights(
     part = even_part(moe.intermediate_size, context.tp)
     hidden = Part(0, moe.latent_size or context.config.hidden_size)
     *halves, down = moe.projections
-
-    def shard(name: str, rows: Part, columns: Part) -> ModuleShard:
-        return ModuleShard(name=name, rows=rows, columns=columns, has_bias=False)
-
     packed = context.method.pack_experts(
         context.reader,
-        [[shard(f"{name}.{half}", part, hidden) for half in halves] for name in names],
-        [[shard(f"{name}.{down}", hidden, part)] for name in names],
+        [[ModuleShard(f"{name}.{half}", part, hidden) for half in halves] for name in names],
+        [[ModuleShard(f"{name}.{down}", hidden, part)] for name in names],
     )
     if packed is None:
         return None
@@ -426,18 +408,12 @@ class _SeparateExperts:
         self._activate: Callable[[Tensor], Tensor] | None = None  # products by gated weights have
         if activation != SILU_GATES:
             self._activate = partial(features_of, context.kernels, activation=activation)
-
-        def shard(name: str, rows: Part, columns: Part, *, has_bias: bool) -> ModuleShard:
-            return ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
-
         *firsts, down = moe.projections
         self._gate_ups, self._downs = [], []
         for name in names:
-            pair = [
-                shard(f"{name}.{half}", part, inputs, has_bias=moe.has_biases) for half in firsts
-            ]
+            pair = [ModuleShard(f"{name}.{half}", part, inputs, moe.has_biases) for half in firsts]
             self._gate_ups.append(method.create(reader, pair, is_gated=self._activate is None))
-            last = shard(f"{name}.{down}", inputs, part, has_bias=adds_bias)
+            last = ModuleShard(f"{name}.{down}", inputs, part, adds_bias)
             self._downs.append(method.create(reader, [last]))
         self._mixer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         if not (self._activate or moe.has_biases):

@@ -263,7 +263,7 @@ class LMHead:
         return torch.empty(0, self._vocab_size, dtype=self._dtype, device=self._device)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModuleShard:
     """The part of one module's matrix that this rank holds."""
 
@@ -273,7 +273,7 @@ class ModuleShard:
     """Output features."""
     columns: Part
     """Input features."""
-    has_bias: bool
+    has_bias: bool = False
 
 
 class Linear(Protocol):
@@ -291,6 +291,10 @@ class Linear(Protocol):
 
 
 AnyPacked = Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight
+Experts = Sequence[Sequence[ModuleShard]]
+"""Modules of each expert of a layer."""
+PackedExpertWeights = tuple[Sequence[AnyPacked], Sequence[AnyPacked]]
+"""First and last weights of each expert."""
 
 
 class LinearMethod(Protocol):
@@ -322,11 +326,8 @@ class LinearMethod(Protocol):
         """
 
     def pack_experts(
-        self,
-        reader: WeightReader,
-        gate_ups: Sequence[Sequence[ModuleShard]],
-        downs: Sequence[Sequence[ModuleShard]],
-    ) -> tuple[Sequence[AnyPacked], Sequence[AnyPacked]] | None:
+        self, reader: WeightReader, gate_ups: Experts, downs: Experts
+    ) -> PackedExpertWeights | None:
         """Return each expert's merged weights for `Kernels.stack_experts`, without biases.
 
         None: the weights are plain, or cannot all be packed in one way.
@@ -427,11 +428,8 @@ class UnquantizedMethod:
         return self.make(*merged_shards(reader, shards), is_gated=is_gated)
 
     def pack_experts(
-        self,
-        reader: WeightReader,
-        gate_ups: Sequence[Sequence[ModuleShard]],
-        downs: Sequence[Sequence[ModuleShard]],
-    ) -> tuple[Sequence[AnyPacked], Sequence[AnyPacked]] | None:
+        self, reader: WeightReader, gate_ups: Experts, downs: Experts
+    ) -> PackedExpertWeights | None:
         """See `LinearMethod.pack_experts`."""
         return None
 
@@ -456,10 +454,7 @@ class ColumnParallelLinear:
         With `is_gated` they are gates and ups.
         """
         columns = Part(0, in_size)
-        shards = [
-            ModuleShard(name=name, rows=rows, columns=columns, has_bias=has_bias)
-            for name, rows in parts
-        ]
+        shards = [ModuleShard(name, rows, columns, has_bias) for name, rows in parts]
         self._is_gated = is_gated
         self.linear = linear = method.create(reader, shards, is_gated=is_gated)
         self._kernels = method.kernels
@@ -503,12 +498,7 @@ class RowParallelLinear:
         has_bias: bool,
     ) -> None:
         """Load this rank's `columns`; rank 0 alone adds the bias."""
-        shard = ModuleShard(
-            name=name,
-            rows=Part(0, out_size),
-            columns=columns,
-            has_bias=has_bias and tp.rank == 0,
-        )
+        shard = ModuleShard(name, Part(0, out_size), columns, has_bias and tp.rank == 0)
         self.linear = method.create(reader, [shard])
         self._tp = tp
 
@@ -532,6 +522,13 @@ class ModelContext:
     method: LinearMethod
     context_len: int
     """Longest sequence that is served, in tokens."""
+
+    def whole(
+        self, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False
+    ) -> Linear:
+        """Load a product that every rank has whole, and whose inputs stay as they are."""
+        shard = ModuleShard(name, Part(0, num_outputs), Part(0, num_inputs), has_bias)
+        return self.method.exact_inputs.create(self.reader, [shard])
 
     def norm_weight(self, name: str, part: Part) -> Tensor:
         """Load a part of the weight of the norm `name`."""

@@ -25,9 +25,11 @@ from lightserve.kernels.weights import (
 )
 from lightserve.models.layers.linear import (
     AnyPacked,
+    Experts,
     Linear,
     LinearMethod,
     ModuleShard,
+    PackedExpertWeights,
     UnquantizedMethod,
     WeightLinear,
     WeightReader,
@@ -50,11 +52,8 @@ class Int8Method(UnquantizedMethod):
         return WeightLinear(self.kernels, self.kernels.quantize(weight, is_gated=is_gated), bias)
 
     def pack_experts(
-        self,
-        reader: WeightReader,
-        gate_ups: Sequence[Sequence[ModuleShard]],
-        downs: Sequence[Sequence[ModuleShard]],
-    ) -> tuple[Sequence[AnyPacked], Sequence[AnyPacked]] | None:
+        self, reader: WeightReader, gate_ups: Experts, downs: Experts
+    ) -> PackedExpertWeights | None:
         """See `LinearMethod.pack_experts`."""
 
         def rounded(shards: Sequence[ModuleShard]) -> AnyPacked:
@@ -227,11 +226,8 @@ class StoredMethod(UnquantizedMethod):
         return WeightLinear(self.kernels, packed, merged_bias(reader, shards))
 
     def pack_experts(
-        self,
-        reader: WeightReader,
-        gate_ups: Sequence[Sequence[ModuleShard]],
-        downs: Sequence[Sequence[ModuleShard]],
-    ) -> tuple[Sequence[AnyPacked], Sequence[AnyPacked]] | None:
+        self, reader: WeightReader, gate_ups: Experts, downs: Experts
+    ) -> PackedExpertWeights | None:
         """See `LinearMethod.pack_experts`."""
         found: tuple[list[AnyPacked], list[AnyPacked]] = ([], [])
         for pair in zip(gate_ups, downs, strict=True):
