@@ -366,7 +366,6 @@ def _bos(model: SentencePieceModel) -> dict[str, Any] | None:
 # tiktoken's files of ranks.
 
 
-MAX_BYTES = 64 << 20
 MAX_TOKEN_BYTES = 1024
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
