@@ -70,16 +70,25 @@ void pack_int8(const T* weight, int64_t num_outputs, int64_t num_inputs, bool is
   });
 }
 
-// Rows as bytes: [groups of 16 rows][blocks of 64 inputs][planes][16 rows][64 inputs], where planes are
-// high and low bytes, or one alone. For vectors 128 is added to the high or only ones.
+// Rows as bytes: [groups of rows][blocks of 64 inputs][planes][rows of a group][64 inputs], where planes
+// are high and low bytes, or one alone. For vectors 128 is added to the high or only ones.
 struct ByteRows {
   int8_t* bytes;
   float* factors;  // of each row; no number if one of its inputs is none
   int64_t num_blocks;
   int64_t num_planes;
-  int64_t group_bytes() const { return num_blocks * num_planes * BYTE_TILE; }
+  int64_t group_rows;  // that are multiplied at once: of a tile, or those whose sums registers hold
+  int64_t plane_bytes() const { return group_rows * BYTE_BLOCK; }
+  int64_t group_bytes() const { return num_blocks * num_planes * plane_bytes(); }
   int8_t* group(int64_t number) const { return bytes + number * group_bytes(); }
 };
+
+// The lowest byte of each integer, those of `even` and `odd` in turn.
+TARGET_VNNI INLINE __m256i lowest_bytes(__m512i even, __m512i odd) {
+  constexpr int CHOOSE = 0xca;  // a ? b : c
+  return _mm512_cvtepi32_epi16(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0xff), even,
+                                                         _mm512_slli_epi32(odd, 8), CHOOSE));
+}
 
 TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, bool has_sign,
                            const ByteRows& rows) {
@@ -88,22 +97,27 @@ TARGET_VNNI void split_row(const LinearBf16& task, int64_t row, bool has_sign,
   const RowScale scale = scale_of_row(task, x, is_rounded ? 127.0f : 32767.0f);
   rows.factors[row] = scale.factor;
   const __m512 inverse = _mm512_set1_ps(scale.inverse);
-  const __m512i added = _mm512_set1_epi32(has_sign ? 0 : 128);
-  int8_t* to = rows.group(row / GROUP) + row % GROUP * 64;
-  for (int64_t k = 0; k < rows.num_blocks * BYTE_BLOCK; k += 16) {
-    const __m512i value = scaled_inputs(task, x, k, inverse);
-    int8_t* place = to + k / BYTE_BLOCK * rows.num_planes * BYTE_TILE + k % BYTE_BLOCK;
-    const __m512i high = is_rounded ? value : _mm512_srai_epi32(value, 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(place),
-                     _mm512_cvtepi32_epi8(_mm512_add_epi32(high, added)));
+  const __m256i added = _mm256_set1_epi8(static_cast<char>(has_sign ? 0 : 128));
+  int8_t* to = rows.group(row / rows.group_rows) + row % rows.group_rows * BYTE_BLOCK;
+  for (int64_t k = 0; k < rows.num_blocks * BYTE_BLOCK; k += 32) {
+    const __m512i pairs = _mm512_maskz_loadu_epi16(inputs_from(task, k), x + k);
+    const __m512i even = scaled(_mm512_slli_epi32(pairs, 16), inverse);
+    const __m512i odd =
+        scaled(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))), inverse);
+    const __m256i low = lowest_bytes(even, odd);
+    const __m256i high =
+        is_rounded ? low : lowest_bytes(_mm512_srai_epi32(even, 8), _mm512_srai_epi32(odd, 8));
+    int8_t* place = to + k / BYTE_BLOCK * rows.num_planes * rows.plane_bytes() + k % BYTE_BLOCK;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), _mm256_add_epi8(high, added));
     if (!is_rounded)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(place + BYTE_TILE), _mm512_cvtepi32_epi8(value));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + rows.plane_bytes()), low);
   }
 }
 
 ByteRows split_rows(const LinearBf16& task, bool for_tiles, int64_t num_planes, int num_threads) {
-  const int64_t num_groups = divide_up(task.num_rows, GROUP);
+  const int64_t num_groups = divide_up(task.num_rows, for_tiles ? GROUP : MOST_ROWS);
   ByteRows rows;
+  rows.group_rows = for_tiles ? GROUP : divide_up(task.num_rows, num_groups);  // evenly
   rows.num_blocks = padded_bytes(task.num_inputs) / BYTE_BLOCK;
   rows.num_planes = num_planes;
   const int64_t num_bytes = num_groups * rows.group_bytes();
@@ -114,7 +128,8 @@ ByteRows split_rows(const LinearBf16& task, bool for_tiles, int64_t num_planes, 
   // Small activations are split sooner than another thread would notice.
   parallel(num_bytes < (128 << 10) ? 1 : num_threads, num_groups, [&](Cursor& cursor) {
     for (int64_t group; (group = cursor.take()) < cursor.total;)
-      for (int64_t row = group * GROUP; row < smaller(task.num_rows, (group + 1) * GROUP); row++)
+      for (int64_t row = group * rows.group_rows;
+           row < smaller(task.num_rows, (group + 1) * rows.group_rows); row++)
         split_row(task, row, for_tiles, rows);
   });
   return rows;
@@ -157,36 +172,37 @@ TARGET_VNNI INLINE __m512i four_bytes(const int8_t* from) {
 // weights is taken away in the end.
 template <int R>
 TARGET_VNNI static inline void vector_panel(const LinearBf16& task, const ByteRows& rows,
-                                            int64_t first_row, int64_t panel, Ahead& ahead) {
+                                            int64_t group, int64_t panel, Ahead& ahead) {
   const __m512i ones = _mm512_set1_epi8(1);
   __m512i high[R][2], low[R][2];
-  const int8_t* x[R];
-  for (int r = 0; r < R; r++)
-    x[r] = rows.group((first_row + r) / GROUP) + (first_row + r) % GROUP * 64;
 #pragma GCC unroll 2
   for (int half = 0; half < 2; half++) {
     const int8_t* line = task.bytes + (panel * rows.num_blocks * 2 + half) * BYTE_TILE;
+    const int8_t* x = rows.group(group);
     __m512i weights = _mm512_setzero_si512(), highs[R], lows[R];
     for (int r = 0; r < R; r++) highs[r] = lows[r] = _mm512_setzero_si512();
     for (int64_t block = 0; block < rows.num_blocks; block++, line += 2 * BYTE_TILE) {
       ahead.fetch();
+      const int8_t* lower = x + rows.plane_bytes();
 #pragma GCC unroll 16
       for (int j = 0; j < 16; j++) {
         const __m512i w = _mm512_loadu_si512(line + 64 * j);
         weights = _mm512_dpbusd_epi32(weights, ones, w);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          const int8_t* own = x[r] + block * 2 * BYTE_TILE + 4 * j;
-          highs[r] = _mm512_dpbusd_epi32(highs[r], four_bytes(own), w);
-          lows[r] = _mm512_dpbusd_epi32(lows[r], four_bytes(own + BYTE_TILE), w);
+          const int64_t place = r * BYTE_BLOCK + 4 * j;
+          highs[r] = _mm512_dpbusd_epi32(highs[r], four_bytes(x + place), w);
+          lows[r] = _mm512_dpbusd_epi32(lows[r], four_bytes(lower + place), w);
         }
       }
+      x = lower + rows.plane_bytes();
     }
     for (int r = 0; r < R; r++) {
       high[r][half] = _mm512_sub_epi32(highs[r], _mm512_slli_epi32(weights, 7));
       low[r][half] = lows[r];
     }
   }
+  const int64_t first_row = group * rows.group_rows;
   for (int r = 0; r < R; r++)
     store_row(task, first_row + r, panel, rows.factors[first_row + r], high[r], low[r]);
 }
@@ -196,26 +212,28 @@ struct Offsets {
   __m512i of_half[2];
 };
 
-TARGET_VNNI INLINE Offsets offsets_of(const int8_t* line, int64_t num_blocks) {
+TARGET_VNNI INLINE Offsets offsets_of(const int8_t* line, int64_t num_blocks, Ahead& ahead) {
   const __m512i ones = _mm512_set1_epi8(1);
   __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-  for (int64_t i = 0; i < num_blocks * 32; i++, line += 64)
-    sums[i / 16 % 2] = _mm512_dpbusd_epi32(sums[i / 16 % 2], ones, _mm512_loadu_si512(line));
+  for (int64_t block = 0; block < num_blocks; block++, line += 2 * BYTE_TILE) {
+    ahead.fetch();
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) {
+      sums[0] = _mm512_dpbusd_epi32(sums[0], ones, _mm512_loadu_si512(line + 64 * j));
+      sums[1] = _mm512_dpbusd_epi32(sums[1], ones, _mm512_loadu_si512(line + BYTE_TILE + 64 * j));
+    }
+  }
   return {{_mm512_slli_epi32(sums[0], 7), _mm512_slli_epi32(sums[1], 7)}};
 }
 
 // R rounded rows by one panel.
 template <int R>
 TARGET_VNNI static inline void rounded_panel(const LinearBf16& task, const ByteRows& rows,
-                                             int64_t first_row, int64_t panel,
+                                             int64_t group, int64_t panel,
                                              const Offsets& offsets, Ahead& ahead) {
   __m512i sums[R][2];
-  const int8_t* x[R];
-  for (int r = 0; r < R; r++) {
-    const int64_t row = first_row + r;
-    x[r] = rows.group(row / GROUP) + row % GROUP * 64;
-    sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-  }
+  for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_si512();
+  const int8_t* x = rows.group(group);
   const int8_t* line = task.bytes + panel * rows.num_blocks * 2 * BYTE_TILE;
   for (int64_t block = 0; block < rows.num_blocks; block++, line += 2 * BYTE_TILE) {
     ahead.fetch();
@@ -225,12 +243,14 @@ TARGET_VNNI static inline void rounded_panel(const LinearBf16& task, const ByteR
       const __m512i w1 = _mm512_loadu_si512(line + BYTE_TILE + 64 * j);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const __m512i own = four_bytes(x[r] + block * BYTE_TILE + 4 * j);
+        const __m512i own = four_bytes(x + r * BYTE_BLOCK + 4 * j);
         sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], own, w0);
         sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], own, w1);
       }
     }
+    x += rows.plane_bytes();
   }
+  const int64_t first_row = group * rows.group_rows;
   for (int r = 0; r < R; r++) {
     for (int half = 0; half < 2; half++)
       sums[r][half] = _mm512_sub_epi32(sums[r][half], offsets.of_half[half]);
@@ -238,36 +258,35 @@ TARGET_VNNI static inline void rounded_panel(const LinearBf16& task, const ByteR
   }
 }
 
-TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64_t first_row,
-                             int64_t num_rows, int64_t panel, const Offsets* offsets,
-                             Ahead& ahead) {
-#define CASE(R)                                                         \
-  case R:                                                               \
-    if (offsets != nullptr)                                             \
-      rounded_panel<R>(task, rows, first_row, panel, *offsets, ahead);  \
-    else                                                                \
-      vector_panel<R>(task, rows, first_row, panel, ahead);             \
+TARGET_VNNI void vector_rows(const LinearBf16& task, const ByteRows& rows, int64_t group,
+                             int64_t panel, const Offsets* offsets, Ahead& ahead) {
+#define CASE(R)                                                     \
+  case R:                                                           \
+    if (offsets != nullptr)                                         \
+      rounded_panel<R>(task, rows, group, panel, *offsets, ahead);  \
+    else                                                            \
+      vector_panel<R>(task, rows, group, panel, ahead);             \
     break;
-  switch (num_rows) {
+  switch (smaller(rows.group_rows, task.num_rows - group * rows.group_rows)) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
   }
 #undef CASE
 }
 
 TARGET_VNNI void multiply_vectors(const LinearBf16& task, const ByteRows& rows, int num_threads) {
-  const int64_t num_steps = divide_up(task.num_rows, MOST_ROWS);
-  const int64_t step = divide_up(task.num_rows, num_steps);  // evenly
+  const int64_t num_groups = divide_up(task.num_rows, rows.group_rows);
   const int64_t panel_bytes = rows.num_blocks * 2 * BYTE_TILE;
   const bool is_rounded = rows.num_planes == 1;
-  over_panels_ahead(task, task.bytes, panel_bytes, rows.num_blocks * (is_rounded ? 1 : 2) * num_steps,
-                    num_threads, [&](int64_t panel, Ahead& ahead) TARGET_VNNI {
-                      Offsets offsets;
-                      if (is_rounded)
-                        offsets = offsets_of(task.bytes + panel * panel_bytes, rows.num_blocks);
-                      for (int64_t row = 0; row < task.num_rows; row += step)
-                        vector_rows(task, rows, row, smaller(step, task.num_rows - row), panel,
-                                    is_rounded ? &offsets : nullptr, ahead);
-                    });
+  const int64_t num_turns = rows.num_blocks * (is_rounded ? num_groups + 1 : 2 * num_groups);
+  over_panels_ahead(
+      task, task.bytes, panel_bytes, num_turns, num_threads,
+      [&](int64_t panel, Ahead& ahead) TARGET_VNNI {
+        Offsets offsets;
+        if (is_rounded)
+          offsets = offsets_of(task.bytes + panel * panel_bytes, rows.num_blocks, ahead);
+        for (int64_t group = 0; group < num_groups; group++)
+          vector_rows(task, rows, group, panel, is_rounded ? &offsets : nullptr, ahead);
+      });
 }
 
 struct Prefetch {

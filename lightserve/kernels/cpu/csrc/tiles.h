@@ -55,7 +55,9 @@ template <typename Multiply>
 void over_panels_ahead(const LinearBf16& task, const void* weight, int64_t panel_bytes,
                        int64_t num_turns, int num_threads, Multiply&& multiply) {
   const int64_t num_panels = task.num_panels();
-  const int64_t size = panels_of_chunk(num_panels, panel_bytes, num_threads);
+  // Of many rows a panel alone is worth a turn.
+  const int64_t size =
+      task.num_rows > 32 ? 1 : panels_of_chunk(num_panels, panel_bytes, num_threads);
   const int64_t lines = divide_up(panel_bytes / 64, num_turns);
   const char* first = static_cast<const char*>(weight);
   parallel(num_threads, divide_up(num_panels, size), [&](Cursor& cursor) {
@@ -137,9 +139,9 @@ TARGET_BF16 INLINE void store_32(const LinearBf16& task, int64_t row, int64_t pa
 
 // Rows of bfloat16 as integers of 16 bits, by each row's largest number.
 
-TARGET_VNNI INLINE __mmask16 inputs_from(const LinearBf16& task, int64_t k) {
+TARGET_VNNI INLINE __mmask32 inputs_from(const LinearBf16& task, int64_t k) {
   const int64_t left = task.num_inputs - k;
-  return left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
+  return left >= 32 ? ~0u : left <= 0 ? 0 : (1u << left) - 1;
 }
 
 struct RowScale {
@@ -149,13 +151,13 @@ struct RowScale {
 
 TARGET_VNNI static inline RowScale scale_of_row(const LinearBf16& task, const bf16* x,
                                                 float largest_value) {
-  __m256i largest = _mm256_setzero_si256();
-  for (int64_t k = 0; k < task.num_inputs; k += 16) {
-    const __m256i bits = _mm256_maskz_loadu_epi16(inputs_from(task, k), x + k);
-    largest = _mm256_max_epu16(largest, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t k = 0; k < task.num_inputs; k += 32) {
+    const __m512i bits = _mm512_maskz_loadu_epi16(inputs_from(task, k), x + k);
+    largest = _mm512_max_epu16(largest, _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)));
   }
-  uint16_t lanes[16], most = 0;
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), largest);
+  uint16_t lanes[32], most = 0;
+  _mm512_storeu_si512(lanes, largest);
   for (const uint16_t lane : lanes) most = lane > most ? lane : most;
   if (most >= 0x7f80) return {__builtin_nanf(""), 0.0f};
   const float size = widened(most);
@@ -163,9 +165,14 @@ TARGET_VNNI static inline RowScale scale_of_row(const LinearBf16& task, const bf
   return {size / largest_value, largest_value / size};
 }
 
+// Integers of the float32 numbers that have these bits.
+TARGET_VNNI INLINE __m512i scaled(__m512i bits, __m512 inverse) {
+  return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), inverse));
+}
+
 TARGET_VNNI INLINE __m512i scaled_inputs(const LinearBf16& task, const bf16* x, int64_t k,
                                          __m512 inverse) {
-  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(inputs_from(task, k), x + k));
-  return _mm512_cvtps_epi32(
-      _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), inverse));
+  const __mmask16 mask = static_cast<__mmask16>(inputs_from(task, k));
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x + k));
+  return scaled(_mm512_slli_epi32(bits, 16), inverse);
 }
