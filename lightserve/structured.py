@@ -19,7 +19,6 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -580,8 +579,6 @@ WHITESPACE = r" |\r?\n[ \t]{0,16}"
 """Blanks between JSON's tokens: a space, or a new line and its indentation. Without a
 bound a model that is lost writes blanks until its tokens are used up."""
 
-_NICENESS = 10
-
 
 def is_gbnf(grammar: str) -> bool:
     """Return whether a grammar is in llama.cpp's notation, as xgrammar has it; else it is Lark."""
@@ -593,6 +590,9 @@ def unforced(grammar: str) -> str:
     return grammar + UNFORCED
 
 
-def yield_to_others() -> None:
-    """Lower the calling thread's priority: compiling must not slow down what is served already."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+def yield_to_others(niceness: int = 10) -> None:
+    """Lower the priority of the calling thread, and of what it will start, by so much.
+
+    Its work must not slow down what is served already.
+    """
+    os.nice(niceness)

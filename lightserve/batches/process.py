@@ -45,8 +45,12 @@ from lightserve.metrics.catalogue import (
     BATCHES,
     BATCHES_LATE,
 )
+from lightserve.structured import yield_to_others
 
 log = logging.getLogger(__name__)
+
+_NICENESS = 5
+"""A quarter of a core beside a worker's threads that want all of it: enough to read lines."""
 
 
 def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
@@ -55,6 +59,7 @@ def run(spec: ChildSpec, connect_control: Callable[[], Control]) -> int:
     Raises:
         ModelLoadError, ConfigError: the model's files cannot be used.
     """
+    yield_to_others(_NICENESS)
     return asyncio.run(_serve(spec, connect_control))
 
 

@@ -127,7 +127,7 @@ class ServeConfig(NodeOptions, GraphOptions, MemoryOptions, SchedulingOptions, F
     num_threads: int = option(
         0,
         "CPU threads per worker: a number, or auto: a rank's share of the cores, as far as the"
-        " model is large enough, and fewer while other processes keep cores busy.",
+        " model is large enough, and fewer where that is faster beside other processes.",
         low=0,
         zero_word="auto",
         scope=Scope.NODE | Scope.PROFILE,

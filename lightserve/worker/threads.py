@@ -1,16 +1,18 @@
 """How many CPU threads a rank computes with: by the model's size at the start, by the machine's
 other load while it serves.
 
-OpenMP's threads wait for each other at the end of every operation, so the slowest sets the pace:
-one that shares its core with another process makes all of them several times as slow. A small
-model gains little from a second thread, as each of its operations is over too soon.
+Threads wait for each other at the end of every operation, so the slowest sets the pace: where one
+shares its core with another process, all have half of theirs. But fewer threads have a smaller
+share of a crowded machine. A small model gains little from a second thread, as each of its
+operations is over too soon.
 
 With `--num-threads N` nothing is chosen. With `auto`, each rank begins with its share of the cores,
-or with fewer threads if its weights are small; between steps, a few times a second, it asks how
-long its own threads had to wait for a core, and takes no more than had one. It takes them back when
-other processes leave the cores idle. Ranks do so each for itself, in the belief that the others use
-as much as they. After a time without requests it begins anew: the load of that time says nothing
-about now.
+or with fewer threads if its weights are small; between steps, a few times a second, it estimates
+from the waits of its own threads, and from idle cores, how many other threads want a core, and goes
+on with the number that is fastest beside them: without those that would share a core as long as a
+few do, with all of them where most would, and on two cores always. Ranks do so each for itself, in
+the belief that the others use as much as they. After a time without requests it begins anew: the
+load of that time says nothing about now.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -40,17 +42,10 @@ WINDOW_S = 0.25
 """The load is measured over so long: the system counts idle cores in hundredths of a second."""
 REST_S = 0.5
 """A wait for a plan after which a rank begins anew, with all its threads."""
-NUM_QUIET_WINDOWS = 2
-"""So many in a row must leave room before threads are added; one is enough to take them away."""
 LOG_INTERVAL_S = 60.0
-_KEEPS = 0.6
-"""Part of a core that threads may have had to wait for: beside router, frontends and a client on
-the same machine they do, and work is dealt out in pieces so small that such a thread helps.
-Beside a process that never rests two threads on two cores miss two thirds …"""
-_ADDS = 0.5
-"""… and for one that there is not yet."""
-_TAKES = 0.3
-"""For those that stay when some are taken away."""
+_WAITS = 0.5
+"""Threads of others beyond the idle cores that are noise: router, frontends and a client compute in
+bursts, which end sooner than a change of this rank's threads pays."""
 
 
 class CpuTimes(NamedTuple):
@@ -125,21 +120,43 @@ def threads_for(num_weights: int, cores: Cores) -> int:
     return max(1, min(share, num_weights // WEIGHTS_PER_THREAD))
 
 
-def next_threads(now: int, had: float, left: Sequence[float], most: int) -> int:
-    """Return how many threads to go on with.
+def other_threads(now: int, had: float, left: float, cores: Cores) -> float:
+    """Return how many threads of other processes want a core, in the mean.
+
+    The system deals out its cores equally: of C cores, `now` threads of each of R ranks beside
+    others have C * now / (R * now + others).
 
     Args:
-        now: threads there are.
-        had: cores that they had in the last window.
-        left: cores that others left to this rank in the last windows, the newest last.
-        most: threads on a quiet machine.
+        now: threads of this rank.
+        had: cores that they had.
+        left: cores that others left to this rank.
+        cores: the machine's.
     """
-    if had < now - _KEEPS:
-        return max(1, min(most, math.floor(had + _TAKES)))
-    if len(left) >= NUM_QUIET_WINDOWS:
-        lasting = min(left[-NUM_QUIET_WINDOWS:])
-        return max(now, min(most, math.floor(lasting + _ADDS)))
-    return now
+    num_free = cores.num_allowed - cores.num_ranks * now
+    wanting = now * (cores.num_allowed / had - cores.num_ranks)
+    if wanting > num_free + _WAITS:
+        return wanting
+    # Cores that were busy while this rank slept are not missing.
+    return min(num_free, cores.num_allowed - cores.num_ranks * left)
+
+
+def fastest_threads(most: int, others: float, cores: Cores) -> int:
+    """Return the number of threads, at most `most`, that computes fastest beside so many others.
+
+    All go at the pace of the one on the fullest core. So it was on two cores: two threads took 0.9
+    to 1.1 of the time of one beside one process that never rests, 0.8 in the mean beside two, and
+    0.5 to 0.7 alone (docs/results/engine.md). Of numbers that are equally fast the largest is
+    taken, as other processes rest now and then; so two threads never become one.
+    """
+
+    def pace(number: int, others: int) -> float:
+        return 1.0 / math.ceil((cores.num_ranks * number + others) / cores.num_allowed)
+
+    def speed(number: int) -> float:
+        part = others - (fewer := int(others))
+        return number * ((1.0 - part) * pace(number, fewer) + part * pace(number, fewer + 1))
+
+    return max(range(1, most + 1), key=lambda number: (speed(number), number))
 
 
 class Threads:
@@ -161,7 +178,8 @@ class Threads:
         self._read = read
         self._use = use
         self._window_s = window_s
-        self._left: list[float] = []
+        self._before = most
+        """The number that the window before the last one asked for."""
         self._last: CpuTimes | None = None
         self._due_s = 0.0
         self._logged_s = -math.inf
@@ -173,7 +191,7 @@ class Threads:
         """
         if waited_s >= REST_S:
             self._begin_anew()
-        if now_s < self._due_s or self._most == 1:
+        if now_s < self._due_s or self._most <= 2:  # two never become one
             return
         try:
             times = self._read()
@@ -187,10 +205,12 @@ class Threads:
         if left is None or had is None:
             self._give_up()
             return
-        self._left = [*self._left, left][-NUM_QUIET_WINDOWS:]
-        wanted = next_threads(self._now, had, self._left, self._most)
+        others = other_threads(self._now, had, left, self._cores)
+        before, self._before = self._before, fastest_threads(self._most, others, self._cores)
+        # Two windows in a row have to agree, else a burst of another process is taken for a load.
+        wanted = sorted((before, self._before, self._now))[1]
         if wanted != self._now:
-            self._tell(wanted, had if wanted < self._now else left, now_s)
+            self._tell(wanted, others, now_s)
             self._set(wanted)
 
     def _begin_anew(self) -> None:
@@ -200,12 +220,12 @@ class Threads:
         self._set(self._most)
 
     def _set(self, number: int) -> None:
-        self._left = []
+        self._before = number
         if number != self._now:
             self._now = number
             self._use(number)
 
-    def _tell(self, wanted: int, cores: float, now_s: float) -> None:
+    def _tell(self, wanted: int, others: float, now_s: float) -> None:
         """Log a change, at most one a minute where people look."""
         if not self._is_logged:
             return
@@ -214,8 +234,9 @@ class Threads:
             self._logged_s = now_s
         log.log(
             logging.INFO if is_shown else logging.DEBUG,
-            "other processes leave %.1f of %d cores to each worker: %d CPU threads instead of %d",
-            *(cores, self._cores.num_usable, wanted, self._now),
+            "threads of other processes that want one of the %d cores: %.1f; CPU threads of each"
+            " worker: %d instead of %d",
+            *(self._cores.num_allowed, others, wanted, self._now),
         )
 
     def _give_up(self) -> None:
@@ -277,7 +298,7 @@ def _beginning(config: ServeConfig) -> str:
         return f"{words}: the model is too small for more of the {cores.num_usable} cores"
     if config.batch_invariant:
         return f"{words}, which --batch-invariant keeps"
-    return f"{words}; fewer while other processes need the cores" if number > 1 else words
+    return f"{words}; fewer where that is faster beside other processes" if number > 2 else words
 
 
 def _at_rest(config: ServeConfig, cores: Cores) -> int:

@@ -122,6 +122,13 @@ def check(reference: Reference, answer: Any, images: list[Image.Image]) -> None:
         assert abs(float(row[token_id]) - told.logprob) < 1e-4
 
 
+def test_batches_give_way_to_what_stands_before_a_token(server: LiveServer) -> None:
+    nice = {name: process.nice() for name, process in server.tree().items()}
+    (batches,) = (value for name, value in nice.items() if name.startswith("batches"))
+    assert batches == min(19, nice["router-0"] + 5)
+    assert nice["worker-0"] == nice["frontend-0"] == nice["router-0"] == nice["supervisor"]
+
+
 def test_answers(client: OpenAI, reference: Reference) -> None:
     one = whole(client, asking(FIRST))
     check(reference, one, [FIRST])

@@ -358,6 +358,7 @@ def test_the_process_survives_its_pictures() -> None:
         running = process._running
         assert running is not None
         pid = running[0].pid
+        assert psutil.Process(pid).nice() == min(19, psutil.Process().nice() + 5)
         running[0].kill()  # as the kernel does for want of memory
         running[0].wait()
         with pytest.raises(Exception, match="cannot be decoded at the moment"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from hypothesis import strategies as st
 
 from lightserve.config import ServeConfig
 from lightserve.worker.threads import (
-    NUM_QUIET_WINDOWS,
     WEIGHTS_PER_THREAD,
     Cores,
     CpuTimes,
@@ -23,13 +24,15 @@ from lightserve.worker.threads import (
     adapted_threads,
     cores_had,
     cores_left,
-    next_threads,
+    fastest_threads,
+    other_threads,
     read_cpu_times,
     set_threads,
     threads_for,
 )
 
 TWO = Cores(num_allowed=2, num_usable=2, num_ranks=1)
+EIGHT = Cores(num_allowed=8, num_usable=8, num_ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -92,51 +95,73 @@ def test_cores_that_threads_had(own_s: float, kept_s: float, expected: float) ->
 
 
 @pytest.mark.parametrize(
-    ("now", "had", "left", "most", "expected"),
+    ("now", "had", "left", "cores", "expected"),
     [
-        (2, 2.0, [2.0], 2, 2),
-        (2, 1.45, [1.45], 2, 2),  # what the router, frontends and a client do
-        (2, 1.9, [0.0], 2, 2),  # others had cores while it slept
-        (2, 1.33, [1.33], 2, 1),  # one busy process
-        (2, 0.1, [0.0], 2, 1),  # there is always one
-        (1, 0.5, [0.0] * 3, 2, 1),
-        (1, 1.0, [2.0], 2, 1),  # not at once
-        (1, 1.0, [2.0] * 2, 2, 2),
-        (1, 1.0, [1.0, 2.0], 2, 1),
-        (1, 1.0, [1.5] * 2, 2, 2),
-        (1, 1.0, [1.45] * 2, 2, 1),  # enough to stay, not to begin
-        (1, 0.3, [2.0] * 2, 2, 1),  # it has not even one
-        (16, 9.5, [9.5], 16, 9),
-        (4, 4.0, [9.5] * 2, 16, 10),
-        (4, 4.0, [64.0] * 2, 16, 16),
+        (2, 2.0, 2.0, TWO, 0),
+        (2, 1.33, 0.0, TWO, 1),  # two of three threads' turns on two cores
+        (2, 1.0, 0.0, TWO, 2),
+        (2, 1.16, 0.0, TWO, 1.45),  # as it was beside one process that never rests
+        (2, 0.95, 0.0, TWO, 2.21),  # beside two
+        (2, 0.8, 0.0, TWO, 3),  # beside three
+        (2, 1.9, 0.0, TWO, 0),  # others had cores while it slept
+        (8, 64 / 9, 0.0, EIGHT, 1),
+        (8, 7.6, 7.9, EIGHT, 0.0),  # what the router, frontends and a client do
+        (7, 7.0, 7.0, EIGHT, 1),
+        (7, 7.0, 7.7, EIGHT, 0.3),
+        (4, 4.0, 5.0, EIGHT, 3),
+        (4, 3.0, 5.0, EIGHT, 6.67),
+        (2, 16 / 9, 0.0, Cores(8, 8, 2), 5),  # the other rank has two threads as well
+        (2, 2.0, 1.5, Cores(8, 8, 2), 4),  # not more than leave all their cores
+        (4, 4.0, 4.0, Cores(64, 4, 1), 60),  # a container's limit
     ],
 )
-def test_the_next_number(
-    now: int, had: float, left: Sequence[float], most: int, expected: int
+def test_threads_of_others_are_known_from_its_own(
+    now: int, had: float, left: float, cores: Cores, expected: float
 ) -> None:
-    assert next_threads(now, had, left, most) == expected
+    assert other_threads(now, had, left, cores) == pytest.approx(expected, abs=0.01)
 
 
-@given(now=st.integers(1, 64), others=st.floats(0.0, 64.0), most=st.integers(1, 64))
-def test_a_steady_load_is_answered_for_good(now: int, others: float, most: int) -> None:
-    seen = [min(now, most)]
-    for _ in range(64):
-        had = seen[-1] * min(1.0, most / max(1e-9, seen[-1] + others))
+@pytest.mark.parametrize(
+    ("cores", "most", "expected"),
+    [
+        # beside 0, 1, 2, … threads of others
+        (EIGHT, 8, [8, 7, 6, 5, 8, 8, 8, 8, 8, 7]),
+        (EIGHT, 3, [3] * 6 + [2, 3, 3, 3]),
+        (Cores(4, 4, 1), 4, [4, 3, 4, 4, 4, 3, 4]),
+        (Cores(8, 8, 2), 4, [4, 3, 3, 4, 4, 4, 4]),
+        (Cores(64, 4, 1), 4, [4] * 61 + [3, 4]),
+    ],
+)
+def test_the_fastest_number(cores: Cores, most: int, expected: list[int]) -> None:
+    assert [fastest_threads(most, others, cores) for others in range(len(expected))] == expected
+
+
+@given(others=st.floats(0.0, 500.0), each=st.integers(2, 64), num_ranks=st.integers(1, 8))
+def test_two_threads_never_become_one(others: int, each: int, num_ranks: int) -> None:
+    cores = Cores(each * num_ranks, each * num_ranks, num_ranks)
+    assert fastest_threads(2, others, cores) == 2
+
+
+@given(others=st.integers(0, 64), most=st.integers(1, 64))
+def test_a_steady_load_is_answered_for_good(others: int, most: int) -> None:
+    cores, seen = Cores(most, most, 1), [most]
+    for _ in range(4):
+        had = seen[-1] * min(1.0, most / (seen[-1] + others))
         left = max(0.0, most - others)
-        seen.append(next_threads(seen[-1], had, [left] * NUM_QUIET_WINDOWS, most))
+        seen.append(fastest_threads(most, other_threads(seen[-1], had, left, cores), cores))
     assert all(1 <= number <= most for number in seen)
-    assert seen[-1] == seen[-2]
+    assert len(set(seen[1:])) == 1
 
 
 class _Machine:
-    """Two cores of which others keep some busy; a worker that keeps its threads busy."""
+    """Eight cores of which others keep some busy; a worker that keeps its threads busy."""
 
     def __init__(self) -> None:
         self.others = 0.0
         self.used: list[int] = []
         self.num_reads = 0
         self._busy_s = self._own_s = self._kept_s = self._at_s = 0.0
-        self._num_threads = 2
+        self._num_threads = 8
 
     def use(self, number: int) -> None:
         self._num_threads = number
@@ -145,7 +170,7 @@ class _Machine:
     def advance(self, seconds: float) -> float:
         self._at_s += seconds
         wanted = self._num_threads + self.others
-        share = min(1.0, 2.0 / wanted)
+        share = min(1.0, 8.0 / wanted)
         self._busy_s += wanted * share * seconds
         self._own_s += self._num_threads * share * seconds
         self._kept_s += self._num_threads * (1.0 - share) * seconds
@@ -153,12 +178,18 @@ class _Machine:
 
     def sleep(self, seconds: float) -> float:
         self._at_s += seconds
-        self._busy_s += min(2.0, self.others) * seconds
+        self._busy_s += min(8.0, self.others) * seconds
         return self._at_s
 
     def read(self) -> CpuTimes:
         self.num_reads += 1
-        return _times(self._at_s, busy_s=self._busy_s, own_s=self._own_s, kept_s=self._kept_s)
+        return _times(
+            self._at_s,
+            busy_s=self._busy_s,
+            own_s=self._own_s,
+            num_cores=8,
+            kept_s=self._kept_s,
+        )
 
 
 def _run(threads: Threads, machine: _Machine, seconds: float) -> None:
@@ -166,40 +197,101 @@ def _run(threads: Threads, machine: _Machine, seconds: float) -> None:
         threads.adapt(machine.advance(0.01), 0.0)
 
 
-@pytest.mark.parametrize("others", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize(("others", "number"), [(1.0, 7), (2.9, 5), (10.0, 6)])
 def test_threads_go_with_the_load_and_come_back(
-    others: float, caplog: pytest.LogCaptureFixture
+    others: float, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = _Machine()
-    threads = Threads(2, TWO, is_logged=True, read=machine.read, use=machine.use)
+    threads = Threads(8, EIGHT, is_logged=True, read=machine.read, use=machine.use)
     with caplog.at_level(logging.INFO):
         _run(threads, machine, 5.0)
         assert machine.used == []
         machine.others = others
         _run(threads, machine, 30.0)
-        assert machine.used == [1]
+        assert machine.used[-1] == number
+        assert len(machine.used) <= 2, "it began within a window"
         machine.others = 0.1
         _run(threads, machine, 30.0)
-    assert machine.used == [1, 2]
+    assert machine.used[-2:] == [number, 8]
     assert machine.num_reads == pytest.approx(255, abs=8)  # four a second, not at every step
     (line,) = caplog.messages  # the second change came within a minute
-    assert "of 2 cores to each worker: 1 CPU threads instead of 2" in line
+    assert "that want one of the 8 cores: " in line and line.endswith("instead of 8")
+
+
+def test_all_threads_stay_where_fewer_would_have_no_more() -> None:
+    machine = _Machine()
+    threads = Threads(8, EIGHT, is_logged=False, read=machine.read, use=machine.use)
+    for machine.others in (4.0, 6.0, 8.0, 16.0):
+        _run(threads, machine, 5.0)
+    assert machine.used == []
+
+
+def test_one_window_is_no_load() -> None:
+    machine = _Machine()
+    threads = Threads(8, EIGHT, is_logged=False, read=machine.read, use=machine.use)
+    for number in range(40):
+        machine.others = 3.0 if number % 4 == 1 else 0.0
+        while machine.num_reads < number:
+            _run(threads, machine, 0.01)
+    assert machine.used == []
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("piece_s", [0.01, 0.05])
+def test_beside_bursts_it_computes_as_much_as_with_the_best_number(
+    num_processes: int, share: float, piece_s: float
+) -> None:
+    """Others compute in pieces, as clients and readers of pictures do; a minute of them."""
+    draws = random.Random(0)
+    bursts: list[int] = [0] * 6000
+    for _ in range(num_processes):
+        at_s = 0.0
+        while at_s < 60.0:
+            end_s = at_s + draws.uniform(0.5, 1.5) * piece_s
+            for tick in range(round(100 * at_s), min(6000, round(100 * end_s))):
+                bursts[tick] += 1
+            at_s = end_s + draws.uniform(0.5, 1.5) * piece_s * (1 - share) / share
+
+    def work(number: int, others: int) -> float:
+        return number / math.ceil((number + others) / 8)
+
+    machine, done = _Machine(), 0.0
+    threads = Threads(8, EIGHT, is_logged=False, read=machine.read, use=machine.use)
+    for machine.others in bursts:
+        done += work(machine.used[-1] if machine.used else 8, round(machine.others))
+        threads.adapt(machine.advance(0.01), 0.0)
+    best = max(sum(work(number, others) for others in bursts) for number in range(1, 9))
+    assert done > 0.9 * best
+    assert len(machine.used) < 60, "not once a second"
 
 
 def test_they_are_back_half_a_second_after_the_machine_is_free() -> None:
     machine = _Machine()
-    threads = Threads(2, TWO, is_logged=False, read=machine.read, use=machine.use)
+    threads = Threads(8, EIGHT, is_logged=False, read=machine.read, use=machine.use)
     machine.others = 2.0
     _run(threads, machine, 3.0)
-    assert machine.used == [1]
+    assert machine.used == [6]
     machine.others = 0.0
     _run(threads, machine, 0.8)
-    assert machine.used == [1, 2]
+    assert machine.used == [6, 8]
+
+
+def test_two_threads_stay_two_and_the_load_is_not_read() -> None:
+    threads = Threads(
+        2,
+        TWO,
+        is_logged=False,
+        read=lambda: pytest.fail("read"),
+        use=lambda number: pytest.fail("used"),
+    )
+    for number in range(100):
+        threads.adapt(0.1 * number, 9.0 * (number % 7 == 0))
 
 
 def test_a_time_without_plans_says_nothing_about_now() -> None:
     machine = _Machine()
-    threads = Threads(2, TWO, is_logged=False, read=machine.read, use=machine.use)
+    threads = Threads(8, EIGHT, is_logged=False, read=machine.read, use=machine.use)
     _run(threads, machine, 2.0)
     machine.others = 3.0
     threads.adapt(machine.sleep(0.4), 0.4)
@@ -211,7 +303,7 @@ def test_a_time_without_plans_says_nothing_about_now() -> None:
     machine.others = 3.0
     _run(threads, machine, 1.0)
     threads.adapt(machine.sleep(1.0), 1.0)
-    assert machine.used == [1, 2], "it begins anew"
+    assert machine.used == [5, 8], "it begins anew"
 
 
 @pytest.mark.parametrize("readings", [[], [CpuTimes(0, 0, 0, 0, 0), CpuTimes(1, 0, 0, 1, 0)]])
@@ -225,11 +317,11 @@ def test_a_system_that_does_not_tell_its_load(
             return reading
         raise OSError("no such file")
 
-    threads = Threads(2, TWO, is_logged=True, read=read, use=lambda number: pytest.fail("used"))
+    threads = Threads(8, EIGHT, is_logged=True, read=read, use=lambda number: pytest.fail("used"))
     for number in range(5):
         threads.adapt(2.0 * number, 0.0)
     threads.adapt(20.0, 9.0)
-    assert caplog.messages == ["the machine's load cannot be read: CPU threads stay at 2"]
+    assert caplog.messages == ["the machine's load cannot be read: CPU threads stay at 8"]
 
 
 def test_the_clocks_of_the_allowed_cores_are_read(tmp_path: Path) -> None:
@@ -290,7 +382,9 @@ def test_the_log_says_what_it_begins_with(
     assert _lines(config, caplog) == [f"{start}1: the model is too small for more of the 4 cores"]
     assert _lines(ServeConfig(num_threads=3), caplog) == [f"{start}3, by --num-threads"]
     monkeypatch.setattr("lightserve.worker.threads.WEIGHTS_PER_THREAD", WEIGHTS_PER_THREAD // 16)
-    assert _lines(config, caplog) == [f"{start}4; fewer while other processes need the cores"]
+    assert _lines(config, caplog) == [
+        f"{start}4; fewer where that is faster beside other processes"
+    ]
 
 
 @pytest.mark.parametrize(
