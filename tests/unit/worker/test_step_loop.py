@@ -194,18 +194,19 @@ def running(
 
 
 def test_threads_are_adapted_between_steps() -> None:
-    readings = [CpuTimes(0.0, 0.0, 0.0, 0.0, 0.0), CpuTimes(1.0, 2.0, 0.0, 0.5, 1.5)]
+    readings = [CpuTimes(at, 4.0 * at, 0.0, 3.2 * at, 0.8 * at) for at in (0.0, 1.0, 2.0)]
     used: SimpleQueue[int] = SimpleQueue()
     threads = Threads(
-        2, Cores(2, 2, 1), is_logged=False, read=lambda: readings.pop(0), use=used.put, window_s=0.0
+        4, Cores(4, 4, 1), is_logged=False, read=lambda: readings.pop(0), use=used.put, window_s=0.0
     )
     with running(ScriptedRunner(ends_at_once=True), threads=threads) as loop:
-        loop.send(plan(1))
-        assert loop.result() == 1
+        for number in (1, 2):
+            loop.send(plan(number))
+            assert loop.result() == number
         assert used.empty()
-        loop.send(plan(2))
-        assert loop.result() == 2
-        assert used.get(timeout=TIMEOUT_S) == 1
+        loop.send(plan(3))
+        assert loop.result() == 3
+        assert used.get(timeout=TIMEOUT_S) == 3
 
 
 def test_a_plan_is_launched_behind_the_step_that_runs() -> None:

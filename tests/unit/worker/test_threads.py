@@ -209,10 +209,11 @@ def test_threads_go_with_the_load_and_come_back(
         machine.others = others
         _run(threads, machine, 30.0)
         assert machine.used[-1] == number
-        assert len(machine.used) <= 2, "it began within a window"
+        assert len(machine.used) <= 2, "the load began within a window"
         machine.others = 0.1
         _run(threads, machine, 30.0)
-    assert machine.used[-2:] == [number, 8]
+    assert machine.used[-1] == 8
+    assert len(machine.used) <= 4
     assert machine.num_reads == pytest.approx(255, abs=8)  # four a second, not at every step
     (line,) = caplog.messages  # the second change came within a minute
     assert "that want one of the 8 cores: " in line and line.endswith("instead of 8")
