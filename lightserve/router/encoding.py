@@ -3,8 +3,9 @@
 Where a prompt comes to an image that is not encoded, the step encodes it with its first tokens if
 it has time for both. Otherwise layers of the image take the place of these tokens, as many as the
 step would have time for as a chunk, in the order in which the policy looks at requests; its tokens
-follow in a step behind the last layer. A step that is empty encodes the image in any case: it holds
-up no token of others. All of this is pure.
+follow in a step behind the last layer. A step in which nothing else advances has one layer at
+least, and is no longer than one with as many tokens as it may have: who comes meanwhile waits for
+it. All of this is pure.
 """
 
 from __future__ import annotations
@@ -168,11 +169,19 @@ class StepEncodes:
             self._of_chunks.add(image.digest)
             self.seconds += self.seconds_of(image)
 
-    def order(self, image: Image, room_s: float, of: RequestClass, *, least: int = 1) -> None:
+    def order(
+        self,
+        image: Image,
+        room_s: float,
+        of: RequestClass,
+        *,
+        least: int = 1,
+        is_empty: bool = False,
+    ) -> None:
         """Encode layers of an image for a class: as many as have time.
 
         `least`: so many in any case if it is the step's first image, or its layers' time is not
-        known.
+        known. `is_empty`: whether nothing else advances: then it may push out another.
         """
         encoding = self._encoding
         if any(order.image.digest == image.digest for order in self.orders):
@@ -181,7 +190,7 @@ class StepEncodes:
             return
         num_left, layer_s = encoding.num_left(image), encoding.layer_s(image)
         is_begun = encoding.work is not None and num_left < encoding.work.num_layers
-        if not is_begun and (self.orders or of is BE):
+        if not is_begun and (self.orders or (of is BE and not is_empty)):
             fits = self._num_bytes + image.num_bytes <= MAX_PIXEL_BYTES
             can_begin = encoding.can_begin(image, of, self._num_begun)
             if (self.orders and not fits) or not can_begin:

@@ -214,7 +214,8 @@ class Pipeline:
         done = self._in_flight.popleft()
         self._shape = _computed_shape(done, result)
         computed_s = max(0.0, result.exec_s - result.copy_s - result.encode_s)
-        if computed_s or not result.encode_s:  # clocks may give an encoder all of the time
+        # Clocks may give an encoder all of the time, and a step may have nothing else.
+        if self._shape.num_new and (computed_s or not result.encode_s):
             self.cost.observe(self._shape, computed_s)
         self._copy_cost.observe(_num_copied(done.plan), result.copy_s)
         self.encoding.observe(result.encode_s, result.encoded)

@@ -128,7 +128,7 @@ class Planner:
                 again = fill(attempt, spared=step.memory.robbed)
                 if step.memory.real_time() < again.memory.real_time():
                     step = again
-            if step.memory.parts:
+            if step.memory.parts or step.budget.loads.encodes.orders:
                 return self._planned(step, headroom, now_s)
         return None
 

@@ -428,7 +428,7 @@ class VirtualWorker:
         left of them when that step ended, though the worker may have idled since.
         """
         shape = _shape_of(plan)
-        forward_s = self._hardware.step_seconds(shape)
+        forward_s = self._hardware.step_seconds(shape) if shape.num_new else 0.0
         self._encoded = self._images.work_of(plan)
         self._encode_s = self._hardware.per_encoder_token_s * self._encoded
         if self._noise:

@@ -356,6 +356,8 @@ class ModelRunner:
         if self._pooling is not None:
             return self._encode(inputs, self._pooling)
         graphs = self._graphs
+        if not len(inputs.rows):  # the step encodes images alone
+            return _Passed(None, torch.empty(0, 0, device=self._queue.device))
         images = self._images.embedded(inputs)
         indices: list[int] = []
         if self._vector_rows:  # where none ever came, no step looks for them

@@ -19,7 +19,7 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.encoding import StepEncodes
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.pace import EVERY_BEST_EFFORT, NO_PACE, Pace, kept_pace
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     StepBudget,
@@ -371,7 +371,7 @@ class Step:
         if self._is_class_aware:
             classes = (request.request_class,)
         if not isinstance(part, Reason):
-            part = self._encode(part) if isinstance(part, _Encode) else self.memory.place(part)
+            part = self._encode(part, how) if isinstance(part, _Encode) else self.memory.place(part)
             if isinstance(part, Reason) and part is not Reason.ENCODING:
                 # Time and tokens are left for others.
                 self._short_of = Reason.TOKENS if self.budget.is_full else None
@@ -383,7 +383,7 @@ class Step:
         if (ahead := self._ahead) is not None:
             end = self.found(request).start + part.num_tokens
             if end == ahead.image.start:
-                self._order(request, ahead.image)
+                self._order(request, ahead.image, how)
 
     def _refuses_to_start(self, request: Request) -> Reason | None:
         """Return why a request that waits may not start, memory aside; None if it may."""
@@ -448,27 +448,25 @@ class Step:
     def _image_before(self, request: Request, start: int, rest: int, how: _How) -> Image | None:
         """Return the first image for which there is no time with its tokens; None: there is none.
 
-        An empty step has time for the first one, or for all where prompts are not cut.
+        An empty step takes all of them where prompts are not cut.
         """
-        budget, cost, is_forced = self.budget, self.limits.cost, self.budget.is_empty
-        room_s = math.inf
+        budget, cost, room_s = self.budget, self.limits.cost, math.inf
+        if how.is_whole and budget.is_empty:
+            return None
         for image in budget.loads.encodes.missing(request, start, rest):
             if room_s == math.inf:
                 least = cost.seconds(budget.shape.plus(start, min(rest, MIN_CHUNK)))
-                room_s = self._room_to_encode(request) - (least - budget.seconds)
+                room_s = self._room_to_encode(request, how) - (least - budget.seconds)
             image_s = budget.loads.encodes.seconds_of(image)
             room_s -= image_s
-            if not is_forced and (image_s == 0.0 or room_s < 0.0):
+            if image_s == 0.0 or room_s < 0.0:
                 return image
-            is_forced = is_forced and how.is_whole
         return None
 
-    def _room_to_encode(self, request: Request) -> float:
+    def _room_to_encode(self, request: Request, how: _How) -> float:
         """Return the time that the step has left for images of a request."""
         budget = self.budget
-        limit_s = budget.predicted_limit_s
-        if budget.pace is not NO_PACE:
-            limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
+        limit_s = budget.encode_limit_s(request, leaves_room=how.leaves_room)
         return limit_s - budget.seconds - budget.loads.seconds()
 
     def _with_whole_image(self, part: Scheduled, start: int) -> Scheduled | Reason:
@@ -482,7 +480,7 @@ class Step:
             self._beyond = Scheduled(request, count)
         return Scheduled(request, count)
 
-    def _encode(self, part: _Encode) -> Reason:
+    def _encode(self, part: _Encode, how: _How) -> Reason:
         """Encode an image within the time that its tokens would have; return why these wait.
 
         One that waits and would not have the memory for them waits for that first.
@@ -492,18 +490,19 @@ class Step:
             lacking := self.memory.lacking(Scheduled(request, num_tokens))
         ):
             return lacking
-        self._order(request, image)
+        self._order(request, image, how)
         return Reason.ENCODING
 
-    def _order(self, request: Request, image: Image) -> None:
+    def _order(self, request: Request, image: Image, how: _How) -> None:
         """Have as many layers of an image encoded as there is time for.
 
-        One at least for a real-time request; for a best-effort one, which is to hold up no token
-        of others, in some steps.
+        One at least for a real-time request, or in an empty step; for a best-effort one, which is
+        to hold up no token of others, in some steps.
         """
-        of, room_s = request.request_class, self._room_to_encode(request)
-        is_rare = self.limits.step_number % EVERY_BEST_EFFORT == 0
-        self.budget.loads.encodes.order(image, room_s, of, least=int(of is RT or is_rare))
+        of, room_s = request.request_class, self._room_to_encode(request, how)
+        is_empty, is_rare = self.budget.is_empty, self.limits.step_number % EVERY_BEST_EFFORT == 0
+        least = int(of is RT or is_empty or is_rare)
+        self.budget.loads.encodes.order(image, room_s, of, least=least, is_empty=is_empty)
 
     def _due_for(self, request: Request) -> float:
         """Return the time that a request has to load its KV beside steps."""

@@ -220,8 +220,8 @@ class StepBudget:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing advances in it."""
-        return self.shape.num_new == 0
+        """Whether nothing advances in it, and no image is encoded."""
+        return self.shape.num_new == 0 and not self.loads.encodes.orders
 
     @property
     def is_full(self) -> bool:
@@ -431,6 +431,19 @@ class StepBudget:
             return limit_s
         return self.pace.limit(limit_s, request, self.due.of(request))
 
+    def encode_limit_s(self, request: Request, *, leaves_room: bool) -> float:
+        """Return how long the step may take with images of a request, as predicted.
+
+        Where nothing else limits it, no longer than with all the tokens that it has room for.
+        `leaves_room`: see `num_tokens_in_time`.
+        """
+        start, cost, limit_s = self._found(request).start, self._cost, self._paced_limit(request)
+        if leaves_room and (idle_s := self._idle_limit_s(request, MIN_CHUNK)) < limit_s:
+            limit_s = limit_s if self.is_urgent(request, idle_s * cost.guard) else idle_s
+        if limit_s == math.inf and cost.is_known:
+            limit_s = cost.seconds(self.shape.plus(start, self._num_left))
+        return limit_s
+
     @property
     def predicted_limit_s(self) -> float:
         """Return how long the step may take as predicted, copies included.
@@ -504,14 +517,20 @@ class StepBudget:
 
         They wait for the rest of the step. But it has tokens to which the constant is little.
         """
-        outlook, cost, start = self._limits.outlook, self._cost, self._found(request).start
-        if request.request_class is BE or outlook.ttft_s == math.inf:
+        cost, start = self._cost, self._found(request).start
+        if (limit_s := self._idle_limit_s(request, most)) == math.inf:
             return most
-        least_s = cost.seconds(self.shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
-        limit_s = max(outlook.idle_limit_s / cost.guard, least_s)
         num_tokens = cost.tokens_within(self.shape, limit_s, start, most)
         is_cut = num_tokens < most and not self.is_urgent(request, limit_s * cost.guard)
         return num_tokens if is_cut else most
+
+    def _idle_limit_s(self, request: Request, most: int) -> float:
+        """Return how long the step may take with a prompt that leaves time to arrivals."""
+        outlook, cost, start = self._limits.outlook, self._cost, self._found(request).start
+        if request.request_class is BE or outlook.ttft_s == math.inf:
+            return math.inf
+        least_s = cost.seconds(self.shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
+        return max(outlook.idle_limit_s / cost.guard, least_s)
 
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what so many tokens of a prompt add to this step, or to earlier ones for them.

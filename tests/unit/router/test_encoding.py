@@ -257,12 +257,14 @@ def test_layers_go_beside_decodes_within_their_targets() -> None:
 
 
 def test_a_request_alone_has_its_image_encoded_with_its_tokens() -> None:
-    run = Run("unified", (0.0, request(1, 80, image(10, 1))))
+    one = request(1, 80, image(10, 1))
+    run = Run("unified", (0.0, one), step_cost=PROFILED, budget=2048)
     assert run.orders() == [] and len(run.outcomes[RequestId(1)].token_ids) == 4
 
 
 def test_what_a_step_encodes_with_its_tokens_is_predicted() -> None:
-    run = Run("unified", (0.0, request(1, 80, image(10, 1))), step_cost=PROFILED)
+    one = request(1, 80, image(10, 1))
+    run = Run("unified", (0.0, one), step_cost=PROFILED, budget=2048)
     assert run.worker.encode_s[0] == pytest.approx(NUM_LAYERS * LAYER_S)
     first = run.core.sent[0]
     assert first.predicted_s == pytest.approx(0.01 + 64e-4 + NUM_LAYERS * LAYER_S)
@@ -294,7 +296,8 @@ def test_nothing_is_encoded_for_a_request_that_has_no_memory(policy: str) -> Non
     late = request(1, 80, image(0, 1))
     run = Run(policy, (0.0, holder), (0.1, late), num_slots=230, overcommit=2.0)
     assert len(run.outcomes[RequestId(0)].token_ids) == 60
-    assert run.orders() == [] and len(run.outcomes[RequestId(1)].token_ids) == 4
+    assert not any(plan.encodes for plan in run.plans if len(plan.decodes.rows))
+    assert len(run.outcomes[RequestId(1)].token_ids) == 4
     assert sum(run.worker.encode_s) == pytest.approx(NUM_LAYERS * LAYER_S), "once"
 
 
@@ -464,8 +467,51 @@ def test_a_document_s_image_takes_no_time_that_a_stream_needs() -> None:
     )
     document = request(1, 80, image(0, 1), of=RequestClass.BE)
     run = Run("unified", (0.0, stream), (0.1, document), step_cost=PROFILED)
-    steps = [step.step_id for step in run.core.sent if step.encodes]
-    assert 1 < len(steps) < 5 and all(step_id % EVERY_BEST_EFFORT == 0 for step_id in steps[:-1])
+    beside = [step.step_id for step in run.core.sent if step.encodes and len(step.decodes)]
+    assert 1 < len(beside) < 5 and all(step_id % EVERY_BEST_EFFORT == 0 for step_id in beside)
+
+
+@pytest.mark.parametrize(
+    ("policy", "of", "limit_s"),
+    [
+        ("unified", RequestClass.BE, 0.1),  # as long as best-effort tokens
+        ("unified", RequestClass.RT, 0.01 + 240e-4),  # as a step of 256 tokens
+        ("chunked", RequestClass.RT, 0.01 + 240e-4),
+    ],
+)
+def test_a_chat_waits_for_an_image_no_longer_than_for_tokens(
+    policy: str, of: RequestClass, limit_s: float
+) -> None:
+    """A layer takes 10.7 ms, the image 256: with nothing else to do it is encoded in parts."""
+    own = request(1, 120, image(10, 1, 100), of=of, slo=SLO())
+    chat = request(2, 20, slo=SLO())
+    run = Run(policy, (0.0, own), (0.02, chat), step_cost=PROFILED)
+    alone = [plan for plan in run.plans if plan.encodes and not plan.rows]
+    assert len(alone) > 1, "steps without a token"
+    assert max(run.worker.encode_s) <= limit_s
+    assert sum(run.worker.encode_s) == pytest.approx(NUM_LAYERS * LAYER_S * 200 / 75)
+    waited_s = run.outcomes[RequestId(2)].token_times_s[0] - 0.02
+    assert waited_s < limit_s + 0.03 + LAYER_S * 200 / 75
+    assert all(len(run.outcomes[RequestId(n)].token_ids) == 4 for n in (1, 2))
+    assert run.core._pipeline.cost.guard < 2.0, "such a step tells nothing of tokens"
+
+
+def test_an_image_leaves_time_to_first_tokens() -> None:
+    """Of a target of 200 ms a step takes a third, unless the image itself would be late so."""
+    for ttft_ms, is_cut in ((10_000.0, True), (320.0, False)):
+        early = request(0, 20, max_tokens=1, slo=SLO(ttft_ms=200.0))
+        own = request(1, 120, image(0, 1, 100), slo=SLO(ttft_ms=ttft_ms))
+        run = Run("unified", (0.0, early), (0.1, own), step_cost=PROFILED, budget=4096)
+        assert (max(run.worker.encode_s) < 0.07) == is_cut == bool(run.orders())
+
+
+def test_with_nothing_else_to_do_an_image_pushes_out_one_that_is_forgotten() -> None:
+    encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2
+    encoding.note_orders([EncodeOrder(image(0, 1, half), 1)])
+    for is_empty in (False, True):
+        step = StepEncodes(encoding)
+        step.order(image(0, 2), 0.0, RequestClass.BE, is_empty=is_empty)
+        assert bool(step.orders) == is_empty
 
 
 def test_an_image_is_encoded_with_its_tokens_where_there_is_time_for_both() -> None:
