@@ -176,6 +176,7 @@ class Hub(Waitable, Protocol, Generic[SendT_contra, RecvT_co]):
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
 
+Frame = bytes | bytearray | memoryview
 VERSION_BYTE = bytes([PROTOCOL_VERSION])
 _PEER_NAME = re.compile(r"[a-z][a-z0-9]{0,31}(-[0-9]{1,9}){0,2}")
 
@@ -192,7 +193,7 @@ class Codec(Generic[SendT, RecvT]):
         self.max_recv_bytes = max(kind.MAX_BYTES for kind in recv_types)
         """Largest message of any kind that is accepted."""
 
-    def encode(self, message: SendT) -> bytes:
+    def encode(self, message: SendT) -> Frame:
         """Return the frame of `message`.
 
         Raises:
@@ -201,12 +202,13 @@ class Codec(Generic[SendT, RecvT]):
         """
         if not isinstance(message, self._send_type):
             raise TypeError(f"{type(message).__name__} does not belong on this channel")
-        frame = self._version_byte + self._encoder.encode(message)
+        frame = bytearray(self._version_byte)
+        self._encoder.encode_into(message, frame, 1)
         if len(frame) > message.MAX_BYTES:
             raise FrameTooLarge(type(message).__name__, len(frame), message.MAX_BYTES)
         return frame
 
-    def decode(self, frame: bytes) -> RecvT:
+    def decode(self, frame: Frame) -> RecvT:
         """Return the message in `frame`.
 
         Raises:
@@ -255,6 +257,8 @@ LINGER_S = 0.25
 _CONNECT_TIMEOUT_MS = 2000
 """For another machine, which may be cut off: the kernel alone would ask ever more rarely."""
 _ZMQ_SPARE_BYTES = 64 * 1024
+_LARGE_BYTES = 1024 * 1024
+"""Frames of which copies take long enough to be saved: those of images."""
 
 
 def bind_hub(
@@ -322,12 +326,13 @@ class _Socket:
         """Whether a frame waits; asking also makes ZeroMQ re-arm the descriptor's edge."""
         return bool(int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def receive(self) -> list[bytes] | None:
-        """Return the parts of the next message if there is one."""
+    def receive(self) -> list[Frame] | None:
+        """Return the parts of the next message if there is one; large ones are not copied."""
         try:
-            return self.raw.recv_multipart(zmq.NOBLOCK)
+            parts = self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        return [p.bytes if len(p) < _LARGE_BYTES else p.buffer.toreadonly() for p in parts]
 
     def close(self) -> None:
         """Close the socket and wait at most the linger time for queued messages to leave."""
@@ -424,7 +429,7 @@ class ZmqHub(_Channel[SendT, RecvT]):
         for peer in peers:
             self._send_frame(peer, frame)
 
-    def _send_frame(self, peer: str, frame: bytes) -> None:
+    def _send_frame(self, peer: str, frame: Frame) -> None:
         try:
             self._socket.raw.send_multipart([peer.encode("ascii"), frame], zmq.NOBLOCK)
         except zmq.Again as error:
@@ -447,8 +452,8 @@ class ZmqHub(_Channel[SendT, RecvT]):
             except ProtocolError:
                 self._num_bad_frames += 1
 
-    def _decode(self, parts: list[bytes]) -> tuple[str, RecvT]:
-        peer = parse_peer_name(parts[0])
+    def _decode(self, parts: list[Frame]) -> tuple[str, RecvT]:
+        peer = parse_peer_name(bytes(parts[0]))
         if peer is None or len(parts) != 2:
             raise ProtocolError("frame without a valid peer name, or in several parts")
         return peer, self._codec.decode(parts[1])

@@ -238,7 +238,7 @@ class SchedulingOptions:
         needs=(Need("admission", ("past-future", "risk")),),
     )
     max_parameter_bytes: int = option(
-        67_108_864,
+        268_435_456,
         "Most memory in the router for allowed token ids, biases, constraints and images of all"
         " requests of a class; above it requests get a 429. All choices of a request share them.",
         low=1,

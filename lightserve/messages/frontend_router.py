@@ -14,7 +14,7 @@ ends by `Finish` at the token that completed one.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from lightserve.messages.common import (
     unpack_int32,
     unpack_int64,
 )
-from lightserve.messages.images import Image
+from lightserve.messages.images import MAX_PIXEL_BYTES, Image
 from lightserve.types import (
     NO_SLO,
     SLO,
@@ -81,6 +81,8 @@ NO_CLIENT = Client()
 
 class Submit(Message, frozen=True):
     """A validated request. The router never sees text."""
+
+    MAX_BYTES: ClassVar[int] = MAX_FRAME_BYTES + MAX_PIXEL_BYTES
 
     request_id: RequestId
     prompt: list[PromptSegment]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,13 +24,20 @@ IMAGE_ID = 1 << 30
 """Least id of an image's tokens."""
 MAX_IMAGES = 64
 """Images of a request."""
-MAX_PIXEL_BYTES = 12 * 1024 * 1024
-"""Bytes of all images of a request, as the encoder reads them: a message has to hold them."""
+MAX_PIXEL_BYTES = 48 * 1024 * 1024
+"""Bytes of all images of a request, as the encoder reads them: a message has to hold them. An image
+may have all: the 16,777,216 pixels of Qwen3-VL."""
 DIGEST_BYTES = 32
-MAX_KEPT_TOKENS = 4096
-"""Tokens of images whose encodings workers keep beside those that rows are computing."""
+MIN_KEPT_TOKENS = 4096
+"""See `EncoderWork.max_kept_tokens`."""
 MAX_KNOWN = 65_536
 """Contents whose numbers are remembered; an older one that comes again gets a new number."""
+
+
+if TYPE_CHECKING:
+    Pixels = bytes
+else:
+    Pixels = memoryview  # not copied from the frame of the message
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +48,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     height: int
     width: int
-    pixels: bytes
+    pixels: Pixels
     """uint8 [height, width, 3], red, green, blue."""
     digest: bytes
     """DIGEST_BYTES that only the same pixels of the same size have."""
@@ -66,6 +73,18 @@ class EncoderWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_layers: int
     pair_share: float
     """Work that each pair of an image's tokens adds, as a share of a token's own."""
+    max_image_tokens: int = 0
+    """Tokens of the largest image; 0: it is small."""
+    sees_itself: bool = False
+    """See `Image.sees_itself`."""
+
+    @property
+    def max_kept_tokens(self) -> int:
+        """Tokens of images whose encodings workers keep beside those that rows are computing.
+
+        Half of it is for best-effort requests, each half for the largest image at least.
+        """
+        return max(MIN_KEPT_TOKENS, 2 * self.max_image_tokens)
 
     def of_layer(self, image: Image) -> float:
         """Return the work of a layer, in tokens."""
@@ -83,11 +102,13 @@ class EncodeOrder(msgspec.Struct, frozen=True, array_like=True):
 class KeptImages(Generic[T]):
     """Values of images that were encoded lately, at least in part, by their digests.
 
-    Router and workers keep those of the same images, up to MAX_KEPT_TOKENS. Beyond that the oldest
+    Router and workers keep those of the same images, up to so many tokens. Beyond that the oldest
     goes of which a row has computed tokens; the others are waited for, and go last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int = MIN_KEPT_TOKENS) -> None:
+        """`max_tokens`: see `EncoderWork.max_kept_tokens`."""
+        self._max_tokens = max_tokens
         self._awaited: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
         self._computed: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
         self._num_tokens = 0
@@ -107,7 +128,7 @@ class KeptImages(Generic[T]):
         own = self._computed if is_computed else self._awaited
         own[image.digest] = image.num_tokens, value
         self._num_tokens += image.num_tokens
-        while self._num_tokens > MAX_KEPT_TOKENS and len(self._awaited) + len(self._computed) > 1:
+        while self._num_tokens > self._max_tokens and len(self._awaited) + len(self._computed) > 1:
             oldest = self._computed or self._awaited
             self._num_tokens -= oldest.popitem(last=False)[1][0]
 

@@ -41,7 +41,7 @@ from lightserve.messages.common import (
     pack_int32,
     unpack_int32,
 )
-from lightserve.messages.images import EncodeOrder, EncoderWork, Image
+from lightserve.messages.images import MAX_PIXEL_BYTES, EncodeOrder, EncoderWork, Image
 from lightserve.types import MAX_DRAFTS, RequestOutput, RowId, SamplingParams, StepId
 
 
@@ -190,9 +190,9 @@ class StateCopies(msgspec.Struct, frozen=True, array_like=True):
 NO_STATE_COPIES = StateCopies()
 
 
-MAX_PLAN_BYTES = 128 * 1024 * 1024
-"""Largest `StepPlan`: one sequence with all that may have to be done for it has to fit. Plans of
-many are kept far smaller (`lightserve.router.from_submit`)."""
+MAX_PLAN_BYTES = MAX_PIXEL_BYTES + 128 * 1024 * 1024
+"""Largest `StepPlan`: one sequence with all that may have to be done for it has to fit, beside
+images that others wait for. Plans of many are far smaller (`lightserve.router.from_submit`)."""
 
 
 class StepPlan(Message, frozen=True):

@@ -250,7 +250,8 @@ def _fitted_size(fields: JsonFields, factor: int) -> AnySize:
     most, longest = math.isqrt(MAX_PIXELS) // factor * factor, 1024
     if fields.has("size"):
         longest = fields.child("size").integer("longest_edge", high=most)
-    return AnySize(factor, 1, MAX_PIXELS, longest)
+    side = math.ceil(longest / factor) * factor
+    return AnySize(factor, 1, min(side**2, MAX_PIXELS), longest)
 
 
 def _of_one_size(

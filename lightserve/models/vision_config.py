@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightserve.messages.images import EncoderWork, Image
 from lightserve.models.architectures import Architecture
-from lightserve.models.image_processor import ImageProcessor
+from lightserve.models.image_processor import MAX_PIXELS, ImageProcessor
 from lightserve.models.json_fields import JsonFields
 from lightserve.types import Activation
 
@@ -364,9 +364,8 @@ class VisionConfig:
         number = first - first // length
         return places, slice(number, number + len(places))
 
-    @property
-    def work(self) -> EncoderWork:
-        """The work of its layers, by their products and attention."""
+    def work_within(self, context_len: int) -> EncoderWork:
+        """Return the work of its layers, by their products and attention, for so long a context."""
         layers = self.layers
         num_products = 3 if layers.is_gated else 2
         products = 4 * self.hidden_size + num_products * layers.intermediate_size
@@ -375,8 +374,15 @@ class VisionConfig:
         if isinstance(self.projector, QueryProjector):
             num_patches = (self.processor.side // self.patch_size) ** 2 / self.projector.num_queries
         pair_share = 2 * num_patches / products * full / max(1, layers.count)
-        # The tokens of a tile see as many others in each image.
-        return EncoderWork(layers.count, 0.0 if self.processor.tiles else pair_share)
+        if self.processor.tiles:  # the tokens of a tile see as many others in each image
+            pair_share = 0.0
+        most = min(context_len, self.num_tokens(*self.processor.largest(MAX_PIXELS)))
+        return EncoderWork(layers.count, pair_share, most, self.prompt.sees_itself)
+
+    def kept_size(self, embedding_size: int) -> int:
+        """Return how many numbers of a token are kept, on its way through the layers or behind."""
+        deep = self.projector.deep_layers if isinstance(self.projector, PairProjector) else ()
+        return max((1 + len(deep)) * embedding_size, self.merge**2 * self.hidden_size)
 
     def takes(self, image: Image) -> bool:
         """Whether an image is as the encoder reads it."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from lightserve.messages.common import MAX_INT32, StepCoefficients
 from lightserve.messages.images import (
-    MAX_KEPT_TOKENS,
     MAX_PIXEL_BYTES,
+    MIN_KEPT_TOKENS,
     EncodeOrder,
     EncoderWork,
     Image,
@@ -48,7 +48,8 @@ class Encoding:
     def __init__(self, work: EncoderWork | None = None) -> None:
         """`work`: of the workers' encoder; None: they have none."""
         self.work = work
-        self._kept: KeptImages[_Progress] = KeptImages()
+        self.max_kept_tokens = MIN_KEPT_TOKENS if work is None else work.max_kept_tokens
+        self._kept: KeptImages[_Progress] = KeptImages(self.max_kept_tokens)
         self._num_plans = 0
         self._token_s = 0.0
         """Seconds of one token's work; 0: nothing is known."""
@@ -100,7 +101,7 @@ class Encoding:
             return True
         least = self._num_plans - IDLE_PLANS
         num_awaited = num_begun + self._kept.num_awaited(lambda known: known.plan >= least)
-        most = MAX_KEPT_TOKENS if of is RT else MAX_KEPT_TOKENS // 2
+        most = self.max_kept_tokens if of is RT else self.max_kept_tokens // 2
         return num_awaited == 0 or num_awaited + image.num_tokens <= most
 
     def note_orders(self, orders: Sequence[EncodeOrder]) -> None:
@@ -186,7 +187,7 @@ class StepEncodes:
         encoding = self._encoding
         if any(order.image.digest == image.digest for order in self.orders):
             return
-        if self.orders and self._num_tokens + image.num_tokens > MAX_KEPT_TOKENS:
+        if self.orders and self._num_tokens + image.num_tokens > encoding.max_kept_tokens:
             return
         num_left, layer_s = encoding.num_left(image), encoding.layer_s(image)
         is_begun = encoding.work is not None and num_left < encoding.work.num_layers

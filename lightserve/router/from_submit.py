@@ -26,7 +26,7 @@ from lightserve.messages.common import (
     unpack_int32,
 )
 from lightserve.messages.frontend_router import BatchDue, Submit
-from lightserve.messages.images import check_images, with_image_ids, without_pixels
+from lightserve.messages.images import MAX_PIXEL_BYTES, check_images, with_image_ids, without_pixels
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.models.vision_config import VisionConfig
 from lightserve.router.output_lengths import prediction_key
@@ -82,7 +82,13 @@ def most_tokens_in_plans(request: Request, max_model_len: int) -> int:
     With all its KV on the host, room made for all of it, and a victim that loses all; beside the
     few that it may begin with, and what is taken for these.
     """
-    room = MAX_PLAN_BYTES - REST_BYTES - COPY_BYTES * max_model_len - 2 * FEW_NEWCOMER_BYTES
+    room = (
+        MAX_PLAN_BYTES
+        - MAX_PIXEL_BYTES
+        - REST_BYTES
+        - COPY_BYTES * max_model_len
+        - 2 * FEW_NEWCOMER_BYTES
+    )
     room -= SEQUENCE_BYTES + request.parameters.num_plan_bytes
     room -= (5 * SLOT_BYTES + 2 * COPY_BYTES) * request.recurrent.num_slots
     return max(0, room // (TOKEN_BYTES + SLOT_BYTES + 2 * COPY_BYTES))

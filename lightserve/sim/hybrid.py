@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from lightserve.config import ServeConfig
 from lightserve.cost.model import StepSample, StepShape, fit
@@ -24,6 +24,7 @@ from lightserve.decisions.records import CoreCalls, DecisionLogFile, RecordedCor
 from lightserve.errors import ConfigError
 from lightserve.messages.common import StepCoefficients
 from lightserve.messages.frontend_router import RequestDelta
+from lightserve.messages.images import EncoderWork
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
@@ -78,7 +79,7 @@ def fitted_profile(
         samples.append(StepSample(shape, hardware.step_seconds(shape) * _factor(noise, rng)))
     saved_s = hardware.copy_seconds(num_saved=_COPIED_TOKENS) * _factor(noise, rng)
     loaded_s = hardware.copy_seconds(num_loaded=_COPIED_TOKENS) * _factor(noise, rng)
-    return msgspec.structs.replace(
+    return replace(
         fit(samples),
         per_encoder_token_s=hardware.per_encoder_token_s
         and hardware.per_encoder_token_s * _factor(noise, rng),
@@ -219,6 +220,7 @@ class HybridRun:
                 traffic,
                 np.random.default_rng(seeds[request_class]),
                 config.targets if request_class is RequestClass.RT else Targets(),
+                config.hardware.encoder,
             )
             for request_class, traffic in _traffic(config).items()
         }
@@ -341,8 +343,13 @@ class Clients:
         traffic: Traffic,
         rng: np.random.Generator,
         targets: Targets,
+        encoder: EncoderWork | None = None,
     ) -> None:
-        """`targets` are sent along, unless a request has its own: what the report judges by."""
+        """`targets` are sent along, unless a request has its own: what the report judges by.
+
+        `encoder`: of the images, where there are any.
+        """
+        self._sees_itself = encoder is not None and encoder.sees_itself
         self._slo = targets.slo()
         self.targets: list[Targets | None] = []
         """Targets of all requests sent, by number; None: the targets of the run."""
@@ -375,6 +382,8 @@ class Clients:
         return [self._send(now_s, job) for _, job in itertools.islice(self._jobs, num_sent)]
 
     def _send(self, time_s: float, job: Job) -> TimedEvent:
+        images = tuple(replace(each, sees_itself=self._sees_itself) for each in job.images)
+        job = job._replace(images=images)
         submit = job.submit(len(self.num_output_tokens), self.request_class, self._slo)
         self.num_output_tokens.append(job.num_output_tokens)
         self.num_prompt_tokens.append(len(job.prompt_token_ids))

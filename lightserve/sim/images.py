@@ -65,7 +65,7 @@ class SimulatedEncoder:
     def __init__(self, work: EncoderWork | None) -> None:
         """`work`: of the encoder; None: the model sees no images."""
         self._work = work
-        self._kept: KeptImages[int] = KeptImages()
+        self._kept: KeptImages[int] = KeptImages(work.max_kept_tokens) if work else KeptImages()
         """Layers that are computed."""
         self._of_rows: dict[RowId, dict[Image, bool]] = {}
         """Images of each row, and whether it has encoded them."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightserve.errors import ProtocolError
 from lightserve.kernels.interface import SeenWhole
-from lightserve.messages.images import Image, KeptImages
+from lightserve.messages.images import EncoderWork, Image, KeptImages
 from lightserve.messages.router_worker import StepPlan
 from lightserve.models.base import ImageEncoding, Model, Replaced
 from lightserve.types import RowId
@@ -76,11 +76,11 @@ class RowImages:
 
     def __init__(self, model: Model, queue: DeviceQueue, max_num_seqs: int) -> None:
         self._model, self._queue = model, queue
-        self._num_layers = 0 if model.config.vision is None else model.config.vision.layers.count
         self._held: dict[int, list[_Held]] = {}
-        self._kept: KeptImages[_Encoded] = KeptImages()
-        self._time = NO_ENCODE_TIME
         vision = model.config.vision
+        self._work = vision.work_within(model.context_len) if vision else EncoderWork(0, 0.0)
+        self._kept: KeptImages[_Encoded] = KeptImages(self._work.max_kept_tokens)
+        self._time = NO_ENCODE_TIME
         self._turned: dict[int, Int64Array] = {}
         """Positions [3, n] of a row's tokens up to the end of its last image."""
         self.shifts: Int64Array | None = None
@@ -135,13 +135,11 @@ class RowImages:
         flat = np.frombuffer(image.pixels, dtype=np.uint8).copy()
         (pixels,) = self._queue.upload([flat])
         encoding = self._model.encode(pixels.view(image.height, image.width, 3))
-        return _Encoded(encoding, self._num_layers)
+        return _Encoded(encoding, self._work.num_layers)
 
     def _note(self, start: Mark, image: Image, num_layers: int) -> None:
-        vision = self._model.config.vision
-        assert vision is not None
         spans = (*self._time.spans, (start, self._queue.mark()))
-        work = self._time.work + num_layers * vision.work.of_layer(image)
+        work = self._time.work + num_layers * self._work.of_layer(image)
         self._time = EncodeTime(spans, work)
 
     def take_time(self) -> EncodeTime:

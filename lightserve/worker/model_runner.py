@@ -194,17 +194,21 @@ class ModelRunner:
     def encoder(self) -> EncoderWork | None:
         """The work of the model's encoder of images; None: it has none."""
         vision = self._model.config.vision
-        return None if vision is None else vision.work
+        return None if vision is None else vision.work_within(self.context_len)
 
     @torch.inference_mode()
     def encode_any(self) -> None:
-        """Encode a black image by two layers, for the memory that all take; no effect without an
-        encoder."""
+        """Encode a black image by two layers beside those that are kept, for the memory that all
+        take; no effect without an encoder."""
         vision, image = self._model.config.vision, self.black_image(self.context_len)
         if vision is not None and image is not None:
             shape = (image.height, image.width, 3)
             black = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            num_kept = vision.work_within(self.context_len).max_kept_tokens
+            numbers = num_kept * vision.kept_size(self._model.config.embedding_size)
+            kept = black.new_empty(numbers * max(2, self.pool.k[-1].dtype.itemsize))
             self._model.encode(black).advance(2)
+            del kept
             if vision.prompt.sees_itself:  # a layer reads all keys and values of a row at once
                 slots = torch.zeros(self.context_len, dtype=torch.int64, device=self.device)
                 read = [pool[slots] for pool in (self.pool.k[-1], self.pool.v[-1])]

@@ -31,8 +31,8 @@ from lightserve.channels import VERSION_BYTE
 from lightserve.config import ServeConfig
 from lightserve.cost.profile import SCHEMA_VERSION, StepProfile, save_profile
 from lightserve.kernels.cpu import core
-from lightserve.messages.common import MAX_FRAME_BYTES, StepCoefficients
-from lightserve.messages.frontend_router import Abort
+from lightserve.messages.common import StepCoefficients
+from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.types import RequestId
 from lightserve.worker.profiling import profile_key
 
@@ -183,7 +183,7 @@ def test_garbage_on_every_socket_changes_nothing(server: LiveServer) -> None:
                     peer.send(chance.randbytes(chance.randrange(200)))
                     peer.send(valid[:at] + bytes([valid[at] ^ 0x55]) + valid[at + 1 :])
                     peer.send_multipart([valid, b"two parts"])
-                peer.send(bytes(MAX_FRAME_BYTES + 1))
+                peer.send(bytes(Submit.MAX_BYTES + 1))
     assert server.is_ready()
     body = {"model": server.model, "messages": [{"role": "user", "content": "Hello."}]}
     assert stream_once(server.url, {**body, "max_tokens": 5}).outcome is Outcome.WHOLE

@@ -30,7 +30,7 @@ from lightserve.channels import VERSION_BYTE, Codec, wait_readable
 from lightserve.child import _report_failure, connect_control, control_name, last_words_name
 from lightserve.config import ServeConfig
 from lightserve.errors import ChannelFull, ProtocolError
-from lightserve.messages.common import MAX_FRAME_BYTES, TokenSegment
+from lightserve.messages.common import TokenSegment
 from lightserve.messages.frontend_router import (
     Abort,
     ClassLoad,
@@ -261,7 +261,7 @@ def test_messages_of_another_channel_and_giants_are_refused_at_the_sender(wire: 
     with pytest.raises(TypeError, match="Drain"):
         link.send(Drain(timeout_s=1.0))
     with pytest.raises(ProtocolError, match="exceeds"):
-        giant = TokenSegment(token_ids=bytes(MAX_FRAME_BYTES))
+        giant = TokenSegment(token_ids=bytes(Submit.MAX_BYTES))
         link.send(msgspec.structs.replace(SUBMIT, prompt=[giant]))
 
 
@@ -277,7 +277,7 @@ BAD_FRAMES = {
     "trailing bytes": VERSION_BYTE + msgspec.msgpack.encode(SUBMIT) + b"\0",
     "deep nesting": VERSION_BYTE + b"\x91" * 100_000,
     "bomb header": VERSION_BYTE + b"\xdd\xff\xff\xff\xff",
-    "oversized": VERSION_BYTE + bytes(MAX_FRAME_BYTES),
+    "oversized": VERSION_BYTE + bytes(Submit.MAX_BYTES),
 }
 
 
@@ -484,7 +484,7 @@ def _send_giant(wire: Wire) -> None:
     address = wire.hub._socket.raw.getsockopt_string(zmq.LAST_ENDPOINT)
     good = wire.link("frontend-1")
     _introduce(wire, good, "frontend-1")
-    _send_raw(address, b"frontend-2", bytes(2 * MAX_FRAME_BYTES))
+    _send_raw(address, b"frontend-2", bytes(2 * Submit.MAX_BYTES))
     _introduce(wire, good, "frontend-1")
     assert wire.hub.receive(0.1) is None
 

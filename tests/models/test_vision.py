@@ -762,8 +762,9 @@ def test_the_published_qwen_vl_has_the_simulators_sizes(tmp_path: Path) -> None:
     found, shape = load_model_config(tmp_path), MODELS["qwen-vl-chat"]
     assert found.vision is not None and shape.encoder is not None
     assert found.vision.num_tokens(448, 448) == 256 and found.vision.placeholder == 151_859
-    assert found.vision.work.num_layers == shape.encoder.num_layers
-    pair_share = found.vision.work.pair_share * COMPUTE_SHARE / PAIRS_SHARE
+    work = found.vision.work_within(2048)
+    assert (work.num_layers, work.max_image_tokens) == (shape.encoder.num_layers, 256)
+    pair_share = work.pair_share * COMPUTE_SHARE / PAIRS_SHARE
     assert pair_share == pytest.approx(shape.encoder.work.pair_share, rel=0.05)
     counts = {True: 0, False: 0}
     for name, size in expected_tensors(found).items():

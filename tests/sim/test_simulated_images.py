@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from lightserve import sim
 from lightserve.cli.decision_logs import replay as replay_command
@@ -96,6 +97,28 @@ def test_the_same_seed_is_the_same_and_a_slower_encoder_is_felt() -> None:
     assert first.rt == again.rt and first.be == again.be
     assert slow.rt.ttft_ms_p50 > first.rt.ttft_ms_p50 + 10.0  # type: ignore[operator]
     assert slow.be.throughput_tps < first.be.throughput_tps
+
+
+@pytest.mark.parametrize("sees_itself", [False, True])
+def test_images_see_themselves_where_those_of_the_hardware_do(sees_itself: bool) -> None:
+    """No step ends within one then, however few tokens it may have."""
+    work = dataclasses.replace(HARDWARE, encoder=replace(HARDWARE.encoder, sees_itself=sees_itself))
+    run = HybridRun(dataclasses.replace(CONFIG, hardware=work, budget_tokens=128))
+    execute, images, cut = run.worker.execute, {}, []
+
+    def noted(plan: Any, **times: float) -> Any:
+        images.update({each.row: each.images for each in plan.sequences})
+        cut.extend(
+            image
+            for row in plan.rows
+            for image in images[row.row]
+            if image.start < row.start_position + row.num_tokens < image.end
+        )
+        return execute(plan, **times)
+
+    run.worker.execute = noted  # type: ignore[method-assign]
+    run.advance(CONFIG.duration_s)
+    assert bool(cut) != sees_itself and any(images.values())
 
 
 def test_routers_are_told_what_layers_take() -> None:

@@ -248,7 +248,7 @@ def test_largest_images() -> None:
     assert processor.largest(1) == (28, 28)
     assert clip(336).largest(1) == (336, 336)
     assert not processor.makes(28, 30) and not processor.makes(0, 28)
-    assert not processor.makes(2800, 2800) and processor.makes(28, 56)
+    assert not processor.makes(4200, 4200) and processor.makes(28, 56)
 
 
 def test_a_size_of_both_sides() -> None:

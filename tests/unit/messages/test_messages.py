@@ -19,7 +19,6 @@ from lightserve.channels import VERSION_BYTE, Codec
 from lightserve.errors import FrameTooLarge, ProtocolError
 from lightserve.http_access import MAX_KEYS, ApiKey
 from lightserve.messages.common import (
-    MAX_FRAME_BYTES,
     Message,
     TokenLogprob,
     TokenSegment,
@@ -334,7 +333,7 @@ LARGEST: Mapping[str, tuple[Any, Any, Callable[[], Message]]] = {
     "submit": (
         FrontendMessage,
         RouterMessage,
-        lambda: _submit(MAX_FRAME_BYTES - _submit_overhead()),
+        lambda: _submit(Submit.MAX_BYTES - _submit_overhead()),
     ),
     "acknowledge": (
         FrontendMessage,
@@ -394,7 +393,7 @@ def test_the_largest_legal_message_passes(name: str) -> None:
 def test_one_byte_more_is_refused_at_the_sender() -> None:
     codec: Codec[Any, Any] = Codec(send_type=FrontendMessage, recv_type=RouterMessage)
     with pytest.raises(FrameTooLarge):
-        codec.encode(_submit(MAX_FRAME_BYTES - _submit_overhead() + 1))
+        codec.encode(_submit(Submit.MAX_BYTES - _submit_overhead() + 1))
 
 
 def test_one_byte_more_is_refused_at_the_receiver() -> None:

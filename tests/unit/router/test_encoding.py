@@ -15,7 +15,7 @@ from support.policy_scenes import Admitting, Queue, begun, make_limits, make_req
 from lightserve.messages.common import StepCoefficients, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Client, Submit
 from lightserve.messages.images import (
-    MAX_KEPT_TOKENS,
+    MIN_KEPT_TOKENS,
     EncodeOrder,
     EncoderWork,
     Image,
@@ -390,13 +390,13 @@ def test_kept_images_stay_within_their_limit(puts: list[tuple[int, int]]) -> Non
         assert kept.get(one) == number
         held = [image(0, c, 100 + 317 * c) for c in range(10)]
         found = [other for other in held if kept.get(other) is not None]
-        assert sum(other.num_tokens for other in found) <= MAX_KEPT_TOKENS or len(found) == 1
+        assert sum(other.num_tokens for other in found) <= MIN_KEPT_TOKENS or len(found) == 1
         newest = [*last][::-1][: len(found)]
         assert {other.digest for other in found} == {*newest}
 
 
 def test_an_image_that_begins_does_not_push_out_another_that_is_on_its_way() -> None:
-    encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2 + 1
+    encoding, half = Encoding(WORK), MIN_KEPT_TOKENS // 2 + 1
     first, second = image(0, 1, half), image(0, 2, half)
     step = StepEncodes(encoding)
     step.order(first, 0.0, RequestClass.RT)
@@ -412,7 +412,7 @@ def test_an_image_that_begins_does_not_push_out_another_that_is_on_its_way() -> 
 
 
 def test_images_of_a_step_do_not_push_out_each_other() -> None:
-    encoding, most = Encoding(WORK), MAX_KEPT_TOKENS // 2 + 1
+    encoding, most = Encoding(WORK), MIN_KEPT_TOKENS // 2 + 1
     first, second = image(0, 1, most), image(0, 2, most)
     encoding.note_orders([EncodeOrder(first, 5)])
     step = StepEncodes(encoding)
@@ -423,7 +423,7 @@ def test_images_of_a_step_do_not_push_out_each_other() -> None:
 
 def test_best_effort_images_leave_room_to_real_time_ones() -> None:
     """They hold half of what is kept at most, and push out nothing that is waited for."""
-    encoding, quarter = Encoding(WORK), MAX_KEPT_TOKENS // 4
+    encoding, quarter = Encoding(WORK), MIN_KEPT_TOKENS // 4
     images = [image(0, number, quarter) for number in range(6)]
     for each in images[:3]:
         step = StepEncodes(encoding)
@@ -438,7 +438,7 @@ def test_best_effort_images_leave_room_to_real_time_ones() -> None:
 
 
 def test_an_image_that_is_not_gone_on_with_keeps_no_place() -> None:
-    encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2
+    encoding, half = Encoding(WORK), MIN_KEPT_TOKENS // 2
     encoding.note_orders([EncodeOrder(image(0, 1, half), 1)])
     for _ in range(IDLE_PLANS):
         assert not encoding.can_begin(image(0, 2), RequestClass.BE)
@@ -448,7 +448,7 @@ def test_an_image_that_is_not_gone_on_with_keeps_no_place() -> None:
 
 def test_images_that_are_computed_make_room_for_those_that_are_waited_for() -> None:
     kept: KeptImages[int] = KeptImages()
-    quarter = MAX_KEPT_TOKENS // 4
+    quarter = MIN_KEPT_TOKENS // 4
     kept.put(image(0, 0, quarter), 0)
     for number in range(1, 6):
         kept.put(image(0, number, quarter), number, is_computed=True)
@@ -506,7 +506,7 @@ def test_an_image_leaves_time_to_first_tokens() -> None:
 
 
 def test_with_nothing_else_to_do_an_image_pushes_out_one_that_is_forgotten() -> None:
-    encoding, half = Encoding(WORK), MAX_KEPT_TOKENS // 2
+    encoding, half = Encoding(WORK), MIN_KEPT_TOKENS // 2
     encoding.note_orders([EncodeOrder(image(0, 1, half), 1)])
     for is_empty in (False, True):
         step = StepEncodes(encoding)
