@@ -331,7 +331,7 @@ BROKEN = data_url(file_of(FIRST)[:-100])
         ),
         ({"url": BROKEN, "max_pixels": 5000}, "the model reads images in one size"),
         ({"url": BROKEN, "detail": "ultra"}, "must have image_url.detail auto, low, high, got"),
-        ({"url": BROKEN, "min_pixels": 0}, "image_url.min_pixels as an integer from 1 to 4194304"),
+        ({"url": BROKEN, "min_pixels": 0}, "image_url.min_pixels as an integer from 1 to 16777216"),
         ({"url": 7}, "must have image_url.url as a string, got 7"),
         ({"url": BROKEN, "sha256": "x"}, "must have image_url only as"),
     ],

@@ -694,17 +694,17 @@ def test_first_qwen_vls_that_cannot_be_served(
 @pytest.mark.parametrize(
     ("family", "changes", "complaint"),
     [
-        ("mistral3", {"size": {"longest_edge": 2048}}, "'size.longest_edge' must be between"),
+        ("mistral3", {"size": {"longest_edge": 4104}}, "'size.longest_edge' must be between"),
         ("mistral3", {"size": {"height": 70, "width": 70}}, "longest_edge"),
         ("mistral3", {"image_processor_type": "CLIPImageProcessor"}, "must be PixtralImage"),
         ("gemma3", {"do_pan_and_scan": True}, "'do_pan_and_scan' must be false"),
         ("gemma3", {"size": {"height": 28, "width": 28}}, "must be the encoder's 56 x 56"),
         ("gemma4", {"do_normalize": True}, "'do_normalize' must be false"),
         ("gemma4", {"do_resize": False}, "'do_resize' must be true"),
-        ("gemma4", {"max_soft_tokens": 21400}, "must be between 1 and 21399, got 21400"),
+        ("gemma4", {"max_soft_tokens": 85599}, "must be between 1 and 85598, got 85599"),
         ("gemma4", {"image_processor_type": "Gemma3ImageProcessor"}, "must be Gemma4ImageProc"),
         ("internvl", {"size": {"height": 28, "width": 14}}, "must be the encoder's 28 x 28"),
-        ("internvl", {"max_patches": 5349}, "must be at most 5348, got 5349"),
+        ("internvl", {"max_patches": 21399}, "must be at most 21398, got 21399"),
         ("internvl", {"min_patches": 5}, "'min_patches' must be between 1 and 4"),
     ],
 )

@@ -712,11 +712,11 @@ def test_both_names_of_the_token_limit_are_refused() -> None:
 
 def test_choices_multiply_images() -> None:
     """Each choice is a request of its own, which a message has to hold."""
-    image = Image(0, 1, 1000, 1000, b"", b"")
+    image = Image(0, 1, 4000, 1000, b"", b"")
     most = MAX_PIXEL_BYTES // image.num_bytes
     ChatRequest(**{**CHAT, "n": most})._check_pixels([image])
     ChatRequest(**CHAT)._check_pixels([image] * most)
-    complaint = f"n times the images must take at most {MAX_PIXEL_BYTES} bytes, .*got 15000000"
+    complaint = f"n times the images must take at most {MAX_PIXEL_BYTES} bytes, .*got 60000000"
     with pytest.raises(InvalidRequest, match=complaint) as caught:
         ChatRequest(**{**CHAT, "n": most + 1})._check_pixels([image])
     assert caught.value.param == "n"
