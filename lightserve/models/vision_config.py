@@ -379,11 +379,6 @@ class VisionConfig:
         most = min(context_len, self.num_tokens(*self.processor.largest(MAX_PIXELS)))
         return EncoderWork(layers.count, pair_share, most, self.prompt.sees_itself)
 
-    def kept_size(self, embedding_size: int) -> int:
-        """Return how many numbers of a token are kept, on its way through the layers or behind."""
-        deep = self.projector.deep_layers if isinstance(self.projector, PairProjector) else ()
-        return max((1 + len(deep)) * embedding_size, self.merge**2 * self.hidden_size)
-
     def takes(self, image: Image) -> bool:
         """Whether an image is as the encoder reads it."""
         height, width = image.height, image.width

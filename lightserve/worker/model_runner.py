@@ -26,6 +26,7 @@ from lightserve.messages.router_worker import StepPlan, StepResult, check_states
 from lightserve.models.base import Model, Replaced, TensorParallel
 from lightserve.models.encoder import EncoderModel
 from lightserve.models.pooling import Pooling
+from lightserve.models.vision_config import projectors
 from lightserve.types import RequestOutput, RowId
 from lightserve.worker.constraints import Lengths, RowConstraints, StepMasks
 from lightserve.worker.device import DeviceQueue
@@ -205,8 +206,9 @@ class ModelRunner:
             shape = (image.height, image.width, 3)
             black = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             num_kept = vision.work_within(self.context_len).max_kept_tokens
-            numbers = num_kept * vision.kept_size(self._model.config.embedding_size)
-            kept = black.new_empty(numbers * max(2, self.pool.k[-1].dtype.itemsize))
+            behind = max(1, len(projectors(vision))) * self._model.config.embedding_size
+            size = max(behind, vision.merge**2 * vision.hidden_size)  # of a token in the layers
+            kept = black.new_empty(num_kept * size * max(2, self.pool.k[-1].dtype.itemsize))
             self._model.encode(black).advance(2)
             del kept
             if vision.prompt.sees_itself:  # a layer reads all keys and values of a row at once
