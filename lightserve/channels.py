@@ -257,8 +257,6 @@ LINGER_S = 0.25
 _CONNECT_TIMEOUT_MS = 2000
 """For another machine, which may be cut off: the kernel alone would ask ever more rarely."""
 _ZMQ_SPARE_BYTES = 64 * 1024
-_LARGE_BYTES = 1024 * 1024
-"""Frames of which copies take long enough to be saved: those of images."""
 
 
 def bind_hub(
@@ -327,12 +325,12 @@ class _Socket:
         return bool(int(self.raw.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> list[Frame] | None:
-        """Return the parts of the next message if there is one; large ones are not copied."""
+        """Return the parts of the next message if there is one; those of images are not copied."""
         try:
             parts = self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return [p.bytes if len(p) < _LARGE_BYTES else p.buffer.toreadonly() for p in parts]
+        return [p.bytes if len(p) < 1 << 20 else p.buffer.toreadonly() for p in parts]
 
     def close(self) -> None:
         """Close the socket and wait at most the linger time for queued messages to leave."""

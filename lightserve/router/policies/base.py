@@ -19,11 +19,12 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.encoding import StepEncodes
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace, kept_pace
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT, NO_PACE, Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     StepBudget,
     StepLimits,
+    idle_limit_s,
 )
 from lightserve.router.queue import (
     MAX_CANDIDATES,
@@ -464,9 +465,21 @@ class Step:
         return None
 
     def _room_to_encode(self, request: Request, how: _How) -> float:
-        """Return the time that the step has left for images of a request."""
-        budget = self.budget
-        limit_s = budget.encode_limit_s(request, leaves_room=how.leaves_room)
+        """Return the time that the step has left for images of a request.
+
+        Where nothing limits it, that of a step with all the tokens that it may have.
+        """
+        budget, limits, start = self.budget, self.limits, self.found(request).start
+        limit_s = budget.predicted_limit_s
+        if budget.pace is not NO_PACE:
+            limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
+        if how.leaves_room:
+            idle_s = idle_limit_s(budget.shape, limits, request, start, MIN_CHUNK)
+            if idle_s < limit_s and not budget.is_urgent(request, idle_s * limits.cost.guard):
+                limit_s = idle_s
+        if limit_s == math.inf and limits.cost.is_known:
+            num_left = limits.max_num_batched_tokens - budget.shape.num_new
+            limit_s = limits.cost.seconds(budget.shape.plus(start, num_left))
         return limit_s - budget.seconds - budget.loads.seconds()
 
     def _with_whole_image(self, part: Scheduled, start: int) -> Scheduled | Reason:

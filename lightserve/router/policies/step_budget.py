@@ -431,19 +431,6 @@ class StepBudget:
             return limit_s
         return self.pace.limit(limit_s, request, self.due.of(request))
 
-    def encode_limit_s(self, request: Request, *, leaves_room: bool) -> float:
-        """Return how long the step may take with images of a request, as predicted.
-
-        Where nothing else limits it, no longer than with all the tokens that it has room for.
-        `leaves_room`: see `num_tokens_in_time`.
-        """
-        start, cost, limit_s = self._found(request).start, self._cost, self._paced_limit(request)
-        if leaves_room and (idle_s := self._idle_limit_s(request, MIN_CHUNK)) < limit_s:
-            limit_s = limit_s if self.is_urgent(request, idle_s * cost.guard) else idle_s
-        if limit_s == math.inf and cost.is_known:
-            limit_s = cost.seconds(self.shape.plus(start, self._num_left))
-        return limit_s
-
     @property
     def predicted_limit_s(self) -> float:
         """Return how long the step may take as predicted, copies included.
@@ -492,14 +479,21 @@ class StepBudget:
     def num_tokens_in_time(self, request: Request, most: int, *, leaves_room: bool = False) -> int:
         """Return how many of a prompt's next tokens, `most` at most, fit time and budget.
 
-        `leaves_room`: one that has time leaves some of it to arrivals.
+        `leaves_room`: one that has time leaves some of it to arrivals, which wait for the rest of
+        the step. But it has tokens to which the constant is little.
         """
-        most = min(self._leaving_room(request, most) if leaves_room else most, self._num_left)
+        start, idle_s = self._found(request).start, math.inf
+        if leaves_room:
+            idle_s = idle_limit_s(self.shape, self._limits, request, start, most)
+        if idle_s < math.inf:
+            count = self._cost.tokens_within(self.shape, idle_s, start, most)
+            if count < most and not self.is_urgent(request, idle_s * self._cost.guard):
+                most = count
+        most = min(most, self._num_left)
         limit_s = self._limit_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
-        least, start = min(most, MIN_CHUNK), self._found(request).start
-        encode_s = 0.0
+        least, encode_s = min(most, MIN_CHUNK), 0.0
         if request.parameters.images:
             encode_s = self.loads.encodes.seconds_with(request, start, most)
             limit_s -= encode_s
@@ -511,26 +505,6 @@ class StepBudget:
             limit_s = min(max(limit_s, least_s), most_s)
         in_time = self._cost.tokens_within(self.shape, limit_s, start, most)
         return max(in_time, least) if self.is_empty else in_time
-
-    def _leaving_room(self, request: Request, most: int) -> int:
-        """Return how many of a prompt's tokens leave time to arrivals, if it is in time so.
-
-        They wait for the rest of the step. But it has tokens to which the constant is little.
-        """
-        cost, start = self._cost, self._found(request).start
-        if (limit_s := self._idle_limit_s(request, most)) == math.inf:
-            return most
-        num_tokens = cost.tokens_within(self.shape, limit_s, start, most)
-        is_cut = num_tokens < most and not self.is_urgent(request, limit_s * cost.guard)
-        return num_tokens if is_cut else most
-
-    def _idle_limit_s(self, request: Request, most: int) -> float:
-        """Return how long the step may take with a prompt that leaves time to arrivals."""
-        outlook, cost, start = self._limits.outlook, self._cost, self._found(request).start
-        if request.request_class is BE or outlook.ttft_s == math.inf:
-            return math.inf
-        least_s = cost.seconds(self.shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
-        return max(outlook.idle_limit_s / cost.guard, least_s)
 
     def seconds_added(self, request: Request, num_tokens: int) -> float:
         """Return what so many tokens of a prompt add to this step, or to earlier ones for them.
@@ -549,3 +523,17 @@ class StepBudget:
 
     def _seconds(self, shape: StepShape) -> float:
         return (self._cost.seconds(shape) + self.loads.seconds()) * self._cost.guard
+
+
+def idle_limit_s(
+    shape: StepShape, limits: StepLimits, request: Request, start: int, most: int
+) -> float:
+    """Return how long a step may take with a prompt that leaves time to arrivals; inf: any time.
+
+    `shape`: what is in it. `most`: tokens that the prompt needs from `start` on.
+    """
+    if request.request_class is BE or limits.outlook.ttft_s == math.inf:
+        return math.inf
+    cost = limits.cost
+    least_s = cost.seconds(shape.plus(start, min(most, MIN_CHUNK))) + cost.worthwhile_s
+    return max(limits.outlook.idle_limit_s / cost.guard, least_s)
