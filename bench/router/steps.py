@@ -81,7 +81,7 @@ class MeasuredCore(Scheduler):
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         """See `Scheduler.commit`. Raises Enough."""
         plan = self._spent("commit", super().commit, planned, now_s)
-        skipped = [(*request.key, reason.value) for request, reason in planned.skipped]
+        skipped = [(*request.key, reason.value) for request, reason in planned.left_out.each()]
         self.plans.update(msgspec.msgpack.encode((plan, planned.predicted_s, skipped)))
         self.steps_s.append(self._spent_s)
         self.num_live.append(len(self._rows))

@@ -86,7 +86,7 @@ class Lives:
     def on_step(self, step: PlannedStep, now_s: float) -> None:
         """Note what a step that is sent does with each; call before the core books it."""
         parts: dict[_Life, tuple[str, int]] = {}
-        for request, reason in step.skipped:
+        for request, reason in step.left_out.each():
             if (life := self._live.get(request.key)) is not None:
                 parts[life] = reason.value, 0
         for request, _ in step.loaded:

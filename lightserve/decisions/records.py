@@ -225,7 +225,7 @@ def decision_of(step: PlannedStep, plan: StepPlan, committed_at_s: float) -> Dec
         checkpointed=[Share(*request.key, count) for request, count in step.checkpointed],
         preempted=[_name(request) for request in step.preempted],
         loaded=[Share(*request.key, count) for request, count in step.loaded],
-        skipped=[LeftOut(*request.key, reason) for request, reason in step.skipped],
+        skipped=[LeftOut(*request.key, reason) for request, reason in step.left_out.each()],
         unseen=dict(step.unseen),
         plan=new_hash(msgspec.msgpack.encode(_without_pixels(plan))).hexdigest(),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -67,6 +67,14 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
         return self.start + self.num_tokens
 
 
+class ImageSums(NamedTuple):
+    """Sums over images."""
+
+    num_tokens: int = 0
+    num_pairs: int = 0
+    """Pairs of tokens of one image."""
+
+
 class EncoderWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The work of an encoder of images: layers, one after the other, all of one size."""
 
@@ -88,7 +96,11 @@ class EncoderWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def of_layer(self, image: Image) -> float:
         """Return the work of a layer, in tokens."""
-        return image.num_tokens * (1.0 + self.pair_share * image.num_tokens)
+        return self.of_sums(ImageSums(image.num_tokens, image.num_tokens**2))
+
+    def of_sums(self, sums: ImageSums) -> float:
+        """Return the work of a layer for several images together, in tokens."""
+        return sums.num_tokens + self.pair_share * sums.num_pairs
 
 
 class EncodeOrder(msgspec.Struct, frozen=True, array_like=True):

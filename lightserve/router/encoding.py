@@ -21,6 +21,7 @@ from lightserve.messages.images import (
     EncodeOrder,
     EncoderWork,
     Image,
+    ImageSums,
     KeptImages,
     without_pixels,
 )
@@ -71,6 +72,11 @@ class Encoding:
     def layer_s(self, image: Image) -> float:
         """Return the seconds of one of its layers, as predicted; 0: nothing is known."""
         return 0.0 if self.work is None else self._token_s * self.work.of_layer(image)
+
+    def seconds_of(self, sums: ImageSums) -> float:
+        """Return the seconds of all layers of such images, as predicted; 0: nothing is known."""
+        work = self.work
+        return 0.0 if work is None else self._token_s * work.num_layers * work.of_sums(sums)
 
     def missing(self, request: Request, start: int, num_tokens: int) -> Iterator[Image]:
         """Yield the images with tokens among the next ones that are not encoded, each once."""
@@ -139,6 +145,8 @@ class StepEncodes:
         self.orders: list[EncodeOrder] = []
         self.seconds = 0.0
         """The time that they take, as predicted."""
+        self.seconds_by_class: dict[RequestClass, float] = {}
+        """The part of each class that has one."""
         self.cut: set[RequestClass] = set()
         """Classes of requests for whose images there was no time for all layers."""
         self._num_begun = 0
@@ -168,7 +176,11 @@ class StepEncodes:
         """Count the images that are encoded with a prompt's next tokens."""
         for image in list(self.missing(request, start, num_tokens)):
             self._of_chunks.add(image.digest)
-            self.seconds += self.seconds_of(image)
+            self._add(self.seconds_of(image), request.request_class)
+
+    def _add(self, seconds: float, of: RequestClass) -> None:
+        self.seconds += seconds
+        self.seconds_by_class[of] = self.seconds_by_class.get(of, 0.0) + seconds
 
     def order(
         self,
@@ -210,4 +222,4 @@ class StepEncodes:
             self._num_begun += 0 if is_begun else image.num_tokens
             self._num_bytes += 0 if is_begun else image.num_bytes
             self.orders.append(EncodeOrder(without_pixels(image) if is_begun else image, count))
-            self.seconds += count * layer_s
+            self._add(count * layer_s, of)

@@ -26,7 +26,13 @@ from lightserve.messages.common import (
     unpack_int32,
 )
 from lightserve.messages.frontend_router import BatchDue, Submit
-from lightserve.messages.images import MAX_PIXEL_BYTES, check_images, with_image_ids, without_pixels
+from lightserve.messages.images import (
+    MAX_PIXEL_BYTES,
+    ImageSums,
+    check_images,
+    with_image_ids,
+    without_pixels,
+)
 from lightserve.messages.router_worker import MAX_PLAN_BYTES
 from lightserve.models.vision_config import VisionConfig
 from lightserve.router.output_lengths import prediction_key
@@ -302,6 +308,7 @@ def _parameters_of(submit: Submit) -> Parameters:
         *(list(eos_token_ids), submit.constraint, submit.thinking, submit.prediction),
         *map(without_pixels, submit.images),
     )
+    num_tokens = [image.num_tokens for image in submit.images]
     pixel_bytes = sum(image.num_bytes for image in submit.images)
     return Parameters(
         sampling.allowed_token_ids,
@@ -312,6 +319,7 @@ def _parameters_of(submit: Submit) -> Parameters:
         submit.thinking,
         submit.prediction,
         submit.images,
+        ImageSums(sum(num_tokens), sum([num * num for num in num_tokens])),
         num_bytes=(
             pixel_bytes
             + ID_BYTES * len(sampling.allowed_token_ids)

@@ -227,6 +227,7 @@ class Planner:
             predicted_s=self._pipeline.predict(shape, memory.num_copied)
             + step.budget.loads.encodes.seconds,
             encodes=tuple(step.budget.loads.encodes.orders),
+            encode_s=step.budget.loads.encodes.seconds_by_class,
             loaded=changes.loaded,
             found=found,
             urgent=step.urgent,

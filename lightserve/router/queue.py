@@ -26,11 +26,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightserve.router.accounts import (
-    Account,
-    QueueBounds,
-    share_of_queue,
-)
+from lightserve.messages.images import ImageSums
+from lightserve.router.accounts import Account, QueueBounds, share_of_queue
 from lightserve.router.kv.prefix_node import common_len
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.request import Request
@@ -117,6 +114,8 @@ class Backlog(NamedTuple):
     """Tokens to compute before the first new one."""
     num_output_tokens: int = 0
     """Most that may come yet."""
+    images: ImageSums = ImageSums()
+    """Of all prompts."""
 
 
 class WaitingQueue:
@@ -397,6 +396,10 @@ class WaitingQueue:
             before.num_requests + sign,
             before.num_tokens + sign * request.num_known_tokens,
             before.num_output_tokens + sign * num_left,
+            ImageSums(
+                before.images.num_tokens + sign * request.parameters.image_sums.num_tokens,
+                before.images.num_pairs + sign * request.parameters.image_sums.num_pairs,
+            ),
         )
 
     def _count_line(self, request: Request, shared: SharedDue, sign: int) -> None:

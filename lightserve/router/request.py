@@ -35,7 +35,7 @@ import numpy as np
 
 from lightserve.messages.common import NO_INT32, Constraint, Int32Array, Thinking, TokenLogprob
 from lightserve.messages.frontend_router import MAX_UNACKNOWLEDGED_TOKENS
-from lightserve.messages.images import Image
+from lightserve.messages.images import Image, ImageSums
 from lightserve.router.accounts import Account, Budget
 from lightserve.router.kv.prefix_node import Hit, Lease, PrefixNode
 from lightserve.router.slo import DeadlineTracker, TokenDeadlines
@@ -121,6 +121,7 @@ class Parameters:
     prediction: bytes = b""
     """See `Submit`."""
     images: tuple[Image, ...] = ()
+    image_sums: ImageSums = field(default_factory=ImageSums)
     num_bytes: int = 0
     """Memory that it takes."""
     num_plan_bytes: int = 0

@@ -7,11 +7,11 @@ others came. It is predicted from what is known of the work, and corrected by wh
     wait = work(prompt tokens, decodes) / pace
 
 *Work* is in seconds of a full server, by the cost model: prompt tokens of the backlog (less the
-share that is found in the cache), what running prompts have left, and the decodes until the last
-waiting request finds a place. In a steady state each place is free again after one output, so
-these are the outputs of those that wait; where the batch is young (its outputs have not come
-half-way on average) or has free places, more or less. Outputs are as long as those of the class
-have been, at most what clients declared.
+share that is found in the cache), the encoding of their images, what running prompts have left of
+both, and the decodes until the last waiting request finds a place. In a steady state each place is
+free again after one output, so these are the outputs of those that wait; where the batch is young
+(its outputs have not come half-way on average) or has free places, more or less. Outputs are as
+long as those of the class have been, at most what clients declared.
 
 *Pace* is the work done for the class per second, over the time in which some of it waited: it has
 the other class's share, admission's caution and the model's errors in it. Before anything was
@@ -53,6 +53,12 @@ class Work(NamedTuple):
     """In rows of several, known tokens that are computed again included."""
     num_decodes: float = 0.0
     """In rows of one, with accepted drafts."""
+    encode_s: float = 0.0
+    """Seconds in which images are encoded, as predicted."""
+
+    def plus(self, other: Work, keep: float = 1.0) -> Work:
+        """Return what is kept of this, and all of another."""
+        return Work(*[keep * own + more for own, more in zip(self, other, strict=True)])
 
 
 class _Average:
@@ -90,10 +96,7 @@ class _OfClass:
     def see(self, work: Work, seconds: float) -> None:
         keep = math.exp(-seconds / MEMORY_S)
         self.seen_s = keep * self.seen_s + seconds
-        self.seen = Work(
-            keep * self.seen.num_prompt + work.num_prompt,
-            keep * self.seen.num_decodes + work.num_decodes,
-        )
+        self.seen = self.seen.plus(work, keep)
 
 
 class QueueDelay:
@@ -121,15 +124,12 @@ class QueueDelay:
         """Learn of a step that has finished and of accepted drafts, before others are booked."""
         done = work_of(planned, shape)
         for request, count in accepted:
-            work = done[request.request_class]
-            done[request.request_class] = work._replace(num_decodes=work.num_decodes + count)
+            done[request.request_class] = done[request.request_class].plus(Work(0.0, count))
         clock_s = self._pipeline.busy_s + self._pipeline.idle_s
         seconds, self._clock_s = clock_s - self._clock_s, clock_s
         for request_class, work in done.items():
-            before, known = self.computed[request_class], self._of[request_class]
-            self.computed[request_class] = Work(
-                before.num_prompt + work.num_prompt, before.num_decodes + work.num_decodes
-            )
+            known = self._of[request_class]
+            self.computed[request_class] = self.computed[request_class].plus(work)
             waits_now = self._waiting.backlog(request_class).num_requests > 0
             has_waited, known.is_waiting = known.is_waiting and waits_now, waits_now
             if has_waited:
@@ -172,13 +172,16 @@ class QueueDelay:
         batch = _Batch(max(1, len(own) + num_free), context)
         num_prompt = known.uncached_share.mean * backlog.num_tokens
         num_prompt += sum(max(0, r.num_prompt_tokens - r.next_position) for r in running)
+        encoding = self._pipeline.encoding
+        encode_s = known.uncached_share.mean * encoding.seconds_of(backlog.images)
+        encode_s += sum(encoding.seconds_left(r, r.next_position) for r in running)
         num_decodes = 0.0
         if known.is_held:
             num_free = 0
         if backlog.num_requests > num_free:
             num_decodes = output.mean * (backlog.num_requests - num_free) + output.young * num_free
             num_decodes += sum(max(0.0, output.young - len(r.output_token_ids)) for r in own)
-        work_s = self._seconds(Work(num_prompt, num_decodes), batch)
+        work_s = self._seconds(Work(num_prompt, num_decodes, encode_s), batch)
         seen_s, pace = known.seen_s, self._seconds(known.seen, batch)
         if self._pipeline.cost.is_known:
             seen_s, pace = seen_s + PRIOR_S, pace + PRIOR_S
@@ -223,7 +226,8 @@ class QueueDelay:
         return _Output(mean, share * evenness * mean)
 
     def _seconds(self, work: Work, batch: _Batch) -> float:
-        """Return the time of so much work on a full server, in tokens while no times are known.
+        """Return the time of so much work on a full server; while no times are known, in tokens,
+        with no images.
 
         Each step has at most a decode for each request of the batch, and at most so many tokens
         as the budget has.
@@ -233,8 +237,10 @@ class QueueDelay:
             num_tokens / self._pipeline.max_num_batched_tokens,
             work.num_decodes / batch.num_requests,
         )
-        if num_steps == 0.0 or not self._pipeline.cost.is_known:
+        if not self._pipeline.cost.is_known:
             return num_tokens
+        if num_steps == 0.0:
+            return work.encode_s
         num_decodes, chunk = work.num_decodes / num_steps, work.num_prompt / num_steps
         shape = StepShape(
             num_new=round(num_decodes),
@@ -243,7 +249,7 @@ class QueueDelay:
         )
         if chunk >= 2:
             shape = shape.plus(round(batch.context / 2), round(chunk))
-        return num_steps * self._pipeline.cost.seconds(shape)
+        return num_steps * self._pipeline.cost.seconds(shape) + work.encode_s
 
 
 class _Output(NamedTuple):
@@ -269,7 +275,8 @@ def work_of(planned: PlannedStep, shape: StepShape) -> dict[RequestClass, Work]:
     num_decodes = of_be.count(1)
     be_prompt = sum(of_be) - num_decodes
     num_decodes += planned.decodes.count(BE)
-    be = Work(be_prompt, num_decodes)
+    be = Work(be_prompt, num_decodes, planned.encode_s.get(BE, 0.0))
     num_prompt = shape.num_new - shape.num_decodes - shape.num_drafts
-    rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes)
+    encode_s = planned.encode_s.get(RT, 0.0)
+    rt = Work(num_prompt - be.num_prompt, shape.num_decodes - num_decodes, encode_s)
     return {RT: rt, BE: be}

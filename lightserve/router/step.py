@@ -288,12 +288,14 @@ class PlannedStep:
     left_out: LeftOut = NOTHING_LEFT_OUT
     """Requests that were considered and do not advance."""
     unseen: Mapping[RequestClass, Unseen] = field(default_factory=dict)
-    """Per class, what waits and was not considered; with `scheduled` and `skipped` they are all
+    """Per class, what waits and was not considered; with `scheduled` and `left_out` they are all
     live requests."""
     limit_s: float | None = None
     """The nearest deadline that the policy keeps to, from the start of the step."""
     encodes: tuple[EncodeOrder, ...] = ()
     """Layers of images that requests left out are waiting for."""
+    encode_s: Mapping[RequestClass, float] = field(default_factory=dict)
+    """Predicted time of all images that it encodes, at least in part, of each class with some."""
     hits_limit: bool = False
     """Whether a policy left out a real-time request for want of time."""
     best_effort_s: float | None = None
@@ -316,11 +318,6 @@ class PlannedStep:
             yield Computed(request.account, request.budget, 0, 1)
         for (request, num_tokens), num_samples in zip(self.chunks, self.num_samples, strict=True):
             yield Computed(request.account, request.budget, num_tokens, num_samples)
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        """`left_out`, one by one: for logs and tests."""
-        return self.left_out.each()
 
 
 @dataclass(frozen=True, slots=True)

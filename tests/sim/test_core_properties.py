@@ -365,7 +365,7 @@ class AccountingCore(Scheduler):
     def commit(self, planned: PlannedStep, now_s: float) -> StepPlan:
         self.num_checked += 1
         advancing = [request for request, _ in planned.scheduled]
-        skipped = [request for request, _ in planned.skipped]
+        skipped = [request for request, _ in planned.left_out.each()]
         named = {*advancing, *skipped}
         assert len(named) == len(advancing) + len(skipped), "a request is named twice"
         live = set(self._requests.values())
@@ -376,12 +376,12 @@ class AccountingCore(Scheduler):
         for request_class, (num_requests, stopped_by) in planned.unseen.items():
             assert num_requests == counts[request_class]
             assert (num_requests == 0) == (stopped_by is None), "what stopped the scan?"
-        for request, reason in planned.skipped:
+        for request, reason in planned.left_out.each():
             if reason is Reason.BLOCKED and request.request_class is RequestClass.RT:
                 assert request.num_schedulable_tokens == 0  # no other's prefix holds it up
         for request in planned.paused:
-            assert (request, Reason.KV_NOW) in planned.skipped or (
-                (request, Reason.ROWS) in planned.skipped
+            assert (request, Reason.KV_NOW) in planned.left_out.each() or (
+                (request, Reason.ROWS) in planned.left_out.each()
             )
         return super().commit(planned, now_s)
 

@@ -217,7 +217,7 @@ class KVMachine(RuleBasedStateMachine):
         assert moved or not loading, "a step of copies alone"
         for request, num_tokens in step.loaded:
             assert request.is_paused and 0 < num_tokens <= step.found[request].num_loaded
-            assert (request, Reason.LOADING) in step.skipped
+            assert (request, Reason.LOADING) in step.left_out.each()
 
     def holders(self) -> list[Request]:
         return self.core._planner.holders()

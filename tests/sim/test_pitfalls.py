@@ -239,7 +239,7 @@ def test_none_is_paused_for_one_that_it_does_not_suffice() -> None:
     reasons = {
         reason
         for step in waiting
-        for request, reason in step.skipped
+        for request, reason in step.left_out.each()
         if request.request_class is RT and request.num_schedulable_tokens > 1
     }
     assert Reason.KV_NOW in reasons, "memory is what it lacks"

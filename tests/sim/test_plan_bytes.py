@@ -226,7 +226,7 @@ class _Weighed(Storm):
         starting = [*newcomers, *[r for r, _ in step.loaded]]
         sizes = [newcomer_bytes(r, step.found[r].num_loaded) for r in starting]
         assert len(sizes) <= 1 or sum(sizes) <= memory_plan.MAX_NEWCOMER_BYTES
-        self.num_refused += any(reason == "bytes" for _, reason in step.skipped)
+        self.num_refused += any(reason == "bytes" for _, reason in step.left_out.each())
         self._said = sum(sizes) + sum(ROW_BYTES + SLOT_BYTES * count for _, count in step.scheduled)
         commit = self.core.commit
 
@@ -392,7 +392,7 @@ class ComparingCore(Scheduler):
             self.num_steps += 1
             assert isinstance(again, PlannedStep)
             assert again.scheduled == step.scheduled
-            assert again.skipped == step.skipped
+            assert again.left_out.each() == step.left_out.each()
             assert (again.paused, again.checkpointed, again.preempted, again.loaded) == (
                 (step.paused, step.checkpointed, step.preempted, step.loaded)
             )

@@ -168,7 +168,7 @@ def test_it_comes_back_beside_the_decodes_of_others(policy: str, overlaps: bool)
     assert num_missing - num_at_once <= sum(scene.num_loaded_ahead()) <= num_missing
     assert len(scene.num_loaded_ahead()) > 3
     loads = [step for step in scene.steps if step.loaded]
-    assert all((victim, Reason.LOADING) in step.skipped for step in loads)
+    assert all((victim, Reason.LOADING) in step.left_out.each() for step in loads)
     first_run = next(step for step in scene.steps if victim in dict(step.scheduled))
     assert first_run.step_id == loads[-1].step_id + 1, "in the step after its last token"
     gaps_s = scene.step_times_s

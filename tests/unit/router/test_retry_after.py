@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from support.policy_scenes import BE, RT, make_request, planned_step
 
 from lightserve.messages.common import StepCoefficients
+from lightserve.messages.images import DIGEST_BYTES, EncoderWork, Image, ImageSums
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
+from lightserve.router.encoding import Encoding
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, KVStore
 from lightserve.router.output_lengths import PRIOR_MOST, OutputLengths, expected_output
 from lightserve.router.pipeline import Pipeline
 from lightserve.router.policies import POLICIES
 from lightserve.router.queue import WaitingQueue
-from lightserve.router.request import Request
+from lightserve.router.request import Parameters, Request
 from lightserve.router.request_table import RequestTable
 from lightserve.router.retry_after import MAX_RETRY_S, MIN_RETRY_S, QueueDelay, Work, work_of
 from lightserve.router.step import Scheduled, shape_of
@@ -179,6 +183,65 @@ def test_what_was_seen_counts() -> None:
         scene.step([allotment], 0.01)
     assert scene.seconds(BE) == pytest.approx(2 * before_s, rel=0.07)
     assert scene.waits.computed == {BE: Work(200_000, 0), RT: Work(200_000, 0)}
+
+
+def with_image(request: Request, num_tokens: int) -> Request:
+    image = Image(0, num_tokens, 1, 1, b"abc", bytes([request.arrival_number]) * DIGEST_BYTES)
+    images = (image, msgspec.structs.replace(image, start=num_tokens, digest=bytes(DIGEST_BYTES)))
+    request.parameters = Parameters(
+        images=images, image_sums=ImageSums(2 * num_tokens, 2 * num_tokens**2)
+    )
+    return request
+
+
+ENCODER = EncoderWork(num_layers=10, pair_share=0.1)
+"""With 1 ms a token: an image of 40 tokens takes 2 s."""
+
+
+def test_images_that_wait_are_waited_for() -> None:
+    """Two of each prompt, the part of them that is not found in the cache."""
+    scene = Scene()
+    scene.pipeline.encoding = Encoding(ENCODER)
+    waiting = [with_image(scene.make(RT, 100), 40) for _ in range(3)]
+    for request in waiting:
+        scene.waiting.append(request)
+    assert scene.seconds(RT) == pytest.approx(0.03)  # it is not known yet how long encoding takes
+    scene.pipeline.encoding.use_profile(msgspec.structs.replace(TEN_MS, per_encoder_token_s=1e-3))
+    assert scene.seconds(RT) == pytest.approx(0.03 + 3 * 4.0)
+    (running,) = scene.run(1, BE, output=2)
+    with_image(running, 40).num_computed_tokens = 0
+    assert scene.seconds(RT) == pytest.approx(0.03 + 3 * 4.0 + 4.0, rel=0.01)
+    scene.rows.end(running)
+    scene.rows.release(running)
+    for _ in range(4000):
+        scene.waits.note_started(waiting[0], 75)
+    assert scene.seconds(RT) == pytest.approx((0.03 + 3 * 4.0) / 4, rel=0.01)
+    scene.waiting.remove(waiting[0])
+    assert scene.waiting.backlog(RT).images == ImageSums(160, 6400)
+    assert scene.seconds(RT) == pytest.approx((0.02 + 2 * 4.0) / 4, rel=0.01)
+    scene.waiting.remove(waiting[1])
+    scene.waiting.remove(waiting[2])
+    assert scene.waiting.backlog(RT).images == ImageSums()
+
+
+def test_what_was_encoded_is_in_the_pace() -> None:
+    """Steps that do nothing but encode images of a class, every other one of another class."""
+    found_s = []
+    for share in (1.0, 0.5):
+        scene = Scene()
+        scene.pipeline.encoding = Encoding(ENCODER)
+        costs = msgspec.structs.replace(TEN_MS, per_encoder_token_s=1e-3)
+        scene.pipeline.encoding.use_profile(costs)
+        for _ in range(8):
+            scene.waiting.append(with_image(scene.make(BE, 100), 40))
+        for _ in range(1000):
+            scene.pipeline.busy_s += 0.1
+            planned = dataclasses.replace(planned_step([]), encode_s={BE: 0.1 * share})
+            scene.waits.note_step(planned, StepShape())
+        assert scene.waits.computed[BE].encode_s == pytest.approx(100 * share)
+        found_s.append(scene.seconds(BE))
+    assert found_s[0] == pytest.approx(32.0, rel=0.05)  # and the prompts, and first outputs
+    assert found_s[1] == pytest.approx(2 * found_s[0], rel=0.1)
 
 
 def test_time_without_a_queue_does_not_count() -> None:
