@@ -248,6 +248,10 @@ class StreamClient:
             if response.status != 200:
                 detail = (await response.read())[:300].decode(errors="replace")
                 record.fail(f"http_{response.status}", detail, now())
+                wait = response.headers.get("Retry-After", "")  # a date is for people
+                record.retry_after_s = (
+                    min(float(wait), self._server.timeout_s) if wait.isdecimal() else 0.0
+                )
                 return
             lines = EventLines()
             is_done = False

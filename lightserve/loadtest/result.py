@@ -251,6 +251,8 @@ class Record:
     cached_tokens: int | None = None
     error: str | None = None
     error_detail: str = ""
+    retry_after_s: float = 0.0
+    """When a server that refused it says that it is worth trying again."""
 
     def fail(self, kind: str, detail: str, now_s: float) -> None:
         """Set the error; the first one stays."""

@@ -141,13 +141,19 @@ class Runner:
             self._start(self._one(record, outgoing))
 
     async def _closed_loop(self, source: int, plan: Plan) -> None:
-        """`concurrency` clients, each of which sends when its last answer has come."""
+        """`concurrency` clients, each of which sends when its last answer has come.
+
+        After a refusal it waits as long as the server says before it sends the next.
+        """
         traffic = plan.traffic
         assert traffic.concurrency is not None, "checked by the cli"
         rows = iter(range(len(plan))) if traffic.num_requests else cycle(range(len(plan)))
 
         async def one_client() -> None:
+            pause_s = 0.0
             for row in rows:
+                if pause_s:
+                    await self._wait_until(self.now() + pause_s, is_exact=False)
                 if self._arrivals_end.is_set() or self.now() >= (traffic.duration_s or 1e18):
                     return
                 record = self._record(source, plan, row, 0.0)
@@ -155,8 +161,7 @@ class Runner:
                 record.intended_s = self.now()
                 self._begin(record)
                 await self._one(record, outgoing)
-                if traffic.think_s:
-                    await self._wait_until(self.now() + traffic.think_s, is_exact=False)
+                pause_s = max(traffic.think_s, record.retry_after_s)
 
         clients = [self._start(one_client()) for _ in range(traffic.concurrency)]
         await asyncio.wait(clients, timeout=traffic.duration_s)

@@ -34,6 +34,10 @@ class Behaviour:
     num_slots: int | None = None
     """Requests answered at once; others wait, after they have been accepted."""
     status: int = 200
+    retry_after: str = ""
+    """With a status that is an error."""
+    num_refused: int | None = None
+    """Requests that have this status, the first ones; None: all."""
     ending: str = "whole"
     """whole, torn (no end), reset (connection dropped), error (event), malformed (event)."""
     has_usage: bool = True
@@ -119,8 +123,11 @@ class MockServer:
         peer = request.transport.get_extra_info("peername")
         received = Received(msgspec.json.decode(await request.read()), headers, arrived_s, peer)
         self.received.append(received)
-        if self.behaviour.status != 200:
-            return web.json_response({"error": {"message": "no"}}, status=self.behaviour.status)
+        of = self.behaviour
+        if of.status != 200 and len(self.received) <= (of.num_refused or 1 << 30):
+            told = {"Retry-After": of.retry_after} if of.retry_after else {}
+            no = {"error": {"message": "no"}}
+            return web.json_response(no, status=of.status, headers=told)
         await self.gate.wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)

@@ -97,6 +97,43 @@ def test_a_closed_loop_never_has_more_in_flight_than_clients() -> None:
     assert len(outcome.records) == 30 and most == 3
 
 
+@pytest.mark.parametrize(
+    ("retry_after", "think_s", "waits_s"),
+    [
+        ("7", 0.0, [7.0] * 4),
+        ("7", 2.0, [2.0] * 5 + [7.0] * 4),
+        ("1", 2.0, [2.0] * 9),
+        ("600", 0.0, [50.0] * 4),  # no longer than for an answer
+        ("", 0.0, []),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0, []),
+    ],
+)
+def test_a_client_that_is_refused_waits_as_long_as_it_is_told(
+    retry_after: str, think_s: float, waits_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that stands still; each is counted as refused, and sent once. An open loop does
+    not wait."""
+    waited_s: list[float] = []
+
+    async def wait_until(runner: Runner, moment_s: float, *, is_exact: bool) -> None:
+        waited_s.append(moment_s)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(Runner, "_wait_until", wait_until)
+    monkeypatch.setattr(f"{__name__}.clock", lambda: lambda: 0.0)
+    refusing = Behaviour(status=429, retry_after=retry_after, num_refused=4)
+    closed = Traffic(arrivals=ArrivalKind.CLOSED, concurrency=1, num_requests=10, think_s=think_s)
+    outcome, server = run(closed, behaviour=refusing, timeout_s=50.0)
+    assert sorted(waited_s) == waits_s
+    assert [record.error for record in outcome.records] == ["http_429"] * 4 + [None] * 6
+    assert len(server.received) == 10
+    waited_s.clear()
+    traffic = open_loop(10)
+    run(traffic, behaviour=refusing)
+    (plan,) = make_plans([traffic], 0)
+    assert plan.offsets_s is not None and waited_s == plan.offsets_s.tolist()
+
+
 def test_an_endless_closed_loop_ends_with_the_open_one() -> None:
     background = Traffic(
         arrivals=ArrivalKind.CLOSED, concurrency=2, request_class="be", output_tokens="3"
