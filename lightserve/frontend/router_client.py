@@ -29,7 +29,6 @@ from lightserve.frontend.errors import (
     RequestFailed,
     from_router,
     not_ready,
-    overloaded,
     queue_full,
     router_lost,
     too_large_to_submit,
@@ -145,56 +144,6 @@ class PoolNow(NamedTuple):
     """The last ones, if it was asked for them a moment ago as well."""
 
 
-class KVQuery:
-    """Asks; askers at the same time share one answer, so that they cost the router one map."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._pending: asyncio.Future[PoolNow] | None = None
-
-    async def ask(self, send: Callable[[DescribeKV], None]) -> PoolNow:
-        """Return the pool as it is now.
-
-        Raises:
-            RequestFailed: no answer within ANSWER_TIMEOUT_S (504), a full queue to the router
-                (429), no workers, or the router was lost meanwhile (503).
-        """
-        pending = self._pending or self._send(send)
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await asyncio.shield(pending)
-        except TimeoutError:
-            if self._pending is pending:
-                self._pending = None
-            raise _router_timeout() from None
-
-    def on_map(self, message: KVMap) -> None:
-        """Take in an answer; one that no request waits for any more is dropped."""
-        if self._pending is None or message.query_id != self._number:
-            return
-        if message.pool is None:
-            self.fail(not_ready())
-        else:
-            self._pending.set_result(PoolNow(message.pool, message.steps))
-            self._pending = None
-
-    def fail(self, failure: RequestFailed) -> None:
-        """End a question that is waiting for its answer."""
-        if self._pending is not None:
-            self._pending.set_exception(failure)
-            self._pending.exception()  # seen, also where every asker has left meanwhile
-            self._pending = None
-
-    def _send(self, send: Callable[[DescribeKV], None]) -> asyncio.Future[PoolNow]:
-        self._number += 1
-        try:
-            send(DescribeKV(query_id=self._number))
-        except ChannelFull:
-            raise overloaded() from None
-        self._pending = asyncio.get_running_loop().create_future()
-        return self._pending
-
-
 MAX_QUESTIONS = 32
 
 
@@ -206,7 +155,12 @@ class Questions(Generic[T]):
         self._pending: dict[int, asyncio.Future[T]] = {}
 
     async def ask(self, send: Callable[[int], None]) -> T:
-        """Return the answer; `send` sends the question of a number. Raises as `KVQuery` does."""
+        """Return the answer; `send` sends the question of a number.
+
+        Raises:
+            RequestFailed: no answer within ANSWER_TIMEOUT_S (504), a full queue to the router
+                (429), or the router was lost meanwhile (503).
+        """
         if len(self._pending) >= MAX_QUESTIONS:
             raise queue_full()
         self._number += 1
@@ -261,7 +215,9 @@ class RouterClient:
         """The boot detached from, and when it was last heard of."""
         self._live: dict[RequestId, LiveRequest] = {}
         self._next_id = 0
-        self._kv_query = KVQuery()
+        self._pools: Questions[KVMap] = Questions()
+        self._pool: asyncio.Task[KVMap] | None = None
+        """Answer that askers at the same time share, so that they cost the router one map."""
         self._timelines: Questions[list[RequestLife]] = Questions()
         self._verdicts: Questions[Verdict] = Questions()
         self._urgent: list[Reader] = []
@@ -330,7 +286,16 @@ class RouterClient:
         Raises:
             RequestFailed: there is no ready router, it is lost meanwhile or does not answer.
         """
-        return await self._kv_query.ask(self._ready_connection().send)
+        send = self._ready_connection().send
+        if self._pool is None or self._pool.done():
+            asking = self._pools.ask(lambda number: send(DescribeKV(query_id=number)))
+            self._pool = asyncio.create_task(asking)
+            # Seen, also where all have left.
+            self._pool.add_done_callback(lambda task: task.cancelled() or task.exception())
+        found = await asyncio.shield(self._pool)
+        if found.pool is None:
+            raise not_ready()
+        return PoolNow(found.pool, found.steps)
 
     async def describe_request(self, name: str, client_key: str | None) -> list[RequestLife]:
         """Return what became of the requests of that name and of that client, None: of any.
@@ -392,9 +357,8 @@ class RouterClient:
             self._connection = None
             self._disconnected_s = self._clock()
             self.fail_all(router_lost())
-            self._kv_query.fail(router_lost())
-            self._timelines.fail(router_lost())
-            self._verdicts.fail(router_lost())
+            for questions in (self._pools, self._timelines, self._verdicts):
+                questions.fail(router_lost())
 
     def on_message(self, message: RouterMessage) -> None:
         """Take in what the router says."""
@@ -416,7 +380,7 @@ class RouterClient:
             connection.device = message.device
             connection.workers_ready = message.num_kv_slots > 0
         elif isinstance(message, KVMap):
-            self._kv_query.on_map(message)
+            self._pools.on_answer(message.query_id, message)
         elif isinstance(message, RequestTimeline):
             self._timelines.on_answer(message.query_id, message.lives)
         elif isinstance(message, Verdict):

@@ -467,9 +467,15 @@ class RouterProcess:
             self._send(frontend_id, RequestTimeline(query_id=message.query_id, lives=lives))
             return
         if isinstance(message, MaySubmit):
-            self._send(frontend_id, self._verdict(peer, frontend_id, message))
+            refusal: Refusal | None = Refusal(ErrorCode.INVALID)
+            if self._is_legal(peer, message.submit, has_pixels=False):
+                refusal = self.core.refusal(frontend_id, message.submit, time.monotonic())
+            told = refusal._asdict() if refusal else {}
+            self._send(frontend_id, Verdict(query_id=message.query_id, **told))
             return
-        if isinstance(message, Submit) and not self._is_legal(peer, frontend_id, message):
+        if isinstance(message, Submit) and not self._is_legal(peer, message):
+            failure = RequestDelta(message.request_id, [], FinishReason.ERROR, ErrorCode.INVALID)
+            self._deliver([Outgoing(frontend_id, TokenDelta(requests=[failure]))])
             return
         try:
             if isinstance(message, BatchDue):
@@ -480,26 +486,13 @@ class RouterProcess:
             self._num_refused += 1
             log.error("dropped a message of %s: %s", peer, error)
 
-    def _verdict(self, peer: str, frontend_id: FrontendId, question: MaySubmit) -> Verdict:
-        number, submit = question.query_id, question.submit
+    def _is_legal(self, peer: str, submit: Submit, *, has_pixels: bool = True) -> bool:
+        """Whether a request says nothing that no frontend may say."""
         try:
-            check_submit(submit, self._vocab_size, self._vision, has_pixels=False)
-            refusal = self.core.refusal(frontend_id, submit, time.monotonic())
-        except ProtocolError as error:
-            self._num_refused += 1
-            log.error("refused a request of %s before it came: %s", peer, error)
-            refusal = Refusal(ErrorCode.INVALID)
-        return Verdict(query_id=number, **refusal._asdict() if refusal else {})
-
-    def _is_legal(self, peer: str, frontend_id: FrontendId, submit: Submit) -> bool:
-        """Whether a request says nothing that no frontend may say; it is told if not."""
-        try:
-            check_submit(submit, self._vocab_size, self._vision)
+            check_submit(submit, self._vocab_size, self._vision, has_pixels=has_pixels)
         except ProtocolError as error:
             self._num_refused += 1
             log.error("refused a request of %s: %s", peer, error)
-            failure = RequestDelta(submit.request_id, [], FinishReason.ERROR, ErrorCode.INVALID)
-            self._deliver([Outgoing(frontend_id, TokenDelta(requests=[failure]))])
             return False
         return True
 
