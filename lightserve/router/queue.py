@@ -115,7 +115,7 @@ class Backlog(NamedTuple):
     num_output_tokens: int = 0
     """Most that may come yet."""
     images: ImageSums = ImageSums()
-    """Of all prompts."""
+    """Sums over the images of all prompts."""
 
 
 class WaitingQueue:
