@@ -27,13 +27,7 @@ from lightserve.batches.access import StoreThread
 from lightserve.batches.contents import Lines, Store
 from lightserve.batches.forecast import Costs, Tokens
 from lightserve.batches.lines import result_line
-from lightserve.batches.records import (
-    MAX_WINDOW_S,
-    Forecast,
-    LeasedLine,
-    LeaseLost,
-    Outcome,
-)
+from lightserve.batches.records import MAX_WINDOW_S, Forecast, LeasedLine, LeaseLost, Outcome
 from lightserve.errors import StoreError
 
 log = logging.getLogger(__name__)

@@ -249,12 +249,7 @@ def watch(
     The exit code is 0 if every line was answered.
     """
     try:
-        from rich.progress import (  # noqa: PLC0415 - an extra
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-        )
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise missing_extra("rich", "batch") from error
     with _client(values) as client:

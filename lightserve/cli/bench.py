@@ -375,12 +375,7 @@ def mixed(**values: Any) -> int:
 def _run_mixed(values: dict[str, Any]) -> int:
     from rich.console import Console  # noqa: PLC0415 - an extra
 
-    from lightserve.loadtest.mixed import (  # noqa: PLC0415 - an extra
-        Mix,
-        check_scenes,
-        print_scenes,
-        scenes,
-    )
+    from lightserve.loadtest.mixed import Mix, check_scenes, print_scenes, scenes  # noqa: PLC0415 - an extra
     from lightserve.loadtest.session import run_to_end  # noqa: PLC0415 - an extra
 
     console = Console(

@@ -68,12 +68,7 @@ def replay(file: Path, request: str | None, is_whole: bool, as_json: bool) -> in
 
 
 def _tell(file: Path, request: str, *, is_whole: bool) -> int:
-    from lightserve.decisions.replaying import (  # noqa: PLC0415
-        MAX_LINES,
-        DecisionLogReader,
-        find_request,
-        story_of,
-    )
+    from lightserve.decisions.replaying import MAX_LINES, DecisionLogReader, find_request, story_of  # noqa: PLC0415
 
     reader = DecisionLogReader(file)
     found = find_request(reader, request)
@@ -174,11 +169,7 @@ def whatif(log: Path, *, as_json: bool, **asked: Any) -> int:
     # Imported late: `lightserve --help` needs none of it.
     from lightserve.decisions.replaying import DecisionLogReader  # noqa: PLC0415
     from lightserve.sim.virtual_gpus import read_hardware  # noqa: PLC0415
-    from lightserve.sim.whatif import (  # noqa: PLC0415
-        Settings,
-        parse_options,
-        read_recording,
-    )
+    from lightserve.sim.whatif import Settings, parse_options, read_recording  # noqa: PLC0415
 
     options = parse_options(asked["sets"])
     for name in ("policy", "admission"):

@@ -17,12 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightserve.decisions.records import (
-    Decision,
-    MessageReceived,
-    RequestName,
-    ResultReceived,
-)
+from lightserve.decisions.records import Decision, MessageReceived, RequestName, ResultReceived
 from lightserve.decisions.replaying import MEANINGS, DecisionLogReader, Replayer
 from lightserve.errors import DecisionLogError
 from lightserve.messages.frontend_router import Submit

@@ -25,14 +25,7 @@ from lightserve.frontend.connections import ConnectionTable
 from lightserve.frontend.errors import REFUSAL_KEY, RequestFailed, error_response
 from lightserve.frontend.json_body import UNKNOWN_PARAMETER
 from lightserve.frontend.observation import Observation
-from lightserve.http_access import (
-    NO_QUOTA,
-    ApiKey,
-    Quota,
-    bearer_key,
-    find_key,
-    names_machine,
-)
+from lightserve.http_access import NO_QUOTA, ApiKey, Quota, bearer_key, find_key, names_machine
 from lightserve.logs import request_id
 from lightserve.messages.frontend_router import NO_CLIENT, Client
 from lightserve.metrics.recording import OTHER

@@ -13,19 +13,10 @@ from typing import Protocol
 
 from lightserve.errors import InvalidRequest, ProtocolError
 from lightserve.frontend.columns import LogprobColumns
-from lightserve.frontend.errors import (
-    ClientGone,
-    RequestFailed,
-    from_router,
-)
+from lightserve.frontend.errors import ClientGone, RequestFailed, from_router
 from lightserve.messages.common import TokenLogprob
 from lightserve.messages.frontend_router import NOTHING_PREDICTED, RequestDelta, Submit
-from lightserve.types import (
-    SLO,
-    FinishReason,
-    RequestId,
-    RequestOutput,
-)
+from lightserve.types import SLO, FinishReason, RequestId, RequestOutput
 
 MAX_TOKENS_PER_TURN = 128
 """Most tokens of one completion: 128 completions at a time keep the event loop for some 50 ms."""

@@ -24,22 +24,13 @@ from lightserve.frontend.admin import (
     TokenizeRequest,
     TokenSpan,
 )
-from lightserve.frontend.anthropic.messages import (
-    AnthropicErrorObject,
-    MessageObject,
-    TokensCount,
-)
+from lightserve.frontend.anthropic.messages import AnthropicErrorObject, MessageObject, TokensCount
 from lightserve.frontend.anthropic.request import CountTokensRequest, MessagesRequest
 from lightserve.frontend.completion import RaisedSLOObject
 from lightserve.frontend.dashboard import TimelineObject
 from lightserve.frontend.json_body import StrictModel
 from lightserve.frontend.middleware import Access, access_to
-from lightserve.frontend.openai.batches import (
-    BATCH_QUERY,
-    BatchObject,
-    BatchPage,
-    BatchRequest,
-)
+from lightserve.frontend.openai.batches import BATCH_QUERY, BatchObject, BatchPage, BatchRequest
 from lightserve.frontend.openai.chat import ChatRequest
 from lightserve.frontend.openai.completions import CompletionRequest
 from lightserve.frontend.openai.embeddings import EmbeddingList, EmbeddingRequest, Tier
@@ -51,11 +42,7 @@ from lightserve.frontend.openai.files import (
     FilePage,
 )
 from lightserve.frontend.openai.rerank import Ranking, RerankRequest, ScoreList, ScoreRequest
-from lightserve.frontend.openai.responses import (
-    ITEMS_QUERY,
-    DeletedResponse,
-    ItemPage,
-)
+from lightserve.frontend.openai.responses import ITEMS_QUERY, DeletedResponse, ItemPage
 from lightserve.frontend.openai.responses_request import ResponsesRequest
 from lightserve.frontend.openai.responses_writer import ResponseObject
 from lightserve.frontend.request_options import header_schemas

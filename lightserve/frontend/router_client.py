@@ -35,11 +35,7 @@ from lightserve.frontend.errors import (
 )
 from lightserve.frontend.news import LiveRequest, Reader
 from lightserve.frontend.request_options import OutputOptions
-from lightserve.messages.common import (
-    DeviceFacts,
-    unpack_int32,
-    unpack_int64,
-)
+from lightserve.messages.common import DeviceFacts, unpack_int32, unpack_int64
 from lightserve.messages.frontend_router import (
     Abort,
     Acknowledge,
@@ -65,9 +61,7 @@ from lightserve.messages.frontend_router import (
     TokenDelta,
     Verdict,
 )
-from lightserve.types import (
-    RequestId,
-)
+from lightserve.types import RequestId
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,7 @@ from lightserve.frontend.json_body import BodyReader, show
 from lightserve.frontend.observation import Observation
 from lightserve.frontend.pictures import PictureReader
 from lightserve.frontend.prompts import PromptEncoder
-from lightserve.frontend.request_options import (
-    Prepared,
-    SamplingDefaults,
-    read_sampling_defaults,
-)
+from lightserve.frontend.request_options import Prepared, SamplingDefaults, read_sampling_defaults
 from lightserve.frontend.router_client import RouterClient
 from lightserve.frontend.structured_output import ConstraintChecker
 from lightserve.model_formats import HARMONY, ModelFormats, choose_formats

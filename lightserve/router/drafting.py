@@ -33,13 +33,7 @@ from lightserve.router.request_table import NO_ROWS, BoolArray, Decodes, FloatAr
 from lightserve.router.request_table import Rows as IntArray
 from lightserve.router.step import PlannedStep
 from lightserve.router.step_cost import FADING, StepCost
-from lightserve.types import (
-    DraftSource,
-    RequestClass,
-    RequestKey,
-    RequestOutput,
-    RowId,
-)
+from lightserve.types import DraftSource, RequestClass, RequestKey, RequestOutput, RowId
 
 MARGIN = 1.25
 """Drafts are to be worth so much more than they cost: predictions err, and other rows wait. Not in

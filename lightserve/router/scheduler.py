@@ -34,12 +34,7 @@ from lightserve.messages.frontend_router import (
     Submit,
 )
 from lightserve.messages.images import ImageNumbers
-from lightserve.messages.router_worker import (
-    NO_TOKEN,
-    RowResult,
-    StepPlan,
-    StepResult,
-)
+from lightserve.messages.router_worker import NO_TOKEN, RowResult, StepPlan, StepResult
 from lightserve.router.accounts import Accounts, Computed, Refusal
 from lightserve.router.arrivals import ArrivalStats, HeldByRealTime
 from lightserve.router.commit import KVCounters, StepCommit
@@ -75,11 +70,7 @@ from lightserve.router.request_table import RequestTable
 from lightserve.router.retry_after import QueueDelay, Work
 from lightserve.router.scheduling_targets import RaisedTarget, SchedulingTargets
 from lightserve.router.slo import CompletionLedger
-from lightserve.router.step import (
-    PlannedStep,
-    WaitUntil,
-    each_scheduled,
-)
+from lightserve.router.step import PlannedStep, WaitUntil, each_scheduled
 from lightserve.router.step_cost import StepShape
 from lightserve.types import RT, FrontendId, RequestClass, RequestKey, RequestOutput, RowId
 

@@ -28,13 +28,7 @@ from lightserve.messages.common import (
     unpack_int32,
     unpack_int64,
 )
-from lightserve.messages.frontend_router import (
-    Abort,
-    ErrorCode,
-    RequestDelta,
-    Submit,
-    TokenDelta,
-)
+from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit, TokenDelta
 from lightserve.messages.images import EncoderWork
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig

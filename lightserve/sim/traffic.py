@@ -35,14 +35,7 @@ from lightserve.messages.frontend_router import Submit
 from lightserve.messages.images import Image
 from lightserve.sim.images import draw_images, images_of_rows, parse_images
 from lightserve.sim.worker import EOS_TOKEN_ID
-from lightserve.types import (
-    NO_SLO,
-    SLO,
-    RequestClass,
-    RequestId,
-    SamplingParams,
-    largest_gap,
-)
+from lightserve.types import NO_SLO, SLO, RequestClass, RequestId, SamplingParams, largest_gap
 
 # Request lengths for the simulator: the papers' synthetic distributions and trace files.
 #

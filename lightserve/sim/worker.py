@@ -18,12 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightserve.cost.model import StepShape
-from lightserve.messages.common import (
-    Int32Array,
-    TokenLogprob,
-    pack_int32,
-    unpack_int32,
-)
+from lightserve.messages.common import Int32Array, TokenLogprob, pack_int32, unpack_int32
 from lightserve.messages.router_worker import (
     NO_TOKEN,
     DecodeColumns,

@@ -28,11 +28,7 @@ from lightserve.frontend.json_body import (
 )
 from lightserve.frontend.openai.fields import CHAT_NO_EFFECT, CommonFields
 from lightserve.frontend.openai.messages import CacheMarks, Message, Prediction, pictures_of
-from lightserve.frontend.openai.output_parser import (
-    MessageBuffer,
-    OutputParser,
-    ParserOptions,
-)
+from lightserve.frontend.openai.output_parser import MessageBuffer, OutputParser, ParserOptions
 from lightserve.frontend.openai.thinking import (
     Start,
     budget_within,
@@ -40,12 +36,7 @@ from lightserve.frontend.openai.thinking import (
     takes_levels,
     thinking_of,
 )
-from lightserve.frontend.openai.tools import (
-    ToolChoice,
-    Tools,
-    ToolUse,
-    resolve_tools,
-)
+from lightserve.frontend.openai.tools import ToolChoice, Tools, ToolUse, resolve_tools
 from lightserve.frontend.openai.writing import (
     ChunkWriter,
     chat_logprobs,

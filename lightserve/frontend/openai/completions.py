@@ -46,12 +46,7 @@ from lightserve.frontend.request_options import (
     ServiceLevel,
     with_objective,
 )
-from lightserve.frontend.response import (
-    KEEP_ALIVE,
-    CompletionResponse,
-    error_event,
-    new_request_id,
-)
+from lightserve.frontend.response import KEEP_ALIVE, CompletionResponse, error_event, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
 
 # ----------------------------------------------------------------------

@@ -29,12 +29,7 @@ from lightserve.frontend.request_options import (
     new_submit,
     with_objective,
 )
-from lightserve.frontend.response import (
-    KEEP_ALIVE,
-    CompletionResponse,
-    error_event,
-    new_request_id,
-)
+from lightserve.frontend.response import KEEP_ALIVE, CompletionResponse, error_event, new_request_id
 from lightserve.frontend.service import Service
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.models.pooling import Embedding

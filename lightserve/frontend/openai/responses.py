@@ -14,9 +14,7 @@ from starlette.responses import JSONResponse, Response
 from lightserve.batches.contents import Store
 from lightserve.batches.records import NewResponse
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.completion import (
-    Choices,
-)
+from lightserve.frontend.completion import Choices
 from lightserve.frontend.errors import RequestFailed, renamed
 from lightserve.frontend.json_body import BODY_BYTES_KEY, KEPT_BYTES_KEY, StrictModel, show
 from lightserve.frontend.middleware import caller_of

@@ -12,13 +12,7 @@ from lightserve.frontend.harmony import OPENING
 from lightserve.frontend.json_body import show
 from lightserve.frontend.service import Service
 from lightserve.messages.common import MAX_INT32, Thinking
-from lightserve.model_formats import (
-    HARMONY,
-    HARMONY_CALL,
-    NONE,
-    REASONING_FORMATS,
-    ReasoningFormat,
-)
+from lightserve.model_formats import HARMONY, HARMONY_CALL, NONE, REASONING_FORMATS, ReasoningFormat
 from lightserve.models.architectures import Architecture
 
 Emit = Callable[[str], None]

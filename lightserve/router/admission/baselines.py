@@ -18,12 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from lightserve.router.admission.base import PoolView
-from lightserve.router.admission.peak import (
-    OutputSampler,
-    PeakAdmission,
-    PeakRound,
-    SharedPrefixes,
-)
+from lightserve.router.admission.peak import OutputSampler, PeakAdmission, PeakRound, SharedPrefixes
 from lightserve.router.future_memory import IntArray
 from lightserve.router.output_lengths import LengthArray, OutputLengths
 from lightserve.router.request import FoundOf, Request

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightserve.router.future_memory import (
-    FutureMemory,
-    IntArray,
-    SharedTokens,
-    base_with_shared,
-)
+from lightserve.router.future_memory import FutureMemory, IntArray, SharedTokens, base_with_shared
 from lightserve.router.kv.prefix_node import Hit, PrefixNode, path_of
 from lightserve.router.request import FoundOf, Request, progress
 

@@ -26,12 +26,7 @@ from lightserve.router.policies.step_budget import (
     StepLimits,
     idle_limit_s,
 )
-from lightserve.router.queue import (
-    MAX_CANDIDATES,
-    MIN_CHUNK,
-    WaitingQueue,
-    prefix_in_flight,
-)
+from lightserve.router.queue import MAX_CANDIDATES, MIN_CHUNK, WaitingQueue, prefix_in_flight
 from lightserve.router.request import WAITING, FoundOf, Request
 from lightserve.router.request_table import NO_ROWS, Rows, Running, SortedOut
 from lightserve.router.seats import NO_SEATS, Seats, had_of, has_had_less
