@@ -36,15 +36,7 @@ from lightserve.frontend.service import Service, load_service
 from lightserve.logs import request_id
 from lightserve.messages.frontend_router import ErrorCode
 from lightserve.messages.supervision import ChildSpec
-from lightserve.metrics.catalogue import (
-    BATCH_FORECAST_RATIO,
-    BATCH_LEASES_LOST,
-    BATCH_LINES,
-    BATCH_OLDEST,
-    BATCH_RESULTS_LATE,
-    BATCHES,
-    BATCHES_LATE,
-)
+from lightserve.metrics import catalogue
 from lightserve.structured import yield_to_others
 
 log = logging.getLogger(__name__)
@@ -225,11 +217,11 @@ class _Call:
 def _note_counts(service: Service, runner: Runner) -> None:
     recorder, counts = service.observation.recorder, runner.counts
     for state, count in counts.lines.items():
-        recorder.gauge(BATCH_LINES, state).value = count
+        recorder.gauge(catalogue.BATCH_LINES, state).value = count
     for status, count in counts.batches.items():
-        recorder.gauge(BATCHES, status).value = count
-    recorder.gauge(BATCHES_LATE).value = len(counts.late_batches)
-    recorder.gauge(BATCH_OLDEST).value = counts.oldest_age_s
-    recorder.gauge(BATCH_FORECAST_RATIO).value = counts.forecast_ratio
-    recorder.counter(BATCH_RESULTS_LATE).value = counts.num_late
-    recorder.counter(BATCH_LEASES_LOST).value = counts.num_leases_lost
+        recorder.gauge(catalogue.BATCHES, status).value = count
+    recorder.gauge(catalogue.BATCHES_LATE).value = len(counts.late_batches)
+    recorder.gauge(catalogue.BATCH_OLDEST).value = counts.oldest_age_s
+    recorder.gauge(catalogue.BATCH_FORECAST_RATIO).value = counts.forecast_ratio
+    recorder.counter(catalogue.BATCH_RESULTS_LATE).value = counts.num_late
+    recorder.counter(catalogue.BATCH_LEASES_LOST).value = counts.num_leases_lost

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import LogprobColumns, Piece
@@ -495,17 +495,17 @@ class RaisedSLOObject(StrictModel):
     """Targets that it is scheduled by."""
 
 
-def raised_slo(completions: Sequence[Completion]) -> dict[str, dict[str, float]] | None:
-    """Return `slo` of an answer with these completions, None if all are scheduled as asked.
+def raised_slo(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the field `slo` of an answer with these completions, if one has other targets.
 
     Of several, the loosest targets count.
     """
     if all(completion.scheduled_slo is None for completion in completions):
-        return None
+        return {}
     asked = completions[0].request.slo  # one request, one set of targets
     scheduled = [_targets(g.scheduled_slo or asked) for g in completions]
     loosest = {name: max(slo[name] for slo in scheduled) for name in scheduled[0]}
-    return {"asked": _targets(asked), "scheduled": loosest}
+    return {"slo": {"asked": _targets(asked), "scheduled": loosest}}
 
 
 def _targets(slo: SLO) -> dict[str, float]:

@@ -13,15 +13,7 @@ from lightserve.errors import ChannelFull
 from lightserve.frontend.errors import RequestFailed
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.supervision import MetricsRequest, MetricsSnapshot, MetricsText, StoreUsed
-from lightserve.metrics.catalogue import (
-    BATCH_STORE_TIME,
-    HTTP_REJECTIONS,
-    HTTP_RESPONSES,
-    IPC_REJECTED,
-    IPC_SESSIONS_LOST,
-    LOG_LINES_DROPPED,
-    REQUESTS_IN_FLIGHT,
-)
+from lightserve.metrics import catalogue
 from lightserve.metrics.recording import Recorder
 from lightserve.metrics.requests import FrontendMetrics
 
@@ -118,12 +110,12 @@ class Observation:
             location_of(config),
             file_store=config.file_store,
             min_free_bytes=config.batch_min_free_bytes,
-            observe=self.recorder.histogram(BATCH_STORE_TIME).observe,
+            observe=self.recorder.histogram(catalogue.BATCH_STORE_TIME).observe,
         )
 
     def on_response(self, method: str, route: str, status: int) -> None:
         """Count an HTTP response."""
-        self.recorder.counter(HTTP_RESPONSES, method, route, str(status)).value += 1
+        self.recorder.counter(catalogue.HTTP_RESPONSES, method, route, str(status)).value += 1
 
     def snapshot(
         self, *, num_in_flight: int, num_rejected_frames: int, num_sessions_lost: int = 0
@@ -133,9 +125,9 @@ class Observation:
         if self.before_snapshot is not None:
             self.before_snapshot()
         for code, count in self.rejects.items():
-            recorder.counter(HTTP_REJECTIONS, code).value = count
-        recorder.gauge(REQUESTS_IN_FLIGHT).value = num_in_flight
-        recorder.counter(IPC_REJECTED, "frontend").value = num_rejected_frames
-        recorder.counter(IPC_SESSIONS_LOST).value = num_sessions_lost
-        recorder.counter(LOG_LINES_DROPPED, "frontend").value = num_dropped_lines()
+            recorder.counter(catalogue.HTTP_REJECTIONS, code).value = count
+        recorder.gauge(catalogue.REQUESTS_IN_FLIGHT).value = num_in_flight
+        recorder.counter(catalogue.IPC_REJECTED, "frontend").value = num_rejected_frames
+        recorder.counter(catalogue.IPC_SESSIONS_LOST).value = num_sessions_lost
+        recorder.counter(catalogue.LOG_LINES_DROPPED, "frontend").value = num_dropped_lines()
         return MetricsSnapshot(samples=recorder.snapshot())

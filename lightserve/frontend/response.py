@@ -16,6 +16,7 @@ import hashlib
 import logging
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -78,31 +79,37 @@ class Connection(Protocol):
         """Wait until everything written is through, or the connection is lost."""
 
 
-class ResponseWriter(Protocol):
+class ResponseWriter(ABC):
     """One route's way of writing completions down; made for one request, all bytes final."""
 
     request_id: str
-    wants_pieces: bool
-    keep_alive: bytes
+    wants_pieces = False
+    keep_alive = KEEP_ALIVE
     """Bytes that show life on a stream that has had nothing to send for a while."""
-    keeps_streamed: bool
+    keeps_streamed = False
     """Whether it keeps what it streams, to say it again at the end."""
 
     def opening(self) -> bytes:
         """Return the events before the first text."""
+        return b""
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterable[bytes]:
         """Return the events of some news of a completion, the finish included."""
+        return ()
 
     def closing(self, choices: Choices) -> bytes:
         """Return the events after the last news."""
+        return b""
 
     def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
         """Return the event that ends a stream in place of further news."""
+        return sse_event(error_body(failure))
 
+    @abstractmethod
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news of a completion for the answer as a whole."""
 
+    @abstractmethod
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the JSON body of the answer as a whole, from all that was kept."""
 
@@ -116,11 +123,6 @@ BeforeEnd = Callable[[Choices], Awaitable[None]]
 def sse_event(data: bytes) -> bytes:
     """Return one server-sent event."""
     return b"data: " + data + b"\n\n"
-
-
-def error_event(failure: InvalidRequest | RequestFailed) -> bytes:
-    """Return the event of a failure, in OpenAI's shape."""
-    return sse_event(error_body(failure))
 
 
 def new_request_id(prefix: str) -> str:

@@ -26,7 +26,6 @@ from lightserve.frontend.columns import (
     json_text,
 )
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
-from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.openai.fields import NoEffect, NoEffectModel
 from lightserve.frontend.openai.writing import LOWEST, token_text
@@ -49,9 +48,8 @@ from lightserve.frontend.request_options import (
     with_objective,
 )
 from lightserve.frontend.response import (
-    KEEP_ALIVE,
     CompletionResponse,
-    error_event,
+    ResponseWriter,
     new_request_id,
     sse_event,
 )
@@ -156,12 +154,10 @@ class GenerateRequest(StrictModel):
         )
 
 
-class GenerateWriter:
+class GenerateWriter(ResponseWriter):
     """TGI's response and events, one event per token."""
 
     wants_pieces = True
-    keep_alive = KEEP_ALIVE
-    keeps_streamed = False
 
     def __init__(
         self, service: Service, request: GenerateRequest, *, in_list: bool = False
@@ -178,10 +174,6 @@ class GenerateWriter:
         """Tokens, for an answer that is not streamed."""
         self._pending: dict[str, Any] | None = None
 
-    def opening(self) -> bytes:
-        """Return nothing: the first event is the first token's."""
-        return b""
-
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield one event per token; the last token's waits for `closing`."""
         self._text.append(delta.text)
@@ -194,8 +186,8 @@ class GenerateWriter:
                 "generated_text": None,
                 "details": None,
             }
-            if self._num_sent == 1 and (slo := raised_slo(choices.completions)) is not None:
-                self._pending["slo"] = slo
+            if self._num_sent == 1:
+                self._pending |= raised_slo(choices.completions)
             if self._parameters.top_n_tokens:
                 self._pending["top_tokens"] = self._top_tokens(piece)
         if delta.finish_reason is None:
@@ -211,10 +203,6 @@ class GenerateWriter:
             self._pending["details"] = {**_details(completion), "input_length": input_length}
         return self._flush()
 
-    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
-        """Return the event of a failure."""
-        return error_event(failure)
-
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""
         self._text.append(delta.text)
@@ -223,9 +211,8 @@ class GenerateWriter:
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
         """Yield the response."""
-        answer: dict[str, Any] = {"generated_text": json_text(self._text.parts())}
-        if (slo := raised_slo(choices.completions)) is not None:
-            answer["slo"] = slo
+        text = json_text(self._text.parts())
+        answer: dict[str, Any] = {"generated_text": text, **raised_slo(choices.completions)}
         if self._parameters.details:
             per_piece = self._pieces.logprobs.tokens_per_piece
             details = {

@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightserve.metrics.catalogue import (
-    E2E_REQUEST_LATENCY,
-    GENERATION_TOKENS,
-    GOODPUT_REQUESTS,
-    GOODPUT_TOKENS,
-    INTER_TOKEN_LATENCY,
-    MAX_INTER_TOKEN_LATENCY,
-    PROMPT_TOKENS,
-    REQUEST_FAILURE,
-    REQUEST_GENERATION_TOKENS,
-    REQUEST_PROMPT_TOKENS,
-    REQUEST_SUCCESS,
-    SLO_REQUESTS,
-    TIME_PER_OUTPUT_TOKEN,
-    TIME_TO_FIRST_TOKEN,
-)
+from lightserve.metrics import catalogue
 from lightserve.metrics.recording import Counter, Recorder
 from lightserve.types import SLO, FinishReason, RequestClass
 
@@ -160,30 +145,32 @@ class _ClassSeries:
     def __init__(self, recorder: Recorder, label: str) -> None:
         self._recorder = recorder
         self._label = label
-        self.ttft = recorder.histogram(TIME_TO_FIRST_TOKEN, label)
-        self.itl = recorder.histogram(INTER_TOKEN_LATENCY, label)
-        self.tpot = recorder.histogram(TIME_PER_OUTPUT_TOKEN, label)
-        self.max_gap = recorder.histogram(MAX_INTER_TOKEN_LATENCY, label)
-        self.e2e = recorder.histogram(E2E_REQUEST_LATENCY, label)
-        self.request_prompt_tokens = recorder.histogram(REQUEST_PROMPT_TOKENS, label)
-        self.request_generation_tokens = recorder.histogram(REQUEST_GENERATION_TOKENS, label)
-        self.prompt_tokens = recorder.counter(PROMPT_TOKENS, label)
-        self.generation_tokens = recorder.counter(GENERATION_TOKENS, label)
-        self.goodput_requests = recorder.counter(GOODPUT_REQUESTS, label)
-        self.goodput_tokens = recorder.counter(GOODPUT_TOKENS, label)
+        self.ttft = recorder.histogram(catalogue.TIME_TO_FIRST_TOKEN, label)
+        self.itl = recorder.histogram(catalogue.INTER_TOKEN_LATENCY, label)
+        self.tpot = recorder.histogram(catalogue.TIME_PER_OUTPUT_TOKEN, label)
+        self.max_gap = recorder.histogram(catalogue.MAX_INTER_TOKEN_LATENCY, label)
+        self.e2e = recorder.histogram(catalogue.E2E_REQUEST_LATENCY, label)
+        self.request_prompt_tokens = recorder.histogram(catalogue.REQUEST_PROMPT_TOKENS, label)
+        self.request_generation_tokens = recorder.histogram(
+            catalogue.REQUEST_GENERATION_TOKENS, label
+        )
+        self.prompt_tokens = recorder.counter(catalogue.PROMPT_TOKENS, label)
+        self.generation_tokens = recorder.counter(catalogue.GENERATION_TOKENS, label)
+        self.goodput_requests = recorder.counter(catalogue.GOODPUT_REQUESTS, label)
+        self.goodput_tokens = recorder.counter(catalogue.GOODPUT_TOKENS, label)
         self.success: dict[FinishReason, Counter] = {
-            reason: recorder.counter(REQUEST_SUCCESS, label, reason.value)
+            reason: recorder.counter(catalogue.REQUEST_SUCCESS, label, reason.value)
             for reason in FinishReason
             if reason is not FinishReason.ERROR
         }
-        self.aborts = recorder.counter(REQUEST_SUCCESS, label, ABORT)
+        self.aborts = recorder.counter(catalogue.REQUEST_SUCCESS, label, ABORT)
 
     def on_failure(self, code: str) -> None:
-        self._recorder.counter(REQUEST_FAILURE, self._label, code).value += 1
+        self._recorder.counter(catalogue.REQUEST_FAILURE, self._label, code).value += 1
 
     def on_target(self, target: str, *, met: bool) -> None:
         outcome = "met" if met else "missed"
-        self._recorder.counter(SLO_REQUESTS, self._label, target, outcome).value += 1
+        self._recorder.counter(catalogue.SLO_REQUESTS, self._label, target, outcome).value += 1
 
 
 class FrontendMetrics:

@@ -9,57 +9,7 @@ from dataclasses import dataclass
 from lightserve.messages.common import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus, StepNote
 from lightserve.messages.router_worker import StepResult
-from lightserve.metrics.catalogue import (
-    ACCEPTED_TOKENS,
-    BURST_HEADROOM,
-    COMPUTED_TOKENS,
-    DEVICE_INFO,
-    DRAFT_TOKENS,
-    IPC_REJECTED,
-    ITERATION_TOKENS,
-    KV_CACHE_USAGE,
-    KV_HOST_SLOTS,
-    KV_HOST_SLOTS_USED,
-    KV_SLOTS,
-    KV_SLOTS_CACHED,
-    KV_SLOTS_FORECAST,
-    KV_SLOTS_PEAK,
-    KV_SLOTS_SNAPSHOTS,
-    KV_SLOTS_USED,
-    KV_STATE_SLOTS,
-    KV_TOKENS_LOADED,
-    KV_TOKENS_SAVED,
-    KV_TOKENS_TAKEN,
-    NUM_PREEMPTIONS,
-    NUM_REQUESTS_RUNNING,
-    NUM_REQUESTS_WAITING,
-    NUM_TOKENS_WAITING,
-    PAUSES,
-    PREDICTED_STEP_TIME,
-    PREDICTED_WAIT,
-    PREEMPTED_TOKENS,
-    PREFIX_CACHE_HITS,
-    PREFIX_CACHE_QUERIES,
-    PREFIX_HOST_SLOTS,
-    PREFIX_HOST_SLOTS_USED,
-    PREFIX_HOST_TOKENS,
-    RAISED_TARGETS,
-    REQUEST_PARAMETER_BYTES,
-    REQUEST_QUEUE_TIME,
-    REQUESTS_SKIPPED,
-    REQUESTS_UNFINISHED,
-    REQUESTS_UNSEEN,
-    STALLED,
-    STATE_SNAPSHOTS,
-    STEP_BATCH_SIZE,
-    STEP_HEADROOM,
-    STEP_TIME,
-    STEP_TIME_ERROR,
-    STEP_TIME_RATIO,
-    STEPS,
-    WORKER_BUSY,
-    WORKER_IDLE,
-)
+from lightserve.metrics import catalogue
 from lightserve.metrics.recording import Gauge, Recorder
 from lightserve.router.request import WAITING, Request
 from lightserve.router.scheduler import Scheduler
@@ -80,16 +30,18 @@ class RouterMetrics:
         self._newcomers: list[Request] = []
         """Started since the last report; the core notes what it found of their prompts."""
         self._queue_time = {
-            request_class: recorder.histogram(REQUEST_QUEUE_TIME, request_class.value)
+            request_class: recorder.histogram(catalogue.REQUEST_QUEUE_TIME, request_class.value)
             for request_class in RequestClass
         }
-        self._step_time = recorder.histogram(STEP_TIME)
-        self._predicted = recorder.histogram(PREDICTED_STEP_TIME)
-        self._error = recorder.histogram(STEP_TIME_ERROR)
-        self._ratio = {kind: recorder.histogram(STEP_TIME_RATIO, kind.value) for kind in StepKind}
-        self._headroom = recorder.histogram(STEP_HEADROOM)
-        self._batch_size = recorder.histogram(STEP_BATCH_SIZE)
-        self._tokens = recorder.histogram(ITERATION_TOKENS)
+        self._step_time = recorder.histogram(catalogue.STEP_TIME)
+        self._predicted = recorder.histogram(catalogue.PREDICTED_STEP_TIME)
+        self._error = recorder.histogram(catalogue.STEP_TIME_ERROR)
+        self._ratio = {
+            kind: recorder.histogram(catalogue.STEP_TIME_RATIO, kind.value) for kind in StepKind
+        }
+        self._headroom = recorder.histogram(catalogue.STEP_HEADROOM)
+        self._batch_size = recorder.histogram(catalogue.STEP_BATCH_SIZE)
+        self._tokens = recorder.histogram(catalogue.ITERATION_TOKENS)
 
     def on_commit(self, step: PlannedStep, now_s: float) -> None:
         """Count a step that was sent; call before the core books it."""
@@ -118,7 +70,7 @@ class RouterMetrics:
     def on_device(self, device: DeviceFacts) -> None:
         """Say what the workers compute on."""
         labels = (device.kind, device.name, device.driver, device.cuda, device.triton)
-        self.recorder.gauge(DEVICE_INFO, *labels, device.kernels).value = 1
+        self.recorder.gauge(catalogue.DEVICE_INFO, *labels, device.kernels).value = 1
 
     def on_workers_gone(self) -> None:
         """Forget the steps in flight."""
@@ -129,22 +81,24 @@ class RouterMetrics:
         recorder = self.recorder
         for request_class, load in status.load.items():
             label = request_class.value
-            recorder.gauge(NUM_REQUESTS_RUNNING, label).value = load.num_running
-            recorder.gauge(NUM_REQUESTS_WAITING, label).value = load.num_waiting
-            recorder.gauge(NUM_TOKENS_WAITING, label).value = load.num_waiting_tokens
-            recorder.gauge(PREDICTED_WAIT, label).value = core.predicted_wait_s(request_class)
+            recorder.gauge(catalogue.NUM_REQUESTS_RUNNING, label).value = load.num_running
+            recorder.gauge(catalogue.NUM_REQUESTS_WAITING, label).value = load.num_waiting
+            recorder.gauge(catalogue.NUM_TOKENS_WAITING, label).value = load.num_waiting_tokens
+            recorder.gauge(catalogue.PREDICTED_WAIT, label).value = core.predicted_wait_s(
+                request_class
+            )
         _set_memory(
-            recorder.gauge(KV_SLOTS_USED),
-            recorder.gauge(KV_SLOTS),
-            recorder.gauge(KV_CACHE_USAGE),
+            recorder.gauge(catalogue.KV_SLOTS_USED),
+            recorder.gauge(catalogue.KV_SLOTS),
+            recorder.gauge(catalogue.KV_CACHE_USAGE),
             status,
         )
         self._count_prefixes()
-        recorder.gauge(KV_STATE_SLOTS).value = status.num_state_slots
-        recorder.gauge(KV_SLOTS_SNAPSHOTS).value = status.num_snapshot_slots
-        recorder.gauge(KV_SLOTS_FORECAST).value = core.forecast_peak or 0
+        recorder.gauge(catalogue.KV_STATE_SLOTS).value = status.num_state_slots
+        recorder.gauge(catalogue.KV_SLOTS_SNAPSHOTS).value = status.num_snapshot_slots
+        recorder.gauge(catalogue.KV_SLOTS_FORECAST).value = core.forecast_peak or 0
         peak = max(self._peak_slots, status.num_used_slots)
-        recorder.gauge(KV_SLOTS_PEAK).value = peak
+        recorder.gauge(catalogue.KV_SLOTS_PEAK).value = peak
         self._peak_slots = 0
         self._count_pauses(core)
         self._count_skips(core)
@@ -152,61 +106,69 @@ class RouterMetrics:
         self._count_computed(core)
         self._count_drafts(core)
         for request_class, num_bytes in core.parameter_bytes.items():
-            recorder.gauge(REQUEST_PARAMETER_BYTES, request_class.value).value = num_bytes
-        recorder.gauge(REQUESTS_UNFINISHED).value = core.num_unfinished
-        recorder.gauge(BURST_HEADROOM).value = core.burst_headroom_tokens
+            recorder.gauge(catalogue.REQUEST_PARAMETER_BYTES, request_class.value).value = num_bytes
+        recorder.gauge(catalogue.REQUESTS_UNFINISHED).value = core.num_unfinished
+        recorder.gauge(catalogue.BURST_HEADROOM).value = core.burst_headroom_tokens
         kv = core.kv
-        recorder.gauge(KV_SLOTS_CACHED).value = 0 if kv is None else kv.num_cached
-        recorder.gauge(KV_HOST_SLOTS).value = 0 if kv is None else kv.checkpoints.num_slots
-        recorder.gauge(KV_HOST_SLOTS_USED).value = 0 if kv is None else kv.checkpoints.num_used
+        recorder.gauge(catalogue.KV_SLOTS_CACHED).value = 0 if kv is None else kv.num_cached
+        recorder.gauge(catalogue.KV_HOST_SLOTS).value = (
+            0 if kv is None else kv.checkpoints.num_slots
+        )
+        recorder.gauge(catalogue.KV_HOST_SLOTS_USED).value = (
+            0 if kv is None else kv.checkpoints.num_used
+        )
         if kv is not None and kv.tree is not None and (tier := kv.tree.tier) is not None:
-            recorder.gauge(PREFIX_HOST_SLOTS).value = tier.num_slots
-            recorder.gauge(PREFIX_HOST_SLOTS_USED).value = tier.num_used
+            recorder.gauge(catalogue.PREFIX_HOST_SLOTS).value = tier.num_slots
+            recorder.gauge(catalogue.PREFIX_HOST_SLOTS_USED).value = tier.num_used
             for event, num_tokens in tier.num_tokens.items():
-                recorder.counter(PREFIX_HOST_TOKENS, event).value = num_tokens
-        recorder.counter(NUM_PREEMPTIONS).value = core.num_preemptions
-        recorder.counter(PREEMPTED_TOKENS).value = core.num_preempted_tokens
-        recorder.counter(STEPS).value = status.num_steps
-        recorder.counter(WORKER_BUSY).value = status.worker_busy_s
-        recorder.counter(WORKER_IDLE).value = status.worker_idle_s
-        recorder.gauge(STALLED).value = status.stalled_s
-        recorder.counter(IPC_REJECTED, "router").value = num_rejected
+                recorder.counter(catalogue.PREFIX_HOST_TOKENS, event).value = num_tokens
+        recorder.counter(catalogue.NUM_PREEMPTIONS).value = core.num_preemptions
+        recorder.counter(catalogue.PREEMPTED_TOKENS).value = core.num_preempted_tokens
+        recorder.counter(catalogue.STEPS).value = status.num_steps
+        recorder.counter(catalogue.WORKER_BUSY).value = status.worker_busy_s
+        recorder.counter(catalogue.WORKER_IDLE).value = status.worker_idle_s
+        recorder.gauge(catalogue.STALLED).value = status.stalled_s
+        recorder.counter(catalogue.IPC_REJECTED, "router").value = num_rejected
 
     def _count_pauses(self, core: Scheduler) -> None:
         for request_class, counters in core.counters.items():
             for family, value in (
-                (PAUSES, counters.num_pauses),
-                (KV_TOKENS_TAKEN, counters.taken_tokens),
-                (KV_TOKENS_SAVED, counters.saved_tokens),
-                (KV_TOKENS_LOADED, counters.loaded_tokens),
-                (STATE_SNAPSHOTS, counters.num_snapshots),
+                (catalogue.PAUSES, counters.num_pauses),
+                (catalogue.KV_TOKENS_TAKEN, counters.taken_tokens),
+                (catalogue.KV_TOKENS_SAVED, counters.saved_tokens),
+                (catalogue.KV_TOKENS_LOADED, counters.loaded_tokens),
+                (catalogue.STATE_SNAPSHOTS, counters.num_snapshots),
             ):
                 self.recorder.counter(family, request_class.value).value = value
 
     def _count_computed(self, core: Scheduler) -> None:
         for request_class, work in core.computed_tokens.items():
             for kind, value in (("prompt", work.num_prompt), ("decode", work.num_decodes)):
-                self.recorder.counter(COMPUTED_TOKENS, request_class.value, kind).value = value
+                self.recorder.counter(
+                    catalogue.COMPUTED_TOKENS, request_class.value, kind
+                ).value = value
 
     def _count_drafts(self, core: Scheduler) -> None:
         counter, drafting = self.recorder.counter, core.drafting
         for of in itertools.product(RequestClass, DraftSource):
             labels = of[0].value, of[1].name.lower()
-            counter(DRAFT_TOKENS, *labels).value = drafting.num_drafted[of]
-            counter(ACCEPTED_TOKENS, *labels).value = drafting.num_accepted[of]
+            counter(catalogue.DRAFT_TOKENS, *labels).value = drafting.num_drafted[of]
+            counter(catalogue.ACCEPTED_TOKENS, *labels).value = drafting.num_accepted[of]
 
     def _count_raised(self, core: Scheduler) -> None:
         for request_class in RequestClass:
             for target in SLO.__struct_fields__:
                 label = target.rpartition("_")[0]  # as `slo_requests_total` names them
-                counter = self.recorder.counter(RAISED_TARGETS, request_class.value, label)
+                counter = self.recorder.counter(
+                    catalogue.RAISED_TARGETS, request_class.value, label
+                )
                 counter.value = core.num_raised_targets.get(RaisedTarget(request_class, target), 0)
 
     def _count_skips(self, core: Scheduler) -> None:
         counters = core.skip_counters
         for family, counts in (
-            (REQUESTS_SKIPPED, counters.skipped),
-            (REQUESTS_UNSEEN, counters.unseen),
+            (catalogue.REQUESTS_SKIPPED, counters.skipped),
+            (catalogue.REQUESTS_UNSEEN, counters.unseen),
         ):
             for request_class, of_class in counts.items():
                 for reason in Reason:
@@ -216,9 +178,9 @@ class RouterMetrics:
     def _count_prefixes(self) -> None:
         for request in self._newcomers:
             label = request.request_class.value
-            queries = self.recorder.counter(PREFIX_CACHE_QUERIES, label)
+            queries = self.recorder.counter(catalogue.PREFIX_CACHE_QUERIES, label)
             queries.value += request.num_prompt_tokens
-            hits = self.recorder.counter(PREFIX_CACHE_HITS, label)
+            hits = self.recorder.counter(catalogue.PREFIX_CACHE_HITS, label)
             hits.value += request.num_cached_tokens or 0
         self._newcomers.clear()
 

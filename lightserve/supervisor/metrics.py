@@ -32,18 +32,7 @@ from lightserve.http_access import ApiKey
 from lightserve.logs import num_dropped_lines
 from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.supervision import MetricSample, MetricsRequest, MetricsText, Role
-from lightserve.metrics.catalogue import (
-    BUILD_INFO,
-    CONFIG_INFO,
-    IPC_REJECTED,
-    LOG_LINES_DROPPED,
-    PROCESS_CPU,
-    PROCESS_MEMORY,
-    PROCESS_RESTARTS,
-    START_TIME,
-    all_families,
-    family_named,
-)
+from lightserve.metrics import catalogue
 from lightserve.metrics.recording import (
     COMMON_LABELS,
     ENGINE_ID,
@@ -93,7 +82,7 @@ class ServerMetrics:
 
     def on_restart(self, role: Role) -> None:
         """Count a child started in place of another."""
-        self._recorder.counter(PROCESS_RESTARTS, role.value).value += 1
+        self._recorder.counter(catalogue.PROCESS_RESTARTS, role.value).value += 1
 
     def sample(self, children: Iterable[Child], num_rejected: int, now_s: float) -> None:
         """Look at all processes, if it is time; `num_rejected` are frames on the control link."""
@@ -103,8 +92,8 @@ class ServerMetrics:
         for child in children:
             self._sample_process(child.control_name, child.name, child.pid)
         self._sample_process(_OWN, _OWN, os.getpid())
-        self._recorder.counter(IPC_REJECTED, _OWN).value = num_rejected
-        self._recorder.counter(LOG_LINES_DROPPED, _OWN).value = num_dropped_lines()
+        self._recorder.counter(catalogue.IPC_REJECTED, _OWN).value = num_rejected
+        self._recorder.counter(catalogue.LOG_LINES_DROPPED, _OWN).value = num_dropped_lines()
         self._ledger.update(_OWN, self._recorder.snapshot())
 
     def answer(self, request: MetricsRequest) -> MetricsText:
@@ -160,8 +149,8 @@ class ServerMetrics:
         if (usage := read_usage(pid)) is None:
             return
         samples = [
-            MetricSample(PROCESS_MEMORY.name, [name], [usage.resident_bytes]),
-            MetricSample(PROCESS_CPU.name, [name], [usage.cpu_s]),
+            MetricSample(catalogue.PROCESS_MEMORY.name, [name], [usage.resident_bytes]),
+            MetricSample(catalogue.PROCESS_CPU.name, [name], [usage.cpu_s]),
         ]
         self._ledger.update(_process_source(source), samples)
 
@@ -169,14 +158,14 @@ class ServerMetrics:
         """Set what never changes."""
         recorder = self._recorder
         for role in Role:
-            recorder.counter(PROCESS_RESTARTS, role.value)
-        recorder.gauge(START_TIME).value = time.time()
+            recorder.counter(catalogue.PROCESS_RESTARTS, role.value)
+        recorder.gauge(catalogue.START_TIME).value = time.time()
         build = (lightserve.__version__, str(PROTOCOL_VERSION), platform.python_version())
-        recorder.gauge(BUILD_INFO, *build).value = 1
+        recorder.gauge(catalogue.BUILD_INFO, *build).value = 1
         values = {"http_workers": num_frontends(config)}  # as it is, where the option says auto
-        names = CONFIG_INFO.labels[1:]
+        names = catalogue.CONFIG_INFO.labels[1:]
         options = [str(values.get(name) or getattr(config, name)) for name in names]
-        recorder.gauge(CONFIG_INFO, config.digest, *options).value = 1
+        recorder.gauge(catalogue.CONFIG_INFO, config.digest, *options).value = 1
         self._ledger.update(_OWN, recorder.snapshot())
 
 
@@ -212,7 +201,7 @@ class Ledger:
     def update(self, source: str, samples: Sequence[MetricSample]) -> None:
         """Replace what is known of a process. Raises ProtocolError for what is no snapshot."""
         snapshot = {_checked_key(sample): sample.values for sample in samples}
-        if len(snapshot) > MAX_SERIES_PER_FAMILY * len(all_families()):
+        if len(snapshot) > MAX_SERIES_PER_FAMILY * len(catalogue.all_families()):
             raise ProtocolError(f"{len(snapshot)} series")
         with self._lock:
             self._live[source] = snapshot
@@ -223,7 +212,7 @@ class Ledger:
         with self._lock:
             self.version += 1
             for key, values in self._live.pop(source, {}).items():
-                family = family_named(key[0])
+                family = catalogue.family_named(key[0])
                 if family is not None and family.kind is not Kind.GAUGE:
                     _add(self._retired, key, values)
 
@@ -239,13 +228,13 @@ class Ledger:
             by_family.setdefault(name, []).append((labels, values))
         return [
             (family, sorted(by_family[family.name]))
-            for family in all_families()
+            for family in catalogue.all_families()
             if family.name in by_family
         ]
 
 
 def _checked_key(sample: MetricSample) -> SeriesKey:
-    family = family_named(sample.family)
+    family = catalogue.family_named(sample.family)
     if family is None:
         raise ProtocolError(f"no metric family {sample.family!r}")
     if len(sample.labels) != len(family.labels) or len(sample.values) != family.num_values:

@@ -28,9 +28,13 @@ from lightserve.frontend.completion import (
 )
 from lightserve.frontend.errors import RequestFailed, anthropic_body, renamed
 from lightserve.frontend.json_body import BODY_BYTES_KEY, StrictModel
-from lightserve.frontend.openai.chat import ChatRequest, answer_chat, encode_chat
+from lightserve.frontend.openai.chat import (
+    ChatRequest,
+    ConversationWriter,
+    answer_chat,
+    encode_chat,
+)
 from lightserve.frontend.openai.messages import AnswerPart, parts_of
-from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
 from lightserve.frontend.prompts import EncodedChat
 from lightserve.frontend.request_options import with_objective
 from lightserve.frontend.response import prepared_for, sse_event
@@ -82,35 +86,27 @@ class Block:
         return json_object(self.opened() | {self.kind: json_text(self.text.parts())})
 
 
-class MessageWriter:
+class MessageWriter(ConversationWriter):
     """Anthropic's message objects, and the events of their streams."""
 
-    wants_pieces = False
     keep_alive = PING
-    keeps_streamed = False
 
     def __init__(self, body: MessagesRequest) -> None:
+        super().__init__()
         self.request_id = f"msg_{uuid.uuid4().hex}"
-        self.parser_options = ParserOptions()
-        """The parts to look for in the output; set before it begins."""
         self._model = body.model
         self._max_tokens = body.max_tokens
         self._tier = "batch" if body.service_tier == "flex" else "standard"
-        self._parser: OutputParser | None = None
         self._blocks: list[Block] = []
         self._frame = (b"", b"")
         """Bytes before and behind the text in deltas of the last block."""
 
-    def opening(self) -> bytes:
-        """Return nothing: a message begins with its usage, which comes with the first news."""
-        return b""
-
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield the events of some news."""
         completion = choices.completions[index]
-        if self._parser is None:
+        if not self.parsers:  # its usage is known with the first news
             yield self._start(completion)
-        for part in self._parts(delta):
+        for part in parts_of(self.parts(0, delta)):
             if (block := self._next(part)) is not None:
                 yield self._begin(block)
             if part.text:
@@ -130,7 +126,7 @@ class MessageWriter:
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""
-        for part in self._parts(delta):
+        for part in parts_of(self.parts(0, delta)):
             if (block := self._next(part)) is not None:
                 self._blocks.append(block)
             self._blocks[-1].text.append(part.text)
@@ -147,7 +143,7 @@ class MessageWriter:
         return _event("message_start", message=message)
 
     def _message(self, completion: Completion, content: Any, end: dict[str, Any]) -> dict[str, Any]:
-        message = {
+        return {
             "id": self.request_id,
             "type": "message",
             "role": "assistant",
@@ -155,10 +151,8 @@ class MessageWriter:
             "content": content,
             **end,
             "usage": _tokens(completion) | {"service_tier": self._tier},
+            **raised_slo([completion]),
         }
-        if (slo := raised_slo([completion])) is not None:
-            message["slo"] = slo
-        return message
 
     def _begin(self, block: Block) -> bytes:
         """Return the events between the last block, if there is one, and a new one's text."""
@@ -175,11 +169,6 @@ class MessageWriter:
             return Block(kind, id=f"toolu_{part.call_id.removeprefix('call_')}", name=part.name)
         return None if self._blocks and self._blocks[-1].kind == kind else Block(kind)
 
-    def _parts(self, delta: TextDelta) -> Iterator[AnswerPart]:
-        if self._parser is None:
-            self._parser = OutputParser(self.parser_options)
-        return parts_of(self._parser, delta)
-
     def _end(self, completion: Completion) -> dict[str, Any]:
         """Return why a message ended, in Anthropic's words."""
         reason = "end_turn"
@@ -188,7 +177,7 @@ class MessageWriter:
             reason = "model_context_window_exceeded" if is_cut else "max_tokens"
         elif completion.stop_string is not None:
             reason = "stop_sequence"
-        elif self._parser is not None and self._parser.num_calls > 0:
+        elif self.parsers[0].num_calls > 0:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": completion.stop_string}
 

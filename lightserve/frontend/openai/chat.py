@@ -7,7 +7,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from msgspec.json import encode
@@ -18,7 +18,7 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import ITEMS_PER_PIECE, Piece, PieceColumns, json_list, json_object
 from lightserve.frontend.completion import Choices, Completion, TextDelta, raised_slo
-from lightserve.frontend.errors import OWN_NAMES, RequestFailed, renamed
+from lightserve.frontend.errors import OWN_NAMES, renamed
 from lightserve.frontend.json_body import (
     BODY_BYTES_KEY,
     MAX_VALUES,
@@ -55,11 +55,9 @@ from lightserve.frontend.request_options import (
     with_objective,
 )
 from lightserve.frontend.response import (
-    KEEP_ALIVE,
     BeforeEnd,
     CompletionResponse,
     ResponseWriter,
-    error_event,
     new_request_id,
 )
 from lightserve.frontend.service import AnswerSize, Service
@@ -273,13 +271,31 @@ class ChatRequest(CommonFields):
         )
 
 
-class ChatWriter:
+class ConversationWriter(ResponseWriter):
+    """A way of writing the answer to a conversation down."""
+
+    def __init__(self) -> None:
+        self.parser_options = ParserOptions()
+        """The parts to look for in the output; set before it begins."""
+        self.parsers: dict[int, OutputParser] = {}
+        """Parsers of the choices that have begun."""
+
+    def parts(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
+        """Return the parts of a choice's message that some news complete."""
+        if index not in self.parsers:
+            self.parsers[index] = OutputParser(self.parser_options)
+        parser = self.parsers[index]
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+        return parts
+
+
+class ChatWriter(ConversationWriter):
     """OpenAI's chat completion objects."""
 
-    keep_alive = KEEP_ALIVE
-    keeps_streamed = False
-
     def __init__(self, service: Service, request: ChatRequest) -> None:
+        super().__init__()
         self.request_id = new_request_id("chatcmpl")
         self._request = request
         self.wants_pieces = bool(request.logprobs or request.return_token_ids)
@@ -293,26 +309,18 @@ class ChatWriter:
         }
         chunk_envelope = self._envelope | {"object": "chat.completion.chunk"}
         self._writer = ChunkWriter(chunk_envelope, usage=request.usage_chunks)
-        self.parser_options = ParserOptions()
-        """The parts to look for in the output; set before it begins."""
-        self._parsers: dict[int, OutputParser] = {}
-        """Parsers of the choices that have begun."""
         self._frames: dict[tuple[int, str], tuple[bytes, bytes] | None] = {}
         """By choice and field of its message: what chunks with that field alone have in common."""
         self._messages: defaultdict[int, MessageBuffer] = defaultdict(MessageBuffer)
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
         """Tokens of the choices, for an answer that is not streamed."""
 
-    def opening(self) -> bytes:
-        """Return nothing: each choice names its role when it begins."""
-        return b""
-
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield chunks with the parts of the text, if any; the last has the finish reason."""
         completion = choices.completions[index]
-        if index not in self._parsers:
+        if index not in self.parsers:
             yield self._first_chunk(index, completion)
-        parts = self._parts(index, delta)
+        parts = self.parts(index, delta)
         if len(parts) == 1 and delta.finish_reason is None and not self.wants_pieces:
             ((field, text),) = parts[0].items()
             if isinstance(text, str) and (frame := self._frame(index, field)) is not None:
@@ -338,8 +346,8 @@ class ChatWriter:
 
     def _first_chunk(self, index: int, completion: Completion) -> bytes:
         """Return the chunk that names a choice's role."""
-        fields: dict[str, Any] = {"slo": raised_slo([completion])}
-        if self._request.return_token_ids and not self._parsers:
+        fields = raised_slo([completion])
+        if self._request.return_token_ids and not self.parsers:
             fields["prompt_token_ids"] = list(completion.options.prompt_token_ids)
         choice = {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
         usage = dataclasses.replace(completion.usage, completion_tokens=0)
@@ -359,13 +367,9 @@ class ChatWriter:
         """Return usage, if wanted, and the end."""
         return self._writer.closing(choices.usage)
 
-    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
-        """Return the event of a failure."""
-        return error_event(failure)
-
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""
-        self._messages[index].extend(self._parts(index, delta))
+        self._messages[index].extend(self.parts(index, delta))
         self._pieces[index].extend(delta.pieces)
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
@@ -401,19 +405,9 @@ class ChatWriter:
             }
         )
 
-    def _parts(self, index: int, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return the parts of a choice's message that some news complete."""
-        parser = self._parsers.get(index)
-        if parser is None:
-            parser = self._parsers[index] = OutputParser(self.parser_options)
-        parts = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parts += parser.finish()
-        return parts
-
     def _reason(self, index: int, reason: FinishReason | None) -> str | None:
         """Return why a choice ended, in OpenAI's words."""
-        is_call = reason is FinishReason.STOP and self._parsers[index].num_calls > 0
+        is_call = reason is FinishReason.STOP and self.parsers[index].num_calls > 0
         return "tool_calls" if is_call else reason
 
 
@@ -429,13 +423,6 @@ def chat_router(service: Service) -> APIRouter:
         return answer_chat(service, request, body, ChatWriter(service, body))
 
     return router
-
-
-class ConversationWriter(ResponseWriter, Protocol):
-    """A way of writing the answer to a conversation down."""
-
-    parser_options: ParserOptions
-    """The parts to look for in the output; set before it begins."""
 
 
 def answer_chat(

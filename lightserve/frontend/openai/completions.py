@@ -27,7 +27,6 @@ from lightserve.frontend.columns import (
     text_parts,
 )
 from lightserve.frontend.completion import Choices, TextDelta, raised_slo
-from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, show, whole_numbers
 from lightserve.frontend.openai.fields import COMPLETION_NO_EFFECT, CommonFields
 from lightserve.frontend.openai.writing import (
@@ -46,7 +45,7 @@ from lightserve.frontend.request_options import (
     ServiceLevel,
     with_objective,
 )
-from lightserve.frontend.response import KEEP_ALIVE, CompletionResponse, error_event, new_request_id
+from lightserve.frontend.response import CompletionResponse, ResponseWriter, new_request_id
 from lightserve.frontend.service import AnswerSize, Service
 
 # ----------------------------------------------------------------------
@@ -185,11 +184,8 @@ class CompletionRequest(CommonFields):
         return self.max_tokens == 0
 
 
-class CompletionWriter:
+class CompletionWriter(ResponseWriter):
     """OpenAI's text completion objects."""
-
-    keep_alive = KEEP_ALIVE
-    keeps_streamed = False
 
     def __init__(self, service: Service, request: CompletionRequest) -> None:
         self.request_id = new_request_id("cmpl")
@@ -214,10 +210,6 @@ class CompletionWriter:
         self._pieces: defaultdict[int, PieceColumns] = defaultdict(PieceColumns)
         """Tokens of the completions, for an answer that is not streamed."""
 
-    def opening(self) -> bytes:
-        """Return nothing: completions have no first chunk of their own."""
-        return b""
-
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterable[bytes]:
         """Return one chunk; after those of an echoed prompt, if it is long."""
         frame = self._frames.get(index)
@@ -237,7 +229,7 @@ class CompletionWriter:
             if not self.wants_pieces:
                 plain = self._choice(index, "", ([], True), end_fields(completion, None))
                 self._frames[index] = self._writer.frame(plain)
-            fields = {"slo": raised_slo([completion])}
+            fields = raised_slo([completion])
             text = self._prompt_text(index) + text
             own, known = completion.options.prompt_token_ids, completion.prompt_logprobs
             if self.prompt_texts and self._request.logprobs is not None:
@@ -272,10 +264,6 @@ class CompletionWriter:
     def closing(self, choices: Choices) -> bytes:
         """Return usage, if wanted, and the end."""
         return self._writer.closing(choices.usage)
-
-    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
-        """Return the event of a failure."""
-        return error_event(failure)
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""

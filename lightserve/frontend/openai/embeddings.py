@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,7 +17,6 @@ from lightserve.config.fields import flag_name
 from lightserve.errors import InvalidRequest
 from lightserve.frontend.columns import json_array, json_object
 from lightserve.frontend.completion import Choices, RaisedSLOObject, TextDelta, raised_slo
-from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel
 from lightserve.frontend.openai.completions import texts_or_ids
 from lightserve.frontend.openai.fields import NumKept, ServedFields
@@ -29,7 +27,7 @@ from lightserve.frontend.request_options import (
     new_submit,
     with_objective,
 )
-from lightserve.frontend.response import KEEP_ALIVE, CompletionResponse, error_event, new_request_id
+from lightserve.frontend.response import CompletionResponse, ResponseWriter, new_request_id
 from lightserve.frontend.service import Service
 from lightserve.messages.common import TokenSegment, pack_int32
 from lightserve.models.pooling import Embedding
@@ -111,46 +109,18 @@ class EmbeddingList(StrictModel):
     slo: RaisedSLOObject | None = None
 
 
-class VectorWriter(ABC):
+class VectorWriter(ResponseWriter):
     """An answer that is made of vectors, or of scores; it is never streamed."""
-
-    keep_alive = KEEP_ALIVE
-    keeps_streamed = False
-    wants_pieces = False
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-
-    def opening(self) -> bytes:
-        """See `ResponseWriter`."""
-        return b""
-
-    def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterable[bytes]:
-        """See `ResponseWriter`."""
-        return ()
-
-    def closing(self, choices: Choices) -> bytes:
-        """See `ResponseWriter`."""
-        return b""
-
-    def failing(self, failure: InvalidRequest | RequestFailed) -> bytes:
-        """See `ResponseWriter`."""
-        return error_event(failure)
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Keep nothing: the completions have their vectors."""
-        del index, delta
-
-    @abstractmethod
-    def whole(self, choices: Choices) -> Iterator[bytes]:
-        """Yield the answer."""
 
 
 class EmbeddingWriter(VectorWriter):
     """OpenAI's list of embeddings."""
 
     def __init__(self, request: EmbeddingRequest) -> None:
-        super().__init__(new_request_id("embd"))
+        self.request_id = new_request_id("embd")
         self._request = request
 
     def whole(self, choices: Choices) -> Iterator[bytes]:
@@ -166,9 +136,7 @@ class EmbeddingWriter(VectorWriter):
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             "service_tier": self._request.used_tier,
         }
-        if (slo := raised_slo(choices.completions)) is not None:
-            answer["slo"] = slo
-        return json_object(answer)
+        return json_object(answer | raised_slo(choices.completions))
 
     def _object(self, index: int, data: bytes) -> Iterator[bytes]:
         vector = np.frombuffer(data, dtype="<f4")
@@ -204,9 +172,7 @@ def embeddings_router(service: Service) -> APIRouter:
         async def prepare() -> list[Prepared]:
             return await _requests(service, body, embedding, level)
 
-        return CompletionResponse(
-            service, EmbeddingWriter(body), prepare, level, stream=False, per_prompt=1
-        )
+        return CompletionResponse(service, EmbeddingWriter(body), prepare, level, stream=False)
 
     return router
 

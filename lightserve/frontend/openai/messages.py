@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
-from lightserve.frontend.completion import TextDelta
 from lightserve.frontend.json_body import StrictModel, show
 from lightserve.frontend.openai.fields import MESSAGE_NO_EFFECT, NoEffectModel
-from lightserve.frontend.openai.output_parser import OutputParser
 from lightserve.frontend.openai.tools import ToolCall
 from lightserve.frontend.pictures import DETAILS, Picture
 from lightserve.models.image_processor import MAX_PIXELS
@@ -280,11 +278,8 @@ class AnswerPart(NamedTuple):
     """Name of the tool, where a call begins."""
 
 
-def parts_of(parser: OutputParser, delta: TextDelta) -> Iterator[AnswerPart]:
-    """Yield what is certain with some news."""
-    parts = parser.push(delta.text)
-    if delta.finish_reason is not None:
-        parts += parser.finish()
+def parts_of(parts: Iterable[dict[str, Any]]) -> Iterator[AnswerPart]:
+    """Yield parts of a message one by one."""
     for part in parts:
         ((field, value),) = part.items()
         if field == "content":

@@ -168,7 +168,7 @@ class PairWriter(VectorWriter):
         fields: Mapping[str, Any],
     ) -> None:
         """`entries`: makes those of a list of scores; it takes the place of None in `fields`."""
-        super().__init__(new_request_id("score"))
+        self.request_id = new_request_id("score")
         self._body, self._scoring, self._entries = body, scoring, entries
         self._fields = {"id": self.request_id, **fields, "model": body.model}
 
@@ -182,9 +182,7 @@ class PairWriter(VectorWriter):
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             "service_tier": self._body.used_tier,
         }
-        if (slo := raised_slo(choices.completions)) is not None:
-            answer["slo"] = slo
-        return json_object(answer)
+        return json_object(answer | raised_slo(choices.completions))
 
 
 def _ranked(body: RerankRequest, scores: Sequence[float]) -> Iterator[bytes]:
@@ -267,7 +265,7 @@ def _answer(
                 await service.turns.next()
         return requests
 
-    return CompletionResponse(service, writer, prepare, level, stream=False, per_prompt=1)
+    return CompletionResponse(service, writer, prepare, level, stream=False)
 
 
 async def _request(

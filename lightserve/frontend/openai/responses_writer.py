@@ -21,11 +21,10 @@ from lightserve.frontend.completion import (
 )
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import StrictModel
-from lightserve.frontend.openai.chat import ChatRequest
+from lightserve.frontend.openai.chat import ChatRequest, ConversationWriter
 from lightserve.frontend.openai.messages import AnswerPart, parts_of
-from lightserve.frontend.openai.output_parser import OutputParser, ParserOptions
 from lightserve.frontend.openai.responses_request import ResponsesRequest
-from lightserve.frontend.response import KEEP_ALIVE, sse_event
+from lightserve.frontend.response import sse_event
 from lightserve.frontend.service import Service
 from lightserve.types import FinishReason
 
@@ -71,25 +70,21 @@ class Item:
         return json_object(self.fields(status, text=text, content=content))
 
 
-class ResponsesWriter:
+class ResponsesWriter(ConversationWriter):
     """OpenAI's response objects, and the events of their streams."""
 
-    wants_pieces = False
-    keep_alive = KEEP_ALIVE
     keeps_streamed = True  # what was said is said again as a whole
 
     def __init__(
         self, service: Service, body: ResponsesRequest, chat: ChatRequest, *, is_kept: bool
     ) -> None:
+        super().__init__()
         self.is_kept = is_kept
         """Whether it says so: it can be retrieved."""
         self.request_id = f"resp_{uuid.uuid4().hex}"
-        self.parser_options = ParserOptions()
-        """The parts to look for in the output; set before it begins."""
         self._echoed = _echoed(service, body, chat)
         self._created_s = int(time.time())
         self._completed_s: int | None = None
-        self._parser: OutputParser | None = None
         self._items: list[Item] = []
         self._num_events = 0
         self._frame = (b"", b"")
@@ -109,7 +104,7 @@ class ResponsesWriter:
 
     def delta(self, index: int, delta: TextDelta, choices: Choices) -> Iterator[bytes]:
         """Yield the events of some news."""
-        for part in self._parts(delta):
+        for part in parts_of(self.parts(0, delta)):
             if self._begins(part):
                 if self._items:
                     yield self._item_end("completed")
@@ -137,7 +132,7 @@ class ResponsesWriter:
 
     def keep(self, index: int, delta: TextDelta) -> None:
         """Take in some news for `whole`."""
-        for part in self._parts(delta):
+        for part in parts_of(self.parts(0, delta)):
             if self._begins(part):
                 self._items.append(Item(part))
             self._items[-1].text.append(part.text)
@@ -149,11 +144,6 @@ class ResponsesWriter:
             item.whole(status if item is self._items[-1] else "completed") for item in self._items
         )
         return json_object(self._response(status, choices.first, output))
-
-    def _parts(self, delta: TextDelta) -> Iterator[AnswerPart]:
-        if self._parser is None:
-            self._parser = OutputParser(self.parser_options)
-        return parts_of(self._parser, delta)
 
     def _begins(self, part: AnswerPart) -> bool:
         return bool(part.call_id) or not self._items or self._items[-1].kind != part.kind
@@ -230,7 +220,7 @@ class ResponsesWriter:
         if is_done and self._completed_s is None:
             self._completed_s = int(time.time())
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        response = {
+        return {
             "id": self.request_id,
             "object": "response",
             "created_at": self._created_s,
@@ -242,10 +232,8 @@ class ResponsesWriter:
             "store": self.is_kept,
             "output": output,
             "usage": None if completion is None else self._usage(completion),
+            **({} if completion is None else raised_slo([completion])),
         }
-        if completion is not None and (slo := raised_slo([completion])) is not None:
-            response["slo"] = slo
-        return response
 
     def _usage(self, completion: Completion) -> dict[str, Any]:
         usage = completion.usage

@@ -63,9 +63,7 @@ def whole_answer(
     """Yield the body of an answer that is not streamed; values of `fields` may come in pieces."""
     usage = usage_object(choices.usage)
     answer = {**envelope, "choices": json_array(objects), "usage": usage, **fields}
-    if (slo := raised_slo(choices.completions)) is not None:
-        answer["slo"] = slo
-    return json_object(answer)
+    return json_object(answer | raised_slo(choices.completions))
 
 
 class ChunkWriter:
@@ -80,14 +78,13 @@ class ChunkWriter:
     def chunk(
         self, choice: dict[str, Any], usage: Usage, fields: dict[str, Any] | None = None
     ) -> bytes:
-        """Return one chunk with this choice, and with `fields` of its own that are not null.
+        """Return one chunk with this choice, and with `fields` of its own.
 
         `usage` is the choice's so far.
         """
         prefix = self._prefix
         for name, value in (fields or {}).items():
-            if value is not None:
-                prefix += b"," + encode(name) + b":" + encode(value)
+            prefix += b"," + encode(name) + b":" + encode(value)
         suffix = self._suffix
         if self._usage is UsageChunks.ALL:
             suffix = b',"usage":' + encode(usage_object(usage)) + b"}\n\n"
