@@ -100,14 +100,7 @@ def current_load(service: Service) -> dict[str, Any]:
         "pace": {"pace_ms": config.pace_ms, "be_stretch": config.be_stretch}
         if config.keeps_pace
         else None,
-        "classes": {
-            request_class.value: {
-                "num_waiting": load.num_waiting,
-                "num_waiting_tokens": load.num_waiting_tokens,
-                "num_running": load.num_running,
-            }
-            for request_class, load in status.load.items()
-        },
+        "classes": msgspec.to_builtins(status.load),
     }
 
 
@@ -262,27 +255,10 @@ def debug_router(service: Service) -> APIRouter:
 
 def _figures(pool: KVPool) -> dict[str, Any]:
     """Return all but `slots`."""
-    return {
-        "num_slots": pool.num_slots,
-        "block_size": pool.block_size,
-        "counts": dict(zip(KIND_NAMES, pool.num_slots_of_kind, strict=True)),
-        "classes": {
-            request_class.value: {
-                "num_requests": slots.num_requests,
-                "num_slots": slots.num_slots,
-                "num_checkpointed_slots": slots.num_checkpointed_slots,
-            }
-            for request_class, slots in pool.classes.items()
-        },
-        "num_free_blocks": pool.num_free_blocks,
-        "num_shared_blocks": pool.num_shared_blocks,
-        "mean_run_length": pool.mean_run_length,
-        "num_host_slots": pool.num_host_slots,
-        "num_used_host_slots": pool.num_used_host_slots,
-        "num_prefix_host_slots": pool.num_prefix_host_slots,
-        "num_used_prefix_host_slots": pool.num_used_prefix_host_slots,
-        "kinds": KIND_NAMES,
-    }
+    figures: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(pool, slots=None))
+    del figures["slots"]
+    counts = dict(zip(KIND_NAMES, figures.pop("num_slots_of_kind"), strict=True))
+    return figures | {"counts": counts, "kinds": KIND_NAMES}
 
 
 async def _json(pool: KVPool) -> AsyncIterator[bytes]:

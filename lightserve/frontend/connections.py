@@ -20,7 +20,6 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -264,30 +263,6 @@ class Evictable(Protocol):
         """End the request whose body is arriving: its memory is needed."""
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits of one connection; see the flags of the same names."""
-
-    max_headers: int
-    max_header_bytes: int
-    header_timeout_s: float
-    body_timeout_s: float
-    min_body_bytes_per_s: int
-    max_pending_body_bytes: int
-
-    @classmethod
-    def of(cls, config: ServeConfig) -> ConnectionLimits:
-        """Return what the configuration says."""
-        return cls(
-            max_headers=config.max_headers,
-            max_header_bytes=config.max_header_bytes,
-            header_timeout_s=config.header_timeout_s,
-            body_timeout_s=config.body_timeout_s,
-            min_body_bytes_per_s=config.min_body_bytes_per_s,
-            max_pending_body_bytes=config.max_pending_body_bytes,
-        )
-
-
 class _Places:
     """Places for connections: all of a frontend, or those that one address may have of them."""
 
@@ -318,18 +293,11 @@ class _Places:
 class ConnectionTable:
     """See the module."""
 
-    def __init__(
-        self,
-        limits: ConnectionLimits,
-        *,
-        max_connections: int,
-        max_connections_per_ip: int,
-        rejects: Counter[str],
-    ) -> None:
+    def __init__(self, limits: ServeConfig, *, max_connections: int, rejects: Counter[str]) -> None:
         self.limits = limits
         self.rejects = rejects
         self._all = _Places(max_connections, "--max-connections", "too_many_connections")
-        self._max_per_ip = max_connections_per_ip
+        self._max_per_ip = limits.max_connections_per_ip
         self._per_ip: dict[str, _Places] = {}
         """Places of each address that has a connection."""
         self._ips: dict[Evictable, str] = {}
@@ -454,8 +422,5 @@ def connection_table(config: ServeConfig, rejects: Counter[str]) -> ConnectionTa
     if room < config.max_connections:
         log.info("at most %d connections, as the limit of open files is %d", room, soft)
     return ConnectionTable(
-        ConnectionLimits.of(config),
-        max_connections=min(config.max_connections, room),
-        max_connections_per_ip=config.max_connections_per_ip,
-        rejects=rejects,
+        config, max_connections=min(config.max_connections, room), rejects=rejects
     )

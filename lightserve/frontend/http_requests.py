@@ -8,8 +8,8 @@ from typing import Any
 import h11
 from h11._receivebuffer import ReceiveBuffer
 
+from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
-from lightserve.frontend.connections import ConnectionLimits
 
 FREE_CHUNKS = 2048
 LEAST_CHUNK_BYTES = 128
@@ -58,7 +58,7 @@ class RequestReader(h11.Connection):
     Refuses what takes the event loop long: heads in many lines, and bodies in tiny chunks, which
     arrive by the ten thousand in one turn of the loop."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ServeConfig) -> None:
         super().__init__(h11.SERVER, limits.max_header_bytes)
         self._lines = self._receive_buffer = _CountedLines(limits.max_headers)
         self._chunks_refusal: InvalidRequest | None = None

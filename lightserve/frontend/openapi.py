@@ -298,129 +298,75 @@ _STREAMS_TOO = (_JSON, _SSE)
 _STORE_ERRORS = (400, 404, 503)
 _HEALTH = Operation(unavailable=True)
 
+
+def _computed(request: type[BaseModel], answers: Any, **others: Any) -> Operation:
+    """Return an operation for which the model computes something."""
+    errors = (404, *_BODY_ERRORS)
+    fields = {"errors": errors, "takes_targets": True} | others
+    return Operation(request=request, answers=answers, **fields)
+
+
+def _encoded(request: type[BaseModel], answers: Any, *errors: int) -> Operation:
+    """Return an operation with a body that only the frontend looks at."""
+    return Operation(request=request, answers=answers, errors=(*errors, *_BODY_ERRORS))
+
+
+def _stored(answers: Any, *errors: int, **others: Any) -> Operation:
+    """Return an operation on what the store has."""
+    return Operation(answers=answers, errors=(*errors, *_STORE_ERRORS), **others)
+
+
+_ANTHROPIC = {"error": AnthropicErrorObject}
+_TGI = {"errors": _BODY_ERRORS}
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("post", "/v1/completions"): Operation(
-        request=CompletionRequest,
-        answers=Completion,
-        content=_STREAMS_TOO,
-        errors=(404, *_BODY_ERRORS),
-        takes_targets=True,
-    ),
-    ("post", "/v1/chat/completions"): Operation(
-        request=ChatRequest,
-        answers=ChatCompletion,
-        content=_STREAMS_TOO,
-        errors=(404, *_BODY_ERRORS),
-        takes_targets=True,
-    ),
-    ("post", "/v1/embeddings"): Operation(
-        request=EmbeddingRequest,
-        answers=EmbeddingList,
-        errors=(404, *_BODY_ERRORS),
-        takes_targets=True,
-    ),
+    ("post", "/v1/completions"): _computed(CompletionRequest, Completion, content=_STREAMS_TOO),
+    ("post", "/v1/chat/completions"): _computed(ChatRequest, ChatCompletion, content=_STREAMS_TOO),
+    ("post", "/v1/embeddings"): _computed(EmbeddingRequest, EmbeddingList),
     **dict.fromkeys(
         [("post", path) for path in ("/v1/rerank", "/v2/rerank", "/rerank")],
-        Operation(
-            request=RerankRequest,
-            answers=Ranking,
-            errors=(404, *_BODY_ERRORS),
-            takes_targets=True,
-        ),
+        _computed(RerankRequest, Ranking),
     ),
     **dict.fromkeys(
-        [("post", path) for path in ("/v1/score", "/score")],
-        Operation(
-            request=ScoreRequest,
-            answers=ScoreList,
-            errors=(404, *_BODY_ERRORS),
-            takes_targets=True,
-        ),
+        [("post", path) for path in ("/v1/score", "/score")], _computed(ScoreRequest, ScoreList)
     ),
-    ("post", "/v1/responses"): Operation(
-        request=ResponsesRequest,
-        answers=ResponseObject,
+    ("post", "/v1/responses"): _computed(
+        ResponsesRequest,
+        ResponseObject,
         content=_STREAMS_TOO,
         errors=(404, 409, 507, *_BODY_ERRORS),
-        takes_targets=True,
     ),
-    ("get", "/v1/responses/{response_id}"): Operation(answers=ResponseObject, errors=_STORE_ERRORS),
-    ("delete", "/v1/responses/{response_id}"): Operation(
-        answers=DeletedResponse, errors=(507, *_STORE_ERRORS)
+    ("get", "/v1/responses/{response_id}"): _stored(ResponseObject),
+    ("delete", "/v1/responses/{response_id}"): _stored(DeletedResponse, 507),
+    ("post", "/v1/responses/{response_id}/cancel"): _stored(ResponseObject, 507),
+    ("get", "/v1/responses/{response_id}/input_items"): _stored(ItemPage, query=ITEMS_QUERY),
+    ("post", "/v1/messages"): _computed(
+        MessagesRequest, MessageObject, content=_STREAMS_TOO, **_ANTHROPIC
     ),
-    ("post", "/v1/responses/{response_id}/cancel"): Operation(
-        answers=ResponseObject, errors=(507, *_STORE_ERRORS)
+    ("post", "/v1/messages/count_tokens"): _computed(
+        CountTokensRequest, TokensCount, takes_targets=False, **_ANTHROPIC
     ),
-    ("get", "/v1/responses/{response_id}/input_items"): Operation(
-        answers=ItemPage, errors=_STORE_ERRORS, query=ITEMS_QUERY
-    ),
-    ("post", "/v1/messages"): Operation(
-        request=MessagesRequest,
-        answers=MessageObject,
-        content=_STREAMS_TOO,
-        errors=(404, *_BODY_ERRORS),
-        error=AnthropicErrorObject,
-        takes_targets=True,
-    ),
-    ("post", "/v1/messages/count_tokens"): Operation(
-        request=CountTokensRequest,
-        answers=TokensCount,
-        errors=(404, *_BODY_ERRORS),
-        error=AnthropicErrorObject,
-    ),
-    ("post", "/v1/completions/render"): Operation(
-        request=CompletionRequest, answers=list[PromptObject], errors=(404, *_BODY_ERRORS)
-    ),
-    ("post", "/v1/chat/completions/render"): Operation(
-        request=ChatRequest, answers=PromptObject, errors=(404, *_BODY_ERRORS)
-    ),
+    ("post", "/v1/completions/render"): _encoded(CompletionRequest, list[PromptObject], 404),
+    ("post", "/v1/chat/completions/render"): _encoded(ChatRequest, PromptObject, 404),
     ("get", "/v1/models"): Operation(answers=ModelList),
     ("get", "/v1/models/{model_id}"): Operation(answers=ModelObject, errors=(400, 404)),
     ("post", "/v1/files"): Operation(
         is_upload=True, answers=FileObject, errors=(404, 507, *_BODY_ERRORS)
     ),
-    ("get", "/v1/files"): Operation(
-        answers=FilePage,
-        errors=_STORE_ERRORS,
-        query=FILE_QUERY,
-    ),
-    ("get", "/v1/files/{file_id}"): Operation(answers=FileObject, errors=_STORE_ERRORS),
-    ("get", "/v1/files/{file_id}/content"): Operation(content=(_BYTES,), errors=_STORE_ERRORS),
-    ("delete", "/v1/files/{file_id}"): Operation(
-        answers=DeletedFile, errors=(409, 507, *_STORE_ERRORS)
-    ),
-    ("post", "/v1/batches"): Operation(
-        request=BatchRequest, answers=BatchObject, errors=(404, 409, 507, *_BODY_ERRORS)
-    ),
-    ("get", "/v1/batches"): Operation(
-        answers=BatchPage,
-        errors=_STORE_ERRORS,
-        query=BATCH_QUERY,
-    ),
-    ("get", "/v1/batches/{batch_id}"): Operation(answers=BatchObject, errors=_STORE_ERRORS),
-    ("post", "/v1/batches/{batch_id}/cancel"): Operation(
-        answers=BatchObject, errors=(409, 507, *_STORE_ERRORS)
-    ),
-    ("post", "/generate"): Operation(
-        request=GenerateRequest, answers=GenerateAnswer, errors=_BODY_ERRORS, takes_targets=True
-    ),
-    ("post", "/generate_stream"): Operation(
-        request=GenerateRequest, content=(_SSE,), errors=_BODY_ERRORS, takes_targets=True
-    ),
-    ("post", "/tokenize"): Operation(
-        request=TokenizeRequest, answers=list[TokenSpan], errors=_BODY_ERRORS
-    ),
-    ("post", "/detokenize"): Operation(
-        request=DetokenizeRequest, answers=DetokenizeResponse, errors=_BODY_ERRORS
-    ),
+    ("get", "/v1/files"): _stored(FilePage, query=FILE_QUERY),
+    ("get", "/v1/files/{file_id}"): _stored(FileObject),
+    ("get", "/v1/files/{file_id}/content"): _stored(None, content=(_BYTES,)),
+    ("delete", "/v1/files/{file_id}"): _stored(DeletedFile, 409, 507),
+    ("post", "/v1/batches"): _encoded(BatchRequest, BatchObject, 404, 409, 507),
+    ("get", "/v1/batches"): _stored(BatchPage, query=BATCH_QUERY),
+    ("get", "/v1/batches/{batch_id}"): _stored(BatchObject),
+    ("post", "/v1/batches/{batch_id}/cancel"): _stored(BatchObject, 409, 507),
+    ("post", "/generate"): _computed(GenerateRequest, GenerateAnswer, **_TGI),
+    ("post", "/generate_stream"): _computed(GenerateRequest, None, content=(_SSE,), **_TGI),
+    ("post", "/tokenize"): _encoded(TokenizeRequest, list[TokenSpan]),
+    ("post", "/detokenize"): _encoded(DetokenizeRequest, DetokenizeResponse),
     ("get", "/"): Operation(),
-    ("post", "/"): Operation(
-        request=GenerateRequest,
-        answers=list[GenerateAnswer],
-        content=_STREAMS_TOO,
-        errors=_BODY_ERRORS,
-        takes_targets=True,
-    ),
+    ("post", "/"): _computed(GenerateRequest, list[GenerateAnswer], content=_STREAMS_TOO, **_TGI),
     ("get", "/livez"): _HEALTH,
     ("get", "/readyz"): _HEALTH,
     ("get", "/health"): _HEALTH,

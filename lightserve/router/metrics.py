@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from lightserve.messages.common import DeviceFacts
 from lightserve.messages.frontend_router import RouterStatus, StepNote
 from lightserve.messages.router_worker import StepResult
 from lightserve.metrics import catalogue
-from lightserve.metrics.recording import Gauge, Recorder
+from lightserve.metrics.recording import Recorder
 from lightserve.router.request import WAITING, Request
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.scheduling_targets import RaisedTarget
@@ -78,102 +77,85 @@ class RouterMetrics:
 
     def collect(self, core: Scheduler, status: RouterStatus, num_rejected: int) -> None:
         """Take over what others count; call before each snapshot."""
-        recorder = self.recorder
-        for request_class, load in status.load.items():
-            label = request_class.value
-            recorder.gauge(catalogue.NUM_REQUESTS_RUNNING, label).value = load.num_running
-            recorder.gauge(catalogue.NUM_REQUESTS_WAITING, label).value = load.num_waiting
-            recorder.gauge(catalogue.NUM_TOKENS_WAITING, label).value = load.num_waiting_tokens
-            recorder.gauge(catalogue.PREDICTED_WAIT, label).value = core.predicted_wait_s(
-                request_class
-            )
-        _set_memory(
-            recorder.gauge(catalogue.KV_SLOTS_USED),
-            recorder.gauge(catalogue.KV_SLOTS),
-            recorder.gauge(catalogue.KV_CACHE_USAGE),
-            status,
-        )
-        self._count_prefixes()
-        recorder.gauge(catalogue.KV_STATE_SLOTS).value = status.num_state_slots
-        recorder.gauge(catalogue.KV_SLOTS_SNAPSHOTS).value = status.num_snapshot_slots
-        recorder.gauge(catalogue.KV_SLOTS_FORECAST).value = core.forecast_peak or 0
-        peak = max(self._peak_slots, status.num_used_slots)
-        recorder.gauge(catalogue.KV_SLOTS_PEAK).value = peak
-        self._peak_slots = 0
-        self._count_pauses(core)
-        self._count_skips(core)
-        self._count_raised(core)
-        self._count_computed(core)
-        self._count_drafts(core)
-        for request_class, num_bytes in core.parameter_bytes.items():
-            recorder.gauge(catalogue.REQUEST_PARAMETER_BYTES, request_class.value).value = num_bytes
-        recorder.gauge(catalogue.REQUESTS_UNFINISHED).value = core.num_unfinished
-        recorder.gauge(catalogue.BURST_HEADROOM).value = core.burst_headroom_tokens
-        kv = core.kv
-        recorder.gauge(catalogue.KV_SLOTS_CACHED).value = 0 if kv is None else kv.num_cached
-        recorder.gauge(catalogue.KV_HOST_SLOTS).value = (
-            0 if kv is None else kv.checkpoints.num_slots
-        )
-        recorder.gauge(catalogue.KV_HOST_SLOTS_USED).value = (
-            0 if kv is None else kv.checkpoints.num_used
-        )
+        self._peak_slots, peak_slots = 0, max(self._peak_slots, status.num_used_slots)
+        kv, num_slots = core.kv, status.num_kv_slots
+        gauges = {
+            catalogue.KV_SLOTS_USED: status.num_used_slots,
+            catalogue.KV_SLOTS: num_slots,
+            catalogue.KV_CACHE_USAGE: status.num_used_slots / num_slots if num_slots else 0.0,
+            catalogue.KV_STATE_SLOTS: status.num_state_slots,
+            catalogue.KV_SLOTS_SNAPSHOTS: status.num_snapshot_slots,
+            catalogue.KV_SLOTS_FORECAST: core.forecast_peak or 0,
+            catalogue.KV_SLOTS_PEAK: peak_slots,
+            catalogue.KV_SLOTS_CACHED: 0 if kv is None else kv.num_cached,
+            catalogue.KV_HOST_SLOTS: 0 if kv is None else kv.checkpoints.num_slots,
+            catalogue.KV_HOST_SLOTS_USED: 0 if kv is None else kv.checkpoints.num_used,
+            catalogue.REQUESTS_UNFINISHED: core.num_unfinished,
+            catalogue.BURST_HEADROOM: core.burst_headroom_tokens,
+            catalogue.STALLED: status.stalled_s,
+        }
+        for family, value in gauges.items():
+            self.recorder.gauge(family).value = value
+        counters = {
+            catalogue.NUM_PREEMPTIONS: core.num_preemptions,
+            catalogue.PREEMPTED_TOKENS: core.num_preempted_tokens,
+            catalogue.STEPS: status.num_steps,
+            catalogue.WORKER_BUSY: status.worker_busy_s,
+            catalogue.WORKER_IDLE: status.worker_idle_s,
+        }
+        for family, value in counters.items():
+            self.recorder.counter(family).value = value
+        self.recorder.counter(catalogue.IPC_REJECTED, "router").value = num_rejected
         if kv is not None and kv.tree is not None and (tier := kv.tree.tier) is not None:
-            recorder.gauge(catalogue.PREFIX_HOST_SLOTS).value = tier.num_slots
-            recorder.gauge(catalogue.PREFIX_HOST_SLOTS_USED).value = tier.num_used
+            self.recorder.gauge(catalogue.PREFIX_HOST_SLOTS).value = tier.num_slots
+            self.recorder.gauge(catalogue.PREFIX_HOST_SLOTS_USED).value = tier.num_used
             for event, num_tokens in tier.num_tokens.items():
-                recorder.counter(catalogue.PREFIX_HOST_TOKENS, event).value = num_tokens
-        recorder.counter(catalogue.NUM_PREEMPTIONS).value = core.num_preemptions
-        recorder.counter(catalogue.PREEMPTED_TOKENS).value = core.num_preempted_tokens
-        recorder.counter(catalogue.STEPS).value = status.num_steps
-        recorder.counter(catalogue.WORKER_BUSY).value = status.worker_busy_s
-        recorder.counter(catalogue.WORKER_IDLE).value = status.worker_idle_s
-        recorder.gauge(catalogue.STALLED).value = status.stalled_s
-        recorder.counter(catalogue.IPC_REJECTED, "router").value = num_rejected
-
-    def _count_pauses(self, core: Scheduler) -> None:
-        for request_class, counters in core.counters.items():
-            for family, value in (
-                (catalogue.PAUSES, counters.num_pauses),
-                (catalogue.KV_TOKENS_TAKEN, counters.taken_tokens),
-                (catalogue.KV_TOKENS_SAVED, counters.saved_tokens),
-                (catalogue.KV_TOKENS_LOADED, counters.loaded_tokens),
-                (catalogue.STATE_SNAPSHOTS, counters.num_snapshots),
-            ):
-                self.recorder.counter(family, request_class.value).value = value
-
-    def _count_computed(self, core: Scheduler) -> None:
-        for request_class, work in core.computed_tokens.items():
-            for kind, value in (("prompt", work.num_prompt), ("decode", work.num_decodes)):
-                self.recorder.counter(
-                    catalogue.COMPUTED_TOKENS, request_class.value, kind
-                ).value = value
-
-    def _count_drafts(self, core: Scheduler) -> None:
-        counter, drafting = self.recorder.counter, core.drafting
-        for of in itertools.product(RequestClass, DraftSource):
-            labels = of[0].value, of[1].name.lower()
-            counter(catalogue.DRAFT_TOKENS, *labels).value = drafting.num_drafted[of]
-            counter(catalogue.ACCEPTED_TOKENS, *labels).value = drafting.num_accepted[of]
-
-    def _count_raised(self, core: Scheduler) -> None:
+                self.recorder.counter(catalogue.PREFIX_HOST_TOKENS, event).value = num_tokens
+        self._count_prefixes()
         for request_class in RequestClass:
-            for target in SLO.__struct_fields__:
-                label = target.rpartition("_")[0]  # as `slo_requests_total` names them
-                counter = self.recorder.counter(
-                    catalogue.RAISED_TARGETS, request_class.value, label
-                )
-                counter.value = core.num_raised_targets.get(RaisedTarget(request_class, target), 0)
+            self._collect_class(core, status, request_class)
 
-    def _count_skips(self, core: Scheduler) -> None:
-        counters = core.skip_counters
-        for family, counts in (
-            (catalogue.REQUESTS_SKIPPED, counters.skipped),
-            (catalogue.REQUESTS_UNSEEN, counters.unseen),
+    def _collect_class(
+        self, core: Scheduler, status: RouterStatus, request_class: RequestClass
+    ) -> None:
+        """Take over the figures of a class."""
+        label, load = request_class.value, status.load[request_class]
+        for family, value in (
+            (catalogue.NUM_REQUESTS_RUNNING, load.num_running),
+            (catalogue.NUM_REQUESTS_WAITING, load.num_waiting),
+            (catalogue.NUM_TOKENS_WAITING, load.num_waiting_tokens),
+            (catalogue.PREDICTED_WAIT, core.predicted_wait_s(request_class)),
+            (catalogue.REQUEST_PARAMETER_BYTES, core.parameter_bytes[request_class]),
         ):
-            for request_class, of_class in counts.items():
-                for reason in Reason:
-                    counter = self.recorder.counter(family, request_class.value, reason.value)
-                    counter.value = of_class[reason]
+            self.recorder.gauge(family, label).value = value
+        moved, work = core.counters[request_class], core.computed_tokens[request_class]
+        counters = [
+            (catalogue.PAUSES, (), moved.num_pauses),
+            (catalogue.KV_TOKENS_TAKEN, (), moved.taken_tokens),
+            (catalogue.KV_TOKENS_SAVED, (), moved.saved_tokens),
+            (catalogue.KV_TOKENS_LOADED, (), moved.loaded_tokens),
+            (catalogue.STATE_SNAPSHOTS, (), moved.num_snapshots),
+            (catalogue.COMPUTED_TOKENS, ("prompt",), work.num_prompt),
+            (catalogue.COMPUTED_TOKENS, ("decode",), work.num_decodes),
+        ]
+        for source in DraftSource:
+            name, of = (source.name.lower(),), (request_class, source)
+            counters += [
+                (catalogue.DRAFT_TOKENS, name, core.drafting.num_drafted[of]),
+                (catalogue.ACCEPTED_TOKENS, name, core.drafting.num_accepted[of]),
+            ]
+        for target in SLO.__struct_fields__:
+            name = (target.rpartition("_")[0],)  # as `slo_requests_total` names them
+            num_raised = core.num_raised_targets.get(RaisedTarget(request_class, target), 0)
+            counters.append((catalogue.RAISED_TARGETS, name, num_raised))
+        for reason in Reason:
+            skips = core.skip_counters
+            counters += [
+                (catalogue.REQUESTS_SKIPPED, (reason.value,), skips.skipped[request_class][reason]),
+                (catalogue.REQUESTS_UNSEEN, (reason.value,), skips.unseen[request_class][reason]),
+            ]
+        for family, labels, value in counters:
+            self.recorder.counter(family, label, *labels).value = value
 
     def _count_prefixes(self) -> None:
         for request in self._newcomers:
@@ -183,12 +165,6 @@ class RouterMetrics:
             hits = self.recorder.counter(catalogue.PREFIX_CACHE_HITS, label)
             hits.value += request.num_cached_tokens or 0
         self._newcomers.clear()
-
-
-def _set_memory(used: Gauge, total: Gauge, usage: Gauge, status: RouterStatus) -> None:
-    used.value = status.num_used_slots
-    total.value = status.num_kv_slots
-    usage.value = status.num_used_slots / status.num_kv_slots if status.num_kv_slots else 0.0
 
 
 # The last steps in short, for people that look at the dashboard; nothing is decided by them.

@@ -6,7 +6,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,7 +112,7 @@ class ServerMetrics:
         version, text = self._rendered
         if version != self._ledger.version:
             version = self._ledger.version
-            text = render(self._registry)
+            text = generate_latest(self._registry)
             self._rendered = version, text
         return text
 
@@ -252,15 +252,13 @@ def _add(sums: dict[SeriesKey, list[float]], key: SeriesKey, values: list[float]
 
 # A ledger in Prometheus's text format. The supervisor's: it alone needs prometheus_client.
 
-__all__ = ["CONTENT_TYPE", "LedgerCollector", "make_registry", "render"]
-
 
 class LedgerCollector(Collector):
     """Reads the ledger anew at each scrape."""
 
-    def __init__(self, ledger: Ledger, common_labels: Mapping[str, str]) -> None:
+    def __init__(self, ledger: Ledger, model_name: str) -> None:
         self._ledger = ledger
-        self._common = [common_labels[name] for name in COMMON_LABELS]
+        self._common = [model_name, ENGINE_ID]
 
     def collect(self) -> Iterable[Metric]:
         """Return all families that have series."""
@@ -289,13 +287,8 @@ class LedgerCollector(Collector):
 def make_registry(ledger: Ledger, model_name: str) -> CollectorRegistry:
     """Return a registry with nothing but the ledger."""
     registry = CollectorRegistry()
-    registry.register(LedgerCollector(ledger, {"model_name": model_name, "engine": ENGINE_ID}))
+    registry.register(LedgerCollector(ledger, model_name))
     return registry
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """Return all metrics in the text format; its content type is CONTENT_TYPE."""
-    return generate_latest(registry)
 
 
 # Memory and CPU time of a process, from /proc.

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.exposition import generate_latest
 
 from lightserve.config import ServeConfig
 from lightserve.dashboard import MAX_VIEWERS
@@ -18,7 +19,7 @@ from lightserve.errors import ConfigError, StartupError
 from lightserve.http_access import ApiKey, digest_of
 from lightserve.messages.supervision import MetricSample, MetricsRequest, Role
 from lightserve.metrics.catalogue import STEPS
-from lightserve.supervisor.metrics import ServerMetrics, render
+from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.metrics_listener import MAX_SCRAPES, MetricsListener
 from lightserve.supervisor.startup import bind_port
 
@@ -178,10 +179,10 @@ def test_a_storm_of_scrapes_renders_no_more_than_there_is_news(
     rendered: list[bytes] = []
 
     def counting(registry: Any) -> bytes:
-        rendered.append(render(registry))
+        rendered.append(generate_latest(registry))
         return rendered[-1]
 
-    monkeypatch.setattr("lightserve.supervisor.metrics.render", counting)
+    monkeypatch.setattr("lightserve.supervisor.metrics.generate_latest", counting)
     with listening() as (url, metrics), httpx.Client(timeout=60.0) as client:
         for news in range(3):
             metrics.on_snapshot("router", [MetricSample(STEPS.name, [], [float(news)])])

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from support.fake_router import eventually, frontend, made_logprobs, says
 
 from lightserve.bundled import BUNDLED_MODEL_NAME
+from lightserve.config import ServeConfig
 from lightserve.errors import InvalidRequest
 from lightserve.frontend import json_body, structured_output
-from lightserve.frontend.connections import ConnectionLimits, ConnectionTable, Held, InFlight, Seats
+from lightserve.frontend.connections import ConnectionTable, Held, InFlight, Seats
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.json_body import MAX_ITEMS, Backlog
 from lightserve.frontend.openai.completions import CompletionRequest
@@ -655,16 +656,8 @@ class Upload:
 
 
 def _table() -> ConnectionTable:
-    limits = ConnectionLimits(
-        max_headers=100,
-        max_header_bytes=1,
-        header_timeout_s=1.0,
-        body_timeout_s=1.0,
-        min_body_bytes_per_s=1,
-        max_pending_body_bytes=MAX_BYTES,
-    )
-    rejects: Counter[str] = Counter()
-    return ConnectionTable(limits, max_connections=9, max_connections_per_ip=9, rejects=rejects)
+    limits = ServeConfig(max_pending_body_bytes=MAX_BYTES, max_connections_per_ip=9)
+    return ConnectionTable(limits, max_connections=9, rejects=Counter())
 
 
 @pytest.mark.parametrize("attacker", ["key mallory", "key alice"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import lightserve
@@ -28,7 +29,7 @@ from lightserve.metrics.recording import (
 )
 from lightserve.metrics.requests import FrontendMetrics, RequestMetrics
 from lightserve.metrics.turns import TurnClock, TurnSelector
-from lightserve.supervisor.metrics import Ledger, make_registry, render
+from lightserve.supervisor.metrics import Ledger, make_registry
 from lightserve.types import NO_SLO, SLO, FinishReason, RequestClass
 from tools.metrics_page import document
 
@@ -37,7 +38,7 @@ BOUNDS = (0.1, 0.5, 1.0)
 
 def values_of(ledger: Ledger) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return every line of the rendered text: (name, labels but the common ones) -> value."""
-    text = render(make_registry(ledger, "tiny")).decode()
+    text = generate_latest(make_registry(ledger, "tiny")).decode()
     lines = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
