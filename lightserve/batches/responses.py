@@ -148,8 +148,7 @@ class Responses:
         response = self._column("response", key_name, response_id, now_s)
         if not _STATE.decode(response).background:
             raise InvalidRequest(
-                "response_id must name a response with background: true",
-                param="response_id",
+                "response_id must name a response with background: true", param="response_id"
             )
         return self.batch(key_name, response_id)
 

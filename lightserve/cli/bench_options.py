@@ -74,9 +74,7 @@ SERVER_OPTIONS = [
         is_flag=True,
     ),
     _option(
-        "--usage/--no-usage",
-        "Ask the server for token counts (stream_options).",
-        default=True,
+        "--usage/--no-usage", "Ask the server for token counts (stream_options).", default=True
     ),
     _option(
         "--timeout-s",
@@ -92,28 +90,15 @@ _WHAT = [
         "Trace of lengths, maybe with times and shared blocks: a name in bench/traces, or a file.",
         metavar="NAME|FILE",
     ),
-    _option(
-        "--first-row",
-        "First row of the trace to use.",
-        type=click.IntRange(min=0),
-        default=0,
-    ),
+    _option("--first-row", "First row of the trace to use.", type=click.IntRange(min=0), default=0),
     _option(
         "--length-scale",
         "Factor for all lengths, so that a trace fits a smaller model.",
         type=_POSITIVE,
         default=1.0,
     ),
-    _option(
-        "--max-prompt-tokens",
-        "Cut longer prompts to this length.",
-        type=_COUNT,
-    ),
-    _option(
-        "--max-output-tokens",
-        "Cut longer outputs to this length.",
-        type=_COUNT,
-    ),
+    _option("--max-prompt-tokens", "Cut longer prompts to this length.", type=_COUNT),
+    _option("--max-output-tokens", "Cut longer outputs to this length.", type=_COUNT),
     _option(
         "--prompt-tokens",
         "Lengths of prompts, without a trace: 512, 128:512 (uniform), normal:MEAN,STD, "
@@ -133,18 +118,8 @@ _WHAT = [
         " questions of --prompt-tokens about it.",
         type=_COUNT,
     ),
-    _option(
-        "--questions",
-        "Questions per document.",
-        type=_COUNT,
-        default=10,
-    ),
-    _option(
-        "--document-tokens",
-        "Length of documents.",
-        metavar="LENGTHS",
-        default="1024",
-    ),
+    _option("--questions", "Questions per document.", type=_COUNT, default=10),
+    _option("--document-tokens", "Length of documents.", metavar="LENGTHS", default="1024"),
     _option(
         "--question-order",
         "Order of the questions: mixed at random, or grouped by document.",
@@ -194,21 +169,14 @@ _WHEN = [
         type=_COUNT,
     ),
     _option(
-        "--think-s",
-        "Pause of such a client after each answer.",
-        type=_AT_LEAST_0,
-        default=0.0,
+        "--think-s", "Pause of such a client after each answer.", type=_AT_LEAST_0, default=0.0
     ),
     _option(
         "--num-requests",
         "Number of requests. Default: 100, or as --duration-s or --documents decide.",
         type=_COUNT,
     ),
-    _option(
-        "--duration-s",
-        "Time after which no request is sent any more.",
-        type=_POSITIVE,
-    ),
+    _option("--duration-s", "Time after which no request is sent any more.", type=_POSITIVE),
 ]
 
 TRAFFIC_OPTIONS = _WHAT + _WHEN
@@ -254,15 +222,9 @@ CLASS_OPTIONS = [
 ]
 
 RUN_OPTIONS = [
+    _option("--rates", "Make a run for each of these rates.", type=_Numbers(float)),
     _option(
-        "--rates",
-        "Make a run for each of these rates.",
-        type=_Numbers(float),
-    ),
-    _option(
-        "--concurrencies",
-        "Make a run for each of these numbers of clients.",
-        type=_Numbers(int),
+        "--concurrencies", "Make a run for each of these numbers of clients.", type=_Numbers(int)
     ),
     _option(
         "--warmup",
@@ -289,10 +251,7 @@ RUN_OPTIONS = [
         default=120.0,
     ),
     _option(
-        "--seed",
-        "Seed of arrivals, lengths and classes.",
-        type=click.IntRange(min=0),
-        default=0,
+        "--seed", "Seed of arrivals, lengths and classes.", type=click.IntRange(min=0), default=0
     ),
     _option(
         "--text-seed",
@@ -302,20 +261,11 @@ RUN_OPTIONS = [
 ]
 
 OUTPUT_OPTIONS = [
+    _option("--label", "Name of the run in tables, plots and comparisons."),
     _option(
-        "--label",
-        "Name of the run in tables, plots and comparisons.",
+        "--output", "Write the result as JSON.", type=click.Path(path_type=Path, dir_okay=False)
     ),
-    _option(
-        "--output",
-        "Write the result as JSON.",
-        type=click.Path(path_type=Path, dir_okay=False),
-    ),
-    _option(
-        "--save-requests",
-        "Write a row for each request into --output.",
-        is_flag=True,
-    ),
+    _option("--save-requests", "Write a row for each request into --output.", is_flag=True),
     _option(
         "--plots",
         "Draw PNGs into this directory: timeline, distributions and, for several runs, "
@@ -328,35 +278,17 @@ OUTPUT_OPTIONS = [
         metavar="FILE",
         type=click.Path(path_type=Path, dir_okay=False),
     ),
-    _option(
-        "--json",
-        "Print the result as one JSON document instead of tables.",
-        is_flag=True,
-    ),
+    _option("--json", "Print the result as one JSON document instead of tables.", is_flag=True),
     _option(
         "--quiet",
         "Print one line per run (times are p50/p99) instead of tables, and no progress bar.",
         is_flag=True,
     ),
-    _option(
-        "--compare",
-        "Compare the given result files instead of running.",
-        is_flag=True,
-    ),
-    _option(
-        "--schema",
-        "Print the JSON schema of results instead of running.",
-        is_flag=True,
-    ),
+    _option("--compare", "Compare the given result files instead of running.", is_flag=True),
+    _option("--schema", "Print the JSON schema of results instead of running.", is_flag=True),
 ]
 
-ALL_OPTIONS = [
-    *SERVER_OPTIONS,
-    *TRAFFIC_OPTIONS,
-    *CLASS_OPTIONS,
-    *RUN_OPTIONS,
-    *OUTPUT_OPTIONS,
-]
+ALL_OPTIONS = [*SERVER_OPTIONS, *TRAFFIC_OPTIONS, *CLASS_OPTIONS, *RUN_OPTIONS, *OUTPUT_OPTIONS]
 SECTIONS = {
     "url": "Server",
     "trace": "What is sent",
@@ -373,12 +305,7 @@ _OWN_OF_MIXED = [
     _option("--rate", "Mean arrivals of chats per second (Poisson).", type=_POSITIVE, default=2.0),
     _option("--prompt-tokens", "Lengths of the chats' prompts.", metavar="LENGTHS", default="256"),
     _option("--output-tokens", "Lengths of the chats' answers.", metavar="LENGTHS", default="64"),
-    _option(
-        "--duration-s",
-        "Length of the scene with chats alone.",
-        type=_POSITIVE,
-        default=30.0,
-    ),
+    _option("--duration-s", "Length of the scene with chats alone.", type=_POSITIVE, default=30.0),
     _option("--images", "Random pictures of each chat.", metavar="N[:WxH]", default="0"),
     _option("--batch", "Number of requests in the batch.", type=_COUNT, default=64, metavar="N"),
     _option("--batch-prompt-tokens", "Lengths of its prompts.", metavar="LENGTHS", default="512"),

@@ -149,8 +149,7 @@ _ROWS = (
     help="Factor for the speed of the machine's steps.",
 )
 @click.option(
-    "--hardware",
-    help="Another machine: a profile or virtual GPUs, as in simulate --hardware.",
+    "--hardware", help="Another machine: a profile or virtual GPUs, as in simulate --hardware."
 )
 @click.option(
     "--set",

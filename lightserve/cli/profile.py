@@ -191,10 +191,7 @@ def _rank(job: ProfileJob) -> Iterator[subprocess.Popen[bytes]]:
     # torch's allocator asks for huge pages, as in the server's workers.
     environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ}
     process = subprocess.Popen(
-        RANK_COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
+        RANK_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
     try:
         assert process.stdin is not None

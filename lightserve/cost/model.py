@@ -272,10 +272,7 @@ class FitError(NamedTuple):
 
 
 def fit(
-    samples: Sequence[StepSample],
-    *,
-    sizes: GraphSizes = NO_SIZES,
-    num_knees: int = NUM_KNEES,
+    samples: Sequence[StepSample], *, sizes: GraphSizes = NO_SIZES, num_knees: int = NUM_KNEES
 ) -> StepCoefficients:
     """Return the coefficients that fit at least one sample best, none of them negative.
 

@@ -356,9 +356,7 @@ def tokens_router(service: Service) -> APIRouter:
         """Split a text into tokens."""
         body = await service.bodies.read(request, TokenizeRequest)
         spans = await service.encoder.spans(
-            body.inputs,
-            param="inputs",
-            add_special_tokens=body.add_special_tokens is not False,
+            body.inputs, param="inputs", add_special_tokens=body.add_special_tokens is not False
         )
         return SpansResponse(service, body.inputs, spans, answers)
 

@@ -254,12 +254,7 @@ class Frontend:
     """The part of the process beside HTTP, or beside batches."""
 
     def __init__(
-        self,
-        spec: ChildSpec,
-        service: Service,
-        control: Control,
-        server: Server,
-        keys: KeyRing,
+        self, spec: ChildSpec, service: Service, control: Control, server: Server, keys: KeyRing
     ) -> None:
         self._spec = spec
         self._service = service

@@ -315,10 +315,7 @@ class CompletionResponse(Response):
             raise
 
     async def _generate(
-        self,
-        requests: Sequence[Prepared],
-        client_gone: asyncio.Task[None],
-        send: Send,
+        self, requests: Sequence[Prepared], client_gone: asyncio.Task[None], send: Send
     ) -> None:
         connection = self._connection
         names = tuple(filter(None, (self._writer.request_id, request_id.get())))

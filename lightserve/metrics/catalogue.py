@@ -257,10 +257,7 @@ STATE_SNAPSHOTS = counter(
     CLASS,
 )
 PREFIX_CACHE_QUERIES = counter(
-    "prefix_cache_queries_total",
-    Origin.ROUTER,
-    "Prompt tokens of requests that started.",
-    CLASS,
+    "prefix_cache_queries_total", Origin.ROUTER, "Prompt tokens of requests that started.", CLASS
 )
 PREFIX_CACHE_HITS = counter(
     "prefix_cache_hits_total",

@@ -112,11 +112,7 @@ def gauge(name: str, origin: Origin, text: str, labels: tuple[str, ...] = ()) ->
 
 
 def histogram(
-    name: str,
-    origin: Origin,
-    text: str,
-    buckets: tuple[float, ...],
-    labels: tuple[str, ...] = (),
+    name: str, origin: Origin, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
 ) -> Family:
     """Declare a family of histograms."""
     return _add(Family(_PREFIX + name, Kind.HISTOGRAM, origin, text, labels, buckets))

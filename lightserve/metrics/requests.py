@@ -183,12 +183,7 @@ class FrontendMetrics:
         }
 
     def request(
-        self,
-        request_class: RequestClass,
-        *,
-        arrival_s: float,
-        num_prompt_tokens: int,
-        slo: SLO,
+        self, request_class: RequestClass, *, arrival_s: float, num_prompt_tokens: int, slo: SLO
     ) -> RequestMetrics:
         """Begin a request's record."""
         return RequestMetrics(

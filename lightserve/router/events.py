@@ -157,12 +157,7 @@ class DeltaBatch:
         self._add(request, RequestDelta(request.key.request_id, [], prompt_logprobs=logprobs))
 
     def fail(
-        self,
-        request: Request,
-        error: ErrorCode,
-        *,
-        retry_after_s: float = 0.0,
-        max_tokens: int = 0,
+        self, request: Request, error: ErrorCode, *, retry_after_s: float = 0.0, max_tokens: int = 0
     ) -> None:
         """The end of a request without its whole answer."""
         delta = RequestDelta(

@@ -527,9 +527,7 @@ def _heads_first(
     yield from _merged(parts)
 
 
-def _merged(
-    parts: Sequence[Iterable[tuple[tuple[float, ...], Request]]],
-) -> Iterator[Request]:
+def _merged(parts: Sequence[Iterable[tuple[tuple[float, ...], Request]]]) -> Iterator[Request]:
     """Yield requests of parts that are sorted by place."""
     in_order: Iterable[tuple[tuple[float, ...], Request]]
     in_order = parts[0] if len(parts) == 1 else heapq.merge(*parts, key=operator.itemgetter(0))

@@ -402,11 +402,7 @@ def _traffic(config: HybridConfig) -> dict[RequestClass, Traffic]:
     for request_class, (spec, lengths, max_tokens, images) in of_class.items():
         if spec is not None:
             traffic[request_class] = parse_traffic(
-                spec,
-                lengths,
-                request_class=request_class,
-                max_tokens=max_tokens,
-                images=images,
+                spec, lengths, request_class=request_class, max_tokens=max_tokens, images=images
             )
         elif lengths is not None or images != "0":
             option = "lengths" if lengths is not None else "images"

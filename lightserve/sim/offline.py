@@ -155,12 +155,7 @@ class RunPolicy:
     """Another policy that may admit every `interval` decode steps; decode steps come in runs."""
 
     def __init__(
-        self,
-        inner: Policy,
-        admission: WatchedAdmission,
-        *,
-        interval: int,
-        limit: RunLimit | None,
+        self, inner: Policy, admission: WatchedAdmission, *, interval: int, limit: RunLimit | None
     ) -> None:
         self._inner = inner
         self.is_class_aware = inner.is_class_aware
@@ -241,10 +236,7 @@ class OfflineConfig:
 
 
 def run_offline(
-    workload: Workload,
-    config: OfflineConfig,
-    *,
-    progress: Callable[[int], None] | None = None,
+    workload: Workload, config: OfflineConfig, *, progress: Callable[[int], None] | None = None
 ) -> Report:
     """Run all rows (but the warm-up) to their end; `progress` is told of finished requests.
 

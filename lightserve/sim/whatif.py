@@ -210,10 +210,7 @@ class Recording:
         else:
             check_states(serve, self.workers.num_state_slots, "the log")
         core_config = make_scheduler_config(
-            serve,
-            max_model_len=self.max_model_len,
-            seed=self.seed,
-            remembered=self.remembered,
+            serve, max_model_len=self.max_model_len, seed=self.seed, remembered=self.remembered
         )
         num_slots = settings.max_kv_tokens or self.workers.num_kv_slots
         lengths = LengthWorker(

@@ -392,12 +392,7 @@ class VirtualWorker:
     """Times plans by a formula and lets `inner` say what tokens they yield."""
 
     def __init__(
-        self,
-        hardware: Hardware,
-        inner: Worker,
-        *,
-        noise: float = 0.0,
-        rng: np.random.Generator,
+        self, hardware: Hardware, inner: Worker, *, noise: float = 0.0, rng: np.random.Generator
     ) -> None:
         """`noise` is the standard deviation of the logarithm of a step's time."""
         self.sums = WorkSums()

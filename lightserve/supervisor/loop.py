@@ -172,10 +172,7 @@ def _forbid_core_dumps() -> None:
 
 
 def _serve_node(
-    config: ServeConfig,
-    origins: Mapping[str, Origin],
-    command: Sequence[str],
-    signals: StopSignals,
+    config: ServeConfig, origins: Mapping[str, Origin], command: Sequence[str], signals: StopSignals
 ) -> int:
     """Run workers for node 0."""
     node_key = read_node_key(Path(config.node_key_file))

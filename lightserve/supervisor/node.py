@@ -57,11 +57,7 @@ class Signals(Protocol):
 
 
 def run_node(
-    config: ServeConfig,
-    run_dir: RunDir,
-    node_key: bytes,
-    command: Sequence[str],
-    signals: Signals,
+    config: ServeConfig, run_dir: RunDir, node_key: bytes, command: Sequence[str], signals: Signals
 ) -> int:
     """Run workers until a signal, or the end of node 0; returns the exit code.
 

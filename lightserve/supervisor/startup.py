@@ -314,10 +314,7 @@ def _fetch(hub_id: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                hub_id,
-                allow_patterns=_HUB_PATTERNS,
-                ignore_patterns=_HUB_DUPLICATES,
-                max_workers=4,
+                hub_id, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_DUPLICATES, max_workers=4
             )
         )
     except errors.GatedRepoError:

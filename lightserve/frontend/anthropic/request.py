@@ -148,8 +148,7 @@ def _texts_of(content: Any) -> Any:
 
 
 Texts = Annotated[
-    list[TextBlock],
-    BeforeValidator(_texts_of, json_schema_input_type=str | list[TextBlock]),
+    list[TextBlock], BeforeValidator(_texts_of, json_schema_input_type=str | list[TextBlock])
 ]
 
 

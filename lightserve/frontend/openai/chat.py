@@ -598,9 +598,7 @@ async def _prepare(
         default=most_tokens or service.model.sampling_defaults.max_tokens,
         param=body.limit_param,
         size=AnswerSize(
-            num_choices=body.num_choices,
-            num_logprobs=num_logprobs,
-            prompt_items=body.prompt_items,
+            num_choices=body.num_choices, num_logprobs=num_logprobs, prompt_items=body.prompt_items
         ),
     )
     sampling = await body.sampling(

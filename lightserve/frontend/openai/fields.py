@@ -88,10 +88,7 @@ CHAT_NO_EFFECT: NoEffect = {
     "stream_reasoning": (True,),
     "include_reasoning": (True,),
 }
-COMPLETION_NO_EFFECT: NoEffect = {
-    **_COMMON,
-    "add_special_tokens": (True,),
-}
+COMPLETION_NO_EFFECT: NoEffect = {**_COMMON, "add_special_tokens": (True,)}
 MESSAGE_NO_EFFECT: NoEffect = {
     # What an answer's message has, as clients send it back in the next turn.
     "refusal": (),

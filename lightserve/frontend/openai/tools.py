@@ -89,11 +89,7 @@ def _bounded(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-Tools = Annotated[
-    list[Tool],
-    Field(fail_fast=True),
-    AfterValidator(_bounded),
-]
+Tools = Annotated[list[Tool], Field(fail_fast=True), AfterValidator(_bounded)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(OTHERWISE)]
     | Annotated[NamedTool, Tag(AN_OBJECT)],
@@ -143,11 +139,7 @@ class ToolUse(NamedTuple):
 
 
 def resolve_tools(
-    tools: Sequence[Tool] | None,
-    choice: ToolChoice | None,
-    *,
-    is_parallel: bool,
-    tool_format: str,
+    tools: Sequence[Tool] | None, choice: ToolChoice | None, *, is_parallel: bool, tool_format: str
 ) -> ToolUse:
     """Return what is to be done with a request's tools.
 

@@ -223,9 +223,7 @@ def _by_id(
 
 
 def completion_logprobs_json(
-    tokenizer: Tokenizer,
-    prompt: tuple[Sequence[int], LogprobColumns] | None,
-    output: PieceColumns,
+    tokenizer: Tokenizer, prompt: tuple[Sequence[int], LogprobColumns] | None, output: PieceColumns
 ) -> Iterator[bytes]:
     """Yield the `logprobs` object of a whole completion as JSON, an echoed prompt's in front."""
     own_ids, known = prompt or ((), LogprobColumns())

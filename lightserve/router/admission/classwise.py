@@ -34,10 +34,7 @@ class ClasswiseRound:
     """An `AdmissionRound` that begins one of each class when it is first asked about it."""
 
     def __init__(
-        self,
-        rules: dict[RequestClass, AdmissionRule],
-        live: list[Request],
-        pool: PoolView,
+        self, rules: dict[RequestClass, AdmissionRule], live: list[Request], pool: PoolView
     ) -> None:
         self._rules = rules
         self._counted = live
