@@ -146,17 +146,18 @@ class StepModel:
         num_new = self.sizes.padded(shape.num_new, has_chunks=shape.has_rows_of_several)
         return self._seconds(shape, num_new)
 
-    def _seconds(self, shape: StepShape, num_new: int) -> float:
+    def _seconds(self, shape: tuple[int, int, int, int, int, int, int], num_new: int) -> float:
         """Return the seconds of a step that computes `num_new` tokens for those of its shape."""
         c = self.coefficients
+        _, decode_context, pairs, num_decodes, num_chunks, chunk_context, num_drafts = shape
         return (
             c.floor_s
             + c.per_new_s * max(0.0, num_new - c.knee)
-            + (c.per_decode_s * shape.num_decodes + self.per_draft_s * shape.num_drafts)
-            + c.per_chunk_s * shape.num_chunks
-            + c.per_decode_context_s * shape.decode_context
-            + c.per_chunk_context_s * shape.chunk_context
-            + c.per_chunk_pair_s * shape.chunk_pairs
+            + (c.per_decode_s * num_decodes + self.per_draft_s * num_drafts)
+            + c.per_chunk_s * num_chunks
+            + c.per_decode_context_s * decode_context
+            + c.per_chunk_context_s * chunk_context
+            + c.per_chunk_pair_s * pairs
         )
 
     def seconds_with_drafts(self, shape: StepShape, pairs: IntArray) -> FloatArray:
@@ -171,27 +172,15 @@ class StepModel:
         return found
 
     def seconds_of_parts(self, shape: StepShape) -> tuple[float, float, float]:
-        """Return `seconds` of a shape, its `decodes` and its `chunks`, the same to the bit."""
-        c = self.coefficients
-        num_new, decode_context, chunk_pairs, num_decodes, num_chunks, chunk_context, drafts = shape
-        has_chunks = (of_chunks := num_new - num_decodes) > 0
-        num_new = self.sizes.padded(num_new, has_chunks=has_chunks)
-        of_chunks = self.sizes.padded(of_chunks, has_chunks=has_chunks)
-        of_decodes = self.sizes.padded(num_decodes, has_chunks=False)
-        floor_s, per_new_s, knee = c.floor_s, c.per_new_s, c.knee
-        decodes_s, drafts_s = c.per_decode_s * num_decodes, self.per_draft_s * drafts
-        rows_s = decodes_s + drafts_s
-        chunks_s = c.per_chunk_s * num_chunks
-        decode_context_s = c.per_decode_context_s * decode_context
-        chunk_context_s = c.per_chunk_context_s * chunk_context
-        pairs_s = c.per_chunk_pair_s * chunk_pairs
-        whole_s = floor_s + per_new_s * max(0.0, num_new - knee) + rows_s + chunks_s
-        of_decodes_s = floor_s + per_new_s * max(0.0, of_decodes - knee) + decodes_s
-        of_chunks_s = floor_s + per_new_s * max(0.0, of_chunks - knee) + drafts_s + chunks_s
+        """Return `seconds` of a shape, its `decodes` and its `chunks`, without making these."""
+        num_new, decode_context, pairs, num_decodes, num_chunks, chunk_context, drafts = shape
+        has_chunks, padded = (of_chunks := num_new - num_decodes) > 0, self.sizes.padded
+        decodes = (num_decodes, decode_context, 0, num_decodes, 0, 0, 0)
+        chunks = (of_chunks, 0, pairs, 0, num_chunks, chunk_context, drafts)
         return (
-            whole_s + decode_context_s + chunk_context_s + pairs_s,
-            of_decodes_s + decode_context_s,
-            of_chunks_s + chunk_context_s + pairs_s,
+            self._seconds(shape, padded(num_new, has_chunks=has_chunks)),
+            self._seconds(decodes, padded(num_decodes, has_chunks=False)),
+            self._seconds(chunks, padded(of_chunks, has_chunks=has_chunks)),
         )
 
     def work(self, shape: StepShape) -> float:

@@ -308,6 +308,10 @@ class RecordedCore:
         return self._core.on_result(result, now_s)
 
 
+_OF_WORKERS = [spec.name for spec in dataclasses.fields(WorkersReady) if spec.name != "graph_sizes"]
+"""Fields of the event that the line has under the same names."""
+
+
 def input_of(event: SchedulerEvent, now_s: float) -> Input:
     """Return the line of what the core was told."""
     match event:
@@ -321,16 +325,9 @@ def input_of(event: SchedulerEvent, now_s: float) -> Input:
         case WorkersReady():
             return WorkersStarted(
                 now_s=now_s,
-                num_kv_slots=event.num_kv_slots,
-                num_host_slots=event.num_host_slots,
-                step_cost=event.step_cost,
-                overlaps_copies=event.overlaps_copies,
-                max_num_batched_tokens=event.max_num_batched_tokens,
                 mixed_sizes=event.graph_sizes.mixed,
                 decode_sizes=event.graph_sizes.decodes,
-                num_state_slots=event.num_state_slots,
-                encoder=event.encoder,
-                num_prefix_slots=event.num_prefix_slots,
+                **{name: getattr(event, name) for name in _OF_WORKERS},
             )
         case StepTimesKnown(step_cost, max_num_batched_tokens):
             return StepTimesWereMeasured(
@@ -347,17 +344,8 @@ def event_of(record: Input) -> SchedulerEvent | StepResult:
         case FrontendWasLost(frontend_id=frontend_id):
             return FrontendGone(frontend_id)
         case WorkersStarted():
-            return WorkersReady(
-                record.num_kv_slots,
-                record.num_host_slots,
-                record.step_cost,
-                record.overlaps_copies,
-                record.max_num_batched_tokens,
-                record.graph_sizes,
-                record.num_state_slots,
-                record.encoder,
-                record.num_prefix_slots,
-            )
+            fields = {name: getattr(record, name) for name in _OF_WORKERS}
+            return WorkersReady(graph_sizes=record.graph_sizes, **fields)
         case StepTimesWereMeasured():
             return StepTimesKnown(record.step_cost, record.max_num_batched_tokens)
         case ResultReceived(result=result):

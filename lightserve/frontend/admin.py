@@ -6,7 +6,7 @@ import asyncio
 import json
 import platform
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -39,7 +39,7 @@ from lightserve.messages.common import PROTOCOL_VERSION
 from lightserve.messages.frontend_router import KindRuns, KVPool, RouterStatus, unpack_kinds
 from lightserve.metrics.recording import ENGINE_ID
 from lightserve.tokenization.tokenizer import Spans
-from lightserve.types import SlotKind
+from lightserve.types import RequestClass, SlotKind
 
 # ----------------------------------------------------------------------
 # Routes for operators: /, /livez, /readyz and /health (what is observed, never constants), /load,
@@ -85,6 +85,11 @@ def _answer(reason: str | None, details: dict[str, Any] | None = None) -> JSONRe
     return JSONResponse(body | (details or {}), status_code=200 if reason is None else 503)
 
 
+def _by_class(figures: Mapping[RequestClass, Any]) -> dict[str, dict[str, Any]]:
+    """Return the fields of what each class has."""
+    return {of.value: msgspec.structs.asdict(each) for of, each in figures.items()}
+
+
 def current_load(service: Service) -> dict[str, Any]:
     """Return the body of /load, about a second old. Raises RequestFailed without a router."""
     status, config = service.router.status, service.config
@@ -100,7 +105,7 @@ def current_load(service: Service) -> dict[str, Any]:
         "pace": {"pace_ms": config.pace_ms, "be_stretch": config.be_stretch}
         if config.keeps_pace
         else None,
-        "classes": msgspec.to_builtins(status.load),
+        "classes": _by_class(status.load),
     }
 
 
@@ -255,10 +260,11 @@ def debug_router(service: Service) -> APIRouter:
 
 def _figures(pool: KVPool) -> dict[str, Any]:
     """Return all but `slots`."""
-    figures: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(pool, slots=None))
+    figures = msgspec.structs.asdict(pool)
     del figures["slots"]
     counts = dict(zip(KIND_NAMES, figures.pop("num_slots_of_kind"), strict=True))
-    return figures | {"counts": counts, "kinds": KIND_NAMES}
+    classes = _by_class(pool.classes)
+    return figures | {"counts": counts, "classes": classes, "kinds": KIND_NAMES}
 
 
 async def _json(pool: KVPool) -> AsyncIterator[bytes]:

@@ -258,8 +258,7 @@ def test_nothing_is_left_after_a_storm(policy: str, preemption: Preemption, at_s
     late = [TimedEvent(10.0, one.event) for one in aborts]
     simulation.run(late)
     core.check_integrity()
-    assert core.kv is not None
-    assert (core.num_used_slots, core.kv.checkpoints.num_used) == (0, 0)
+    assert core.kv is not None and core.num_used_slots == core.kv.checkpoints.num_used == 0
     status = core.status(simulation.now_s)
     assert sum(load.num_waiting + load.num_running for load in status.load.values()) == 0
 

@@ -45,19 +45,6 @@ class _Use:
     """One request alone, which has it on the host as well."""
 
 
-def slot_kinds(
-    num_slots: int, users: Iterable[SlotUser], cached: Iterable[Int32Array]
-) -> UInt8Array:
-    """Return what each slot is, `SlotKind`s, uint8 [num_slots].
-
-    Args:
-        num_slots: size of the pool.
-        users: all requests that hold slots.
-        cached: slots that the prefix tree holds, with and without users; int32 [n] each.
-    """
-    return _kinds(_use(num_slots, users), cached)
-
-
 def describe_pool(
     num_slots: int,
     users: Sequence[SlotUser],
@@ -69,7 +56,15 @@ def describe_pool(
     num_prefix_host_slots: int = 0,
     num_used_prefix_host_slots: int = 0,
 ) -> KVPool:
-    """Return the map and its figures; arguments as for `slot_kinds`."""
+    """Return the map and its figures.
+
+    Args:
+        num_slots: size of the pool.
+        users: all requests that hold slots.
+        cached: slots that the prefix tree holds, with and without users; int32 [n] each.
+        block_size: slots of a block.
+        num_host_slots: size of the host pool, and so on.
+    """
     use = _use(num_slots, users)
     kinds = _kinds(use, cached)
     of_class = {RequestClass.RT: use.rt, RequestClass.BE: use.be}

@@ -19,7 +19,7 @@ from lightserve.router.admission.base import AdmissionRound
 from lightserve.router.encoding import StepEncodes
 from lightserve.router.kv.prefix_tree import PrefixTree
 from lightserve.router.memory_plan import MemoryPlan
-from lightserve.router.policies.pace import EVERY_BEST_EFFORT, NO_PACE, Pace, kept_pace
+from lightserve.router.policies.pace import EVERY_BEST_EFFORT, Pace, kept_pace
 from lightserve.router.policies.step_budget import (
     LOOK_AHEAD,
     StepBudget,
@@ -431,7 +431,7 @@ class Step:
         ):
             return self._offer_loading(request)
         num_tokens = budget.num_tokens_in_time(request, rest, leaves_room=how.leaves_room)
-        is_small = request.request_class is BE and budget.is_paced(request)
+        is_small = request.request_class is BE and budget.pace.sets(budget.limit_for(request))
         least = min(rest, MIN_CHUNK) if self._meets_deadlines and not is_small else 1
         if num_tokens <= 0 or (num_tokens < least and not budget.is_empty):
             if can_go_beside and not budget.is_full:
@@ -465,9 +465,7 @@ class Step:
         Where nothing limits it, that of a step with all the tokens that it may have.
         """
         budget, limits, start = self.budget, self.limits, self.found(request).start
-        limit_s = budget.predicted_limit_s
-        if budget.pace is not NO_PACE:
-            limit_s = budget.pace.limit(limit_s, request, budget.due.of(request))
+        limit_s = budget.limit_for(request)
         if how.leaves_room:
             idle_s = idle_limit_s(budget.shape, limits, request, start, MIN_CHUNK)
             if idle_s < limit_s and not budget.is_urgent(request, idle_s * limits.cost.guard):
@@ -522,17 +520,16 @@ class Step:
         budget = self.budget
         found = self.found(request)
         num_loaded = found.num_loaded - found.num_state_slots
-        num_tokens = budget.loads.tokens_beside(
-            num_loaded, budget.seconds, budget.predicted_limit_s
-        )
+        num_tokens = budget.loads.tokens_beside(num_loaded, budget.seconds, budget.limit_for())
         return Loading(request, num_tokens) if num_tokens else Reason.LOADING
 
     def _lacking(self, request: Request | None = None) -> Reason:
         """Return the resource that is too little for all of a prompt, or (None) for decodes."""
-        if self.budget.is_paced(request) and not self.budget.is_full:
+        if self.budget.is_full:
+            return Reason.TOKENS
+        if self.budget.pace.sets(self.budget.limit_for(request)):
             return Reason.PACE
-        is_time = self._meets_deadlines and not self.budget.is_full
-        return Reason.TIME if is_time else Reason.TOKENS
+        return Reason.TIME if self._meets_deadlines else Reason.TOKENS
 
     def _add(self, part: Scheduled | Loading) -> None:
         """Add a part that was offered, or less of it."""

@@ -362,21 +362,14 @@ class StepBudget:
 
     # ---------------------------------------------------------------- limits
 
-    def limit_by_deadlines(self, at_most_s: float = math.inf, back: Rows = NO_ROWS) -> None:
+    def limit_by_deadlines(self, at_most_s: float = math.inf) -> None:
         """Limit the step by the deadlines of the decodes in it, and to `at_most_s`.
 
-        Or by its contents and by decodes that gave way and come `back`, in place of that limit.
         Prompts of real-time requests keep to those that will surely be met: for others they need
         not wait. Best-effort ones do: doubts about the prediction must not make a step longer,
         and a token that will be late in any case is due as if all before it had been in time,
         lest its request falls behind further. If that cannot be either, it sets no limit.
         """
-        if len(back):
-            context = int(self._table.next_position[back].sum())
-            base_s = self._seconds(self.shape.decodes.plus_decodes(len(back), context))
-            due = self.due.of_rows(back, self.due.residuals.due)
-            self._limit_s = min(self.deadline_s, float(due[due >= base_s].min(initial=math.inf)))
-            return
         least_s, base_s = self.seconds, self._seconds(self.shape)
         rows = self.decode_rows
         residual_s = self.due.of_rows(rows, self.due.residuals.due)
@@ -388,6 +381,16 @@ class StepBudget:
         lent_s = np.where(lent_s < least_s, late_s, lent_s)
         self.deadline_s, self._limit_s = surely_s, min(surely_s, at_most_s)
         self._best_effort_limit_s = float(lent_s[lent_s >= least_s].min(initial=math.inf))
+
+    def limit_by_returning(self, rows: Rows) -> None:
+        """Limit the step by its contents and by decodes that gave way and come back.
+
+        In place of the limit that they gave way for.
+        """
+        context = int(self._table.next_position[rows].sum())
+        base_s = self._seconds(self.shape.decodes.plus_decodes(len(rows), context))
+        due = self.due.of_rows(rows, self.due.residuals.due)
+        self._limit_s = min(self.deadline_s, float(due[due >= base_s].min(initial=math.inf)))
 
     @property
     def decode_rows(self) -> Rows:
@@ -417,35 +420,27 @@ class StepBudget:
             self._timed = self.shape, self._cost.seconds(self.shape)
         return self._timed[1]
 
-    def _limit_for(self, request: Request) -> float:
+    def _time_for(self, request: Request) -> float:
         """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
-        return self._paced_limit(request) - self.loads.seconds(self._found(request).num_loaded)
+        return self.limit_for(request) - self.loads.seconds(self._found(request).num_loaded)
 
-    def is_paced(self, request: Request | None = None) -> bool:
-        """Whether the pace is what limits the step, for a prompt or (None) for decodes."""
-        return self.pace.sets(self._paced_limit(request))
-
-    def _paced_limit(self, request: Request | None) -> float:
-        limit_s = self.predicted_limit_s
-        if request is None or self.pace is NO_PACE:
-            return limit_s
-        return self.pace.limit(limit_s, request, self.due.of(request))
-
-    @property
-    def predicted_limit_s(self) -> float:
-        """Return how long the step may take as predicted, copies included.
+    def limit_for(self, prompt: Request | None = None) -> float:
+        """Return how long the step may take as predicted, copies included, if a prompt joins.
 
         Whatever the doubts, tokens that make it no longer may be in it: below the knee of the cost
-        model they are free.
+        model they are free. None: the pace of prompts does not count.
         """
-        return min(max(self._limit_s / self._cost.guard, self._base_s), self._lent_until_s)
+        limit_s = min(max(self._limit_s / self._cost.guard, self._base_s), self._lent_until_s)
+        if prompt is None or self.pace is NO_PACE:
+            return limit_s
+        return self.pace.limit(limit_s, prompt, self.due.of(prompt))
 
     # ---------------------------------------------------------------- decodes
 
     def _has_time_for(self, num_decodes: int, context: int) -> bool:
         """Whether the step keeps its limits with so many more decodes, contexts summed."""
         shape = self.shape.plus_decodes(num_decodes, context)
-        return self._cost.seconds(shape) + self.loads.seconds() <= self.predicted_limit_s
+        return self._cost.seconds(shape) + self.loads.seconds() <= self.limit_for()
 
     def decodes_due_after(self, residual_s: float, *, lent: bool = False) -> Rows:
         """Return decodes in it whose residual is longer, or `lent`, what of it is lent."""
@@ -464,17 +459,22 @@ class StepBudget:
         context = int(self._table.next_position[rows].sum())
         return self.shape.plus_decodes(-len(rows), -context)
 
-    @property
-    def deadline_limit_s(self) -> float:
-        """Limit of the step by deadlines; inf: lending ends it earlier, or no time is known."""
-        is_first = self._limit_s / self._cost.guard < self._lent_until_s and self._cost.is_known
-        return self._limit_s if is_first else math.inf
+    def decodes_worth_less(self, spare_s: float) -> Rows:
+        """Return decodes in whose place a best-effort prompt has more tokens up to the deadline.
 
-    def gained_by_prompt(self, without: Rows) -> int:
-        """Return how many more tokens of a prompt would fit until then without decodes."""
+        They are due so long after the step; none: no deadline limits it.
+        """
         limit_s = self._limit_s / self._cost.guard
-        before = self._cost.tokens_within(self.shape, limit_s, 0, self._num_left)
-        return self._cost.tokens_within(self._without(without), limit_s, 0, self._num_left) - before
+        if not self._cost.is_known or limit_s >= self._lent_until_s:
+            return NO_ROWS
+        ample = self.decodes_due_after(self._limit_s + spare_s, lent=True)
+        if not len(ample):
+            return ample
+        before, after = (
+            self._cost.tokens_within(shape, limit_s, 0, self._num_left)
+            for shape in (self.shape, self._without(ample))
+        )
+        return ample if after - before > len(ample) else NO_ROWS
 
     def num_tokens_in_time(self, request: Request, most: int, *, leaves_room: bool = False) -> int:
         """Return how many of a prompt's next tokens, `most` at most, fit time and budget.
@@ -490,7 +490,7 @@ class StepBudget:
             if count < most and not self.is_urgent(request, idle_s * self._cost.guard):
                 most = count
         most = min(most, self._num_left)
-        limit_s = self._limit_for(request)
+        limit_s = self._time_for(request)
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
         least, encode_s = min(most, MIN_CHUNK), 0.0
@@ -498,9 +498,9 @@ class StepBudget:
             encode_s = self.loads.encodes.seconds_with(request, start, most)
             limit_s -= encode_s
         is_first = request.request_class is RT and not self.chunks
-        if is_first and self.is_paced(request):  # it gets on
+        if is_first and self.pace.sets(self.limit_for(request)):  # it gets on
             least_s = self._cost.seconds(self.shape.plus(start, least))
-            most_s = self.predicted_limit_s - self.loads.seconds(self._found(request).num_loaded)
+            most_s = self.limit_for() - self.loads.seconds(self._found(request).num_loaded)
             most_s -= encode_s
             limit_s = min(max(limit_s, least_s), most_s)
         in_time = self._cost.tokens_within(self.shape, limit_s, start, most)

@@ -194,7 +194,7 @@ class _Order:
         """Fill the rest of the step, as far as it is lent, if nothing urgent waits."""
         step, budget = self._step, self._budget
         if len(self._gave_way):
-            budget.limit_by_deadlines(back=self._gave_way)
+            budget.limit_by_returning(self._gave_way)
             step.decode(budget.due.in_order(self._gave_way))
         if self._is_left or budget.is_full:
             self.wants_more = self._options.be_min_share > 0 and (
@@ -552,10 +552,5 @@ def _displaced(step: Step) -> Rows:
 
     Only where deadlines are what limits the step: time that is not lent is no gain.
     """
-    budget, average_step_s = step.budget, step.limits.average_step_s
-    if average_step_s <= 0 or (limit_s := budget.deadline_limit_s) == math.inf:
-        return NO_ROWS
-    ample = budget.decodes_due_after(limit_s + 2 * average_step_s, lent=True)
-    if not len(ample) or budget.gained_by_prompt(without=ample) <= len(ample):
-        return NO_ROWS
-    return ample
+    average_step_s = step.limits.average_step_s
+    return step.budget.decodes_worth_less(2 * average_step_s) if average_step_s > 0 else NO_ROWS
