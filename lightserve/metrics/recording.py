@@ -42,6 +42,20 @@ class Origin(StrEnum):
     SUPERVISOR = "supervisor"
     ALL = "all"
 
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Family:
+        """Declare a family of counters."""
+        return _add(Family(_PREFIX + name, Kind.COUNTER, self, text, labels))
+
+    def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Family:
+        """Declare a family of gauges."""
+        return _add(Family(_PREFIX + name, Kind.GAUGE, self, text, labels))
+
+    def histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+    ) -> Family:
+        """Declare a family of histograms."""
+        return _add(Family(_PREFIX + name, Kind.HISTOGRAM, self, text, labels, buckets))
+
 
 @dataclass(frozen=True)
 class Family:
@@ -99,23 +113,6 @@ def _add(family: Family) -> Family:
     assert family.name not in FAMILIES, f"{family.name} is there already"
     FAMILIES[family.name] = family
     return family
-
-
-def counter(name: str, origin: Origin, text: str, labels: tuple[str, ...] = ()) -> Family:
-    """Declare a family of counters."""
-    return _add(Family(_PREFIX + name, Kind.COUNTER, origin, text, labels))
-
-
-def gauge(name: str, origin: Origin, text: str, labels: tuple[str, ...] = ()) -> Family:
-    """Declare a family of gauges."""
-    return _add(Family(_PREFIX + name, Kind.GAUGE, origin, text, labels))
-
-
-def histogram(
-    name: str, origin: Origin, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
-) -> Family:
-    """Declare a family of histograms."""
-    return _add(Family(_PREFIX + name, Kind.HISTOGRAM, origin, text, labels, buckets))
 
 
 class Counter:
