@@ -15,7 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,8 +118,9 @@ class Check(NamedTuple):
 
 def checks(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Yield what the facts of `collect` say."""
+    declared = _declared()
     missing = [name for name, at in facts["versions"].items() if at == "not installed"]
-    needed = [name for name in missing if name in _needed()]
+    needed = [name for name in missing if declared.get(name)]
     yield Check(
         "packages",
         ", ".join(f"{name} is missing" for name in needed) or "all there",
@@ -137,16 +138,17 @@ def checks(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     yield _check_gpu(facts["torch"], facts["gpu_driver"], facts["versions"])
 
 
-def _needed() -> set[str]:
+def _declared() -> dict[str, bool]:
+    """Return the packages that lightserve names, and whether it needs them without any extra."""
     try:
         declared = importlib.metadata.requires("lightserve") or ()
-    except importlib.metadata.PackageNotFoundError:
-        return set()
-    return {_name(line) for line in declared if "extra ==" not in line}
-
-
-def _name(requirement: str) -> str:
-    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return {}
+    names = [re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for line in declared]
+    found = dict.fromkeys(names, False)
+    for name, line in zip(names, declared, strict=True):
+        found[name] |= "extra ==" not in line
+    return found
 
 
 def _check_core(found: Mapping[str, Any]) -> Check:
@@ -256,11 +258,7 @@ def _commit() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of lightserve and of what it declares to need, where installed."""
     found = {"lightserve": lightserve.__version__}
-    try:
-        declared: Iterable[str] = importlib.metadata.requires("lightserve") or ()
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        declared = ()
-    for name in map(_name, declared):
+    for name in _declared():
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

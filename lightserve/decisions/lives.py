@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightserve.decisions.records import CoreCalls
+from lightserve.decisions.records import COMPUTES, CoreCalls
 from lightserve.messages.common import unpack_int64
 from lightserve.messages.frontend_router import Abort, Finish, Moment, RequestLife, Stretch, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
@@ -20,7 +20,6 @@ from lightserve.router.events import FromFrontend, FrontendGone, Outgoing, Sched
 from lightserve.router.step import PlannedStep, Reason, WaitUntil
 from lightserve.types import FinishReason, RequestClass, RequestId, RequestKey
 
-COMPUTES = "computes"
 MAX_STRETCHES = 64
 """Most stretches of a life; later ones are in its sums alone."""
 MAX_MOMENTS = 64

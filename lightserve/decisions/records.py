@@ -45,6 +45,8 @@ from lightserve.types import FrontendId, RequestClass, RequestId, StepId
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3
+COMPUTES = "computes"
+"""Stands in stories of requests where a step moves one, in place of a reason."""
 HASH_BYTES = 8
 """Bytes of the hash of a plan, and of all lines so far; written as hexadecimal digits."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import msgspec
 
 from lightserve.config import ServeConfig
 from lightserve.decisions.records import (
+    COMPUTES,
     FORMAT_VERSION,
     AnyRecord,
     Decision,
@@ -239,7 +240,6 @@ def _difference(line: int, recorded: Decision, replayed: Decision | None) -> Dif
 
 MAX_LINES = 40
 """Most lines of a story: the shortest stretches are left out of a longer one."""
-_COMPUTES = "computes"
 
 
 @dataclass
@@ -390,10 +390,8 @@ class _Teller:
 
     def on_news(self, news: list[Outgoing], now_s: float) -> None:
         """Tell of its first token, and of its end."""
-        for outgoing in news:
-            for delta in outgoing.message.each():
-                if (outgoing.frontend_id, delta.request_id) == self.name:
-                    self._on_delta(delta, now_s)
+        for delta in news_of(self.name, news):
+            self._on_delta(delta, now_s)
 
     def _on_delta(self, delta: RequestDelta, now_s: float) -> None:
         at_s = now_s - self.came_s
@@ -435,19 +433,14 @@ class _Teller:
         if name in decision.paused:
             notes.insert(0, ", paused")
         more = "".join(notes)
-        for share in decision.advancing:
-            if share[:2] == name:
-                return f"{_COMPUTES}{more}", _COMPUTES, share.num_tokens
-        for share in decision.loaded:
-            if share[:2] == name:
-                return f"loads from the host{more}", MEANINGS[Reason.LOADING], share.num_tokens
-        for left in decision.skipped:
-            if left[:2] == name:
-                meaning = MEANINGS[left.reason]
-                return f"left out: {meaning}{more}", meaning, 0
-        stopped_by = decision.unseen[request_class].stopped_by
-        assert stopped_by is not None, "it is alive, and neither advances nor was considered"
-        meaning = MEANINGS[stopped_by]
+        part = part_in(decision, name, request_class)
+        if part.reason is None:
+            return f"{COMPUTES}{more}", COMPUTES, part.num_tokens
+        meaning = MEANINGS[part.reason]
+        if part.num_tokens:
+            return f"loads from the host{more}", meaning, part.num_tokens
+        if part.was_considered:
+            return f"left out: {meaning}{more}", meaning, 0
         return f"not considered; the search stopped: {meaning}", meaning, 0
 
     def judgement(self) -> Iterator[str]:
@@ -474,6 +467,40 @@ class _Teller:
             num_steps = sum(line.num_steps for line in spent[heading])
             steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
             yield f"{seconds[heading]:10.3f} s  {heading}, {steps}"
+
+
+class PartIn(NamedTuple):
+    """What a step does with a request that lives."""
+
+    reason: Reason | None
+    """Why it does not move it; None: it does."""
+    num_tokens: int = 0
+    """Tokens of it that are computed, or come back from the host."""
+    was_considered: bool = True
+
+
+def part_in(decision: Decision, name: RequestName, request_class: RequestClass) -> PartIn:
+    """Return what a step does with a request that lives."""
+    for share in decision.advancing:
+        if share[:2] == name:
+            return PartIn(None, share.num_tokens)
+    for share in decision.loaded:
+        if share[:2] == name:
+            return PartIn(Reason.LOADING, share.num_tokens)
+    for left in decision.skipped:
+        if left[:2] == name:
+            return PartIn(left.reason)
+    stopped_by = decision.unseen[request_class].stopped_by
+    assert stopped_by is not None, "it is alive, and neither advances nor was considered"
+    return PartIn(stopped_by, was_considered=False)
+
+
+def news_of(name: RequestName, news: Sequence[Outgoing]) -> Iterator[RequestDelta]:
+    """Yield what frontends are told of a request."""
+    for outgoing in news:
+        for delta in outgoing.message.each():
+            if (outgoing.frontend_id, delta.request_id) == name:
+                yield delta
 
 
 def _described(message: Submit | Finish | Abort) -> str:

@@ -17,15 +17,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightserve.decisions.records import Decision, MessageReceived, RequestName, ResultReceived
-from lightserve.decisions.replaying import MEANINGS, DecisionLogReader, Replayer
+from lightserve.decisions.records import (
+    COMPUTES,
+    Decision,
+    MessageReceived,
+    RequestName,
+    ResultReceived,
+)
+from lightserve.decisions.replaying import MEANINGS, DecisionLogReader, Replayer, news_of, part_in
 from lightserve.errors import DecisionLogError
 from lightserve.messages.frontend_router import Submit
 from lightserve.router.events import Outgoing
 from lightserve.router.step import Reason
 from lightserve.types import NO_SLO, SLO, RequestClass, StepId
 
-COMPUTES = "computes"
 MAX_OTHERS = 5
 """Requests that are named of those that were served instead."""
 
@@ -176,19 +181,17 @@ class _Witness:
     def on_news(self, news: Sequence[Outgoing], now_s: float) -> None:
         """Note its tokens and its end."""
         self.last_s = now_s
-        for outgoing in news:
-            for delta in outgoing.message.each():
-                if (outgoing.frontend_id, delta.request_id) != self.name:
-                    continue
-                if delta.token_ids:
-                    self.delivered.append((now_s, len(delta.token_ids)))
-                if delta.error is not None or delta.finish_reason is not None:
-                    self.ended_s = now_s
+        for delta in news_of(self.name, news):
+            if delta.token_ids:
+                self.delivered.append((now_s, len(delta.token_ids)))
+            if delta.error is not None or delta.finish_reason is not None:
+                self.ended_s = now_s
 
     def on_decision(self, decision: Decision) -> None:
         """Note what a step does with it."""
         if self._is_alive:
-            what = _part_in(decision, self.name, self.classes[self.name])
+            reason = part_in(decision, self.name, self.classes[self.name]).reason
+            what = COMPUTES if reason is None else reason.value
             step = _Step(decision.step_id, decision.committed_at_s, what, decision)
             self.steps.append(step)
 
@@ -301,20 +304,6 @@ class _Witness:
             is_last = index + 1 == len(self.steps)
             start = step if index else step._replace(at_s=self.came_s)
             yield start, max(step.at_s, end_s) if is_last else self.steps[index + 1].at_s
-
-
-def _part_in(decision: Decision, name: RequestName, request_class: RequestClass) -> str:
-    """Return COMPUTES, or the reason for which a step does not move a request that lives."""
-    if any(share[:2] == name for share in decision.advancing):
-        return COMPUTES
-    if any(share[:2] == name for share in decision.loaded):
-        return Reason.LOADING.value
-    for left in decision.skipped:
-        if left[:2] == name:
-            return left.reason.value
-    stopped_by = decision.unseen[request_class].stopped_by
-    assert stopped_by is not None, "it is alive, and neither advances nor was considered"
-    return stopped_by.value
 
 
 def _written(name: RequestName) -> str:

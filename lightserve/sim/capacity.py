@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from lightserve.config.scheduling import AUTO_BATCHED_TOKENS
 from lightserve.decisions.replaying import DecisionLogReader
 from lightserve.errors import ConfigError
 from lightserve.sim.hybrid import HybridConfig, run_hybrid
-from lightserve.sim.report import Targets
+from lightserve.sim.report import HybridReport, Targets
 from lightserve.sim.traffic import next_power_of_two, parse_lengths, read_trace
 from lightserve.sim.virtual_gpus import A100_LLAMA2_7B, Hardware, ProfiledHardware
 from lightserve.sim.whatif import read_recording
@@ -257,24 +257,27 @@ def _largest_request(config: PlanConfig) -> int:
 
 def _attained(config: PlanConfig, window: list[Row], num_replicas: int, kv_tokens: int) -> float:
     """Return the share of the first replica's requests that meet all targets."""
-    span_s = window[-1].at_s - window[0].at_s
-    duration_s = span_s + TAIL_S
+    duration_s = window[-1].at_s - window[0].at_s + TAIL_S
+    report = _run(config, window[::num_replicas], kv_tokens, duration_s=duration_s, margin_s=0.0)
+    return report.rt.goodput_rps * duration_s / report.rt.arrivals
+
+
+def _run(config: PlanConfig, rows: list[Row], kv_tokens: int, **others: Any) -> HybridReport:
+    """Simulate the real-time requests of one replica; `others`: further fields of the run."""
     with tempfile.TemporaryDirectory() as folder:
-        path = _written(window[::num_replicas], Path(folder) / "window.csv")
-        report = run_hybrid(
+        path = _written(rows, Path(folder) / "window.csv") if rows else None
+        return run_hybrid(
             HybridConfig(
-                rt=str(path),
+                rt=None if path is None else str(path),
                 rt_max_tokens=None,
-                duration_s=duration_s,
-                margin_s=0.0,
                 capacity_tokens=kv_tokens,
                 policy=config.policy,
                 budget_tokens=config.budget_tokens,
                 targets=config.targets,
                 hardware=config.hardware,
+                **others,
             )
         )
-    return report.rt.goodput_rps * duration_s / report.rt.arrivals
 
 
 def _be_tokens_per_day(config: PlanConfig, plan: Plan, progress: Callable[[str], None]) -> float:
@@ -285,24 +288,15 @@ def _be_tokens_per_day(config: PlanConfig, plan: Plan, progress: Callable[[str],
     for number in range(NUM_BE_WINDOWS):
         start_s = first_s + (last_s - first_s - span_s) * number / (NUM_BE_WINDOWS - 1)
         rows = [row for row in config.rows if start_s <= row.at_s < start_s + span_s]
-        rows = rows[:: plan.num_replicas]
-        with tempfile.TemporaryDirectory() as folder:
-            path = _written(rows, Path(folder) / "window.csv") if rows else None
-            report = run_hybrid(
-                HybridConfig(
-                    rt=None if path is None else str(path),
-                    rt_max_tokens=None,
-                    be=f"closed:{config.be_clients}",
-                    be_lengths=config.be_lengths,
-                    duration_s=span_s,
-                    margin_s=span_s / 10,
-                    capacity_tokens=plan.kv_tokens,
-                    policy=config.policy,
-                    budget_tokens=config.budget_tokens,
-                    targets=config.targets,
-                    hardware=config.hardware,
-                )
-            )
+        report = _run(
+            config,
+            rows[:: plan.num_replicas],
+            plan.kv_tokens,
+            be=f"closed:{config.be_clients}",
+            be_lengths=config.be_lengths,
+            duration_s=span_s,
+            margin_s=span_s / 10,
+        )
         rates.append(report.be.throughput_tps)
         progress(f"best-effort work from {start_s:.0f} s on: {rates[-1]:.0f} tokens/s of a replica")
     return plan.num_replicas * DAY_S * float(np.mean(rates))
