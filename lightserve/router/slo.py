@@ -30,10 +30,11 @@ raised to what an idle server can do (`raise_to_feasible`, which `scheduling_tar
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -63,20 +64,24 @@ class Kept:
     """Tokens that came after their deadlines, the first included."""
 
 
-class DeadlineTracker(Protocol):
+class DeadlineTracker(ABC):
     """When the next token of a request is due."""
 
-    kept: Kept
+    def __init__(self) -> None:
+        self.kept = Kept()
 
     @property
     def deadline_of_next_token(self) -> float:
-        """When the next token is due; infinite without a target."""
+        """When the next token is due, on the router's clock; infinite without a target."""
+        return math.inf
 
+    @abstractmethod
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
         """Take note of tokens that came together; at least one, at a time that never falls."""
 
     def residual(self, now_s: float) -> float:
         """Return the seconds until the next token is due; negative: it is late."""
+        return self.deadline_of_next_token - now_s
 
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
         """Return the seconds until a token is due that so many others come before, just now.
@@ -84,26 +89,29 @@ class DeadlineTracker(Protocol):
         For a step that is planned while another one yields these: it will be due by when they
         come. As `on_tokens` and `residual` one after the other, but nothing changes.
         """
+        return self.residual(now_s)
 
     def residual_of_late(self, num_tokens: int, now_s: float) -> float:
         """Return the seconds until the same token is due if nothing has to be made up for.
 
         So many tokens come before it just now; none: it counts from the last one.
         """
+        return self.residual_behind(num_tokens, now_s)
 
     def lent_behind(self, num_tokens: int, now_s: float) -> float:
         """Return the part of `residual_behind` that best-effort work may take.
 
         So many tokens come before it just now, or none.
         """
+        return self.residual_behind(num_tokens, now_s)
 
 
-class TokenDeadlines:
+class TokenDeadlines(DeadlineTracker):
     """Deadlines from a time to the first token, a mean and a largest gap; see the module."""
 
     def __init__(self, slo: SLO, arrival_s: float) -> None:
         assert slo.completion_s is None, "a CompletionLedger keeps it"
-        self.kept = Kept()
+        super().__init__()
         self._tpot_s = _seconds(slo.tpot_ms)
         self._mtpot_s = _seconds(slo.mtpot_ms)
         self._last_s = arrival_s
@@ -137,10 +145,6 @@ class TokenDeadlines:
         _count(self.kept, num_tokens, now_s, self._deadline_s)
         self._by_mean_s, self._last_s = by_mean_s, now_s
         self._deadline_s = self._due(by_mean_s, now_s)
-
-    def residual(self, now_s: float) -> float:
-        """Return the seconds until the next token is due."""
-        return self._deadline_s - now_s
 
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
         """Return the residual of the token behind those in flight."""
@@ -181,12 +185,12 @@ class TokenDeadlines:
         return max(by_mean_s, soonest_s)
 
 
-class CompletionLedger:
+class CompletionLedger(DeadlineTracker):
     """Deadlines from a completion time, shared out over the tokens to come; see the module."""
 
     def __init__(self, completion_s: float, arrival_s: float, *, num_tokens_to_come: float) -> None:
         """`num_tokens_to_come`: as predicted, until `expect` says otherwise."""
-        self.kept = Kept()
+        super().__init__()
         self._end_s = arrival_s + completion_s
         self._arrival_s = arrival_s
         self._granted_until_s = arrival_s
@@ -228,23 +232,11 @@ class CompletionLedger:
         self._granted_until_s += self._grant(num_tokens)
         self._num_to_come -= num_tokens
 
-    def residual(self, now_s: float) -> float:
-        """Return the seconds until the next token is due."""
-        return self.deadline_of_next_token - now_s
-
     def residual_behind(self, num_tokens: int, now_s: float) -> float:
         """Return the residual of the token behind those in flight."""
         granted_s = self._grant(num_tokens)
         share = min(1.0, 1.0 / max(1.0, self._num_to_come - num_tokens))
         return self._granted_until_s + granted_s + share * (self.ungranted_s - granted_s) - now_s
-
-    def residual_of_late(self, num_tokens: int, now_s: float) -> float:
-        """Return the residual of a token that is late: a job's time does not come back."""
-        return self.residual_behind(num_tokens, now_s)
-
-    def lent_behind(self, num_tokens: int, now_s: float) -> float:
-        """Return the time that best-effort work may take: all of it."""
-        return self.residual_behind(num_tokens, now_s)
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
         """Whether it must run as if it were real-time to end in time, and still can.
@@ -268,39 +260,18 @@ class SharedDue:
     due_s: float
 
 
-class LineDeadline:
+class LineDeadline(DeadlineTracker):
     """A line of a batch: nothing is due of single tokens. See `policies.batch_order`."""
 
     def __init__(self, shared: SharedDue, *, num_tokens_to_come: float) -> None:
         """`num_tokens_to_come`: of its output, as predicted."""
-        self.kept = Kept()
+        super().__init__()
         self.shared = shared
         self.num_expected = num_tokens_to_come
 
-    @property
-    def deadline_of_next_token(self) -> float:
-        """Deadline of the next token, on the router's clock."""
-        return math.inf
-
     def on_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Move the deadlines by tokens that have come."""
+        """Count tokens that have come."""
         _count(self.kept, num_tokens, now_s, math.inf)
-
-    def residual(self, now_s: float) -> float:
-        """Return the seconds until the next token is due."""
-        return math.inf
-
-    def residual_behind(self, num_tokens: int, now_s: float) -> float:
-        """Return the residual of the token behind those in flight."""
-        return math.inf
-
-    def residual_of_late(self, num_tokens: int, now_s: float) -> float:
-        """Return the residual of a token that is late in any case."""
-        return math.inf
-
-    def lent_behind(self, num_tokens: int, now_s: float) -> float:
-        """Return the time that best-effort work may take."""
-        return math.inf
 
 
 def track(slo: SLO, arrival_s: float, *, num_tokens_to_come: float) -> DeadlineTracker:
