@@ -641,7 +641,7 @@ def test_a_constraint_that_is_given_up_before_its_check_is_forgotten() -> None:
 
 # Memory held for clients: what makes room where it is too much.
 
-MAX_BYTES = 1000
+MAX_BYTES = 1024
 
 
 @dataclass(eq=False)
