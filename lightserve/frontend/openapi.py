@@ -301,9 +301,8 @@ _HEALTH = Operation(unavailable=True)
 
 def _computed(request: type[BaseModel], answers: Any, **others: Any) -> Operation:
     """Return an operation for which the model computes something."""
-    errors = (404, *_BODY_ERRORS)
-    fields = {"errors": errors, "takes_targets": True} | others
-    return Operation(request=request, answers=answers, **fields)
+    defaults: dict[str, Any] = {"errors": (404, *_BODY_ERRORS), "takes_targets": True}
+    return Operation(request=request, answers=answers, **(defaults | others))
 
 
 def _encoded(request: type[BaseModel], answers: Any, *errors: int) -> Operation:

@@ -18,8 +18,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client.exposition import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -105,7 +104,9 @@ class ServerMetrics:
                 content_type="application/json",
                 is_dashboard=True,
             )
-        return MetricsText(number=request.number, text=self.text(), content_type=CONTENT_TYPE)
+        return MetricsText(
+            number=request.number, text=self.text(), content_type=CONTENT_TYPE_LATEST
+        )
 
     def text(self) -> bytes:
         """Return all metrics in the text format, written anew only if something has changed."""

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
 from lightserve.config import ServeConfig
 from lightserve.dashboard import EVENTS_PATH, PAGE_PATH, Feed, load_page
 from lightserve.errors import StartupError
 from lightserve.http_access import bearer_key, find_key, is_loopback, names_machine, server_context
-from lightserve.supervisor.metrics import CONTENT_TYPE, ServerMetrics
+from lightserve.supervisor.metrics import ServerMetrics
 from lightserve.supervisor.startup import base_url, bind_port
 
 MAX_SCRAPES = 32
@@ -171,7 +173,7 @@ class MetricsListener:
             return None
         if path == EVENTS_PATH:
             return _message(200, b"", method, {"content-type": "text/event-stream"})
-        return _message(200, self._metrics.text(), method, {"content-type": CONTENT_TYPE})
+        return _message(200, self._metrics.text(), method, {"content-type": CONTENT_TYPE_LATEST})
 
     def _judge(self, headers: Mapping[bytes, list[bytes]], path: str) -> tuple[int, str]:
         """Return status and reason of a refusal, status 200 if there is none."""

@@ -656,7 +656,9 @@ class Upload:
 
 
 def _table() -> ConnectionTable:
-    limits = ServeConfig(max_pending_body_bytes=MAX_BYTES, max_connections_per_ip=9)
+    limits = ServeConfig(
+        max_body_bytes=MAX_BYTES, max_pending_body_bytes=MAX_BYTES, max_connections_per_ip=9
+    )
     return ConnectionTable(limits, max_connections=9, rejects=Counter())
 
 
