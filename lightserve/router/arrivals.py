@@ -255,12 +255,7 @@ class ArrivalStats:
         self._most_held = max(self._most_held, held)
 
     def most_held(self, kv_per_step_s: float, step_s: float) -> float:
-        """Return the KV slots that decodes hold, at most of late or by Little's law if more.
-
-        Args:
-            kv_per_step_s: of the outlook.
-            step_s: what recent steps took.
-        """
+        """Return the KV slots that decodes hold, at most of late or by Little's law if more."""
         return max(self._most_held, self._most_held_before, kv_per_step_s * step_s)
 
     def note_end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:

@@ -186,13 +186,9 @@ class Drafting:
     ) -> IntArray:
         """Return how many drafts each decode has, int64 [n]; empty: none has any.
 
-        Args:
-            decodes: rows of the step that compute one token, at least one.
-            shape: of the whole step without drafts.
-            cost: predicts the time of a step.
-            room: most drafts of the step, for want of slots and tokens.
-            limit_s: what the step may take, unless it takes longer without drafts.
-            is_late: tells whether the token of a row is late, bool [n]; None: no row's is.
+        There are `room` drafts at most, for want of slots and tokens, and the step may take
+        `limit_s`, unless it takes longer without drafts, which are not in `shape`. `is_late` tells
+        whether the token of a row is late, bool [n]; None: no row's is.
         """
         if room <= 0 or not cost.is_settled:
             return NO_ROWS  # were all steps to have drafts, none would show what one takes without

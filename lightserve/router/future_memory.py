@@ -171,10 +171,7 @@ class FutureMemory:
     ) -> WithNewcomer:
         """Return what one more request would come to.
 
-        Args:
-            base: tokens that it alone holds.
-            rest: tokens still to come, int64 [num_futures].
-            shared: what else it holds, together with others.
+        It alone holds `base` tokens, `rest` are still to come, int64 [num_futures].
         """
         # Masks are multiplied by: several times faster than choosing by them.
         ends, held, needed = self._ends, self._held, self._needed

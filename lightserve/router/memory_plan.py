@@ -74,15 +74,10 @@ class MemoryPlan:
     ) -> None:
         """Begin with nothing placed.
 
-        Args:
-            kv: the pool as it is.
-            table: the requests that run.
-            holders: returns those that run and those that are paused, the highest rank first.
-            found: tells what newcomers find in the pool.
-            num_reserved: cached slots that best-effort requests may not have.
-            is_class_aware: whether a real-time newcomer may take from best-effort requests.
-            seats: whose seats others are owed.
-            spared: newcomers; what they found in the prefix tree is not taken.
+        `holders` returns those that run and those that are paused, the highest rank first. Of the
+        cached slots `num_reserved` are not for best-effort requests, and what `spared` newcomers
+        found is not taken. A real-time newcomer may take from best-effort requests, if
+        `is_class_aware`.
         """
         self._table = table
         self._num_rows = table.num_free

@@ -254,11 +254,9 @@ class OutputLengths:
     ) -> LengthArray:
         """Return output lengths drawn from P(l | l > generated), int32 [n, num_futures].
 
-        Args:
-            generated: tokens each request has, int64 [n].
-            max_tokens: its limit, > generated, int64 [n]; samples are cut there.
-            uniforms: in [0, 1), float64 or float32 [n, num_futures]; larger means longer.
-            keys: prediction key of each request; None or unknown keys draw from the pool.
+        Cut at `max_tokens`, which are more than the tokens that each has, int64 [n] both. Larger
+        `uniforms`, in [0, 1), float64 or float32 [n, num_futures], mean longer ones. Without keys,
+        and for those that are not known, they are drawn from the pool.
         """
         rows = self.tables([None] * len(generated) if keys is None else keys)
         return self.draw(generated, max_tokens, uniforms, rows)

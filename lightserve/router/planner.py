@@ -78,11 +78,8 @@ class Planner:
     ) -> PlannedStep | None:
         """Return the next step; None: nothing can advance before news come.
 
-        Args:
-            kv: the pool.
-            suspects: requests that may have killed workers, the next to be tried alone first.
-            headroom: slots that best-effort newcomers may not count on.
-            now_s: the time.
+        `suspects` may have killed workers: the next to be tried alone comes first. Best-effort
+        newcomers may not count on `headroom` slots.
         """
         self._seats = Seats()
         if self._config.keys_take_turns:

@@ -57,9 +57,8 @@ class Turn:
     def __init__(self, in_order: Iterable[Request] = (), num_since: int = 0) -> None:
         """Begin where the step before ended.
 
-        Args:
-            in_order: best-effort requests that wait, the oldest first; read as far as needed.
-            num_since: how many others have started since the oldest did.
+        `in_order`: best-effort requests that wait, the oldest first; read as far as needed. So many
+        others have started since the oldest did.
         """
         self._rest: Iterator[Request] = (r for r in in_order if r.num_schedulable_tokens > 0)
         self._oldest: Request | None = None

@@ -266,11 +266,9 @@ class RequestTable:
         self.inflight_steps[rows] -= 1
 
     def ends_with(self, rows: Rows, token_ids: npt.NDArray[np.int32]) -> BoolArray:
-        """Return which rows may end with one more confirmed token, by it or by its number.
+        """Return which rows may end with one more confirmed token, int32 [n], by it or its number.
 
-        Args:
-            rows: their samples are in no plan any more, and not confirmed yet.
-            token_ids: what was sampled, int32 [n].
+        Their samples are in no plan any more, and not confirmed yet.
         """
         if self._end_ids is None:
             self._ends = +self._ends

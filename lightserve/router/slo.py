@@ -239,12 +239,7 @@ class CompletionLedger(DeadlineTracker):
         return self._granted_until_s + granted_s + share * (self.ungranted_s - granted_s) - now_s
 
     def is_urgent(self, now_s: float, *, work_left_s: float) -> bool:
-        """Whether it must run as if it were real-time to end in time, and still can.
-
-        Args:
-            now_s: the time.
-            work_left_s: predicted execution time of what it has to compute.
-        """
+        """Whether it must run as if real-time to end in time, and still can, by the work left."""
         left_s = self._end_s - now_s
         return work_left_s <= left_s < PROMOTION_FACTOR * work_left_s
 

@@ -63,12 +63,8 @@ def fitted_profile(
 ) -> StepCoefficients:
     """Return the coefficients fitted to samples of steps and copies.
 
-    A third each are decodes, chunks, and both; chunks are log-uniform in length.
-
-    Args:
-        hardware: what is sampled.
-        noise: standard deviation of the logarithm of a sample.
-        rng: of shapes and noise.
+    A third each are decodes, chunks, and both; chunks are log-uniform in length. `noise`:
+    standard deviation of the logarithm of a sample.
     """
     samples = []
     for number in range(NUM_SAMPLES):

@@ -147,12 +147,9 @@ class VirtualHardware:
     def seconds(
         self, num_new: int, *, decode_context: float = 0, chunk_context: float = 0
     ) -> float:
-        """Return the seconds of a step.
+        """Return the seconds of a step that computes so many tokens.
 
-        Args:
-            num_new: tokens computed, of prompts and decodes.
-            decode_context: sum of the context lengths of decodes.
-            chunk_context: sum over prompt tokens of the context each of them reads.
+        Contexts are sums: of the decodes' lengths, and over prompt tokens of what each reads.
         """
         dense_s = max(self.floor_s, self.per_new_token_s * num_new + self.constant_s)
         attention_s = self.per_decode_context_s * decode_context

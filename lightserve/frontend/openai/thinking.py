@@ -203,10 +203,8 @@ class Start(Enum):
 def start_behind(ending: str, begun: str, reasoning: str) -> Start:
     """Return what a prompt has of an answer.
 
-    Args:
-        ending: of the prompt, see `EncodedChat.ending`.
-        begun: the message that the output continues; empty: it continues none.
-        reasoning: a key of `REASONING_FORMATS`.
+    `ending`: see `EncodedChat.ending`; `begun`: the message that the output continues, or empty;
+    `reasoning`: a key of `REASONING_FORMATS`.
     """
     form = REASONING_FORMATS[reasoning]
     if reasoning == HARMONY:

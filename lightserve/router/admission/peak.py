@@ -101,16 +101,10 @@ class PeakRound:
         is_capped: bool = False,
         found: FoundOf = progress,
     ) -> None:
-        """Begin with those that run.
+        """Begin with those that run, whose peak by a bound may be no more than the limit.
 
-        Args:
-            live: their requests.
-            sample: draws the lengths of outputs.
-            bound: the peak to reckon with.
-            limit: the most that it may be.
-            is_capped: whether `sample` gives no more than limits: then nothing need be sampled
-                where the limits of all have room together.
-            found: see `PoolView`.
+        `is_capped`: `sample` gives no more than the limits of requests: then nothing need be
+        sampled where these have room together. `found`: see `PoolView`.
         """
         self._live = list(live)
         self._sample = sample

@@ -129,10 +129,8 @@ def _num_runs(slots: Int32Array) -> int:
 def describe_kv(requests: Iterable[Request], store: KVStore) -> KVPool:
     """Return what every slot is for.
 
-    Args:
-        requests: all that may hold slots: running, paused, and ended ones that a plan in flight
-            still names; others do no harm.
-        store: where they hold them.
+    `requests` may hold slots: they run, are paused, or have ended and a plan in flight still names
+    them; others do no harm.
     """
     nodes = () if store.tree is None else store.tree.nodes()
     tier = None if store.tree is None else store.tree.tier

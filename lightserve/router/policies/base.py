@@ -59,14 +59,9 @@ class Waiting:
         seats: Seats = NO_SEATS,
         tree: PrefixTree | None = None,
     ) -> None:
-        """Read a queue; it is not changed.
+        """Read a queue beside what runs; it is not changed.
 
-        Args:
-            queue: all of those that may start.
-            running: those that run beside them.
-            seats: which of the waiting are owed a seat.
-            tree: the cached prefixes, where best-effort requests come by what is cached of them;
-                None: by arrival.
+        `tree`: best-effort requests come by what is cached of them there; None: by arrival.
         """
         self.queue = queue
         self._running = running
@@ -130,18 +125,7 @@ class Step:
         is_class_aware: bool,
         meets_deadlines: bool,
     ) -> None:
-        """Begin with an empty step.
-
-        Args:
-            running: requests that run and may advance.
-            waiting: requests that may start.
-            limits: what the step may use.
-            memory: the pool, of which nothing is placed yet.
-            admission: forecasts what newcomers will need.
-            found: tells what each request would go on from.
-            is_class_aware: see `Policy`.
-            meets_deadlines: see `Policy`.
-        """
+        """Begin with an empty step, and memory of which nothing is placed yet."""
         self.running = running
         self.waiting = waiting
         self.limits = limits

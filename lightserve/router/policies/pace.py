@@ -58,12 +58,9 @@ class PaceLimits(NamedTuple):
     """Whether prompts that can be in time do not keep it."""
 
     def limit(self, limit_s: float, prompt: Request, due_s: float) -> float:
-        """Return how long a step may take in which a prompt is.
+        """Return how long a step may take in which a prompt is that is due in `due_s`.
 
-        Args:
-            limit_s: the limit by all other rules; that of best-effort work is in it already.
-            prompt: of either class.
-            due_s: seconds until its next token is due.
+        `limit_s`: by all other rules; that of best-effort work is in it already.
         """
         if limit_s <= self.prompts_s or prompt.request_class is BE or prompt.is_whole:
             return limit_s
@@ -79,12 +76,9 @@ NO_PACE = PaceLimits()
 
 
 def pace_limits(pace: Pace, decodes_s: float, *, steps_per_token: int = 1) -> PaceLimits:
-    """Return the limits of a step.
+    """Return the limits of a step whose real-time decodes alone take so long.
 
-    Args:
-        pace: as set.
-        decodes_s: predicted time of its real-time decodes alone.
-        steps_per_token: steps between two tokens of the slowest stream.
+    `steps_per_token`: steps between two tokens of the slowest stream.
     """
     prompts_s = max(2.0 * decodes_s, (1.0 - RESERVE_SHARE) * pace.seconds) / steps_per_token
     return PaceLimits(prompts_s, pace.be_stretch * decodes_s)
@@ -104,17 +98,8 @@ def kept_pace(
     """Return the limits of a step; there are none without a stream that keeps a pace.
 
     Such a stream has no target for its tokens, and decodes, in this step or (its grammar has to
-    see the token before it) in the next one.
-
-    Args:
-        pace: as set.
-        running: requests that run.
-        prompts: those that may be tried next.
-        decodes: real-time ones in the step, which has nothing else.
-        due: deadlines of the step's tokens.
-        found: tells how much of each prompt there is.
-        cost: predicts its time.
-        encoding: predicts that of the prompts' images.
+    see the token before it) in the next one. The step has nothing but `decodes` of real-time
+    requests; `prompts` may be tried next.
     """
     table, rows = running.table, running.of(RT)
     num_generated = table.num_output[rows] + table.inflight_samples[rows]

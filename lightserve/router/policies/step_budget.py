@@ -151,12 +151,9 @@ class StepLoads:
         return (math.ceil(load_s / step_s) + 1) * step_s <= due_s
 
     def tokens_beside(self, num_loaded: int, step_s: float, limit_s: float) -> int:
-        """Return how much of a request there is time to load beside the step.
+        """Return how many of the tokens that a request lacks can be loaded beside the step.
 
-        Args:
-            num_loaded: tokens that it lacks; it can go beside the step.
-            step_s: what the step takes without its loads.
-            limit_s: what it may take with them.
+        `step_s`: the step without its loads; `limit_s`: what it may take with them.
         """
         free_s = step_s
         if not self._overlaps:
@@ -177,14 +174,7 @@ class StepBudget:
     def __init__(
         self, table: RequestTable, limits: StepLimits, found: FoundOf, *, meets_deadlines: bool
     ) -> None:
-        """Begin with an empty step.
-
-        Args:
-            table: the requests that run.
-            limits: what the step may use.
-            found: tells what each request would go on from.
-            meets_deadlines: whether the policy looks at deadlines.
-        """
+        """Begin with an empty step; `found` tells what each request would go on from."""
         self._limits, self._found = limits, found
         self.due = DueTimes(table, limits.start_s)
         self.deadline_s = math.inf

@@ -360,13 +360,10 @@ class _Order:
 
         Two long prompts that take turns both end late: each waits for the other's chunks, and both
         hold memory meanwhile (AccelGen's exclusive allocation). So a new one waits until the one in
-        progress is through, however near its own deadline is, unless it is urgent: it could not
-        meet it any more after one more step. Short prompts go on, and other accounts: they are not
-        to wait for that either. Best-effort prompts need no rule: they follow one another anyway.
-
-        Args:
-            newcomers: in order.
-            in_progress: prompts that run and can be in time; a late one may never end.
+        progress (that can be in time: a late one may never end) is through, however near its own
+        deadline is, unless it is urgent: it could not meet it any more after one more step. Short
+        prompts go on, and other accounts: they are not to wait for that either. Best-effort prompts
+        need no rule: they follow one another anyway.
         """
         long_tokens = self._options.long_prompt_tokens
         step, num_held = self._step, 0
@@ -435,12 +432,8 @@ def is_turn_of_late(
 ) -> bool:
     """Return whether late requests go before all others in a step.
 
-    Args:
-        table: of all requests.
-        real_time: rows of those that run.
-        min_share: of the steps, at least, where all could be served.
-        load: share of the time that real-time requests ask for, above 1 in overload.
-        step_number: of the step.
+    `real_time`: those that run. They get `min_share` of the steps where all could be served;
+    `load`: share of the time that real-time requests ask for, above 1 in overload.
     """
     if min_share <= 0:
         return False
@@ -494,14 +487,9 @@ def lent_until_s(
 ) -> float:
     """Return how long a step may take, best-effort requests included, in seconds.
 
-    Args:
-        base_s: what its real-time requests take; 0: there are none.
-        floor_s: what a step of one token takes.
-        held_share: of the pool's slots, held by real-time requests.
-        outlook: what real-time requests ask for.
-        num_slots: size of the pool.
-        tpot_s: tightest mean time of a token of its real-time requests.
-        pace_s: that requests without targets keep.
+    `base_s`: its real-time requests, 0 without any; `floor_s`: a step of one token. `held_share`
+    of the pool's slots is held by real-time requests, of which `tpot_s` is the tightest mean time
+    of a token; those without targets keep `pace_s`.
     """
     share = min(MAX_SHARE, SHARE_PER_FREE * max(0.0, 1.0 - outlook.load))
     shortest_s = IDLE_FLOORS * floor_s
@@ -529,12 +517,7 @@ def lent_until_s(
 
 
 def _rescued(step: Step, prompts: Iterable[Request]) -> tuple[Rows, float]:
-    """Return decodes that give way to the most urgent request they make late; its due time in s.
-
-    Args:
-        step: with the decodes, its limit known.
-        prompts: of real-time requests, that may join.
-    """
+    """Return decodes that give way to the most urgent request they make late; its due time in s."""
     budget, average_step_s = step.budget, step.limits.average_step_s
     if average_step_s <= 0:
         return NO_ROWS, math.inf
