@@ -24,7 +24,7 @@ import numpy as np
 from bench.table import print_head, print_row
 from lightserve.config import ServeConfig
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.sim.simulation import Outcome, Simulation, TimedCore, TimedEvent
 from lightserve.sim.traffic import (
     Job,
@@ -156,8 +156,7 @@ def run(cell: Cell) -> Answer:
         TimedCore(config),
         worker,
         worker.seconds,
-        num_slots=cell.capacity_tokens,
-        num_host_slots=cell.capacity_tokens // 2,
+        WorkersReady(cell.capacity_tokens, num_host_slots=cell.capacity_tokens // 2),
     )
     end_s = max(event.time_s for _, event, _ in sent)
     simulation.run([event for _, event, _ in sent], until_s=end_s)

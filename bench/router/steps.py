@@ -34,7 +34,7 @@ from bench.router.process import (
 from lightserve.messages.frontend_router import RequestDelta
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent
+from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent, WorkersReady
 from lightserve.router.process import Collector
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep, WaitUntil
@@ -138,9 +138,7 @@ def measure(num_warm_up: int, num_steps: int) -> Run:
         core,
         worker,
         lambda _plan: STEP_S,
-        num_slots=NUM_SLOTS,
-        num_host_slots=NUM_SLOTS // 2,
-        step_cost=PROFILE,
+        WorkersReady(NUM_SLOTS, num_host_slots=NUM_SLOTS // 2, step_cost=PROFILE),
         frontend=clients.on_news,
     )
     classes = [RequestClass.BE] * NUM_QUEUED + [RequestClass.RT] * NUM_REAL_TIME

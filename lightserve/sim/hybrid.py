@@ -29,7 +29,7 @@ from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import OracleAdmission
 from lightserve.router.admission.classwise import ClasswiseAdmission
 from lightserve.router.config import SchedulerConfig, make_scheduler_config
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.request import Request
 from lightserve.sim.report import HybridReport, Seen, Targets, Window, hybrid_report
 from lightserve.sim.simulation import (
@@ -246,18 +246,20 @@ class HybridRun:
             calls,
             self.worker,
             self.worker.seconds,
-            num_slots=config.capacity_tokens,
-            num_host_slots=_host_tokens(config),
-            num_prefix_slots=config.prefix_host_tokens,
-            num_state_slots=config.hardware.num_state_slots,
+            WorkersReady(
+                config.capacity_tokens,
+                num_host_slots=_host_tokens(config),
+                num_prefix_slots=config.prefix_host_tokens,
+                num_state_slots=config.hardware.num_state_slots,
+                step_cost=profile,
+                overlaps_copies=config.hardware.overlaps_copies,
+                graph_sizes=config.hardware.graph_sizes,
+                encoder=config.hardware.encoder,
+            ),
             frontend=self._on_news,
             hears_tokens=False,
             router_time_factor=config.router_time_factor,
             router_time=config.router_times or router_seconds,
-            step_cost=profile,
-            overlaps_copies=config.hardware.overlaps_copies,
-            graph_sizes=config.hardware.graph_sizes,
-            encoder=config.hardware.encoder,
         )
         self._events = [
             event

@@ -20,16 +20,8 @@ import numpy as np
 
 from lightserve.decisions.records import CoreCalls
 from lightserve.errors import ConfigError
-from lightserve.messages.common import (
-    NO_SIZES,
-    GraphSizes,
-    StepCoefficients,
-    TokenLogprob,
-    unpack_int32,
-    unpack_int64,
-)
+from lightserve.messages.common import TokenLogprob, unpack_int32, unpack_int64
 from lightserve.messages.frontend_router import Abort, ErrorCode, RequestDelta, Submit, TokenDelta
-from lightserve.messages.images import EncoderWork
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.events import FromFrontend, Outgoing, SchedulerEvent, WorkersReady
@@ -220,15 +212,8 @@ class Simulation:
         core: CoreCalls,
         worker: Worker,
         step_time: StepTime,
+        ready: WorkersReady,
         *,
-        num_slots: int,
-        num_host_slots: int = 0,
-        num_prefix_slots: int = 0,
-        num_state_slots: int = 0,
-        step_cost: StepCoefficients | None = None,
-        overlaps_copies: bool = False,
-        graph_sizes: GraphSizes = NO_SIZES,
-        encoder: EncoderWork | None = None,
         frontend: Frontend | None = None,
         hears_tokens: bool = True,
         router_time_factor: float = 0.0,
@@ -236,23 +221,9 @@ class Simulation:
     ) -> None:
         """Start with workers that are ready.
 
-        Args:
-            core: what decides.
-            worker: what executes plans.
-            step_time: how long it takes for each.
-            num_slots: size of the pool.
-            num_host_slots: of that on the host.
-            num_prefix_slots: of its further part, for prefixes.
-            num_state_slots: slots that the state of a request takes.
-            step_cost: what the workers' hello says of their steps.
-            overlaps_copies: and of copies.
-            graph_sizes: and of padding.
-            encoder: and of their encoder of images.
-            frontend: answers news.
-            hears_tokens: whether it is told of single tokens, too, which are most of all news.
-            router_time_factor: times `router_time` that the router is busy with each plan, which
-                leaves at the end of that time; what comes meanwhile is heard then. 0: no time.
-            router_time: what it takes for a step.
+        Without `hears_tokens` the frontend is not told of single tokens, which are most of all
+        news. So many times `router_time` the router is busy with each plan, which leaves at the
+        end of that time; what comes meanwhile is heard then.
         """
         self.core = core
         self._frontend = frontend
@@ -274,16 +245,6 @@ class Simulation:
         self._free_since_s = 0.0
         self._wake_s = -1.0
         """When the core last wished to be asked: once is enough."""
-        ready = WorkersReady(
-            num_slots,
-            num_host_slots,
-            step_cost,
-            overlaps_copies,
-            graph_sizes=graph_sizes,
-            num_state_slots=num_state_slots,
-            encoder=encoder,
-            num_prefix_slots=num_prefix_slots,
-        )
         core.on_message(ready, 0.0)
 
     def run(self, events: Sequence[TimedEvent], *, until_s: float = float("inf")) -> None:

@@ -40,7 +40,7 @@ from lightserve.messages.common import NO_SIZES, StepCoefficients
 from lightserve.messages.frontend_router import Abort, RequestDelta, Submit
 from lightserve.messages.router_worker import StepResult
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend, Outgoing
+from lightserve.router.events import FromFrontend, Outgoing, WorkersReady
 from lightserve.router.output_lengths import RememberedLengths
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
@@ -231,14 +231,16 @@ class Recording:
             Scheduler(core_config),
             worker,
             worker.seconds,
-            num_slots=num_slots,
-            num_host_slots=self.workers.num_host_slots,
-            num_prefix_slots=0 if num_state_slots else self.workers.num_prefix_slots,
-            num_state_slots=num_state_slots,
-            step_cost=known_cost,
-            overlaps_copies=hardware.overlaps_copies,
-            graph_sizes=hardware.graph_sizes,
-            encoder=hardware.encoder,
+            WorkersReady(
+                num_slots,
+                num_host_slots=self.workers.num_host_slots,
+                num_prefix_slots=0 if num_state_slots else self.workers.num_prefix_slots,
+                num_state_slots=num_state_slots,
+                step_cost=known_cost,
+                overlaps_copies=hardware.overlaps_copies,
+                graph_sizes=hardware.graph_sizes,
+                encoder=hardware.encoder,
+            ),
             frontend=traffic.on_news,
             hears_tokens=False,
             router_time_factor=1.0,

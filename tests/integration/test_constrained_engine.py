@@ -39,7 +39,7 @@ from lightserve.messages.frontend_router import ErrorCode, Submit
 from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
@@ -150,7 +150,7 @@ def run(
             lengths=OutputLengths(max_output_tokens=MAX_LEN),
         )
     )
-    simulation = Simulation(core, RunnerWorker(runner), lambda plan: 0.01, num_slots=num_slots)
+    simulation = Simulation(core, RunnerWorker(runner), lambda plan: 0.01, WorkersReady(num_slots))
     simulation.run(
         [
             TimedEvent(0.015 * index, FromFrontend(FrontendId(0), request))

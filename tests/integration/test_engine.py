@@ -32,7 +32,7 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import AdmissionRule
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import Preemption
 from lightserve.router.output_lengths import OutputLengths
@@ -147,7 +147,7 @@ def run(
             lengths=OutputLengths(max_output_tokens=MAX_LEN),
         )
     )
-    simulation = Simulation(core, RunnerWorker(runner), lambda plan: 0.01, num_slots=num_slots)
+    simulation = Simulation(core, RunnerWorker(runner), lambda plan: 0.01, WorkersReady(num_slots))
     events = [
         TimedEvent(0.015 * index, FromFrontend(FrontendId(0), request))
         for index, request in enumerate(requests)

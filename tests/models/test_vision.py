@@ -68,7 +68,7 @@ from lightserve.models.vision_config import VISION
 from lightserve.models.weight_files import expected_tensors
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import task_aware
@@ -204,8 +204,7 @@ def answers_of(
         core,
         worker,  # type: ignore[arg-type]
         lambda plan: 0.01,
-        num_slots=NUM_SLOTS,
-        num_state_slots=worker.num_state_slots,
+        WorkersReady(NUM_SLOTS, num_state_slots=worker.num_state_slots),
     )
     simulation.run(
         [

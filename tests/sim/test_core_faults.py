@@ -246,7 +246,7 @@ def test_nothing_is_left_after_a_storm(policy: str, preemption: Preemption, at_s
         num_host_slots=NUM_HOST_SLOTS,
     )
     simulation = Simulation(
-        core, worker, step_time, num_slots=NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS
+        core, worker, step_time, WorkersReady(NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS)
     )
     simulation.run(events_of(arrivals()), until_s=at_s)
     assert core.num_used_slots > 0
@@ -274,7 +274,7 @@ def test_the_storm_hits_paused_requests() -> None:
         num_host_slots=NUM_HOST_SLOTS,
     )
     simulation = Simulation(
-        core, worker, step_time, num_slots=NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS
+        core, worker, step_time, WorkersReady(NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS)
     )
     events, on_host = events_of(arrivals()), []
     for at_s in (0.02, 0.1, 0.19, 0.3):

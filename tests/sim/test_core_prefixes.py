@@ -438,7 +438,9 @@ def _simulation(core: Scheduler) -> Simulation:
         max_model_len=MAX_LEN,
         num_host_slots=NUM_HOST_SLOTS,
     )
-    return Simulation(core, worker, step_time, num_slots=NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS)
+    return Simulation(
+        core, worker, step_time, WorkersReady(NUM_SLOTS, num_host_slots=NUM_HOST_SLOTS)
+    )
 
 
 def _checked_map(core: Scheduler) -> KVPool:

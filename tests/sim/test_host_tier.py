@@ -16,7 +16,7 @@ from lightserve.config import ServeConfig
 from lightserve.messages.common import Int32Array, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import RequestDelta, Submit
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.kv import host_tier
 from lightserve.router.kv.cache import KVStore
 from lightserve.router.kv.host_tier import HostTier
@@ -164,11 +164,13 @@ class Chats:
             self.core,
             self.worker,
             self.worker.seconds,
-            num_slots=num_slots,
-            num_prefix_slots=num_prefix_slots,
-            step_cost=H200_LLAMA_8B.step_cost,
-            overlaps_copies=True,
-            graph_sizes=H200_LLAMA_8B.graph_sizes,
+            WorkersReady(
+                num_slots,
+                num_prefix_slots=num_prefix_slots,
+                step_cost=H200_LLAMA_8B.step_cost,
+                overlaps_copies=True,
+                graph_sizes=H200_LLAMA_8B.graph_sizes,
+            ),
             frontend=self._on_news,
         )
         self._said: dict[int, list[int]] = {}

@@ -20,7 +20,7 @@ from support.policy_scenes import (
 from lightserve.config import ServeConfig
 from lightserve.errors import ConfigError
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.policies.base import Policy, Step
 from lightserve.router.policies.step_budget import LOOK_AHEAD
 from lightserve.router.policies.unified import UnifiedOptions, UnifiedPolicy
@@ -130,7 +130,7 @@ def ends(policy: Policy) -> list[float]:
         LengthWorker(max_num_seqs=core_config.max_num_seqs, max_model_len=16384),
         rng=np.random.default_rng(0),
     )
-    simulation = Simulation(core, worker, worker.seconds, num_slots=60_000)
+    simulation = Simulation(core, worker, worker.seconds, WorkersReady(60_000))
     lengths = [LONG, LONG] + [200] * 20
     events = []
     for number, num_prompt in enumerate(lengths):

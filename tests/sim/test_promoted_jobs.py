@@ -17,7 +17,7 @@ from support.policy_scenes import (
 
 from lightserve.config import ServeConfig
 from lightserve.router.config import make_scheduler_config
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.policies.unified import UnifiedPolicy
 from lightserve.router.queue import WaitingQueue
 from lightserve.router.request import Request
@@ -166,7 +166,7 @@ def ends(slo: SLO) -> tuple[list[float], float]:
         noise=0.05,
         rng=np.random.default_rng(0),
     )
-    simulation = Simulation(core, worker, worker.seconds, num_slots=60_000)
+    simulation = Simulation(core, worker, worker.seconds, WorkersReady(60_000))
     rng = np.random.default_rng(1)
     rt, be = FrontendId(0), FrontendId(1)
     events = []

@@ -39,7 +39,7 @@ from lightserve.messages.router_worker import (
     unpack_decodes,
 )
 from lightserve.router.config import SchedulerConfig
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.kv.cache import Preemption
 from lightserve.router.kv.host import Checkpoints
 from lightserve.router.kv.prefix_node import Hit, task_aware
@@ -436,9 +436,11 @@ def test_states_of_real_size_are_right(seen: Counter[str]) -> None:
 def test_the_next_turn_goes_on_from_the_end_of_the_last_one(num_state_slots: int) -> None:
     """The state that a request leaves is a snapshot, at no cost: as far as KV alone would be."""
     core = make_core("chunked", 64, cache_order=task_aware, max_model_len=200)
-    sizes = {"num_slots": 200, "num_state_slots": num_state_slots}
-    worker = SimulatedWorker(max_num_seqs=MAX_SEQS, max_model_len=200, **sizes)
-    simulation = Simulation(core, worker, step_time, **sizes)
+    ready = WorkersReady(200, num_state_slots=num_state_slots)
+    worker = SimulatedWorker(
+        num_slots=200, num_state_slots=num_state_slots, max_num_seqs=MAX_SEQS, max_model_len=200
+    )
+    simulation = Simulation(core, worker, step_time, ready)
     prompt: list[int] = [7] * 30
     found = []
     for turn in range(3):

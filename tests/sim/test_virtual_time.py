@@ -17,7 +17,7 @@ from lightserve import sim
 from lightserve.cost.profile import SCHEMA_VERSION, ProfileKey, StepProfile, save_profile
 from lightserve.errors import ConfigError
 from lightserve.messages.common import DeviceFacts, StepCoefficients
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import HybridRun
 from lightserve.sim.report import STEP_TARGET_MS, steps_report
@@ -42,7 +42,7 @@ def play(factor: float, *times_s: float) -> list[Outcome]:
         make_core("chunked"),
         worker,
         lambda _plan: STEP_S,
-        num_slots=NUM_SLOTS,
+        WorkersReady(NUM_SLOTS),
         router_time_factor=factor,
     )
     arrivals = [Arrival(time_s, 4, 1, 1) for time_s in times_s]

@@ -21,7 +21,7 @@ from lightserve.messages.router_worker import (
 from lightserve.router.admission.base import AdmissionRule, PoolView
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import KEYS_TAKE_TURNS, SchedulerConfig
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions
 from lightserve.router.kv.prefix_node import EvictionOrder
@@ -110,7 +110,7 @@ def step_time(plan: StepPlan) -> float:
 
 def make_simulation(core: CoreCalls, frontend: Frontend | None = None) -> Simulation:
     worker = SimulatedWorker(num_slots=NUM_SLOTS, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
-    return Simulation(core, worker, step_time, num_slots=NUM_SLOTS, frontend=frontend)
+    return Simulation(core, worker, step_time, WorkersReady(NUM_SLOTS), frontend=frontend)
 
 
 def prompt_of(number: int, arrival: Arrival) -> list[int]:

@@ -26,7 +26,7 @@ from lightserve.messages.common import (
 from lightserve.messages.frontend_router import Abort, Submit
 from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.config import SchedulerConfig
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.router.kv.prefix_node import least_recently_used, task_aware
@@ -308,11 +308,13 @@ class Catalogue:
             core,
             worker,
             lambda plan: STEP_S,
-            num_slots=schedule.num_slots + STATES * self._runner.pool.num_state_slots,
-            num_state_slots=self._runner.pool.num_state_slots,
-            num_host_slots=schedule.num_host_slots,
-            step_cost=schedule.step_cost,
-            overlaps_copies=schedule.overlaps_copies,
+            WorkersReady(
+                schedule.num_slots + STATES * self._runner.pool.num_state_slots,
+                num_state_slots=self._runner.pool.num_state_slots,
+                num_host_slots=schedule.num_host_slots,
+                step_cost=schedule.step_cost,
+                overlaps_copies=schedule.overlaps_copies,
+            ),
         )
         try:
             simulation.run(self._events(schedule))

@@ -20,7 +20,7 @@ from lightserve.messages.common import RegexConstraint, TokenSegment, pack_int32
 from lightserve.messages.frontend_router import Submit
 from lightserve.messages.router_worker import AddSequence, StepPlan, StepResult
 from lightserve.models.base import SingleRank
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.kv.cache import KVOptions, Preemption
 from lightserve.sim.simulation import Simulation, TimedEvent
 from lightserve.types import FrontendId, RequestClass, RequestId, RowId, SamplingParams
@@ -174,9 +174,11 @@ def record_steps(
         make_core(schedule),
         recorder,
         lambda plan: 0.01,
-        num_slots=schedule.num_slots + STATES * runner.pool.num_state_slots,
-        num_state_slots=runner.pool.num_state_slots,
-        num_host_slots=schedule.num_host_slots,
+        WorkersReady(
+            schedule.num_slots + STATES * runner.pool.num_state_slots,
+            num_state_slots=runner.pool.num_state_slots,
+            num_host_slots=schedule.num_host_slots,
+        ),
     )
     simulation.run(
         [

@@ -23,7 +23,7 @@ from lightserve.config import ServeConfig
 from lightserve.messages.frontend_router import ErrorCode, RequestDelta, Submit
 from lightserve.messages.router_worker import StepPlan
 from lightserve.router.config import SchedulerConfig, make_scheduler_config
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.scheduler import Scheduler
 from lightserve.router.step import PlannedStep
 from lightserve.sim.hybrid import fitted_profile
@@ -123,10 +123,12 @@ class Play:
             self.core,
             worker,
             worker.seconds,
-            num_slots=scene.scaled(CAPACITY_TOKENS),
-            num_host_slots=scene.scaled(CAPACITY_TOKENS // 2),
+            WorkersReady(
+                scene.scaled(CAPACITY_TOKENS),
+                num_host_slots=scene.scaled(CAPACITY_TOKENS // 2),
+                step_cost=fitted_profile(A100_LLAMA2_7B, noise=NOISE, rng=noise),
+            ),
             frontend=self._on_news,
-            step_cost=fitted_profile(A100_LLAMA2_7B, noise=NOISE, rng=noise),
         )
         self._numbers = itertools.count()
         self._accepted: set[RequestKey] = set()

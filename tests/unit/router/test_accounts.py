@@ -108,7 +108,7 @@ def events_of(
 
 def simulated(core: Scheduler) -> Simulation:
     worker = SimulatedWorker(num_slots=SLOTS, max_num_seqs=32, max_model_len=256)
-    return Simulation(core, worker, step_time, num_slots=SLOTS)
+    return Simulation(core, worker, step_time, WorkersReady(SLOTS))
 
 
 def new_core(**options: Any) -> Scheduler:

@@ -26,7 +26,7 @@ from lightserve.messages.router_worker import StepPlan, StepResult
 from lightserve.router.admission.baselines import ConservativeAdmission
 from lightserve.router.config import SchedulerConfig
 from lightserve.router.encoding import IDLE_PLANS, Encoding, StepEncodes
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.from_submit import QueueLimits
 from lightserve.router.output_lengths import OutputLengths
 from lightserve.router.policies import POLICIES
@@ -131,9 +131,7 @@ class Run:
             self.core,
             self.worker,  # type: ignore[arg-type]
             self.worker.seconds,
-            num_slots=num_slots,
-            step_cost=options.get("step_cost", COST),
-            encoder=encoder,
+            WorkersReady(num_slots, step_cost=options.get("step_cost", COST), encoder=encoder),
         )
         events = [TimedEvent(at_s, FromFrontend(FrontendId(0), own)) for at_s, own in arrivals]
         simulation.run(events)

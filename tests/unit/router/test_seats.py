@@ -11,7 +11,7 @@ from support.policy_scenes import make_request
 from lightserve.messages.frontend_router import Client
 from lightserve.messages.router_worker import StepPlan, plan_rows
 from lightserve.router.accounts import Account, Accounts
-from lightserve.router.events import FromFrontend
+from lightserve.router.events import FromFrontend, WorkersReady
 from lightserve.router.policies.unified import UnifiedOptions
 from lightserve.router.request import Request
 from lightserve.router.seats import SEAT_KEPT_S, Seats, in_turn
@@ -39,7 +39,7 @@ class Scene:
             options = UnifiedOptions(long_prompt_tokens=LONG)
             self.core._config.policy._options = options
         worker = SimulatedWorker(num_slots=num_slots, max_num_seqs=ROWS, max_model_len=CONTEXT)
-        self.simulation = Simulation(self.core, worker, step_time, num_slots=num_slots)
+        self.simulation = Simulation(self.core, worker, step_time, WorkersReady(num_slots))
         self._num_sent = 0
         self._events: list[TimedEvent] = []
 
