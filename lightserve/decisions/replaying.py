@@ -473,7 +473,7 @@ class PartIn(NamedTuple):
     """What a step does with a request that lives."""
 
     reason: Reason | None
-    """Why it does not move it; None: it does."""
+    """The reason for which it does not move it; None: it does."""
     num_tokens: int = 0
     """Tokens of it that are computed, or come back from the host."""
     was_considered: bool = True
