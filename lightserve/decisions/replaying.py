@@ -470,7 +470,7 @@ class _Teller:
 
 
 class PartIn(NamedTuple):
-    """What a step does with a request that lives."""
+    """Part of a step in a request that lives."""
 
     reason: Reason | None
     """The reason for which it does not move it; None: it does."""
