@@ -6,10 +6,12 @@ It names the packages themselves: lightserve is on no index, and installing it o
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import shlex
 import sys
+from collections.abc import Iterator
 
 from lightserve.errors import ConfigError
 
@@ -23,6 +25,15 @@ def need_packages(packages: tuple[str, ...], extra: str) -> None:
             is_there = False
         if not is_there:
             raise missing_extra(package, extra)
+
+
+@contextlib.contextmanager
+def packages_of(extra: str) -> Iterator[None]:
+    """Import packages of an extra inside. Raises ConfigError: one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing_extra((error.name or "").partition(".")[0], extra) from error
 
 
 def missing_extra(package: str, extra: str) -> ConfigError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -493,29 +494,18 @@ class Runner:
         answer = await self._answer(line, texts)
         self._room.end((line.batch, line.number))
         is_worn_out = line.losses + answer.is_lost >= MAX_LOSSES
+        outcome = functools.partial(Outcome, batch=line.batch, number=line.number, result=None)
         if answer.is_own_refusal:
             if line.attempt + 1 < MAX_REFUSALS:
                 wait_s = max(answer.retry_after_s, LEAST_REFUSAL_S) * 2**line.attempt
-                self._outcomes.append(
-                    Outcome(
-                        batch=line.batch,
-                        number=line.number,
-                        result=None,
-                        has_failed=True,
-                        wait_s=min(wait_s, MAX_REFUSAL_S),
-                    )
-                )
+                self._outcomes.append(outcome(has_failed=True, wait_s=min(wait_s, MAX_REFUSAL_S)))
                 return
         elif answer.status in (429, 503) and not is_worn_out:
             self._pause_until_s = _passing_s() + max(0.1, answer.retry_after_s)
-            self._outcomes.append(
-                Outcome(batch=line.batch, number=line.number, result=None, is_lost=answer.is_lost)
-            )
+            self._outcomes.append(outcome(is_lost=answer.is_lost))
             return
         if answer.status >= 500 and not is_worn_out and line.attempt + 1 < MAX_ATTEMPTS:
-            self._outcomes.append(
-                Outcome(batch=line.batch, number=line.number, result=None, has_failed=True)
-            )
+            self._outcomes.append(outcome(has_failed=True))
             return
         result = result_line(
             line, status=answer.status, request_id=answer.request_id, body=answer.body
@@ -523,9 +513,7 @@ class Runner:
         tokens = tokens_of(answer.body) if answer.status == 200 else Tokens()
         self._done.append((line.num_bytes, tokens))
         self._outcomes.append(
-            Outcome(
-                batch=line.batch,
-                number=line.number,
+            outcome(
                 result=result,
                 is_error=answer.status != 200,
                 num_bytes=line.num_bytes,

@@ -14,7 +14,7 @@ import click
 
 from lightserve.cli.options import FiniteRange, read_api_key, server_options
 from lightserve.errors import BatchError
-from lightserve.extras import missing_extra
+from lightserve.extras import packages_of
 
 if TYPE_CHECKING:
     import httpx
@@ -32,10 +32,8 @@ class BatchClient:
     def __init__(
         self, url: str, api_key: str = "", transport: httpx.BaseTransport | None = None
     ) -> None:
-        try:
+        with packages_of("batch"):
             import httpx  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            raise missing_extra("httpx", "batch") from error
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._errors = (httpx.HTTPError, httpx.InvalidURL)
@@ -248,10 +246,8 @@ def watch(
 
     The exit code is 0 if every line was answered.
     """
-    try:
+    with packages_of("batch"):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise missing_extra("rich", "batch") from error
     with _client(values) as client:
         if Path(what).is_file():
             made = client.submit(Path(what), endpoint, window, accept_late=accept_late)

@@ -21,7 +21,7 @@ from lightserve.cli.bench_options import (
 )
 from lightserve.cli.options import SectionCommand, read_api_key
 from lightserve.errors import LoadTestError
-from lightserve.extras import missing_extra
+from lightserve.extras import packages_of
 from lightserve.loadtest import result
 from lightserve.loadtest.options import BE, RT, ArrivalKind, ServerOptions, Targets, Traffic
 from lightserve.loadtest.result import Run
@@ -91,7 +91,7 @@ def command(files: tuple[Path, ...], **values: Any) -> int:
         click.echo(result.schema().decode())
         return 0
     _check_pictures(values)
-    try:
+    with packages_of("bench"):
         from rich.console import Console  # noqa: PLC0415 - an extra
 
         # The document alone is on standard output with --json.
@@ -103,9 +103,6 @@ def command(files: tuple[Path, ...], **values: Any) -> int:
         if files:
             raise click.UsageError("result files need --compare")
         return _run(console, values)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise missing_extra(package, "bench") from error
 
 
 def _check_pictures(values: dict[str, Any]) -> None:
@@ -365,11 +362,8 @@ third for llama.cpp, which has no classes. With --output the result is a file th
 def mixed(**values: Any) -> int:
     """Run the scenes."""
     _check_pictures(values)
-    try:
+    with packages_of("bench"):
         return _run_mixed(values)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise missing_extra(package, "bench") from error
 
 
 def _run_mixed(values: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ import click
 
 from lightserve.cli.options import FiniteRange, read_api_key, server_options
 from lightserve.errors import ConfigError
-from lightserve.extras import missing_extra, need_packages
+from lightserve.extras import need_packages, packages_of
 
 if TYPE_CHECKING:
     from lightserve.chat import Session
@@ -37,11 +37,9 @@ def command(**values: Any) -> int:
     Type /help to see the commands. Text from a pipe is taken as one question, and only the answer
     is printed.
     """
-    try:
+    with packages_of("chat"):
         from lightserve.chat import Session  # noqa: PLC0415
         from lightserve.chat_client import ChatClient  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise missing_extra((error.name or "").partition(".")[0], "chat") from error
     api_key = read_api_key(api_key_env=values["api_key_env"], api_key_file=values["api_key_file"])
     client = ChatClient(values["url"], api_key=api_key, timeout_s=values["timeout_s"])
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from lightserve.metrics import catalogue
 from lightserve.metrics.recording import Counter, Recorder
@@ -13,7 +13,7 @@ ABORT = "abort"
 
 
 class SloTargets(NamedTuple):
-    """Targets of a request, in seconds; None: it has no such target."""
+    """Targets of a request, in seconds, as `SLO` has them; None: it has no such target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -21,7 +21,7 @@ class SloTargets(NamedTuple):
     completion_s: float | None = None
 
     @classmethod
-    def of(cls, slo: SLO) -> SloTargets:
+    def of(cls, slo: SLO) -> Self:
         """Return targets in the words of requests."""
         ttft_s, tpot_s, mtpot_s = (
             None if value is None else value / 1e3

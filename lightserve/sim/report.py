@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightserve.metrics.requests import SloTargets
 from lightserve.router.future_memory import IntArray, peak_memory
 from lightserve.router.output_lengths import FloatArray
 from lightserve.router.request import Request
@@ -27,25 +28,8 @@ from lightserve.types import SLO, RequestClass, largest_gap
 # a miss.
 
 
-class Targets(NamedTuple):
-    """Seconds; None where there is no target."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    """Mean of the gaps between a request's tokens."""
-    mtpot_s: float | None = None
-    """Largest of them."""
-    completion_s: float | None = None
-    """From the arrival to the last token; excludes the other three."""
-
-    @classmethod
-    def of(cls, slo: SLO) -> Targets:
-        """Return those that a request carries."""
-        ttft, tpot, mtpot = (
-            None if target is None else target / 1e3
-            for target in (slo.ttft_ms, slo.tpot_ms, slo.mtpot_ms)
-        )
-        return cls(ttft, tpot, mtpot, slo.completion_s)
+class Targets(SloTargets):
+    """Targets of a simulated request."""
 
     def counted(self) -> Targets:
         """Return those that are judged: the largest gap is `largest_gap`, as a server has it."""

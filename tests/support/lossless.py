@@ -321,7 +321,7 @@ class Catalogue:
         finally:
             self._runner._model = plain
         core.check_integrity()
-        assert core.num_used_slots == 0 and core.num_used_host_slots == 0
+        assert core.kv is not None and core.num_used_slots == core.kv.checkpoints.num_used == 0
         assert all(o.finish_reason and not o.error for o in simulation.outcomes.values())
         outcomes = simulation.outcomes.items()
         answers = {

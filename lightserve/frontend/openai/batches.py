@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field
 from starlette.responses import JSONResponse, Response
 
 from lightserve.batches.contents import Store
-from lightserve.batches.files import START, Cursor
 from lightserve.batches.lines import LineCheck
 from lightserve.batches.records import (
     DEFAULT_TTL_S,
@@ -36,15 +35,8 @@ from lightserve.frontend.errors import ClientGone, RequestFailed
 from lightserve.frontend.json_body import Integer, StrictModel, show
 from lightserve.frontend.middleware import Caller, caller_of, owner_of
 from lightserve.frontend.openai.fields import Metadata, StoredId
-from lightserve.frontend.openai.files import read_limit, read_query
-from lightserve.frontend.openai.stored import (
-    Page,
-    StoredAnswer,
-    in_store,
-    of_contents,
-    one_page,
-    page_of,
-)
+from lightserve.frontend.openai.files import read_file, read_limit, read_query
+from lightserve.frontend.openai.stored import Page, StoredAnswer, in_store, one_page, page_of
 from lightserve.frontend.service import Service
 
 MAX_BATCHES_LISTED = 100
@@ -242,10 +234,7 @@ async def _add_lines(service: Service, file: FileRecord, new: NewBatch, number: 
             sums.add(waiting)
             waiting.clear()
 
-    cursor: Cursor | None = START
-    while cursor is not None:
-        start = cursor
-        data, cursor = await of_contents(service, lambda contents: contents.read(file, start))  # noqa: B023
+    async for data in read_file(service, file):
         await in_store(service, lambda store: take(store, data))  # noqa: B023 (in its thread)
     await in_store(service, lambda store: take(store, None))
     return sums

@@ -155,7 +155,7 @@ def files_router(service: Service) -> APIRouter:
         file = await find(request, file_id)
         return StoredAnswer(
             service,
-            _content(service, file),
+            read_file(service, file),
             media_type="application/octet-stream",
             headers={
                 "content-length": str(file.num_bytes),
@@ -174,7 +174,7 @@ def files_router(service: Service) -> APIRouter:
     return router
 
 
-async def _content(service: Service, file: FileRecord) -> AsyncIterator[bytes]:
+async def read_file(service: Service, file: FileRecord) -> AsyncIterator[bytes]:
     """Yield a file; one that is deleted meanwhile ends early, and so the connection."""
     cursor: Cursor | None = START
     while cursor is not None:

@@ -172,17 +172,14 @@ class KVStore:
             return self._look_up_state(request)
         num_held = request.num_held_tokens
         num_there, num_pinned, num_on_host, found = num_held, 0, 0, None
-        if self._tree is not None and request.takes_prefixes:
-            known = request.expected if request.lease is None else request.lease.node
-            tokens = request.known_token_ids()[:-1]
-            hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
-            if hit.num_on_host and request.slots is None:
-                n = hit.num_on_host
-                num_on_host = n if self._load_is_cheaper(n, hit.num_tokens, n) else 0
-            if hit.num_tokens > request.num_shared_tokens or num_on_host:
-                num_there, found = max(num_held, hit.num_tokens), hit
-                num_twice = max(0, min(num_held, hit.num_tokens) - request.num_shared_tokens)
-                num_pinned = max(0, hit.num_evictable - num_twice)  # `_hold_prefix` frees its own
+        hit = self._hit(request)
+        if hit.num_on_host and request.slots is None:
+            n = hit.num_on_host
+            num_on_host = n if self._load_is_cheaper(n, hit.num_tokens, n) else 0
+        if hit.num_tokens > request.num_shared_tokens or num_on_host:
+            num_there, found = max(num_held, hit.num_tokens), hit
+            num_twice = max(0, min(num_held, hit.num_tokens) - request.num_shared_tokens)
+            num_pinned = max(0, hit.num_evictable - num_twice)  # `_hold_prefix` frees its own
         num_lost = request.num_kept_tokens - num_there
         loads = num_lost > 0 and request.host is not None and request.host.start <= num_there
         loads = loads and self._load_is_cheaper(num_lost, num_there, num_lost)
@@ -190,17 +187,21 @@ class KVStore:
         start = num_there + num_loaded
         return Found(start, request.num_left_from(start), num_loaded, num_pinned, found)
 
+    def _hit(self, request: Request) -> Hit:
+        """Return what the prefix tree has of a request."""
+        if self._tree is None or not request.takes_prefixes:
+            return Hit(0, 0, None)
+        known = request.expected if request.lease is None else request.lease.node
+        tokens = request.known_token_ids()[:-1]
+        return self._tree.look_up(request.prefix_salt, tokens, known=known)
+
     def _look_up_state(self, request: Request) -> Found:
         """Return what `look_up` does where a request needs a state: its own, or a snapshot.
 
         A paused one goes on where it was, or from a snapshot, should all between cost less than to
         load what it lost.
         """
-        hit = Hit(0, 0, None)
-        if self._tree is not None and request.takes_prefixes:
-            known = request.expected if request.lease is None else request.lease.node
-            tokens = request.known_token_ids()[:-1]
-            hit = self._tree.look_up(request.prefix_salt, tokens, known=known)
+        hit = self._hit(request)
         if request.is_paused:
             end, num_state = request.num_kept_tokens, len(request.recurrent.host_slots)
             num_loaded = end - request.num_held_tokens + num_state
