@@ -384,7 +384,7 @@ class Storm:
                 self.ends["whole"] += 1
         assert not core._requests and len(core._rows) == 0 and len(core._waiting) == 0
         assert core.num_used_slots == 0, "leaks"
-        assert core.kv is None or core.kv.checkpoints.num_used == 0, "leaks on the host"
+        assert core.kv is None or core.kv.checkpoints.num_used == 0, "leaks"
         assert core.num_unfinished == 0
 
 
