@@ -410,10 +410,6 @@ class StepBudget:
             self._timed = self.shape, self._cost.seconds(self.shape)
         return self._timed[1]
 
-    def _time_for(self, request: Request) -> float:
-        """Return how long the step may compute if a prompt, perhaps one that resumes, joins."""
-        return self.limit_for(request) - self.loads.seconds(self._found(request).num_loaded)
-
     def limit_for(self, prompt: Request | None = None) -> float:
         """Return how long the step may take as predicted, copies included, if a prompt joins.
 
@@ -480,7 +476,8 @@ class StepBudget:
             if count < most and not self.is_urgent(request, idle_s * self._cost.guard):
                 most = count
         most = min(most, self._num_left)
-        limit_s = self._time_for(request)
+        load_s = self.loads.seconds(self._found(request).num_loaded)
+        limit_s = self.limit_for(request) - load_s
         if most <= 0 or not math.isfinite(limit_s) or not self._cost.is_known:
             return most
         least, encode_s = min(most, MIN_CHUNK), 0.0
@@ -490,8 +487,7 @@ class StepBudget:
         is_first = request.request_class is RT and not self.chunks
         if is_first and self.pace.sets(self.limit_for(request)):  # it gets on
             least_s = self._cost.seconds(self.shape.plus(start, least))
-            most_s = self.limit_for() - self.loads.seconds(self._found(request).num_loaded)
-            most_s -= encode_s
+            most_s = self.limit_for() - load_s - encode_s
             limit_s = min(max(limit_s, least_s), most_s)
         in_time = self._cost.tokens_within(self.shape, limit_s, start, most)
         return max(in_time, least) if self.is_empty else in_time
