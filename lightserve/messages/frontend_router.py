@@ -136,7 +136,7 @@ class MaySubmit(Message, frozen=True):
 
     query_id: int
     submit: Submit
-    """With images whose pixels and digests mean nothing."""
+    """The first of its choices, with images whose pixels and digests mean nothing."""
 
 
 class Progress(NamedTuple):

@@ -91,7 +91,8 @@ class _OfClass:
         self.is_waiting = False
         """Whether some of it waited when the step before ended."""
         self.is_held = False
-        """Whether the last step had room for more prompt tokens although some of it waited."""
+        """Whether the last step had room for more prompt tokens although some of it waited, and
+        encoded no image of it."""
 
     def see(self, work: Work, seconds: float) -> None:
         keep = math.exp(-seconds / MEMORY_S)
@@ -134,9 +135,8 @@ class QueueDelay:
             has_waited, known.is_waiting = known.is_waiting and waits_now, waits_now
             if has_waited:
                 known.see(work, seconds)
-            known.is_held = (
-                has_waited and shape.num_new < FULL_SHARE * self._pipeline.max_num_batched_tokens
-            )
+            has_room = shape.num_new < FULL_SHARE * self._pipeline.max_num_batched_tokens
+            known.is_held = has_waited and has_room and request_class not in planned.encode_s
 
     def note_started(self, request: Request, num_there: int) -> None:
         """Learn how many tokens of a request that starts are not computed."""
