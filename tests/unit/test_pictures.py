@@ -39,13 +39,16 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
 
 from lightserve.batches.process import InnerRoutes
 from lightserve.batches.records import LeasedLine
 from lightserve.batches.runner import Room
 from lightserve.config import ServeConfig
-from lightserve.errors import InvalidRequest
+from lightserve.errors import InvalidRequest, ProtocolError
 from lightserve.frontend.errors import RequestFailed
 from lightserve.frontend.pictures import Picture, PictureReader, _data_of, _Process
 from lightserve.messages.frontend_router import (
@@ -56,7 +59,8 @@ from lightserve.messages.frontend_router import (
     RouterWelcome,
     Verdict,
 )
-from lightserve.messages.images import MAX_IMAGES
+from lightserve.messages.images import MAX_IMAGES, check_images
+from lightserve.messages.images import Image as SentImage
 from lightserve.metrics.catalogue import IMAGES
 from lightserve.metrics.recording import Recorder
 from lightserve.models.config import load_model_config
@@ -345,6 +349,35 @@ def test_a_data_url() -> None:
     data = file_of(picture(2))
     for kind in ("image/png", "IMAGE/JPG", "image/webp"):
         assert _data_of(Picture(data_url(data, kind), "x")) == data
+
+
+@pytest.mark.parametrize(
+    ("photo", "sizes", "expected"),
+    [  # 12 and 30 megapixels, the limits of Qwen2-VL's files and of Qwen3-VL's
+        ((4032, 3024), AnySize(28, 3136, 12_845_056), (3024, 4032)),
+        ((6708, 4472), AnySize(32, 65_536, 16_777_216), (3328, 5024)),
+    ],
+)
+def test_photos_are_as_large_as_a_model_reads_them(
+    photo: tuple[int, int], sizes: AnySize, expected: tuple[int, int]
+) -> None:
+    processor = clip(28, shortest_edge=None, crop=None, any_size=sizes)
+    own = smart_resize(photo[1], photo[0], sizes.factor, sizes.min_pixels, sizes.max_pixels)
+    assert own == expected
+    file = file_of(Image.new("RGB", photo, (9, 90, 200)), "JPEG")
+    process = _Process()
+    try:
+        made = process.decode(Given(file, processor))
+    finally:
+        process.close()
+    assert not made.complaint and (made.height, made.width) == own
+    check_images([of_size(*own)], 16_384)
+    with pytest.raises(ProtocolError, match="bytes of them"):
+        check_images([of_size(4096, 4097)], 16_384)
+
+
+def of_size(height: int, width: int) -> SentImage:
+    return SentImage(0, 16_384, height, width, bytes(3 * height * width), bytes(32))
 
 
 def test_the_process_survives_its_pictures() -> None:

@@ -450,7 +450,7 @@ class Step:
         """
         budget, limits, start = self.budget, self.limits, self.found(request).start
         limit_s = budget.limit_for(request)
-        if how.leaves_room:
+        if how.leaves_room and budget.is_empty:
             idle_s = idle_limit_s(budget.shape, limits, request, start, MIN_CHUNK)
             if idle_s < limit_s and not budget.is_urgent(request, idle_s * limits.cost.guard):
                 limit_s = idle_s
