@@ -529,7 +529,10 @@ class KVStore:
             assert self._tree is not None and request.lease is not None
             count = request.num_shared_tokens - num_left
             self._pool.release(self._tree.take_tail(request.lease, count))
-        self._pool.stop_growing(request)
+        if num_left:
+            self._pool.go_back(request, request.request_class, int(request.slots[num_left - 1]))
+        else:
+            self._pool.stop_growing(request)
         self.states.release(request)
         request.num_paused_tokens = num_left
         return num_saved

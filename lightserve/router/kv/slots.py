@@ -377,6 +377,12 @@ class BlockSlotPool:
         self._be.stop(owner)
         self._rows.unbind(owner)
 
+    def go_back(self, owner: Hashable, request_class: RequestClass, slot: int) -> None:
+        """Do so for one whose slots behind `slot` were released; exclusive: it grows there."""
+        self.stop_growing(owner)
+        if self._is_exclusive:
+            self._end(request_class).grow(owner, slot // self.block_size)
+
     def _distinct(self, blocks: Int32Array) -> Int32Array:
         """Return blocks once each, in order (of the last time each occurs)."""
         places = np.arange(len(blocks), dtype=np.int32)

@@ -271,6 +271,16 @@ class TestExclusive:
         assert pool.num_free == 10
         pool.check_integrity()
 
+    def test_one_that_lost_its_end_goes_on_in_its_block(self) -> None:
+        """None else can have the rest of it, and the whole pool may be just enough for one."""
+        pool = self.pool()
+        slots = pool.acquire("a", RT, 6)
+        pool.release(slots[2:])
+        pool.go_back("a", RT, int(slots[1]))
+        assert pool.cost("a", RT, 8) == pool.num_free == 6
+        assert sorted([*slots[:2], *pool.acquire("a", RT, 8)]) == [*range(10)]
+        pool.check_integrity()
+
 
 class Trace(RuleBasedStateMachine):
     """Random moves; who holds what is known as plain sets."""
@@ -334,6 +344,15 @@ class Trace(RuleBasedStateMachine):
         assert self.pool.num_free - before == gain
         if ends:
             self.pool.stop_growing(owner)
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from([o for o, slots in self.held.items() if slots]))
+        num_left = data.draw(st.integers(1, len(self.held[owner])))
+        self.pool.release(int32(self.held[owner][num_left:]))
+        del self.held[owner][num_left:]
+        self.pool.go_back(owner, RT if owner % 2 else BE, self.held[owner][-1])
 
     @precondition(lambda self: not self.is_exclusive)
     @rule(owner=st.integers(0, 5))
