@@ -157,19 +157,7 @@ def _weights_without_temperature(x, top, temperature):  # type: ignore[no-untype
 
 
 @triton.jit
-def _always_enough(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917
-    keys_ptr,  # noqa: ANN001
-    number,  # noqa: ANN001
-    cut,  # noqa: ANN001
-    top_k,  # noqa: ANN001
-    top_p,  # noqa: ANN001
-    everything,  # noqa: ANN001
-    top,  # noqa: ANN001
-    temperature,  # noqa: ANN001
-    min_p,  # noqa: ANN001
-    CANDIDATES,  # noqa: ANN001, N803
-    TILE,  # noqa: ANN001, N803
-):
+def _always_enough(keys_ptr, number, cut, top_k, top_p, everything, weighing, CANDIDATES, TILE):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803, PLR0917
     return number <= CANDIDATES, everything * 0.0
 
 

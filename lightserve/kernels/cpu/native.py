@@ -135,18 +135,10 @@ class NativeKernels(TorchKernels):
             form, out = Form.WIDE, x.new_empty(num_rows, num_outputs, dtype=dtype)
         if num_rows and num_outputs:
             self._operations[x.dtype].linear(
-                x.data_ptr(),
-                row_stride,
-                num_rows,
-                *packing.numbers_of(weight),
-                num_inputs,
-                num_outputs,
-                None if bias is None else bias.data_ptr(),
-                form,
-                out.data_ptr(),
-                None if prompts is None else prompts.runs.ctypes.data,
-                self._level,
-                torch.get_num_threads(),
+                *(x.data_ptr(), row_stride, num_rows),
+                *(*packing.numbers_of(weight), num_inputs, num_outputs, _address(bias)),
+                *(form, out.data_ptr(), None if prompts is None else prompts.runs.ctypes.data),
+                *(self._level, torch.get_num_threads()),
             )
         return out
 
@@ -166,13 +158,8 @@ class NativeKernels(TorchKernels):
             numbers = packing.numbers_of(weight)
             addresses = numbers[:2] if is_int8 else numbers[:1]
             is_good = (operations.rows_int8 if is_int8 else operations.rows)(
-                *addresses,
-                num_outputs,
-                num_inputs,
-                indices.data_ptr(),
-                len(indices),
-                out.data_ptr(),
-                torch.get_num_threads(),
+                *(*addresses, num_outputs, num_inputs, indices.data_ptr(), len(indices)),
+                *(out.data_ptr(), torch.get_num_threads()),
             )
             if not is_good:
                 highest = int(indices.max())
@@ -263,7 +250,7 @@ class NativeKernels(TorchKernels):
         if operations is None:
             self._fall_back()
             return super().layer_norm(x, weight, bias, eps)
-        others = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        others = weight.data_ptr(), _address(bias)
         return self._norm(operations.layer_norm, rows, others, eps).view(x.shape)
 
     def _norm(
@@ -278,15 +265,8 @@ class NativeKernels(TorchKernels):
         out = x.new_empty(num_rows, size)
         if num_rows:
             norm(
-                x.data_ptr(),
-                x.stride(0),
-                *others,
-                eps,
-                num_rows,
-                size,
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
+                *(x.data_ptr(), x.stride(0), *others, eps, num_rows, size, out.data_ptr()),
+                *(self._level, torch.get_num_threads()),
             )
         return out
 
@@ -296,24 +276,7 @@ class NativeKernels(TorchKernels):
         if operations is None or any(part.stride(1) != 1 for part in (x, up) if part is not None):
             self._fall_back()
             return super().gelu(x, up, is_exact=is_exact)
-        num_rows, size = x.shape
-        out = x.new_empty(num_rows, size)
-        if num_rows:
-            operations.elements(
-                Element.GELU if is_exact else Element.GELU_TANH,
-                x.data_ptr(),
-                x.stride(0),
-                None if up is None else up.data_ptr(),
-                0 if up is None else up.stride(0),
-                0.0,
-                num_rows,
-                size,
-                out.data_ptr(),
-                size,
-                self._level,
-                torch.get_num_threads(),
-            )
-        return out
+        return self._elements(operations, Element.GELU if is_exact else Element.GELU_TANH, x, up)
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gated`."""
@@ -321,10 +284,17 @@ class NativeKernels(TorchKernels):
         if operations is None or x.stride(1) != 1 or gate.stride(1) != 1:
             self._fall_back()
             return super().gated(x, gate)
+        return self._elements(operations, Element.GATE, x, gate)
+
+    def _elements(
+        self, operations: Operations, element: Element, x: Tensor, other: Tensor | None
+    ) -> Tensor:
+        """Return an operation on single numbers of x [N, size] and perhaps of as many others."""
         out = x.new_empty(x.shape)
         if len(x):
             operations.elements(
-                *(Element.GATE, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0)),
+                *(element, x.data_ptr(), x.stride(0)),
+                *(_address(other), 0 if other is None else other.stride(0)),
                 *(0.0, *x.shape, out.data_ptr(), x.shape[1]),
                 *(self._level, torch.get_num_threads()),
             )
@@ -345,16 +315,30 @@ class NativeKernels(TorchKernels):
         if operations is None:
             self._fall_back()
             return super().convolve(x, weight, bias, bank, batch, is_plain=is_plain)
-        out = x.new_empty(x.shape)
-        if len(x):
-            are_slots_good = operations.convolve(
-                *(x.data_ptr(), x.stride(0), weight.data_ptr()),
-                *(None if bias is None else bias.data_ptr(), *weight.shape, is_plain),
-                *_numbers_of(bank, batch),
-                *(out.data_ptr(), self._level, torch.get_num_threads()),
-            )
-            if not are_slots_good:
-                raise IndexError("a slot of a state is none of the pool")
+        numbers, states = (*weight.shape, is_plain), (bank, batch)
+        return self._with_states(
+            operations.convolve, (x,), (weight, bias), numbers, states, size=x.shape[1]
+        )
+
+    def _with_states(
+        self,
+        operation: Callable[..., int],
+        inputs: Sequence[Tensor],
+        vectors: Sequence[Tensor | None],
+        numbers: Sequence[float],
+        states: tuple[StateBank, AttentionBatch],
+        *,
+        size: int,
+    ) -> Tensor:
+        """Return results [T, size] of an operation of `inputs` [T, n], and of states, changed."""
+        out = inputs[0].new_empty(len(inputs[0]), size)
+        strided = ((x.data_ptr(), x.stride(0)) for x in inputs)
+        if len(out) and not operation(
+            *(word for own in strided for word in own),
+            *(*map(_address, vectors), *numbers, *_numbers_of(*states)),
+            *(out.data_ptr(), self._level, torch.get_num_threads()),
+        ):
+            raise IndexError("a slot of a state is none of the pool")
         return out
 
     def delta_rule(
@@ -373,20 +357,11 @@ class NativeKernels(TorchKernels):
             self._fall_back()
             return super().delta_rule(mixed, z, gates, rule=rule, bank=bank, batch=batch)
         num_heads = len(rule.decay)
-        out = mixed.new_empty(len(mixed), num_heads * rule.value_dim)
-        if len(mixed):
-            are_slots_good = operations.delta_rule(
-                *(mixed.data_ptr(), mixed.stride(0), z.data_ptr(), z.stride(0)),
-                *(gates.data_ptr(), gates.stride(0)),
-                *(part.data_ptr() for part in (rule.decay, rule.rate_bias, rule.norm)),
-                *(rule.eps, rule.beta_scale),
-                *(rule.num_key_heads, num_heads, rule.key_dim, rule.value_dim),
-                *_numbers_of(bank, batch),
-                *(out.data_ptr(), self._level, torch.get_num_threads()),
-            )
-            if not are_slots_good:
-                raise IndexError("a slot of a state is none of the pool")
-        return out
+        vectors = (rule.decay, rule.rate_bias, rule.norm)
+        sizes = (rule.num_key_heads, num_heads, rule.key_dim, rule.value_dim)
+        numbers, function = (rule.eps, rule.beta_scale, *sizes), operations.delta_rule
+        size, states = num_heads * rule.value_dim, (bank, batch)
+        return self._with_states(function, (mixed, z, gates), vectors, numbers, states, size=size)
 
     def mamba(
         self,
@@ -404,19 +379,12 @@ class NativeKernels(TorchKernels):
             self._fall_back()
             return super().mamba(mixed, z, rates, rule=rule, bank=bank, batch=batch)
         num_heads = len(rule.decay)
-        out = mixed.new_empty(len(mixed), num_heads * rule.head_dim)
-        if len(mixed):
-            are_slots_good = operations.mamba(
-                *(mixed.data_ptr(), mixed.stride(0), z.data_ptr(), z.stride(0)),
-                *(rates.data_ptr(), rates.stride(0)),
-                *(part.data_ptr() for part in (rule.decay, rule.rate_bias, rule.skip)),
-                *(rule.num_groups, num_heads, rule.state_size, rule.head_dim),
-                *_numbers_of(bank, batch),
-                *(out.data_ptr(), self._level, torch.get_num_threads()),
-            )
-            if not are_slots_good:
-                raise IndexError("a slot of a state is none of the pool")
-        return out
+        vectors = (rule.decay, rule.rate_bias, rule.skip)
+        numbers = (rule.num_groups, num_heads, rule.state_size, rule.head_dim)
+        size, states = num_heads * rule.head_dim, (bank, batch)
+        return self._with_states(
+            operations.mamba, (mixed, z, rates), vectors, numbers, states, size=size
+        )
 
     def rotate_and_write(
         self,
@@ -461,31 +429,16 @@ class NativeKernels(TorchKernels):
                 slot_mapping=slot_mapping,
                 qk_norm=qk_norm,
             )
+        q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
         are_slots_good = operations.rotate(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            strides[0],
-            num_tokens,
-            num_heads,
-            k.shape[1],
-            head_dim,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[1],
-            k_pool.data_ptr(),
-            v_pool.data_ptr(),
-            pool_strides[0],
-            pool_strides[1],
-            k_pool.dtype is torch.int8,
-            slot_mapping.data_ptr(),
-            k_pool.shape[0],
-            None if qk_norm is None else qk_norm.q_weight.data_ptr(),
-            None if qk_norm is None else qk_norm.k_weight.data_ptr(),
-            qk_norm is not None and qk_norm.q_weight.dtype is torch.float32,
-            0.0 if qk_norm is None else qk_norm.eps,
-            self._level,
-            torch.get_num_threads(),
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), strides[0]),
+            *(num_tokens, num_heads, k.shape[1], head_dim),
+            *(cos.data_ptr(), sin.data_ptr(), cos.shape[1]),
+            *(k_pool.data_ptr(), v_pool.data_ptr(), *pool_strides[:2], k_pool.dtype is torch.int8),
+            *(slot_mapping.data_ptr(), k_pool.shape[0]),
+            *(_address(q_weight), _address(k_weight)),
+            *(q_weight is not None and q_weight.dtype is torch.float32, eps),
+            *(self._level, torch.get_num_threads()),
         )
         if not are_slots_good:
             raise IndexError(f"a slot of {slot_mapping.tolist()} is not below {len(k_pool)}")
@@ -530,32 +483,20 @@ class NativeKernels(TorchKernels):
         rows = row_numbers(batch)
         out = q.new_empty(num_tokens, num_heads, head_dim)
         if rows.num_rows:
+            table = batch.req_to_slot
             operations.attention(
-                q.data_ptr(),
-                token_stride,
-                k_pool.data_ptr(),
-                v_pool.data_ptr(),
-                pool_strides[0],
-                pool_strides[1],
-                k_pool.dtype is torch.int8,
-                batch.req_to_slot.data_ptr(),
-                batch.req_to_slot.stride(0),
-                rows.address,
-                rows.num_rows,
-                num_heads,
-                k_pool.shape[1],
-                head_dim,
-                sliding_window or 0,
-                scale,
-                soft_cap or 0.0,
-                None if slopes is None else slopes.data_ptr(),
-                None if sinks is None else sinks.data_ptr(),
-                self._is_invariant,
-                out.data_ptr(),
-                self._level,
-                torch.get_num_threads(),
+                *(q.data_ptr(), token_stride, k_pool.data_ptr(), v_pool.data_ptr()),
+                *(*pool_strides[:2], k_pool.dtype is torch.int8),
+                *(table.data_ptr(), table.stride(0), rows.address, rows.num_rows),
+                *(num_heads, k_pool.shape[1], head_dim, sliding_window or 0, scale),
+                *(soft_cap or 0.0, _address(slopes), _address(sinks), self._is_invariant),
+                *(out.data_ptr(), self._level, torch.get_num_threads()),
             )
         return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _numbers_of(bank: StateBank, batch: AttentionBatch) -> tuple[int | None, ...]:

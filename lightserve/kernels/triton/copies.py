@@ -32,17 +32,10 @@ MAX_PROGRAMS = 4096
 @launched
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _move_kernel(
-    pool_ptr,
-    slots_ptr,
-    rows_ptr,
-    num_tokens,
-    num_slots,
-    NUM_PIECES: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_PIECES: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
+    pool_ptr, slots_ptr, rows_ptr, num_tokens, num_slots, NUM_PIECES: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_PIECES: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     TO_POOL: tl.constexpr,
-):
+):  # fmt: skip
     """Move tokens between slots of the pool and rows; a tile is some pieces of one token."""
     tiles_per_token: tl.constexpr = (NUM_PIECES + BLOCK_PIECES - 1) // BLOCK_PIECES
     words = tl.arange(0, BLOCK_WORDS)[None, :]
@@ -62,14 +55,9 @@ def _move_kernel(
 @launched
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_ids_ptr"])
 def _rows_kernel(
-    dense_ptr,
-    rows_ptr,
-    row_ids_ptr,
-    num_rows,
-    ROW_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dense_ptr, rows_ptr, row_ids_ptr, num_rows, ROW_WORDS: tl.constexpr, BLOCK: tl.constexpr,
     TO_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Copy rows in order to numbered ones, or back; a tile is a part of one row."""
     tiles_per_row: tl.constexpr = (ROW_WORDS + BLOCK - 1) // BLOCK
     for tile in range(tl.program_id(0), num_rows * tiles_per_row, tl.num_programs(0)):

@@ -40,25 +40,11 @@ def _store_factors(places, factors, mask):
 
 @triton.jit
 def _rotate(
-    x_ptr,
-    x_stride_h,
-    out_ptr,
-    out_stride_h,
-    cos_ptr,
-    sin_ptr,
-    norm_ptr,
-    eps,
-    heads,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    KIND: tl.constexpr,
+    x_ptr, x_stride_h, out_ptr, out_stride_h, cos_ptr, sin_ptr, norm_ptr, eps, heads,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr, IN_PLACE: tl.constexpr, KIND: tl.constexpr,
     TOP: tl.constexpr,
-):
+):  # fmt: skip
     """Normalise and rotate some heads of one token, from x to out, in 8 bits by KIND.
 
     Inputs that all heads share are loaded once for each, from the cache, so that they come to the
@@ -116,41 +102,14 @@ def _rotate(
 @launched
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _rotate_and_write_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    k_pool_ptr,
-    v_pool_ptr,
-    slots_ptr,
-    eps,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    angle_stride,
-    k_pool_stride_s,
-    k_pool_stride_h,
-    v_pool_stride_s,
-    v_pool_stride_h,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    KIND: tl.constexpr,
-    TOP: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, k_pool_ptr, v_pool_ptr,
+    slots_ptr, eps, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    angle_stride, k_pool_stride_s, k_pool_stride_h, v_pool_stride_s, v_pool_stride_h,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, TOP: tl.constexpr,
     UNIT: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cos = cos_ptr + token * angle_stride
@@ -250,15 +209,9 @@ def rotate_and_write(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    cos,
-    sin,
-    stride_h,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    x_ptr, cos, sin, stride_h, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     heads = tl.arange(0, BLOCK_H)
     columns = tl.arange(0, BLOCK_HALF)
     mask = (heads < NUM_HEADS)[:, None] & (columns < HALF)[None, :]
@@ -273,22 +226,10 @@ def _rotate_heads(
 @launched
 @triton.jit
 def _rotary_kernel(
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    angle_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_KV_H: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, angle_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_KV_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_HALF)
     mask = columns < HALF
@@ -303,24 +244,10 @@ def _rotary_kernel(
 @launched
 @triton.jit
 def _write_kv_kernel(
-    k_ptr,
-    v_ptr,
-    k_pool_ptr,
-    v_pool_ptr,
-    slots_ptr,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    k_pool_stride_s,
-    k_pool_stride_h,
-    v_pool_stride_s,
-    v_pool_stride_h,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    k_ptr, v_ptr, k_pool_ptr, v_pool_ptr, slots_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    k_pool_stride_s, k_pool_stride_h, v_pool_stride_s, v_pool_stride_h, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     # A head of a small model's pool may have more numbers than 32 bits count.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightserve.kernels.interface import AttentionBatch, Can, QKNorm, ScoreMod
+from lightserve.kernels.interface import AttentionBatch, Can, ScoreMod
 from lightserve.kernels.triton import elementwise, experts, norms, quantized
 from lightserve.kernels.triton.attention import attention
 from lightserve.kernels.triton.configs import AttentionConfigs
@@ -18,7 +18,6 @@ from lightserve.kernels.weights import (
     SILU_GATES,
     BlockActivation,
     ExpertBiases,
-    Fp4Weight,
     Fp8Weight,
     GroupedWeight,
     Int8Weight,
@@ -155,65 +154,14 @@ class TritonKernels(RecurrentKernels):
         weight = quantized.pack_fp8(values, factors, group_size=group_size)
         return weight._replace(is_gated=is_gated)
 
-    def pack_fp4(self, codes: Tensor, factors: Tensor, *, group_size: int) -> Fp4Weight:
-        """See `Kernels.pack_fp4`."""
-        return quantized.pack_fp4(codes, factors, group_size=group_size)
-
-    def stack_experts(
-        self, weights: Sequence[Int8Weight | GroupedWeight | Fp8Weight | Fp4Weight]
-    ) -> PackedExperts:
-        """See `Kernels.stack_experts`."""
-        return experts.stack_experts(weights)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.rms_norm`."""
-        return norms.rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.add_rms_norm`."""
-        return norms.add_rms_norm(x, residual, weight, eps)
-
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Kernels.rotary`."""
-        return elementwise.rotary(q, k, cos, sin)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `Kernels.silu_and_mul`."""
-        return norms.silu_and_mul(gate_up)
-
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """See `Kernels.write_kv`."""
-        elementwise.write_kv(k, v, k_pool, v_pool, slot_mapping)
-
-    def rotate_and_write(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cos: Tensor,
-        sin: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        slot_mapping: Tensor,
-        qk_norm: QKNorm | None,
-    ) -> Tensor:
-        """See `Kernels.rotate_and_write`."""
-        return elementwise.rotate_and_write(
-            q,
-            k,
-            v,
-            cos=cos,
-            sin=sin,
-            k_pool=k_pool,
-            v_pool=v_pool,
-            slot_mapping=slot_mapping,
-            qk_norm=qk_norm,
-        )
+    stack_experts = staticmethod(experts.stack_experts)
+    rms_norm = staticmethod(norms.rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    silu_and_mul = staticmethod(norms.silu_and_mul)
+    rotary = staticmethod(elementwise.rotary)
+    write_kv = staticmethod(elementwise.write_kv)
+    rotate_and_write = staticmethod(elementwise.rotate_and_write)
+    pack_fp4 = staticmethod(quantized.pack_fp4)
 
     def attention(
         self,

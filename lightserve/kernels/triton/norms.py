@@ -139,21 +139,10 @@ def _normed(x, weight, eps, WIDTH: tl.constexpr, kind: tl.constexpr):
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    factors_ptr,
-    num_rows,
-    eps,
-    x_stride,
-    residual_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, factors_ptr, num_rows, eps, x_stride, residual_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     UNIT: tl.constexpr,
-):
+):  # fmt: skip
     """Normalise rows, or, with a residual, the sum that is stored in its place.
 
     SIZE: see `_store_rounded`; 0: results have the model's type, and no factors.

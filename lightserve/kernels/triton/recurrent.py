@@ -24,17 +24,9 @@ TOKENS, CHANNELS = 8, 128
 
 @triton.jit
 def places_of(
-    pieces_ptr,
-    slots_ptr,
-    part_stride,
-    head_stride,
-    slot_stride,
-    numbers,
-    NUM_HEADS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    mask,
-):
+    pieces_ptr, slots_ptr, part_stride, head_stride, slot_stride, numbers, NUM_HEADS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, PIECE: tl.constexpr, mask,
+):  # fmt: skip
     """Return where numbers of a state are; strides and PIECE count numbers of its type."""
     piece = numbers // PIECE
     place = piece // NUM_SLOTS
@@ -47,34 +39,12 @@ def places_of(
 @launched
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _convolve_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    pieces_ptr,
-    table_ptr,
-    rows_ptr,
-    starts_ptr,
-    lengths_ptr,
-    owners_ptr,
-    num_tokens,
-    num_rows,
-    x_stride,
-    part_stride,
-    head_stride,
-    slot_stride,
-    table_stride,
-    first_slot,
-    NUM_HEADS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_PLAIN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pieces_ptr, table_ptr, rows_ptr, starts_ptr, lengths_ptr,
+    owners_ptr, num_tokens, num_rows, x_stride, part_stride, head_stride, slot_stride, table_stride,
+    first_slot, NUM_HEADS: tl.constexpr, NUM_SLOTS: tl.constexpr, PIECE: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PLAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the results of some tokens, of any row or none, and leave states as they are."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -113,34 +83,12 @@ def _convolve_kernel(
 @launched
 @triton.jit
 def _keep_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    pieces_ptr,
-    table_ptr,
-    held_ptr,
-    rows_ptr,
-    starts_ptr,
-    lengths_ptr,
-    x_stride,
-    part_stride,
-    head_stride,
-    slot_stride,
-    table_stride,
-    first_slot,
-    NUM_HEADS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_PLAIN: tl.constexpr,
-    HOLDS: tl.constexpr,
-    ALONE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pieces_ptr, table_ptr, held_ptr, rows_ptr, starts_ptr,
+    lengths_ptr, x_stride, part_stride, head_stride, slot_stride, table_stride, first_slot,
+    NUM_HEADS: tl.constexpr, NUM_SLOTS: tl.constexpr, PIECE: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_PLAIN: tl.constexpr, HOLDS: tl.constexpr,
+    ALONE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Keep a row's last inputs; where each row has one token, ALONE, write its result as well."""
     row = tl.program_id(0)
     start = tl.load(starts_ptr + row).to(tl.int64)

@@ -17,6 +17,7 @@ are copied first (`sampling_adjust`), the others never.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,25 +35,10 @@ from lightserve.kernels.triton.sampling_search import HIGHEST_KEY, measure
 @launched
 @triton.jit(do_not_specialize=["num_top"])
 def logprobs_kernel(
-    own_ptr,
-    token_ptr,
-    largest_ptr,
-    total_ptr,
-    finite_ptr,
-    number_ptr,
-    keys_ptr,
-    chosen_ptr,
-    top_token_ptr,
-    top_ptr,
-    is_finite_ptr,
-    stride,
-    vocab_size,
-    num_chunks,
-    num_top,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    own_ptr, token_ptr, largest_ptr, total_ptr, finite_ptr, number_ptr, keys_ptr, chosen_ptr,
+    top_token_ptr, top_ptr, is_finite_ptr, stride, vocab_size, num_chunks, num_top,
+    CANDIDATES: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One program per row: the given token, then the most probable ones, one after the other."""
     row = tl.program_id(0)
     chunks = tl.arange(0, BLOCK_C)
@@ -74,21 +60,9 @@ def logprobs_kernel(
         last = tl.full((), HIGHEST_KEY, tl.int64)
         for number in range(0, num_top):
             _, _, _, last = measure(
-                own,
-                own,
-                -1,
-                False,
-                keys,
-                size,
-                is_all,
-                last - 1,
-                top,
-                1.0,
-                0.0,
-                vocab_size,
-                CANDIDATES,
-                TILE,
-            )
+                (own, own, -1, vocab_size), False, keys, size, is_all, last - 1, (top, 1.0, 0.0),
+                CANDIDATES, TILE,
+            )  # fmt: skip
             tl.store(top_token_ptr + row * num_top + number, token_of(last).to(tl.int32))
             tl.store(top_ptr + row * num_top + number, logit_of(last) - everything)
 
@@ -122,8 +96,7 @@ class Logits:
         return self.own, self.adjusted, self.source
 
 
-@dataclass(frozen=True, eq=False)
-class Draws:
+class Draws(NamedTuple):
     """The options by which each row is drawn, all [L]."""
 
     temperature: Tensor
@@ -140,8 +113,7 @@ class Draws:
     """int64, of the new tokens."""
 
 
-@dataclass(frozen=True, eq=False)
-class Scan:
+class Scan(NamedTuple):
     """The results of one pass over the logits for each chunk, [L, C]."""
 
     largest: Tensor
@@ -156,8 +128,7 @@ class Scan:
     """float32 [L, C * CHUNK / GROUP], the largest of each group; empty if it is not wanted."""
 
 
-@dataclass(frozen=True, eq=False)
-class Candidates:
+class Candidates(NamedTuple):
     """The results of a second pass."""
 
     cut: Tensor
@@ -190,11 +161,7 @@ def scan(
     sampling_scan.scan_kernel[num_chunks, num_rows](
         *logits.pointers,
         temperature,
-        found.largest,
-        found.first,
-        found.total,
-        found.is_finite,
-        found.peaks,
+        *found,
         own.stride(0),
         vocab_size,
         num_chunks,
@@ -244,10 +211,7 @@ def gather(logits: Logits, draws: Draws, found: Scan) -> Candidates:
         draws.temperature,
         draws.min_p,
         found.largest,
-        candidates.cut,
-        candidates.number,
-        candidates.kept,
-        candidates.keys,
+        *candidates,
         own.stride(0),
         vocab_size,
         num_chunks,
@@ -275,16 +239,8 @@ def draw(
     is_finite = own.new_empty(num_rows, dtype=torch.bool)
     sampling_scan.draw_kernel[num_rows,](
         *logits.pointers,
-        draws.temperature,
-        draws.min_p,
-        draws.top_p,
-        draws.top_k,
-        draws.states,
-        draws.positions,
-        found.largest,
-        found.first,
-        found.total,
-        found.is_finite,
+        *draws,
+        *found[:4],
         found.total if candidates is None else candidates.kept,
         token_ids,
         is_finite,
@@ -314,19 +270,9 @@ def draw_top(
     num_chunks = found.largest.shape[1]
     sampling_search.draw_top_kernel[num_rows,](
         *logits.pointers,
-        draws.temperature,
-        draws.min_p,
-        draws.top_p,
-        draws.top_k,
-        draws.states,
-        draws.positions,
-        found.largest,
-        found.first,
-        found.total,
-        candidates.kept,
-        candidates.cut,
-        candidates.number,
-        candidates.keys,
+        *draws,
+        *found[:3],
+        *candidates,
         *drawn,
         own.stride(0),
         vocab_size,

@@ -29,22 +29,10 @@ _IN_PROMPT = tl.constexpr(1 << 30)
 @launched
 @triton.jit
 def count_kernel(
-    token_ids_ptr,
-    rows_ptr,
-    positions_ptr,
-    indices_ptr,
-    num_prompt_ptr,
-    drafts_before_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    counts_ptr,
-    num_counted_ptr,
-    width,
-    stride,
-    TILE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-):
+    token_ids_ptr, rows_ptr, positions_ptr, indices_ptr, num_prompt_ptr, drafts_before_ptr,
+    repetition_ptr, frequency_ptr, presence_ptr, counts_ptr, num_counted_ptr, width, stride,
+    TILE: tl.constexpr, NUM_PARTS: tl.constexpr,
+):  # fmt: skip
     """NUM_PARTS programs per row: add known tokens that are not counted yet to the row's counts.
 
     Bits 0 to 29: how often in the output; bit 30: whether in the prompt. `adjust_kernel` notes the
@@ -80,45 +68,16 @@ def _allowed(bits, tokens, num_words):
 @launched
 @triton.jit(
     do_not_specialize=[
-        "num_eos",
-        "num_allowed_words",
-        "num_mask_words",
-        "has_counts",
-        "has_masks",
+        "num_eos", "num_allowed_words", "num_mask_words", "has_counts", "has_masks",
     ]
-)
+)  # fmt: skip
 def adjust_kernel(
-    from_ptr,
-    out_ptr,
-    token_ids_ptr,
-    rows_ptr,
-    positions_ptr,
-    indices_ptr,
-    num_prompt_ptr,
-    drafts_before_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    min_tokens_ptr,
-    eos_ptr,
-    allowed_rows_ptr,
-    allowed_bits_ptr,
-    mask_rows_ptr,
-    mask_bits_ptr,
-    counts_ptr,
-    num_counted_ptr,
-    width,
-    stride,
-    counts_stride,
-    vocab_size,
-    num_eos,
-    num_allowed_words,
-    num_mask_words,
-    has_counts,
-    has_masks,
-    IS_OWN: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    from_ptr, out_ptr, token_ids_ptr, rows_ptr, positions_ptr, indices_ptr, num_prompt_ptr,
+    drafts_before_ptr, repetition_ptr, frequency_ptr, presence_ptr, min_tokens_ptr, eos_ptr,
+    allowed_rows_ptr, allowed_bits_ptr, mask_rows_ptr, mask_bits_ptr, counts_ptr, num_counted_ptr,
+    width, stride, counts_stride, vocab_size, num_eos, num_allowed_words, num_mask_words,
+    has_counts, has_masks, IS_OWN: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """One program per chunk and changed row: everything but the bias, which is in already.
 
     IS_OWN: rows of `from_ptr` are the step's; otherwise they are the changed ones. Logits of the

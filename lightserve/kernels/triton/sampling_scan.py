@@ -25,31 +25,33 @@ BELOW_ONE = tl.constexpr(1 - 1e-15)
 @triton.jit
 def row_of(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED):
     """Return where a row's logits are, for `logits_at`: where the model's begin, where those that
-    its options changed do, and a number that is negative if there are none."""
+    its options changed do, a number that is negative if there are none, and the vocabulary's size.
+    """
     own = own_ptr + row.to(tl.int64) * stride
     adjusted = adjusted_ptr
     source = -1
     if IS_ADJUSTED:
         source = tl.load(source_ptr + row)
         adjusted = adjusted_ptr + tl.maximum(source, 0).to(tl.int64) * vocab_size
-    return own, adjusted, source
+    return own, adjusted, source, vocab_size
 
 
 @triton.jit
-def logits_at(own, adjusted, source, IS_ADJUSTED: tl.constexpr, tokens, vocab_size):
-    """Return a row's logits, float32; minus infinity beyond the vocabulary.
+def logits_at(logits, IS_ADJUSTED: tl.constexpr, tokens):
+    """Return logits of a row as `row_of` has it, float32; minus infinity beyond the vocabulary.
 
     The model's are of its own type, changed ones float32; only one of the two is read.
     """
+    own, adjusted, source, vocab_size = logits
     end = vocab_size
     if IS_ADJUSTED:
         end = tl.where(source < 0, vocab_size, 0)
-    logits = tl.load(own + tokens, mask=tokens < end, other=-float("inf")).to(tl.float32)
+    x = tl.load(own + tokens, mask=tokens < end, other=-float("inf")).to(tl.float32)
     if IS_ADJUSTED:
         end = tl.where(source < 0, 0, vocab_size)
         changed = tl.load(adjusted + tokens, mask=tokens < end, other=-float("inf"))
-        logits = tl.where(source < 0, logits, changed)
-    return logits
+        x = tl.where(source < 0, x, changed)
+    return x
 
 
 @triton.jit
@@ -110,34 +112,18 @@ def token_of(key):
 @launched
 @triton.jit
 def scan_kernel(
-    own_ptr,
-    adjusted_ptr,
-    source_ptr,
-    temperature_ptr,
-    largest_ptr,
-    first_ptr,
-    total_ptr,
-    finite_ptr,
-    peaks_ptr,
-    stride,
-    vocab_size,
-    num_chunks,
-    IS_ADJUSTED: tl.constexpr,
-    HAS_TOTALS: tl.constexpr,
-    HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    own_ptr, adjusted_ptr, source_ptr, temperature_ptr, largest_ptr, first_ptr, total_ptr,
+    finite_ptr, peaks_ptr, stride, vocab_size, num_chunks, IS_ADJUSTED: tl.constexpr,
+    HAS_TOTALS: tl.constexpr, HAS_PEAKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """One program per chunk and row: the only pass of greedy and plain sampling."""
     chunk, row = tl.program_id(0), tl.program_id(1)
-    own, adjusted, source = row_of(
-        own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
-    )
+    logits = row_of(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED)
     num_groups: tl.constexpr = CHUNK // GROUP
     groups, members = tl.arange(0, num_groups), tl.arange(0, GROUP)
     tokens = chunk * CHUNK + groups[:, None] * GROUP + members[None, :]
-    x = logits_at(own, adjusted, source, IS_ADJUSTED, tokens, vocab_size)
-    is_fine = (x < float("inf")) & ((x > -float("inf")) | (source >= 0) | (tokens >= vocab_size))
+    x = logits_at(logits, IS_ADJUSTED, tokens)
+    is_fine = (x < float("inf")) & ((x > -float("inf")) | (logits[2] >= 0) | (tokens >= vocab_size))
     peaks = tl.max(x, axis=1)
     largest = tl.max(peaks, axis=0)
     first = tl.min(tl.min(tl.where(x == largest, tokens, vocab_size), axis=1), axis=0)
@@ -168,30 +154,11 @@ def _pick(weights, target, indices, END):
 @launched
 @triton.jit
 def draw_kernel(
-    own_ptr,
-    adjusted_ptr,
-    source_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    top_p_ptr,
-    top_k_ptr,
-    states_ptr,
-    positions_ptr,
-    largest_ptr,
-    first_ptr,
-    total_ptr,
-    finite_ptr,
-    kept_ptr,
-    token_ptr,
-    is_finite_ptr,
-    stride,
-    vocab_size,
-    num_chunks,
-    IS_ADJUSTED: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    own_ptr, adjusted_ptr, source_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, states_ptr,
+    positions_ptr, largest_ptr, first_ptr, total_ptr, finite_ptr, kept_ptr, token_ptr,
+    is_finite_ptr, stride, vocab_size, num_chunks, IS_ADJUSTED: tl.constexpr,
+    HAS_KEPT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One program per row: a chunk by the chunks' sums, then a token of it, read again."""
     row = tl.program_id(0)
     chunks = tl.arange(0, BLOCK_C)
@@ -215,11 +182,9 @@ def draw_kernel(
         target = tl.minimum(target, everything * BELOW_ONE)
         chunk = _pick(totals, target, chunks, BLOCK_C)
         target -= tl.sum(tl.where(chunks < chunk, totals, 0.0), axis=0)
-        own, adjusted, source = row_of(
-            own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
-        )
+        logits = row_of(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = logits_at(own, adjusted, source, IS_ADJUSTED, tokens, vocab_size)
+        x = logits_at(logits, IS_ADJUSTED, tokens)
         weights = weights_of(x, top, temperature)
         weights = tl.where(weights >= min_p, weights, 0.0).to(tl.float64)
         token = _pick(weights, target, tokens, vocab_size)
@@ -230,21 +195,10 @@ def draw_kernel(
 @launched
 @triton.jit
 def cut_kernel(
-    temperature_ptr,
-    top_p_ptr,
-    top_k_ptr,
-    largest_ptr,
-    total_ptr,
-    peaks_ptr,
-    cut_ptr,
-    number_ptr,
-    vocab_size,
-    num_chunks,
-    num_groups,
-    CANDIDATES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    temperature_ptr, top_p_ptr, top_k_ptr, largest_ptr, total_ptr, peaks_ptr, cut_ptr, number_ptr,
+    vocab_size, num_chunks, num_groups, CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
-):
+):  # fmt: skip
     """One program per row: a logit that enough tokens reach, but not too many.
 
     Any cut is right, as the tokens that it leaves are checked; these are meant to be enough mostly.
@@ -295,24 +249,10 @@ def cut_kernel(
 @launched
 @triton.jit
 def gather_kernel(
-    own_ptr,
-    adjusted_ptr,
-    source_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    largest_ptr,
-    cut_ptr,
-    number_ptr,
-    kept_ptr,
-    keys_ptr,
-    stride,
-    vocab_size,
-    num_chunks,
-    IS_ADJUSTED: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    own_ptr, adjusted_ptr, source_ptr, temperature_ptr, min_p_ptr, largest_ptr, cut_ptr, number_ptr,
+    keys_ptr, kept_ptr, stride, vocab_size, num_chunks, IS_ADJUSTED: tl.constexpr,
+    CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One program per chunk and row; reads the chunk only if something of it is wanted."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
@@ -327,11 +267,9 @@ def gather_kernel(
             largest_ptr + row * num_chunks + chunks, mask=there, other=-float("inf")
         )
         top = tl.max(all_largest, axis=0)
-        own, adjusted, source = row_of(
-            own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
-        )
+        logits = row_of(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = logits_at(own, adjusted, source, IS_ADJUSTED, tokens, vocab_size)
+        x = logits_at(logits, IS_ADJUSTED, tokens)
         weights = weights_of(x, top, temperature)
         is_kept = (weights >= min_p) & (x > -float("inf"))
         if sums:

@@ -25,24 +25,15 @@ _ALL = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def measure(
-    own,
-    adjusted,
-    source,
-    IS_ADJUSTED: tl.constexpr,
-    keys_ptr,
-    size,
-    is_all,
-    pivot,
-    top,
-    temperature,
-    min_p,
-    vocab_size,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits, IS_ADJUSTED: tl.constexpr, keys_ptr, size, is_all, pivot, weighing,
+    CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return (number, weight) of the tokens whose keys are above the pivot, the lowest key of
     those, and the highest key of the others. The tokens: `size` keys, or a row of `size` logits.
+
+    `logits`: see `row_of`; `weighing`: the row's largest logit, its temperature, and min-p.
     """
+    top, temperature, min_p = weighing
     lanes = tl.arange(0, TILE)
     number = tl.zeros([TILE], dtype=tl.int32)
     weight = tl.zeros([TILE], dtype=tl.float64)
@@ -52,7 +43,7 @@ def measure(
         at = start + lanes
         # Loads of 16 bytes need bounds that are known to be multiples of 4: not `size`.
         if is_all:
-            x = logits_at(own, adjusted, source, IS_ADJUSTED, at, vocab_size)
+            x = logits_at(logits, IS_ADJUSTED, at)
             keys = key_of(x, at)
         else:
             keys = tl.load(keys_ptr + at, mask=at < CANDIDATES, other=_LOWEST_KEY)
@@ -75,28 +66,18 @@ def measure(
 
 @triton.jit
 def _collect(
-    own,
-    adjusted,
-    source,
-    IS_ADJUSTED: tl.constexpr,
-    keys_ptr,
-    number_ptr,
-    vocab_size,
-    low,
-    high,
-    top,
-    temperature,
-    min_p,
+    logits, IS_ADJUSTED: tl.constexpr, keys_ptr, number_ptr, low, high, weighing,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Store those keys of a row of logits that are in (low, high], in any order."""
+    top, temperature, min_p = weighing
     tl.debug_barrier()  # other threads may still read what is there
     tl.store(number_ptr, 0)
     tl.debug_barrier()
     lanes = tl.arange(0, TILE)
-    for start in range(0, vocab_size, TILE):
+    for start in range(0, logits[3], TILE):
         at = start + lanes
-        x = logits_at(own, adjusted, source, IS_ADJUSTED, at, vocab_size)
+        x = logits_at(logits, IS_ADJUSTED, at)
         keys = key_of(x, at)
         is_wanted = (keys > low) & (keys <= high) & (x > -float("inf"))
         is_wanted = is_wanted & (weights_of(x, top, temperature) >= min_p)
@@ -108,26 +89,9 @@ def _collect(
 
 @triton.jit
 def _search(
-    own,
-    adjusted,
-    source,
-    IS_ADJUSTED: tl.constexpr,
-    keys_ptr,
-    number_ptr,
-    size,
-    is_all,
-    low,
-    highest,
-    most,
-    limit,
-    top,
-    temperature,
-    min_p,
-    vocab_size,
-    REACHES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits, IS_ADJUSTED: tl.constexpr, keys_ptr, number_ptr, size, is_all, low, highest, most,
+    limit, weighing, REACHES: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return the lowest key above which there are fewer than `most` tokens and less weight than
     `limit` (REACHES: not more), and that weight. `highest` is the highest of all keys,
     `low` is below the wanted one.
@@ -144,9 +108,8 @@ def _search(
     while is_open:
         pivot = (low >> 1) + (high >> 1) + (low & high & 1)
         number, weight, above, below = measure(
-            own, adjusted, source, IS_ADJUSTED, keys_ptr, size, is_all, pivot, top, temperature,
-            min_p, vocab_size, CANDIDATES, TILE,
-        )  # fmt: skip
+            logits, IS_ADJUSTED, keys_ptr, size, is_all, pivot, weighing, CANDIDATES, TILE
+        )
         number += more
         weight += more_weight
         is_less = weight < limit
@@ -162,10 +125,7 @@ def _search(
             is_open = above < high
         if is_open & is_all & (number_above_low - number_above <= CANDIDATES):
             keys_ptr = keys_ptr + CANDIDATES  # its room, behind the row's candidates
-            _collect(
-                own, adjusted, source, IS_ADJUSTED, keys_ptr, number_ptr, vocab_size, low, high,
-                top, temperature, min_p, TILE,
-            )  # fmt: skip
+            _collect(logits, IS_ADJUSTED, keys_ptr, number_ptr, low, high, weighing, TILE)
             size = number_above_low - number_above
             is_all = is_all & False
             more = number_above
@@ -174,29 +134,16 @@ def _search(
 
 
 @triton.jit
-def _are_enough(
-    keys_ptr, number, cut, top_k, top_p, everything, top, temperature, min_p, CANDIDATES, TILE
-):
+def _are_enough(keys_ptr, number, cut, top_k, top_p, everything, weighing, CANDIDATES, TILE):
     """Return whether every token that top-k and top-p leave is among a row's candidates, and
     these candidates' weight, 0 if some are missing."""
+    top, temperature, min_p = weighing
     are_enough = False
     weight = tl.full((), 0.0, tl.float64)
     if number <= CANDIDATES:
+        no_logits = (keys_ptr, keys_ptr, -1, 0)
         _, weight, _, _ = measure(
-            keys_ptr,
-            keys_ptr,
-            -1,
-            False,
-            keys_ptr,
-            number,
-            False,
-            _LOWEST_KEY,
-            top,
-            temperature,
-            min_p,
-            0,
-            CANDIDATES,
-            TILE,
+            no_logits, False, keys_ptr, number, False, _LOWEST_KEY, weighing, CANDIDATES, TILE
         )
         # Everything is: no cut, or one below what min-p drops.
         are_enough = (cut == -float("inf")) | (weights_of(cut, top, temperature) < 0.999 * min_p)
@@ -207,25 +154,9 @@ def _are_enough(
 
 @triton.jit
 def _lowest_kept(
-    own,
-    adjusted,
-    source,
-    IS_ADJUSTED: tl.constexpr,
-    keys_ptr,
-    number_ptr,
-    size,
-    is_all,
-    highest,
-    top_k,
-    top_p,
-    everything,
-    top,
-    temperature,
-    min_p,
-    vocab_size,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits, IS_ADJUSTED: tl.constexpr, keys_ptr, number_ptr, size, is_all, highest, top_k, top_p,
+    everything, weighing, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return the lowest key that top-k and then top-p leave, and the weight of all they leave."""
     most = tl.where(top_k > 0, top_k, _ALL)
     lowest = key_of(tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32))
@@ -239,128 +170,46 @@ def _lowest_kept(
             limit = float("inf")
         if is_asked:
             lowest, above = _search(
-                own,
-                adjusted,
-                source,
-                IS_ADJUSTED,
-                keys_ptr,
-                number_ptr,
-                size,
-                is_all,
-                lowest - 1,
-                highest,
-                most,
-                limit,
-                top,
-                temperature,
-                min_p,
-                vocab_size,
-                REACHES=False,
-                CANDIDATES=CANDIDATES,
-                TILE=TILE,
-            )
-            kept = above + weights_of(logit_of(lowest), top, temperature)
+                logits, IS_ADJUSTED, keys_ptr, number_ptr, size, is_all, lowest - 1, highest, most,
+                limit, weighing, False, CANDIDATES, TILE,
+            )  # fmt: skip
+            kept = above + weights_of(logit_of(lowest), weighing[0], weighing[1])
     return lowest, kept
 
 
 @triton.jit
 def _draw_top(
-    own,
-    adjusted,
-    source,
-    IS_ADJUSTED: tl.constexpr,
-    keys_ptr,
-    number_ptr,
-    cut,
-    highest,
-    top_k,
-    top_p,
-    number_drawn,
-    everything,
-    top,
-    temperature,
-    min_p,
-    vocab_size,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits, IS_ADJUSTED: tl.constexpr, keys_ptr, number_ptr, cut, highest, top_k, top_p,
+    number_drawn, everything, weighing, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return the key of a row's token: how far down top-k and top-p go, then one above."""
-    number = tl.load(number_ptr)
+    number, vocab_size = tl.load(number_ptr), logits[3]
     are_enough, weight = _are_enough(
-        keys_ptr,
-        number,
-        cut,
-        top_k,
-        top_p,
-        everything,
-        top,
-        temperature,
-        min_p,
-        CANDIDATES,
-        TILE,
+        keys_ptr, number, cut, top_k, top_p, everything, weighing, CANDIDATES, TILE
     )
     is_all = are_enough == 0
     lowest, kept = _lowest_kept(
-        own, adjusted, source, IS_ADJUSTED, keys_ptr, number_ptr + 1,
-        tl.where(is_all, vocab_size, number), is_all, highest, top_k, top_p, everything, top,
-        temperature, min_p, vocab_size, CANDIDATES, TILE,
+        logits, IS_ADJUSTED, keys_ptr, number_ptr + 1, tl.where(is_all, vocab_size, number), is_all,
+        highest, top_k, top_p, everything, weighing, CANDIDATES, TILE,
     )  # fmt: skip
     target = tl.minimum(number_drawn * kept, kept * BELOW_ONE)
     # Candidates that are not enough for top-p have most of its weight all the same.
     is_all = is_all & (target >= weight)
     drawn, _ = _search(
-        own,
-        adjusted,
-        source,
-        IS_ADJUSTED,
-        keys_ptr,
-        number_ptr + 1,
-        tl.where(is_all, vocab_size, number),
-        is_all,
-        lowest - 1,
-        highest,
-        _ALL,
-        target,
-        top,
-        temperature,
-        min_p,
-        vocab_size,
-        REACHES=True,
-        CANDIDATES=CANDIDATES,
-        TILE=TILE,
-    )
+        logits, IS_ADJUSTED, keys_ptr, number_ptr + 1, tl.where(is_all, vocab_size, number), is_all,
+        lowest - 1, highest, _ALL, target, weighing, True, CANDIDATES, TILE,
+    )  # fmt: skip
     return drawn
 
 
 @launched
 @triton.jit
 def draw_top_kernel(
-    own_ptr,
-    adjusted_ptr,
-    source_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    top_p_ptr,
-    top_k_ptr,
-    states_ptr,
-    positions_ptr,
-    largest_ptr,
-    first_ptr,
-    total_ptr,
-    kept_ptr,
-    cut_ptr,
-    number_ptr,
-    keys_ptr,
-    token_ptr,
-    is_finite_ptr,
-    stride,
-    vocab_size,
-    num_chunks,
-    IS_ADJUSTED: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    own_ptr, adjusted_ptr, source_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, states_ptr,
+    positions_ptr, largest_ptr, first_ptr, total_ptr, cut_ptr, number_ptr, keys_ptr, kept_ptr,
+    token_ptr, is_finite_ptr, stride, vocab_size, num_chunks, IS_ADJUSTED: tl.constexpr,
+    CANDIDATES: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """One program per row with top-k or top-p."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
@@ -379,27 +228,11 @@ def draw_top_kernel(
         totals = chunk_totals(
             largest, total_ptr, kept_ptr, at, there, top, temperature, min_p, True
         )
-        own, adjusted, source = row_of(
-            own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED
-        )
+        logits = row_of(own_ptr, adjusted_ptr, source_ptr, row, stride, vocab_size, IS_ADJUSTED)
         drawn = _draw_top(
-            own,
-            adjusted,
-            source,
-            IS_ADJUSTED,
-            keys_ptr + row.to(tl.int64) * (2 * CANDIDATES),
-            number_ptr + 2 * row,
-            tl.load(cut_ptr + row),
-            highest,
-            top_k,
-            top_p,
-            uniform(states_ptr, positions_ptr, row),
-            tl.sum(totals, axis=0),
-            top,
-            temperature,
-            min_p,
-            vocab_size,
-            CANDIDATES,
-            TILE,
-        )
+            logits, IS_ADJUSTED, keys_ptr + row.to(tl.int64) * (2 * CANDIDATES),
+            number_ptr + 2 * row, tl.load(cut_ptr + row), highest, top_k, top_p,
+            uniform(states_ptr, positions_ptr, row), tl.sum(totals, axis=0),
+            (top, temperature, min_p), CANDIDATES, TILE,
+        )  # fmt: skip
         tl.store(token_ptr + row, token_of(drawn))

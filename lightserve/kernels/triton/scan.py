@@ -65,20 +65,10 @@ def _biases(ptr, head, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BY_CHANNEL:
 
 @triton.jit
 def _rates(
-    ptr,
-    tokens,
-    is_token,
-    stride,
-    head,
-    decay,
-    bias,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CORRECTS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    ptr, tokens, is_token, stride, head, decay, bias, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, CORRECTS: tl.constexpr, BY_CHANNEL: tl.constexpr,
     BETA_SCALE: tl.constexpr,
-):
+):  # fmt: skip
     """Return factors of a head's values, [T], and logarithms of decays, [T] or [T, BLOCK_K].
 
     Factors are betas if CORRECTS, else rates. Zeros where there are no tokens.
@@ -196,19 +186,9 @@ def _step(
 
 @triton.jit
 def _step_over(
-    state,
-    q,
-    k,
-    v,
-    factor,
-    decay,
-    inverse_ptrs,
-    scores,
-    is_token,
-    CORRECTS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    state, q, k, v, factor, decay, inverse_ptrs, scores, is_token, CORRECTS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Return a state behind a chunk, and what states say to its queries, [CHUNK, columns]."""
     total = tl.cumsum(decay, axis=0)
     last = tl.sum(decay, axis=0)
@@ -304,22 +284,10 @@ def _scan_kernel(
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(
-    x_ptr,
-    z_ptr,
-    weight_ptr,
-    own_ptr,
-    out_ptr,
-    owners_ptr,
-    num_rows,
-    eps,
-    z_stride,
-    own_stride,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CORRECTS: tl.constexpr,
-    BY_SIGMOID: tl.constexpr,
+    x_ptr, z_ptr, weight_ptr, own_ptr, out_ptr, owners_ptr, num_rows, eps, z_stride, own_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr, BY_SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Gate a head's result, normalised; without CORRECTS with the token's own numbers instead."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -365,18 +333,7 @@ class _Layer(NamedTuple):
 class RecurrentKernels(Kernels):
     """The operations of recurrent layers."""
 
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        bank: StateBank,
-        batch: AttentionBatch,
-        *,
-        is_plain: bool = False,
-    ) -> Tensor:
-        """See `Kernels.convolve`."""
-        return convolve(x, weight, bias, bank, batch, is_plain=is_plain)
+    convolve = staticmethod(convolve)
 
     def delta_rule(
         self,
